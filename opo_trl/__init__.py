@@ -1,0 +1,21 @@
+"""Orthogonalized Policy Optimization (OPO) for Hugging Face TRL."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+
+__version__ = "0.1.0"
+
+__all__ = ["OPOConfig", "OPOTrainer"]
+
+if TYPE_CHECKING:
+    from .config import OPOConfig
+    from .trainer import OPOTrainer
+
+
+def __getattr__(name: str):
+    # Importing TRL takes seconds; `opo_trl.objective` and the command line's help need none of it.
+    modules = {"OPOConfig": ".config", "OPOTrainer": ".trainer"}
+    if name in modules:
+        return getattr(import_module(modules[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

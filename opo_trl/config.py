@@ -1,0 +1,195 @@
+"""`OPOConfig`: TRL's `GRPOConfig` with the fields of Orthogonalized Policy Optimization, all validated here."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import get_args
+
+from trl import GRPOConfig
+
+from .objective import DriveScaling, Positivity, RatioForm, Reduction
+
+
+# Fields of the parent that shape a loss OPO does not compute, and what to use in their place. A value other than the
+# default is rejected: a user who sets one expects it to act.
+REJECTED_FIELDS = {
+    "loss_type": "OPO has one loss; choose its form with `ratio_form` and `log_ratio_reduction`",
+    "importance_sampling_level": "OPO's ratio is per sequence; choose `log_ratio_reduction` ('sum' or 'mean')",
+    "epsilon": "OPO does not clip the ratio; bound the update with `mu` or `chi2_radius`",
+    "epsilon_high": "OPO does not clip the ratio; bound the update with `mu` or `chi2_radius`",
+    "delta": "OPO does not clip the ratio; bound the update with `mu` or `chi2_radius`",
+    "sapo_temperature_neg": "it belongs to the SAPO loss",
+    "sapo_temperature_pos": "it belongs to the SAPO loss",
+    "vespo_k_pos": "it belongs to the VESPO loss",
+    "vespo_lambda_pos": "it belongs to the VESPO loss",
+    "vespo_k_neg": "it belongs to the VESPO loss",
+    "vespo_lambda_neg": "it belongs to the VESPO loss",
+    "label_smoothing_factor": "it acts on supervised labels only",
+}
+
+_CHOICES = {
+    "anchor_correction": ("absorbed", "length_normalized", "sequence"),
+    "drive_scaling": get_args(DriveScaling),
+    "positivity": get_args(Positivity),
+    "log_ratio_reduction": get_args(Reduction),
+    "ratio_form": get_args(RatioForm),
+}
+
+
+@dataclass
+class OPOConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`OPOTrainer`].
+
+    It holds the parameters of OPO; all others are those of [`~trl.GRPOConfig`] and
+    [`~transformers.TrainingArguments`]. Parameters of GRPO's own losses (`loss_type`, `epsilon`, `epsilon_high`,
+    `delta`, `importance_sampling_level`, `sapo_*`, `vespo_*`) have no place in OPO's and are rejected when set.
+
+    Parameters:
+        > Parameters that control the sampling geometry
+
+        alpha (`float`, *optional*, defaults to `0.4`):
+            Escort exponent α in `[0, 1]`. 1 gives every completion of a group the same weight (no drive), 0 weighs
+            them as the oracle P\* ∝ exp(A/τ) does.
+        escort_temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature τ of P\*, positive. Smaller is sharper. With `adaptive_temperature` this is the base τ₀.
+        adaptive_temperature (`bool`, *optional*, defaults to `False`):
+            Whether to set τ per rollout from the anchor's entropy and the rollout's success, see
+            [`objective.adaptive_temperature`].
+        temperature_range (`list[float]`, *optional*, defaults to `[0.2, 1.5]`):
+            Lowest and highest adaptive τ.
+        anchor_correction (`str`, *optional*, defaults to `"absorbed"`):
+            What stands for log π_k in the escort weight: `"absorbed"`: nothing, the samples came from π_k;
+            `"length_normalized"`: the mean log-probability per token; `"sequence"`: the log-probability of the whole
+            completion, which for long completions puts all weight on the least likely one.
+        drive_scaling (`str`, *optional*, defaults to `"none"`):
+            Divide the drive g = ω − E[ω] by its standard deviation over its `"group"`, over the whole rollout
+            (`"batch"`), or not (`"none"`).
+
+        > Parameters that control the optimization geometry
+
+        mu (`float`, *optional*):
+            Stiffness μ of the χ² penalty, positive; 1.0 when neither `mu` nor `chi2_radius` is set. Without effect
+            while a rollout serves a single optimizer step.
+        chi2_radius (`float`, *optional*):
+            Wanted χ² radius ε of the target, positive: each rollout then uses μ = √(mean(g²)/ε). Excludes `mu`.
+        positivity (`str`, *optional*, defaults to `"none"`):
+            How to keep 1 + v\* ≥ 0: `"none"`, `"stiffen"` (raise μ as far as needed), `"clip"` (v\* ≥ −1 +
+            `positivity_epsilon`) or `"project"` (Euclidean projection on the simplex of each group).
+        positivity_epsilon (`float`, *optional*, defaults to `1e-3`):
+            Margin of `positivity="clip"`, in `(0, 1)`.
+        log_ratio_reduction (`str`, *optional*, defaults to `"sum"`):
+            `"sum"`: Δ is the log-ratio of the whole completion, and `opo/chi2` the χ² divergence of the policy.
+            `"mean"`: Δ is divided by the completion's length T, which at equal μ makes the trust region T times
+            softer.
+        log_ratio_clamp (`float`, *optional*):
+            Bound on |Δ|, positive; 20 for `"sum"` and 5 for `"mean"` when not set.
+        ratio_form (`str`, *optional*, defaults to `"log"`):
+            Coordinate of the loss: `"log"`: u = Δ, the paper's surrogate; `"exact"`: u = π/π_k − 1.
+
+    Raises:
+        `ValueError`: a value out of its range, `mu` together with `chi2_radius`, or a parameter of the parent that
+        the objective does not use. The message names the field, the value and what to do.
+    """
+
+    alpha: float = field(default=0.4, metadata={"help": "Escort exponent in [0, 1]: 1 is uniform, 0 the oracle."})
+    escort_temperature: float = field(
+        default=1.0, metadata={"help": "Temperature of the oracle P* ∝ exp(A/tau), positive."}
+    )
+    adaptive_temperature: bool = field(
+        default=False, metadata={"help": "Set tau per rollout from the anchor's entropy and the rollout's success."}
+    )
+    temperature_range: list[float] = field(
+        default_factory=lambda: [0.2, 1.5], metadata={"help": "Lowest and highest adaptive tau."}
+    )
+    anchor_correction: str = field(
+        default="absorbed",
+        metadata={"help": "Anchor term of the escort weight.", "choices": _CHOICES["anchor_correction"]},
+    )
+    drive_scaling: str = field(
+        default="none",
+        metadata={"help": "Scope of the drive's standardization.", "choices": _CHOICES["drive_scaling"]},
+    )
+    mu: float | None = field(
+        default=None, metadata={"help": "Stiffness of the chi2 penalty, positive. 1.0 unless `chi2_radius` is set."}
+    )
+    chi2_radius: float | None = field(
+        default=None, metadata={"help": "Wanted chi2 radius of the target, positive. Excludes `mu`."}
+    )
+    positivity: str = field(
+        default="none", metadata={"help": "How to keep 1 + v* >= 0.", "choices": _CHOICES["positivity"]}
+    )
+    positivity_epsilon: float = field(
+        default=1e-3, metadata={"help": "Margin of positivity='clip': v* >= -1 + epsilon. In (0, 1)."}
+    )
+    log_ratio_reduction: str = field(
+        default="sum",
+        metadata={
+            "help": "Log-ratio of the whole completion, or its mean per token.",
+            "choices": _CHOICES["log_ratio_reduction"],
+        },
+    )
+    log_ratio_clamp: float | None = field(
+        default=None, metadata={"help": "Bound on the absolute log-ratio. 20 for 'sum' and 5 for 'mean' when not set."}
+    )
+    ratio_form: str = field(
+        default="log", metadata={"help": "Coordinate of the loss.", "choices": _CHOICES["ratio_form"]}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._reject_unused_fields()
+        self._check_own_fields()
+        if self.mu is None and self.chi2_radius is None:
+            self.mu = 1.0
+        if self.log_ratio_clamp is None:
+            self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
+
+    @property
+    def optimizer_steps_per_rollout(self) -> float:
+        """How many optimizer steps one rollout serves; below 1 when several rollouts make up one step."""
+        return self.steps_per_generation * self.num_iterations / self.gradient_accumulation_steps
+
+    @property
+    def is_on_policy(self) -> bool:
+        """
+        Whether every rollout is used up within the optimizer step that generated it, so that Δ ≡ 0 and μ is inert.
+
+        The same condition as TRL's for leaving out the anchor log-probabilities.
+        """
+        return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
+
+    def _reject_unused_fields(self):
+        for parent_field in dataclasses.fields(GRPOConfig):
+            reason = REJECTED_FIELDS.get(parent_field.name)
+            value = getattr(self, parent_field.name)
+            if reason is not None and value != parent_field.default:
+                raise ValueError(
+                    f"{parent_field.name}={value!r} has no effect in OPO: {reason}. Remove `{parent_field.name}`."
+                )
+
+    def _check_own_fields(self):
+        if self.mu is not None and self.chi2_radius is not None:
+            raise ValueError(
+                f"mu={self.mu} and chi2_radius={self.chi2_radius} are both set, but chi2_radius determines mu. "
+                "Remove one of them."
+            )
+        low_high = self.temperature_range
+        _require(0 <= self.alpha <= 1, "alpha", self.alpha, "a number in [0, 1]")
+        for name in ("escort_temperature", "mu", "chi2_radius", "log_ratio_clamp"):
+            value = getattr(self, name)
+            _require(value is None or 0 < value < math.inf, name, value, "a positive, finite number")
+        _require(
+            len(low_high) == 2 and 0 < low_high[0] <= low_high[1] < math.inf,
+            "temperature_range",
+            low_high,
+            "two positive numbers, the lower first",
+        )
+        _require(0 < self.positivity_epsilon < 1, "positivity_epsilon", self.positivity_epsilon, "a number in (0, 1)")
+        for name, choices in _CHOICES.items():
+            _require(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
+
+
+def _require(condition: bool, name: str, value: object, wanted: str):
+    if not condition:
+        raise ValueError(f"{name}={value!r} is not allowed. Set `{name}` to {wanted}.")

@@ -1,0 +1,414 @@
+"""
+`OPOTrainer`: TRL's `GRPOTrainer` with the objective of Orthogonalized Policy Optimization.
+
+TRL owns generation, rewards, sharding, the optimizer and checkpoints. What is added, in the order of a training step:
+
+1. `_generate_and_score_completions`: once per rollout, over all processes and while its groups are still whole, the
+   advantages become the target fluctuation v* of each completion (`objective`, steps 1–5), which from there on
+   travels with its row through TRL's shuffling and slicing.
+2. `compute_loss`: the log-ratio of each row is regressed on its target. A plain mean over rows, so that how the rows
+   are split into micro-batches and processes changes nothing.
+3. `log`: what happened, under `opo/`.
+"""
+
+import textwrap
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.extras.profiling import profiling_decorator
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import get_config_model_id
+
+from . import objective, trl_contract
+from .config import OPOConfig
+from .plan import training_plan
+
+
+logger = get_logger(__name__)
+
+trl_contract.check()
+
+# Entries of a rollout that the model's forward pass takes beside the tokens: images and the like.
+_MULTIMODAL_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+# With an effective sample size below this for so many rollouts on end, one completion of each group has all the weight.
+_LOW_ESS = 2.0
+_LOW_ESS_ROLLOUTS = 10
+
+# A whole completion's log-ratio is reported beside a mean one: the bound keeps its exponential finite in float32.
+_WHOLE_CLAMP = 20.0
+
+
+class OPOTrainer(GRPOTrainer):
+    r"""
+    Trainer for Orthogonalized Policy Optimization, a drop-in replacement of [`~trl.GRPOTrainer`].
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from opo_trl import OPOConfig, OPOTrainer
+    from opo_trl.rewards import accuracy_reward
+
+    dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
+
+    trainer = OPOTrainer(
+        model="Qwen/Qwen3-1.7B",
+        reward_funcs=accuracy_reward,
+        args=OPOConfig(output_dir="qwen3-opo"),
+        train_dataset=dataset,
+    )
+    trainer.train()
+    ```
+
+    Args:
+        model, reward_funcs, train_dataset, eval_dataset, processing_class, ...:
+            As in [`~trl.GRPOTrainer`].
+        args ([`OPOConfig`], *optional*):
+            Configuration of the trainer. `None` takes the defaults, with an output folder named after the model.
+
+    Raises:
+        `TypeError`: `args` is a configuration of another trainer.
+    """
+
+    _tag_names = ["trl", "opo"]  # noqa: RUF012 (TRL declares these as class attributes)
+    _name = "OPO"
+    _paper = {  # noqa: RUF012
+        "title": "Orthogonalized Policy Optimization",
+        "id": "2601.12415",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @article{wang2026orthogonalized,
+                title        = {{Orthogonalized Policy Optimization}},
+                author       = {Zixian Wang},
+                year         = 2026,
+                eprint       = {arXiv:2601.12415},
+            }"""),
+    }
+
+    args: OPOConfig
+
+    def __init__(self, model, reward_funcs=None, args: OPOConfig | None = None, *further, **named):
+        if args is None:
+            model_id = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = OPOConfig(f"{model_id.split('/')[-1]}-OPO")
+        elif not isinstance(args, OPOConfig):
+            raise TypeError(
+                f"`args` is a `{type(args).__name__}`, but OPOTrainer needs an `OPOConfig`. It takes the same fields: "
+                "change the class name."
+            )
+        super().__init__(model, reward_funcs, args, *further, **named)
+        self._rewards_per_func: Tensor | None = None  # [N, number of reward functions], over all processes
+        self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}
+        self._anchor_step = 0  # optimizer step at which the rollout at hand was generated
+        self._step_rows: list[Tensor] = []  # what the micro-batches of the current optimizer step have to report
+        self._low_ess_rollouts = 0
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def train(self, *args, **kwargs):
+        if self.accelerator.is_main_process:
+            print(training_plan(self), flush=True)
+        return super().train(*args, **kwargs)
+
+    # 1. The drive joins the rollout
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        return self._rewards_per_func
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        rollout = super()._generate_and_score_completions(inputs)
+        trl_contract.check_rollout(rollout)
+        needs_anchor = self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
+        if needs_anchor and "old_per_token_logps" not in rollout:
+            rollout["old_per_token_logps"] = self._anchor_logps(rollout)
+        rollout.update(self._drive(rollout))
+        if self._mode == "train":
+            self._anchor_step = self.state.global_step
+        return rollout
+
+    @torch.no_grad()
+    def _anchor_logps(self, rollout: Mapping[str, Any]) -> Tensor:
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            batch_size = self.args.per_device_train_batch_size
+            return self._token_logps(self.model, rollout, batch_size=batch_size)[0]
+
+    def _drive(self, rollout: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Steps 1–5 of the objective on the whole rollout; returns this process's rows of the result."""
+        args, mode = self.args, self._mode
+        num_generations = self.num_generations if mode == "train" else self.num_generations_eval
+        advantages, has_tokens, anchor_sum, anchor_mean = self._gather_rows(rollout)
+        rewards = self._rewards_per_func.cpu().double()
+        valid = has_tokens.bool() & ~rewards.isnan().all(dim=1)
+        temperature = self._temperature(anchor_mean, rewards, valid)
+        omega = objective.escort_weights(
+            advantages,
+            alpha=args.alpha,
+            num_generations=num_generations,
+            temperature=temperature,
+            anchor_logps={"absorbed": None, "length_normalized": anchor_mean, "sequence": anchor_sum}[
+                args.anchor_correction
+            ],
+            valid=valid,
+        )
+        drive, chemical_potential = objective.project(
+            omega, num_generations=num_generations, scaling=args.drive_scaling, valid=valid
+        )
+        mu = objective.stiffness_for_radius(drive, args.chi2_radius, valid=valid) if args.chi2_radius else args.mu
+        target, mu = objective.admissible_target(
+            drive,
+            mu=mu,
+            num_generations=num_generations,
+            positivity=args.positivity,
+            epsilon=args.positivity_epsilon,
+            valid=valid,
+        )
+        metrics = objective.drive_diagnostics(
+            omega,
+            drive,
+            target,
+            chemical_potential=chemical_potential,
+            mu=mu,
+            temperature=temperature,
+            num_generations=num_generations,
+            valid=valid,
+        )
+        metrics["advantage_range"] = advantages.max() - advantages.min()
+        self._drive_metrics[mode] = {name: value.item() for name, value in metrics.items()}
+        self._watch_escort(num_generations)
+        return self._local_rows(rollout, opo_target=target, opo_valid=valid, opo_mu=mu.expand_as(target))
+
+    def _gather_rows(self, rollout: Mapping[str, Any]) -> Tensor:
+        """
+        `[4, N]`, in groups: advantage, whether any token counts, and the anchor's log-probability of the completion,
+        summed and per token (0 where no correction or temperature needs it).
+
+        On the host and in float64: N numbers cost nothing there, and the drive is the same on every device.
+        """
+        mask = _completion_tokens(rollout)
+        anchor = rollout.get("old_per_token_logps")
+        anchor = torch.zeros_like(mask, dtype=torch.float32) if anchor is None else anchor
+        rows = [
+            rollout["advantages"],
+            mask.any(dim=1),
+            torch.where(mask, anchor, 0.0).sum(dim=1),
+            objective.token_mean(anchor, mask),
+        ]
+        table = torch.stack([row.float() for row in rows], dim=1)
+        return self.accelerator.gather(table).cpu().double().T
+
+    def _local_rows(self, rollout: Mapping[str, Any], **columns: Tensor) -> dict[str, Tensor]:
+        n_local = len(rollout["advantages"])
+        start = self.accelerator.process_index * n_local
+        like = rollout["advantages"]
+        return {
+            name: column[start : start + n_local].to(
+                device=like.device, dtype=torch.bool if column.dtype == torch.bool else torch.float32
+            )
+            for name, column in columns.items()
+        }
+
+    def _temperature(self, anchor_mean: Tensor, rewards_per_func: Tensor, valid: Tensor) -> float | Tensor:
+        args = self.args
+        if not args.adaptive_temperature:
+            return args.escort_temperature
+        rewards = (rewards_per_func * self.reward_weights.cpu().double()).nansum(dim=1)
+        vocab_size = self.model.config.get_text_config().vocab_size
+        low, high = args.temperature_range
+        return objective.adaptive_temperature(
+            args.escort_temperature,
+            anchor_entropy=objective.entropy_proxy(anchor_mean, vocab_size=vocab_size, valid=valid),
+            success=objective.scaled_success(rewards, valid=valid),
+            low=low,
+            high=high,
+        )
+
+    def _watch_escort(self, num_generations: int):
+        if self._mode != "train" or num_generations <= _LOW_ESS:
+            return
+        low = self._drive_metrics["train"]["escort/ess"] < _LOW_ESS
+        self._low_ess_rollouts = self._low_ess_rollouts + 1 if low else 0
+        if self._low_ess_rollouts == _LOW_ESS_ROLLOUTS:
+            logger.warning(
+                f"The effective sample size of the escort weights has been below {_LOW_ESS:g} of {num_generations} for "
+                f"{_LOW_ESS_ROLLOUTS} rollouts: one completion per group takes nearly all the weight. Raise `alpha` "
+                f"({self.args.alpha}) or `escort_temperature` ({self.args.escort_temperature}), or use "
+                f"`anchor_correction='absorbed'` (now '{self.args.anchor_correction}')."
+            )
+
+    # 2. The loss
+
+    def _token_logps(self, model, inputs: Mapping[str, Any], **options):
+        """Per-token log-probabilities, entropies and auxiliary loss, through TRL's fused language-model head."""
+        return self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            **options,
+            **{key: inputs[key] for key in _MULTIMODAL_KEYS if key in inputs},
+        )
+
+    @profiling_decorator
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Mean OPO loss of the rows at hand, over the number of micro-batches of the optimizer step."""
+        if return_outputs:
+            raise ValueError("OPOTrainer does not support returning outputs")
+        args, mask = self.args, _completion_tokens(inputs)
+        logps, entropies, aux_loss = self._token_logps(
+            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+        )
+        # Without stored anchor values the rollout serves this optimizer step only, and its policy is the current one.
+        anchor = inputs.get("old_per_token_logps")
+        anchor = logps.detach() if anchor is None else anchor
+        steered, bonus_mask = logps, mask
+        if self.top_entropy_quantile < 1.0:
+            bonus_mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
+            steered = torch.where(bonus_mask, logps, anchor)  # the other tokens stay in the length, without a ratio
+        log_ratio, clamped = objective.sequence_log_ratio(
+            steered, anchor, mask, reduction=args.log_ratio_reduction, clamp=args.log_ratio_clamp
+        )
+        weights = self._row_weights(inputs, logps, anchor, mask)
+        rows = objective.opo_loss(
+            log_ratio, inputs["opo_target"], mu=inputs["opo_mu"], ratio_form=args.ratio_form, weights=weights
+        )
+        kl = torch.zeros_like(rows)
+        if self.beta != 0.0:
+            kl = objective.reference_kl(
+                logps,
+                inputs["ref_per_token_logps"],
+                mask,
+                reduction=args.log_ratio_reduction,
+                anchor_logps=anchor if args.use_bias_correction_kl else None,
+            )
+            rows = rows + self.beta * kl
+        if self._entropy_bonus_enabled:
+            rows = rows - self._entropy_bonus_coef() * objective.token_mean(entropies, bonus_mask)
+        loss = rows.mean()
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * aux_loss
+            self._metrics[self._mode]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
+        whole, _ = objective.sequence_log_ratio(logps.detach(), anchor, mask, reduction="sum", clamp=_WHOLE_CLAMP)
+        self._report_rows(
+            log_ratio=log_ratio,
+            target=inputs["opo_target"],
+            mu=inputs["opo_mu"],
+            weights=weights,
+            clamped=clamped,
+            whole_log_ratio=whole,
+            kl=kl if args.log_ratio_reduction == "sum" else kl * mask.sum(dim=1),
+            entropy=torch.where(mask, entropies, 0.0).sum(dim=1),
+            tokens=mask.sum(dim=1),
+            bonus_entropy=torch.where(bonus_mask, entropies, 0.0).sum(dim=1),
+            bonus_tokens=bonus_mask.sum(dim=1),
+        )
+        return loss / self.current_gradient_accumulation_steps if self._mode == "train" else loss
+
+    def _compute_loss(self, model, inputs):
+        # TRL's own loss must never be trained by accident, whoever calls this.
+        return self.compute_loss(model, inputs)
+
+    def _row_weights(self, inputs: Mapping[str, Any], logps: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:
+        """Importance weight of each row, `[B]`: 0 for rows that take no part."""
+        weights = inputs["opo_valid"].to(torch.float32)
+        if "importance_sampling_ratio" in inputs:
+            weights = weights * objective.sequence_weights(inputs["importance_sampling_ratio"], mask)
+        if self.off_policy_mask_threshold is not None:
+            keep = self.get_off_policy_mask(
+                advantages=inputs["advantages"].unsqueeze(1),
+                per_token_logps=logps,
+                sampling_per_token_logps=inputs.get("sampling_per_token_logps", anchor),
+                mask=mask,
+                off_policy_threshold=self.off_policy_mask_threshold,
+            )
+            weights = weights * keep.squeeze(1)
+        return weights
+
+    def _entropy_bonus_coef(self) -> float:
+        """TRL's coefficient; under adaptive control it acts only while the last step's entropy is low enough."""
+        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
+            return 0.0
+        return self.entropy_coef
+
+    # 3. What happened
+
+    @torch.no_grad()
+    def _report_rows(self, **columns: Tensor):
+        """Keep the rows of a micro-batch; at the end of the optimizer step, gather them once and log."""
+        self._step_rows.append(torch.stack([column.float() for column in columns.values()], dim=1))
+        if self._mode == "train" and not self.accelerator.sync_gradients:
+            return
+        table = self.accelerator.gather(torch.cat(self._step_rows))
+        self._step_rows = []
+        self._log_step(dict(zip(columns, table.T, strict=True)))
+
+    def _log_step(self, rows: dict[str, Tensor]):
+        mode, args = self._mode, self.args
+        step = objective.diagnostics(
+            rows["log_ratio"],
+            rows["target"],
+            mu=rows["mu"],
+            ratio_form=args.ratio_form,
+            weights=rows["weights"],
+            clamped=rows["clamped"].bool(),
+        )
+        if args.log_ratio_reduction == "mean":
+            # Only the log-ratio of the whole completion gives the χ² divergence of the policy.
+            whole = objective.diagnostics(
+                rows["whole_log_ratio"], rows["target"], mu=rows["mu"], weights=rows["weights"]
+            )
+            step["sequence_chi2"] = whole["chi2"]
+        age = self.state.global_step - self._anchor_step if mode == "train" else 0
+        step["off_policy_steps"] = torch.tensor(float(age))
+        values = {**self._drive_metrics[mode], **{name: value.item() for name, value in step.items()}}
+        for name, value in values.items():
+            self._metrics[mode][f"opo/{name}"].append(value)
+        tokens = rows["tokens"].sum().clamp(min=1)
+        self._metrics[mode]["entropy"].append((rows["entropy"].sum() / tokens).item())
+        if self.beta != 0.0:
+            self._metrics[mode]["kl"].append((rows["kl"].sum() / tokens).item())
+        if mode == "train" and self._entropy_bonus_enabled:
+            if self.use_adaptive_entropy:
+                entropy = rows["bonus_entropy"].sum() / rows["bonus_tokens"].sum().clamp(min=1)
+                self._adapt_entropy_coef(entropy.item())
+            self._metrics[mode]["entropy_coef"].append(self.entropy_coef)
+
+    def _adapt_entropy_coef(self, entropy: float):
+        """TRL's controller: one step up while entropy is at or below its target, one step down above it."""
+        args = self.args
+        step = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
+        self.entropy_coef = min(max(self.entropy_coef + step, args.entropy_coef_min), args.entropy_coef_max)
+        self._last_world_entropy = entropy
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        ranges = self._metrics["train"].get("opo/advantage_range")
+        if "grad_norm" in logs and ranges:
+            self._metrics["train"]["opo/gradient_response_efficiency"].append(
+                objective.gradient_response_efficiency(logs["grad_norm"], ranges[-1])
+            )
+        super().log(logs, start_time)
+
+
+def _completion_tokens(inputs: Mapping[str, Any]) -> Tensor:
+    """Bool mask `[B, T]` of the tokens that the model wrote: no padding, no tool output, no truncated completion."""
+    mask = inputs["completion_mask"].bool()
+    return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
