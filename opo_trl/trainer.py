@@ -12,7 +12,6 @@ TRL owns generation, rewards, sharding, the optimizer and checkpoints. What is a
 """
 
 import textwrap
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,7 +46,7 @@ _MULTIMODAL_KEYS = (
     "image_position_ids",
 )
 
-# With an effective sample size below this for so many rollouts on end, one completion of each group has all the weight.
+# With an effective sample size below this for so many rollouts, one completion of each group has all the weight.
 _LOW_ESS = 2.0
 _LOW_ESS_ROLLOUTS = 10
 
@@ -249,8 +248,8 @@ class OPOTrainer(GRPOTrainer):
         self._low_ess_rollouts = self._low_ess_rollouts + 1 if low else 0
         if self._low_ess_rollouts == _LOW_ESS_ROLLOUTS:
             logger.warning(
-                f"The effective sample size of the escort weights has been below {_LOW_ESS:g} of {num_generations} for "
-                f"{_LOW_ESS_ROLLOUTS} rollouts: one completion per group takes nearly all the weight. Raise `alpha` "
+                f"The effective sample size of the escort weights has been below {_LOW_ESS:g} of {num_generations} "
+                f"for {_LOW_ESS_ROLLOUTS} rollouts: one completion per group takes nearly all the weight. Raise `alpha` "
                 f"({self.args.alpha}) or `escort_temperature` ({self.args.escort_temperature}), or use "
                 f"`anchor_correction='absorbed'` (now '{self.args.anchor_correction}')."
             )

@@ -1,6 +1,6 @@
 """
-An embedded task to see reinforcement learning teach a model something in minutes on a CPU: chained arithmetic with
-levels (`task.py`), and a small base model that can write the chains but forgets to carry (`base/`, built by
+An embedded task that shows reinforcement learning teach a model something, on a CPU and in minutes: chained arithmetic
+with levels (`task.py`), and a small base model that writes the chains but mostly forgets to carry (`base/`, built by
 `make_base.py`).
 """
 
@@ -13,9 +13,11 @@ __all__ = ["arithmetic_reward", "base_model_path", "make_problems"]
 
 
 def base_model_path() -> str:
-    """Return the folder of the stored base model, to be given to `from_pretrained` or to a trainer.
+    """
+    Locate the stored base model.
 
     Returns:
-        `str`: Path of the folder, which holds the weights, the tokenizer and the measured accuracy (`ACCURACY.json`).
+        `str`: Path of the folder with the weights, the tokenizer and the measured accuracy (`ACCURACY.json`), to be
+        given to `from_pretrained` or to a trainer.
     """
     return str(files(__package__) / "base")

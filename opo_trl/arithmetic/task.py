@@ -3,11 +3,11 @@ Chained integer arithmetic: a verifiable task with levels that a small model on 
 learning.
 
 A problem is a prompt such as `47+38-16=`. Its worked solution is the chain of what is left to compute after each
-operation, `85-16=69`, one character per token, and the number after the last `=` is the answer. "Level 3" means three
-operations. Every operand and every running result lies between 10 and 99, so that all problems of a level have the
-same length and no number needs a sign.
+operation, `85-16=69`, one character per token, and the number after the last `=` is the answer. "Level 2" means two
+operations. Every operand and every running result lies between 10 and 99, so that all problems of a level are equally
+long and no number needs a sign.
 
-The rows carry the four columns of the MATH data set (`problem`, `level`, `type`, `solution`), so that whatever selects,
+The rows carry the four columns of the MATH data set (`problem`, `level`, `type`, `solution`): whatever selects,
 formats or reports MATH by level works here too. To print a few:
 
     python -c "from opo_trl.arithmetic import make_problems; print(*make_problems('test', ['Level 3'])[:3], sep='\\n')"
@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 
 LEVELS = ("Level 1", "Level 2", "Level 3", "Level 4", "Level 5")
-SPLIT_SIZES = {"test": 1000, "train": 2048}
+SPLIT_SIZES = {"train": 2048, "test": 1000}
 SEED = 20
 SMALLEST, LARGEST = 10, 99
 
@@ -28,28 +28,33 @@ Calculator = Callable[[int, str, int], int]
 
 
 def calculate(left: int, operator: str, right: int) -> int:
-    """Return the exact result of one operation.
+    """
+    Compute one operation.
 
     Args:
-        left (`int`): Left operand.
-        operator (`str`): `"+"` or `"-"`.
-        right (`int`): Right operand.
+        left (`int`), right (`int`):
+            The operands.
+        operator (`str`):
+            `"+"` or `"-"`.
 
     Returns:
-        `int`: The sum or the difference.
+        `int`: The exact sum or difference.
     """
     return left + right if operator == "+" else left - right
 
 
 def draw_problem(level: str, rng: random.Random) -> str:
-    """Draw the prompt of one problem at random.
+    """
+    Draw one problem at random.
 
     Args:
-        level (`str`): One of [`LEVELS`].
-        rng (`random.Random`): Source of randomness.
+        level (`str`):
+            One of `LEVELS`; the k-th has k operations.
+        rng (`random.Random`):
+            Source of randomness.
 
     Returns:
-        `str`: The prompt, for example `"47+38-16="`.
+        `str`: The prompt, such as `"47+38-16="`.
     """
     value = rng.randint(SMALLEST, LARGEST)
     problem = str(value)
@@ -64,15 +69,17 @@ def draw_problem(level: str, rng: random.Random) -> str:
 
 
 def work_out(problem: str, calculator: Calculator = calculate) -> str:
-    """Write the chain of what is left to compute after each operation.
+    """
+    Write the chain of what is left to compute after each operation.
 
     Args:
-        problem (`str`): The prompt, for example `"47+38-16="`.
-        calculator (`Calculator`, *optional*, defaults to [`calculate`]): Performs one operation. A calculator that
-            slips gives the chain of somebody who goes on from the slipped result.
+        problem (`str`):
+            The prompt, such as `"47+38-16="`.
+        calculator (`Callable`, *optional*, defaults to `calculate`):
+            Computes one operation. One that slips gives the chain of somebody who goes on from the slipped result.
 
     Returns:
-        `str`: The chain, for example `"85-16=69"`.
+        `str`: The chain, such as `"85-16=69"`.
     """
     value, *rest = re.findall(r"\d+|[+-]", problem)
     steps = []
@@ -83,36 +90,24 @@ def work_out(problem: str, calculator: Calculator = calculate) -> str:
     return "=".join(steps)
 
 
-def _problem_type(problem: str) -> str:
-    if "-" not in problem:
-        return "Addition"
-    return "Mixed" if "+" in problem else "Subtraction"
-
-
-def _draw_split(split: str, level: str) -> list[str]:
-    # Both splits come from one stream of distinct problems, which makes them disjoint by construction.
-    rng = random.Random(f"{SEED}, {level}")
-    distinct: dict[str, None] = {}
-    while len(distinct) < sum(SPLIT_SIZES.values()):
-        distinct[draw_problem(level, rng)] = None
-    test_size = SPLIT_SIZES["test"]
-    problems = list(distinct)
-    return problems[:test_size] if split == "test" else problems[test_size:]
-
-
 def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None = None) -> list[dict[str, str]]:
-    """Make the problems of a split, the same ones on every call and on every machine.
+    """
+    Make the problems of a split, the same ones on every call and on every machine.
 
     Per level there are 2,048 problems in `"train"` and 1,000 in `"test"`, all distinct, and no problem is in both.
 
     Args:
-        split (`Literal["train", "test"]`): Which split to make.
-        levels (`Iterable[str]`, *optional*): Levels to include, in this order, each one of [`LEVELS`]. All five if
-            `None`.
+        split (`Literal["train", "test"]`):
+            The split.
+        levels (`Iterable[str]`, *optional*):
+            Levels to include, in this order: `"Level 1"` to `"Level 5"`. All of them if `None`.
 
     Returns:
         `list[dict[str, str]]`: Rows with the keys `problem` (the prompt), `level`, `type` (`"Addition"`,
         `"Subtraction"` or `"Mixed"`) and `solution` (the worked chain, whose last number is the answer).
+
+    Raises:
+        `ValueError`: an unknown split or level.
 
     Example:
 
@@ -122,10 +117,10 @@ def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None 
     ```
     """
     if split not in SPLIT_SIZES:
-        raise ValueError(f"split must be one of {sorted(SPLIT_SIZES)}, not {split!r}")
+        raise ValueError(f"split={split!r} does not exist. Use one of {list(SPLIT_SIZES)}.")
     levels = LEVELS if levels is None else list(levels)
     if unknown := [level for level in levels if level not in LEVELS]:
-        raise ValueError(f"unknown levels {unknown}; there are {list(LEVELS)}")
+        raise ValueError(f"levels={unknown} do not exist. Choose from {list(LEVELS)}.")
     return [
         {"problem": problem, "level": level, "type": _problem_type(problem), "solution": work_out(problem)}
         for level in levels
@@ -133,28 +128,49 @@ def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None 
     ]
 
 
-def _answer(text: str) -> str:
-    return text.rpartition("=")[2]
+def _draw_split(split: str, level: str) -> list[str]:
+    # Both splits come from one stream of distinct problems, which makes them disjoint by construction.
+    rng = random.Random(f"{SEED}, {level}")
+    distinct: dict[str, None] = {}
+    while len(distinct) < sum(SPLIT_SIZES.values()):
+        distinct[draw_problem(level, rng)] = None
+    problems, n_test = list(distinct), SPLIT_SIZES["test"]
+    return problems[:n_test] if split == "test" else problems[n_test:]
+
+
+def _problem_type(problem: str) -> str:
+    if "-" not in problem:
+        return "Addition"
+    return "Mixed" if "+" in problem else "Subtraction"
 
 
 def arithmetic_reward(
     completions: list[str] | list[list[dict[str, str]]], solution: list[str], **kwargs: Any
 ) -> list[float]:
-    """Reward 1.0 for a completion whose final answer is right and 0.0 for any other.
+    """
+    Reward 1.0 for a completion whose final answer is right and 0.0 for any other.
 
     The answer is everything after the last `=` of the completion (the whole completion if it has none) and must equal
     the last number of the solution character by character. So anything around the number is wrong (`69 `, `69+`,
-    `+69`, `069`), as is a right number with another one behind it (`69=70`). As with MATH, only the answer counts: the
-    chain before it may be skipped, and is not checked. Nothing is gained by that without knowing the answer, since one
-    completion states one answer.
+    `+69`, `069`), as is a right number with another one behind it (`69=70`).
+
+    As with MATH, only the answer counts: the chain before it is not checked and may be left out. A completion states
+    one answer however long it is, so nothing is gained by leaving it out without knowing the answer.
 
     Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`): Completions, plain or as lists of one message.
-        solution (`list[str]`): Worked solution of each completion's problem.
-        **kwargs: Other columns and what else the trainer passes; not used.
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, as plain text or each as a list of messages, of which the last one counts.
+        solution (`list[str]`):
+            Worked solution of each completion's problem.
+        **kwargs:
+            The other columns and whatever else the trainer passes; not used.
 
     Returns:
         `list[float]`: One reward per completion.
     """
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     return [float(_answer(text) == _answer(worked)) for text, worked in zip(texts, solution, strict=True)]
+
+
+def _answer(text: str) -> str:
+    return text.rpartition("=")[2]

@@ -1,0 +1,98 @@
+"""What `opo_trl.train` adds to the trainer: a log file, a readable progress bar, and validation on the way."""
+
+from pathlib import Path
+
+from datasets import Dataset
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ProgressCallback
+
+from .evaluate import Decoding, Evaluation, evaluate
+from .run_folder import COMPLETIONS, LOG, append_lines, rewind
+from .trainer import OPOTrainer
+
+
+class LogFile(TrainerCallback):
+    """
+    Writes every log entry as a line of `log.jsonl`.
+
+    Args:
+        folder (`Path`):
+            Folder of the run.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            for name in (LOG, COMPLETIONS):
+                rewind(self.folder / name, state.global_step if state.global_step else -1)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero:
+            append_lines(self.folder / LOG, [{"step": state.global_step, **logs}])
+
+
+class ProgressBar(ProgressCallback):
+    """A progress bar that shows what a person watches, in place of a dictionary of fifty metrics per step."""
+
+    _shown = (
+        ("reward", "reward"),
+        ("validation/accuracy", "validation"),
+        ("entropy", "entropy"),
+        ("grad_norm", "grad"),
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.latest: dict[str, str] = {}
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and self.training_bar is not None:
+            self.latest |= {label: f"{logs[key]:.3f}" for key, label in self._shown if logs.get(key) is not None}
+            self.training_bar.set_postfix(self.latest, refresh=False)
+
+
+class Validation(TrainerCallback):
+    """
+    Measures the policy's accuracy on held-out problems before the first step and after every `steps`-th.
+
+    The result is logged under `validation/`: `accuracy`, `low` and `high` (95 % Wilson interval) and `unscorable`.
+
+    Args:
+        trainer ([`OPOTrainer`]):
+            Trainer whose policy is measured.
+        dataset (`datasets.Dataset`):
+            The problems.
+        steps (`int`):
+            Number of optimizer steps between two validations.
+        decoding (`str`):
+            `"greedy"` or `"sampled"`.
+        folder (`Path`):
+            Folder of the run; the first completions of each validation go to its `completions.jsonl`.
+    """
+
+    kept_completions = 8
+
+    def __init__(self, trainer: OPOTrainer, dataset: Dataset, *, steps: int, decoding: Decoding, folder: Path):
+        self.trainer, self.dataset, self.steps, self.decoding, self.folder = trainer, dataset, steps, decoding, folder
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self._validate(state)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.steps == 0:
+            self._validate(state)
+
+    def _validate(self, state):
+        result = evaluate(self.trainer, self.dataset, decoding=self.decoding, seed=state.global_step)
+        summary = result.summary()
+        metrics = {f"validation/{name}": summary[name] for name in ("accuracy", "low", "high", "unscorable")}
+        # Trainer's own log: TRL's would flush the training metrics of a logging interval that is not over.
+        Trainer.log(self.trainer, metrics)
+        if state.is_world_process_zero:
+            append_lines(self.folder / COMPLETIONS, self._lines(result, state.global_step))
+
+    def _lines(self, result: Evaluation, step: int) -> list[dict]:
+        return [{"step": step, **sample} for sample in result.samples[: self.kept_completions]]

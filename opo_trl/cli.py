@@ -1,0 +1,94 @@
+"""
+The `opo-trl` command.
+
+    opo-trl train --config recipes/R.yaml [--accelerate_config X] [--field value] [--num_processes 4 …]
+    opo-trl figures RUN_FOLDER
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `opo-trl`; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="opo-trl", description="Orthogonalized Policy Optimization on TRL.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("train", help="train as a recipe says, through accelerate", add_help=False)
+    figures = commands.add_parser("figures", help="draw the figures of a run again, from its log")
+    figures.add_argument("folder", type=Path, help="folder of the run")
+    arguments, _ = parser.parse_known_args(argv[:1] if argv[:1] == ["train"] else argv)
+    try:
+        return _train(argv[1:]) if arguments.command == "train" else _figures(arguments.folder)
+    except ValueError as error:
+        print(f"opo-trl {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _figures(folder: Path) -> int:
+    from .figures import draw_run
+
+    print(*draw_run(folder), sep="\n")
+    return 0
+
+
+def _train(argv: list[str]) -> int:
+    """Launch `opo_trl.train` through accelerate; what no field of a recipe is named like goes to accelerate."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    from .train import make_parser, read_recipe
+
+    parser = make_parser(prog="opo-trl train")
+    fields = list(argv)
+    recipe_path = None
+    if "--config" in argv[:-1]:
+        position = fields.index("--config")
+        _, recipe_path = fields[position : position + 2]
+        del fields[position : position + 2]
+        parser.set_defaults_with_config(**read_recipe(recipe_path))
+    arguments, for_accelerate = parser.parse_known_args(fields)
+    config_file = _accelerate_config(arguments.accelerate_config, recipe_path)
+    launch = [*(["--config_file", config_file] if config_file else []), *for_accelerate]
+    script = ["-m", "opo_trl.train", *_without(argv, for_accelerate)]
+    launch_command(launch_command_parser().parse_args([*launch, *script]))
+    return 0
+
+
+def _accelerate_config(name: str | None, recipe_path: str | None) -> str | None:
+    """Find an accelerate configuration: a file, as seen from here or from the recipe's folder, or a name of TRL's."""
+    if name is None:
+        return None
+    import trl
+
+    places = [Path(name), Path(trl.__file__).parent / "accelerate_configs" / f"{name}.yaml"]
+    if recipe_path is not None:
+        places.insert(1, Path(recipe_path).parent / name)
+    for place in places:
+        if place.is_file():
+            return str(place)
+    raise ValueError(
+        f"accelerate_config={name!r} is neither a file nor one of TRL's configurations. Looked for "
+        f"{', '.join(map(str, places))}."
+    )
+
+
+def _without(items: list[str], removed: list[str]) -> list[str]:
+    """`items` less `removed`, which stand among them in the same order."""
+    rest = iter(removed)
+    following = next(rest, None)
+    kept = []
+    for item in items:
+        if item == following:
+            following = next(rest, None)
+        else:
+            kept.append(item)
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())

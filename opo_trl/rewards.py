@@ -1,0 +1,313 @@
+r"""
+Verifiable rewards for problems whose answer stands in `\boxed{…}`.
+
+An answer is compared with the gold answer in two steps: as strings, after differences of notation that mean nothing
+have been removed; then, if these differ, as mathematics by math-verify. Both rewards look only at the answer proper:
+what follows the last `</think>`. A completion that opens `<think>` and never closes it has not answered yet.
+"""
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
+from math_verify.errors import TimeoutException
+from math_verify.utils import timeout
+from sympy import Basic, Expr
+
+from .data import final_answer, find_boxes
+
+
+logger = logging.getLogger(__name__)
+
+Completion = str | list[dict[str, str]]
+
+PARSING_TIMEOUT, VERIFYING_TIMEOUT = 5, 5  # seconds
+
+# A longer answer counts as none, since the parser takes long on it. The longest one in MATH has 159 characters.
+MAX_ANSWER_LENGTH = 500
+
+# math-verify's own removal of units cuts `a + b + c` down to `a +`, so units are removed here.
+_LATEX = LatexExtractionConfig(
+    boxed_match_priority=0,
+    normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="last"),
+)
+
+_SYMBOLS = str.maketrans({"−": "-", "–": "-", "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times "})
+
+# One argument without braces: a digit, a letter, or a command that takes no argument itself, such as `\pi`.
+_TOKEN = r"(\d|[A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+(?![A-Za-z]|\s*\{))"
+
+# Notation that means nothing, or that the parser does not read, in the order in which it is replaced.
+_REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", ""),
+        (r"\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", ""),
+        (r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathbf|mathit)\s*\{", r"\\text{"),
+        (r"\\text\{([^{}]*[\d,][^{}]*)\}", r"\1"),  # a list of names is a list, a number is a number
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"(?<!\\)%", r"\\%"),
+        # Thousands: `10,\!000`, `10{,}000` and `10\,000`, but not `10,000`, which in `(10,000)` is a pair.
+        (r"(?<=\d)(?:\\!)*(?:,\\!|\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d))", ""),
+        (r"(?<!\\)\\[!,;: ]|\\q?quad(?![A-Za-z])|~", " "),  # but `\\ ` starts a row of a matrix
+        (r"\\[hv]?phantom\s*(?:\{[^{}]*\}|\S)", ""),
+        (r"\\[dtc]?frac\s*" + _TOKEN + r"\s*" + _TOKEN, r"\\frac{\1}{\2}"),
+        (r"\\[dtc]?frac\s*" + _TOKEN + r"\s*(?=\{)", r"\\frac{\1}"),
+        (r"\\[dtc]?frac\s*(\{[^{}]*\})\s*" + _TOKEN, r"\\frac\1{\2}"),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\sqrt\s*" + _TOKEN, r"\\sqrt{\1}"),
+        (r"[\s.,;:]+(?=\}*$)", ""),
+        (r"^(?:\s|\\approx(?![A-Za-z])|=)+", ""),
+        (r"\s*\\approx(?![A-Za-z])[^()\[\]]*$", ""),  # the exact value comes first
+    )
+]
+
+# What may differ between two equal strings after that.
+_KEY_REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\text\{([^{}]*)\}", r"\1"),
+        (r"\\[%$]|\$", ""),
+        (r"([\^_])\{(\w)\}", r"\1\2"),
+        (r"(?<!\d)\s+|\s+(?!\d)", ""),
+    )
+]
+_THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+
+# Two answers in different units of this list are different; a unit that is not in it is ignored.
+_UNITS = {
+    alias: names.split()[0]
+    for names in (
+        "mm millimeter",
+        "cm centimeter",
+        "m meter metre",
+        "km kilometer",
+        "in inch inche",
+        "ft foot feet",
+        "yd yard",
+        "mi mile",
+        "acre",
+        "ml milliliter",
+        "l liter litre",
+        "gal gallon",
+        "mg milligram",
+        "g gm gram",
+        "kg kilogram",
+        "oz ounce",
+        "lb pound",
+        "sec s second",
+        "min minute",
+        "h hr hour",
+        "day",
+        "week",
+        "month",
+        "year yr",
+        "mph milesperhour",
+        "kph kilometersperhour",
+        "degree deg",
+        "rad radian",
+        "dollar usd",
+        "cent",
+        "euro",
+        "am",
+        "pm",
+    )
+    for alias in names.split()
+}
+_POWERS = {"": "", "sq": "^2", "square": "^2", "cu": "^3", "cubic": "^3"}
+_UNIT = re.compile(r"(?P<power>square|sq|cubic|cu|)(?P<name>[a-z]+)")
+_UNIT_IN_TEXT = re.compile(r"(.*\S)\s*\\text\{([^{}]*)\}\s*(?:\^\s*\{?\s*([23])\s*\}?)?", re.DOTALL)
+_BARE_UNIT = re.compile(r"(.*[\d})])\s*(?<![A-Za-z])([A-Za-z][A-Za-z. ]+)(?:\^\s*\{?\s*([23])\s*\}?)?", re.DOTALL)
+_DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?")
+_BASE = re.compile(r"(-?[\dA-F.]+)\s*_\s*\{?\s*(\d+)\s*\}?")
+
+# What may stand between the box and the end of a completion: the end of the formula, of bold type, of the sentence.
+_AFTER_BOX = re.compile(r"(?:[\s$*.!。]|\\[\])]|\\end\{[A-Za-z]+\*?\})*")
+
+
+def accuracy_reward(completions: Sequence[Completion], solution: Sequence[str], **kwargs: Any) -> list[float | None]:
+    r"""
+    Reward completions whose final answer is right.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or as conversations, of which the last message counts. B of them.
+        solution (`list[str]`):
+            For each completion the gold answer, or a solution with the gold answer in its last box.
+        **kwargs:
+            Other columns and what else the trainer passes; not used.
+
+    Returns:
+        `list[float | None]`: For each completion what [`score`] returns.
+
+    Raises:
+        `ValueError`: if `completions` and `solution` differ in length.
+
+    Example:
+
+    ```python
+    >>> accuracy_reward([r"So \boxed{\frac12}.", r"So \boxed{2}.", "So 0.5."], ["0.5", "0.5", "0.5"])
+    [1.0, 0.0, 0.0]
+    ```
+    """
+    return [score(_text(completion), gold) for completion, gold in zip(completions, solution, strict=True)]
+
+
+def format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    r"""
+    Reward completions that end in their final answer.
+
+    The answer proper, what follows the last `</think>`, must hold exactly one box, complete and not empty. Behind it
+    may stand only what closes the formula (`$`, `\)`, `\]`, `\end{…}`), bold type (`**`) and the sentence.
+
+    Args:
+        completions (`list[str]` or `list[list[dict[str, str]]]`):
+            Completions, plain or as conversations, of which the last message counts. B of them.
+        **kwargs:
+            Columns and what else the trainer passes; not used.
+
+    Returns:
+        `list[float]`: For each completion 1.0 or 0.0.
+    """
+    return [float(_ends_in_box(_answer_proper(_text(completion)))) for completion in completions]
+
+
+def score(completion: str, solution: str) -> float | None:
+    r"""
+    Score one completion against one solution. Never raises on any text.
+
+    math-verify limits its time by `signal.alarm`, which only the main thread can set: in any other thread a pair that
+    takes forever takes forever.
+
+    Args:
+        completion (`str`):
+            Completion; its answer is what stands in its last complete box.
+        solution (`str`):
+            Gold answer, or a solution with the gold answer in its last box.
+
+    Returns:
+        `float` or `None`: 1.0 if the answer is right; 0.0 if it is wrong, cannot be parsed or compared in time, or is
+        not in a box; `None` if the pair cannot be scored, because the gold answer is empty, or is
+        not simply equal and cannot be parsed.
+    """
+    gold = _simplify((final_answer(solution) or "") if find_boxes(solution) else solution)
+    answer = _simplify(final_answer(_answer_proper(completion)) or "")
+    gold_value, gold_unit = _split_unit(gold)
+    answer_value, answer_unit = _split_unit(answer)
+    same_unit = gold_unit == answer_unit or not gold_unit or not answer_unit
+    if answer and same_unit and _same_string(gold_value, answer_value):
+        return 1.0
+    parsed_gold = _parse(gold_value)
+    if not parsed_gold:
+        return None
+    if not same_unit or _is_set_for_tuple(gold_value, answer_value):
+        return 0.0
+    parsed_answer = _parse(answer_value)
+    return float(bool(parsed_answer and _verify(parsed_gold, parsed_answer)))
+
+
+def _text(completion: Completion) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"] or ""
+
+
+def _answer_proper(completion: str) -> str:
+    if "</think>" in completion:
+        return completion.rpartition("</think>")[2]
+    return "" if "<think>" in completion else completion
+
+
+def _ends_in_box(text: str) -> bool:
+    boxes = find_boxes(text)
+    return len(boxes) == 1 and bool(boxes[0].content) and _AFTER_BOX.fullmatch(text, boxes[0].end) is not None
+
+
+def _simplify(latex: str) -> str:
+    latex = "" if len(latex) > MAX_ANSWER_LENGTH else latex.translate(_SYMBOLS).strip()
+    for pattern, replacement in _REWRITES:
+        latex = pattern.sub(replacement, latex)
+    return latex
+
+
+def _split_unit(latex: str) -> tuple[str, str]:
+    r"""Split `5\text{ cm}^2` into `5` and `cm^2`, `101_2` into `101` and `base 2`; an unknown unit is dropped."""
+    if match := _BASE.fullmatch(latex):
+        return match[1], f"base {match[2]}"
+    unit = "dollar" if r"\$" in latex else ""
+    latex = latex.replace(r"\$", "")
+    if match := _UNIT_IN_TEXT.fullmatch(latex):
+        latex, unit = match[1], _unit(match[2], match[3]) or unit
+    elif (match := _BARE_UNIT.fullmatch(latex)) and _unit(match[2], match[3]):
+        latex, unit = match[1], _unit(match[2], match[3])
+    value, degrees = _DEGREES.subn("", latex)
+    return value.strip(), unit or ("degree" if degrees else "")
+
+
+def _unit(words: str, power: str | None) -> str:
+    match = _UNIT.fullmatch(re.sub(r"[\s.]", "", words.lower()))
+    name = match and (_UNITS.get(match["name"]) or _UNITS.get(match["name"].removesuffix("s")))
+    if not match or not name:
+        return ""
+    return f"{name}^{power}" if power else name + _POWERS[match["power"]]
+
+
+def _same_string(gold: str, answer: str) -> bool:
+    gold, answer = _key(gold), _key(answer)
+    return bool(gold) and (gold == answer or _without_thousands(gold) == _without_thousands(answer))
+
+
+def _key(latex: str) -> str:
+    for pattern, replacement in _KEY_REWRITES:
+        latex = pattern.sub(replacement, latex)
+    return latex
+
+
+def _without_thousands(key: str) -> str:
+    return key.replace(",", "") if _THOUSANDS.fullmatch(key) else key
+
+
+def _is_set_for_tuple(gold: str, answer: str) -> bool:
+    r"""math-verify takes `\{1,2\}` for `(1,2)`."""
+    return {latex.lstrip("\\")[:1] + latex[-1:] for latex in (gold, answer)} == {"()", "{}"}
+
+
+def _parse(latex: str) -> list[Any]:
+    if not latex:
+        return []
+    boxed = f"\\boxed{{{latex}}}"
+    limit = _timeout(PARSING_TIMEOUT)
+    return _or_none(parse, boxed, [_LATEX], fallback_mode="no_fallback", parsing_timeout=limit) or []
+
+
+def _verify(gold: list[Any], answer: list[Any]) -> bool:
+    limit = _timeout(VERIFYING_TIMEOUT)
+    same = _or_none(verify, gold, answer, allow_set_relation_comp=True, timeout_seconds=limit)
+    return bool(same and _or_none(timeout(limit)(_relatively_close), gold[0], answer[0]))
+
+
+def _relatively_close(gold: Basic, answer: Basic) -> bool:
+    """math-verify compares numbers up to 1e-6, whatever their size, which makes all tiny ones equal."""
+    if gold == answer or not (isinstance(gold, Expr) and isinstance(answer, Expr)):
+        return True
+    gold, answer = gold.doit(), answer.doit()
+    if not (gold.is_number and answer.is_number):
+        return True
+    if gold.is_Rational and answer.is_Rational:
+        return gold == answer
+    return bool(abs((gold - answer).evalf()) <= 1e-4 * abs(gold.evalf()) + 1e-100)
+
+
+def _timeout(seconds: int) -> int | None:
+    return seconds if threading.current_thread() is threading.main_thread() else None
+
+
+def _or_none(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(*args, **kwargs)
+    # A parser that meets whatever a model writes can fail in any way. The time-out is not an `Exception`.
+    except (Exception, TimeoutException):
+        logger.debug("math-verify failed on %.200r", args, exc_info=True)
+        return None

@@ -1,0 +1,146 @@
+"""
+A run's folder: what was asked for, what it ran on, what happened, and what came out.
+
+    recipe.yaml          the recipe as run, command-line overrides merged in: `opo-trl train --config` repeats the run
+    config.json          every setting with its resolved value
+    environment.json     versions, hardware, seed, git commit, command
+    log.jsonl            one line per logged step: all metrics
+    completions.jsonl    completions of the validation problems, as training went on
+    summary.json         accuracies before and after, with intervals
+    figures/             drawn from log.jsonl and summary.json
+    checkpoint-*/, model.safetensors, …   as Transformers saves them
+"""
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+
+RECIPE, CONFIG, ENVIRONMENT = "recipe.yaml", "config.json", "environment.json"
+LOG, COMPLETIONS, SUMMARY = "log.jsonl", "completions.jsonl", "summary.json"
+
+_PACKAGES = (
+    "opo_trl",
+    "trl",
+    "transformers",
+    "torch",
+    "accelerate",
+    "datasets",
+    "peft",
+    "deepspeed",
+    "vllm",
+    "math-verify",
+)
+
+
+def claim(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """
+    Make sure that a run may write into a folder, and create it.
+
+    Args:
+        folder (`Path`):
+            Folder of the run.
+        resume (`bool`):
+            Whether a run in this folder goes on: then it has to hold one.
+        overwrite (`bool`):
+            Whether an earlier run in this folder may be deleted.
+
+    Raises:
+        `ValueError`: the folder holds something that this run would overwrite, or nothing to resume. Nothing has been
+        written or deleted then.
+    """
+    occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if resume and not (folder / RECIPE).is_file():
+        raise ValueError(f"output_dir={str(folder)!r} holds no run to resume. Remove `resume_from_checkpoint`.")
+    if occupied and not resume:
+        if not overwrite:
+            raise ValueError(
+                f"output_dir={str(folder)!r} is not empty. Choose another `output_dir`, continue that run with "
+                "`--resume_from_checkpoint last`, or delete it with `--overwrite`."
+            )
+        if not (folder / RECIPE).is_file():
+            raise ValueError(
+                f"output_dir={str(folder)!r} is not empty and holds no {RECIPE}, so it is not a run of this program "
+                "and will not be deleted. Choose another `output_dir`."
+            )
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def write_description(folder: Path, *, recipe: Mapping[str, Any], config: Mapping[str, Any], seed: int) -> None:
+    """Write `recipe.yaml`, `config.json` and `environment.json`."""
+    (folder / RECIPE).write_text(yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True))
+    write_json(folder / CONFIG, config)
+    write_json(folder / ENVIRONMENT, {"seed": seed, "command": sys.argv, **_environment()})
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file that is either the old one or the whole new one, whenever the process is stopped."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=2, default=str) + "\n")
+    part.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file; an absent one is empty."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a JSONL file; a last line that was cut short by a kill is left out."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def append_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Append rows to a JSONL file."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(line, default=str, ensure_ascii=False) + "\n" for line in lines)
+
+
+def rewind(path: Path, step: int) -> None:
+    """Drop the lines of a JSONL file that lie after `step`, which a resumed run is about to write again."""
+    kept = [line for line in read_lines(path) if line["step"] <= step]
+    path.unlink(missing_ok=True)
+    append_lines(path, kept)
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
+        "packages": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """Commit of this package's checkout, with `-dirty` behind it when files differ; `None` outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+    except OSError:
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,0 +1,389 @@
+"""
+Train a model with OPO, as a recipe says.
+
+    accelerate launch [--config_file recipes/accelerate/X.yaml] -m opo_trl.train --config recipes/R.yaml [--alpha 0.3]
+
+A recipe is a flat YAML file of the fields of [`OPOScriptArguments`], [`OPOConfig`] and [`~trl.ModelConfig`]; a field
+on the command line overrides the recipe's. The run's folder (`output_dir`) is described in `opo_trl.run_folder`.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from datasets import Dataset, load_dataset
+from transformers import AutoTokenizer
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config, rewards
+
+from . import run_folder
+from .arithmetic import arithmetic_reward, base_model_path
+from .callbacks import LogFile, ProgressBar, Validation
+from .config import OPOConfig
+from .data import INSTRUCTION, drop_long_prompts, load_problems, to_prompts, without_overlap
+from .evaluate import evaluate
+from .rewards import accuracy_reward, format_reward
+from .trainer import OPOTrainer
+
+
+REWARDS: dict[str, Callable] = {
+    "accuracy_reward": accuracy_reward,
+    "format_reward": format_reward,
+    "arithmetic_reward": arithmetic_reward,
+    "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
+    "think_format_reward": rewards.think_format_reward,
+}
+
+# The embedded base model goes by this name in a recipe, wherever the package is installed.
+EMBEDDED_MODEL = "arithmetic"
+
+
+@dataclass
+class OPOScriptArguments(ScriptArguments):
+    """
+    Arguments of the training script, beside those of [`OPOConfig`] and [`~trl.ModelConfig`].
+
+    Args:
+        reward_funcs (`list[str]`, *optional*, defaults to `["accuracy_reward"]`):
+            Reward functions: `accuracy_reward`, `format_reward`, `arithmetic_reward`, TRL's
+            `reasoning_accuracy_reward` and `think_format_reward`, or dotted import paths. The first one decides what
+            counts as solved in every accuracy.
+        reward_model_name_or_path (`str`, *optional*):
+            Reward model to add to the reward functions.
+        levels (`list[str]`, *optional*):
+            Levels of the training problems; `None` takes all.
+        fraction (`float`, *optional*, defaults to `1.0`):
+            Share of these problems to train on, in `(0, 1]`.
+        subset_seed (`int`, *optional*, defaults to `42`):
+            Seed that chooses the share, and the problems of validation and report.
+        prompt_style (`str`, *optional*, defaults to `"chat"`):
+            `"chat"`: a user message of the problem and `instruction`; `"plain"`: the problem as it is; `"dataset"`:
+            the data set has a `prompt` column of its own and is taken as it is.
+        instruction (`str`, *optional*):
+            What the chat prompt asks for.
+        max_prompt_length (`int`, *optional*):
+            Longest prompt in tokens; longer ones are left out and counted.
+        validation_levels (`list[str]`, *optional*), validation_size (`int`, *optional*, defaults to `100`):
+            Levels and number of the test split's problems that are solved every `validation_steps`.
+        validation_steps (`int`, *optional*):
+            Optimizer steps between two validations; `None` validates not at all.
+        validation_decoding (`str`, *optional*, defaults to `"sampled"`):
+            `"greedy"` or `"sampled"`.
+        report_levels (`list[str]`, *optional*), report_size (`int`, *optional*, defaults to `500`):
+            Levels, and number of the test split's problems of each, whose accuracies before and after training are
+            reported, greedy and sampled. `None` reports none.
+        overwrite (`bool`, *optional*, defaults to `False`):
+            Delete an earlier run in `output_dir`.
+        accelerate_config (`str`, *optional*):
+            Accelerate configuration that `opo-trl train` launches with: a file, as seen from the current folder or
+            from the recipe's, or a name of TRL's (`single_gpu`, `multi_gpu`, `zero2`, …).
+    """
+
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["accuracy_reward"], metadata={"help": "Reward functions, by name or dotted path."}
+    )
+    reward_model_name_or_path: str | None = field(default=None, metadata={"help": "Reward model to add."})
+    levels: list[str] | None = field(default=None, metadata={"help": "Levels of the training problems."})
+    fraction: float = field(default=1.0, metadata={"help": "Share of the training problems, in (0, 1]."})
+    subset_seed: int = field(default=42, metadata={"help": "Seed that chooses problems."})
+    prompt_style: str = field(
+        default="chat",
+        metadata={"help": "How a problem becomes a prompt.", "choices": ("chat", "plain", "dataset")},
+    )
+    instruction: str = field(default=INSTRUCTION, metadata={"help": "What the chat prompt asks for."})
+    max_prompt_length: int | None = field(default=None, metadata={"help": "Longest prompt in tokens."})
+    validation_levels: list[str] | None = field(default=None, metadata={"help": "Levels of the validation problems."})
+    validation_size: int = field(default=100, metadata={"help": "Number of validation problems."})
+    validation_steps: int | None = field(default=None, metadata={"help": "Optimizer steps between validations."})
+    validation_decoding: str = field(
+        default="sampled", metadata={"help": "Decoding of validation.", "choices": ("greedy", "sampled")}
+    )
+    report_levels: list[str] | None = field(default=None, metadata={"help": "Levels reported before and after."})
+    report_size: int = field(default=500, metadata={"help": "Problems per reported level."})
+    overwrite: bool = field(default=False, metadata={"help": "Delete an earlier run in output_dir."})
+    accelerate_config: str | None = field(default=None, metadata={"help": "Accelerate configuration to launch with."})
+
+
+def make_parser(prog: str | None = None) -> TrlParser:
+    """Parser of recipes and command lines, into [`OPOScriptArguments`], [`OPOConfig`] and [`~trl.ModelConfig`]."""
+    return TrlParser((OPOScriptArguments, OPOConfig, ModelConfig), prog=prog)
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """
+    Read a recipe.
+
+    Args:
+        path (`str` or `Path`):
+            YAML file.
+
+    Returns:
+        `dict[str, Any]`: field → value, as written.
+
+    Raises:
+        `ValueError`: the file does not exist or is no mapping, or a key is no field; the message names the key and
+        the nearest field.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"config={str(path)!r} does not exist. Pass the path of a recipe.")
+    try:
+        recipe = yaml.safe_load(Path(path).read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"config={str(path)!r} is not valid YAML: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"config={str(path)!r} holds no `field: value` lines. Write one field per line.")
+    known = {
+        f.name for arguments in (OPOScriptArguments, OPOConfig, ModelConfig) for f in dataclasses.fields(arguments)
+    }
+    for key in recipe.keys() - known - {"env"}:
+        near = difflib.get_close_matches(str(key), known, n=1)
+        hint = f"Did you mean `{near[0]}`?" if near else "Remove it."
+        raise ValueError(f"{str(path)!r} sets {key}={recipe[key]!r}, but there is no such field. {hint}")
+    return recipe
+
+
+def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConfig, dict[str, Any]]:
+    """Parse a command line; the last item of the result is the recipe with the command line's fields merged in."""
+    argv = list(argv)
+    named = {a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")} - {"config"}
+    if "--config" in argv[:-1]:
+        named |= read_recipe(argv[argv.index("--config") + 1]).keys() - {"env"}
+    parsed = make_parser().parse_args_and_config(argv)
+    values = {f.name: getattr(part, f.name) for part in reversed(parsed) for f in dataclasses.fields(part)}
+    recipe = {name: _plain(value) for name, value in values.items() if name in named}
+    return *parsed, recipe
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def load_reward(name: str) -> Callable:
+    """
+    Find a reward function by its name in [`REWARDS`] or its dotted import path.
+
+    Raises:
+        `ValueError`: there is no such function; the message lists the names.
+    """
+    if name in REWARDS:
+        return REWARDS[name]
+    module, _, attribute = name.rpartition(".")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"reward_funcs={name!r} cannot be imported ({error}). Use one of {', '.join(REWARDS)}, or the dotted path "
+            "of a function, such as my_rewards.length_reward."
+        ) from error
+    finally:
+        sys.path.pop(0)
+
+
+@dataclass
+class Data:
+    """What a run trains on, validates with and reports on; every set has `prompt` and what the rewards read."""
+
+    training: Dataset
+    validation: Dataset | None
+    report: dict[str, Dataset]
+
+
+def load_data(script: OPOScriptArguments, args: OPOConfig, model_name: str) -> Data:
+    """
+    Load the problems of a run: `levels` of the training split, and held-out ones of the test split.
+
+    Raises:
+        `ValueError`: the data set cannot be read, or a selection leaves no row.
+    """
+    training = _problems(script, script.dataset_train_split, script.levels, script.fraction)
+
+    def held_out(levels: list[str] | None, size: int) -> Dataset:
+        problems = _problems(script, script.dataset_test_split, levels)
+        if script.prompt_style != "dataset":
+            problems = without_overlap(problems, training)
+        problems = problems.shuffle(seed=script.subset_seed)
+        return _prompts(script, problems.select(range(min(size, len(problems)))))
+
+    prompts = _prompts(script, training)
+    if script.max_prompt_length is not None:
+        tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=args.trust_remote_code)
+        prompts = drop_long_prompts(prompts, tokenizer, script.max_prompt_length, args.chat_template_kwargs)
+    return Data(
+        training=prompts,
+        validation=held_out(script.validation_levels, script.validation_size) if script.validation_steps else None,
+        report={level: held_out([level], script.report_size) for level in script.report_levels or []},
+    )
+
+
+def _problems(script: OPOScriptArguments, split: str, levels: list[str] | None, fraction: float = 1.0) -> Dataset:
+    name, config = script.dataset_name, script.dataset_config
+    if script.prompt_style == "dataset":
+        return load_dataset(name, config, split=split)
+    return load_problems(name, config=config, split=split, levels=levels, fraction=fraction, seed=script.subset_seed)
+
+
+def _prompts(script: OPOScriptArguments, problems: Dataset) -> Dataset:
+    if script.prompt_style == "dataset":
+        return problems
+    return to_prompts(problems, style=script.prompt_style, instruction=script.instruction)
+
+
+def make_trainer(
+    script: OPOScriptArguments, args: OPOConfig, model_config: ModelConfig, model_name: str, data: Data
+) -> OPOTrainer:
+    """Build the trainer of a run, with its rewards, log file, progress bar and validation."""
+    folder = Path(args.output_dir)
+    args.model_init_kwargs = {
+        "revision": model_config.model_revision,
+        "attn_implementation": model_config.attn_implementation,
+        "dtype": model_config.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    reward_funcs: list = [load_reward(name) for name in script.reward_funcs]
+    if script.reward_model_name_or_path:
+        reward_funcs.append(script.reward_model_name_or_path)
+    trainer = OPOTrainer(
+        model=model_name,
+        reward_funcs=reward_funcs,
+        args=args,
+        train_dataset=data.training,
+        callbacks=[LogFile(folder)],
+        quantization_config=get_quantization_config(model_config),
+        peft_config=get_peft_config(model_config),
+    )
+    if data.validation is not None:
+        steps, decoding = script.validation_steps, script.validation_decoding
+        trainer.add_callback(Validation(trainer, data.validation, steps=steps, decoding=decoding, folder=folder))
+    for default in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(default)
+    if not args.disable_tqdm:
+        trainer.add_callback(ProgressBar())
+    return trainer
+
+
+def report(trainer: OPOTrainer, data: Mapping[str, Dataset]) -> dict[str, dict[str, dict[str, float]]]:
+    """Accuracy on each level's problems, greedy and sampled: level → decoding → [`Evaluation.summary`]."""
+    return {
+        level: {
+            decoding: evaluate(trainer, problems, decoding=decoding).summary() for decoding in ("greedy", "sampled")
+        }
+        for level, problems in data.items()
+    }
+
+
+def format_report(before: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> str:
+    """A table of accuracies with their intervals, one line per level and decoding."""
+
+    def cell(result: Mapping[str, float]) -> str:
+        return f"{result['accuracy']:6.1%} [{result['low']:.1%}, {result['high']:.1%}]"
+
+    lines = [f"{'accuracy (95 % interval)':<26}{'before':<26}{'after' if after else ''}"]
+    for level, by_decoding in before.items():
+        for decoding, result in by_decoding.items():
+            then = cell(after[level][decoding]) if after else ""
+            lines.append(f"{level + ', ' + decoding:<26}{cell(result):<26}{then}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def run(
+    script: OPOScriptArguments, args: OPOConfig, model_config: ModelConfig, checkpoint: str | None
+) -> dict[str, Any]:
+    """Train, with accuracies before and after; returns what `summary.json` holds."""
+    folder = Path(args.output_dir)
+    model_name = model_config.model_name_or_path
+    model_name = base_model_path() if model_name == EMBEDDED_MODEL else model_name
+    with args.main_process_first(desc="loading the data set"):
+        data = load_data(script, args, model_name)
+    trainer = make_trainer(script, args, model_config, model_name, data)
+    summary = run_folder.read_json(folder / run_folder.SUMMARY) if checkpoint else {}
+    is_main = trainer.accelerator.is_main_process
+    if "before" not in summary:
+        summary["before"] = report(trainer, data.report)
+        if is_main:
+            run_folder.write_json(folder / run_folder.SUMMARY, summary)
+    trainer.accelerator.print(format_report(summary["before"]))
+    started = time.perf_counter()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    summary |= {
+        "optimizer_steps": trainer.state.global_step,
+        "train_seconds": round(time.perf_counter() - started, 1),
+        "after": report(trainer, data.report),
+    }
+    trainer.save_model(args.output_dir)
+    if is_main:
+        run_folder.write_json(folder / run_folder.SUMMARY, summary)
+    trainer.accelerator.print(format_report(summary["before"], summary["after"]))
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script.dataset_name)
+    trainer.end()
+    return summary
+
+
+def _draw_figures(folder: Path):
+    try:
+        from .figures import draw_run
+    except ImportError:
+        print("No figures: matplotlib is not installed. `pip install 'opo_trl[figures]'`, then `opo-trl figures DIR`.")
+        return
+    draw_run(folder)
+    print(f"Figures in {folder / 'figures'}, model in {folder}")
+
+
+def _checkpoint(args: OPOConfig) -> str | None:
+    """The checkpoint that `resume_from_checkpoint` names; `last` and `true` stand for the newest of the run."""
+    wanted = args.resume_from_checkpoint
+    if wanted in ("last", "true", "True", True):
+        wanted = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+        if wanted is None:
+            raise ValueError(
+                f"resume_from_checkpoint={args.resume_from_checkpoint!r}, but output_dir={args.output_dir!r} holds no "
+                "checkpoint. Remove `resume_from_checkpoint`."
+            )
+    return wanted
+
+
+def _check_script(script: OPOScriptArguments, model_config: ModelConfig):
+    if not model_config.model_name_or_path:
+        raise ValueError("model_name_or_path is not set. Set it to a model's Hub id or folder.")
+    if not script.dataset_name:
+        raise ValueError("dataset_name is not set. Set it to a data set's Hub id, file or folder, or to 'arithmetic'.")
+    for name in ("validation_steps", "validation_size", "report_size", "max_prompt_length"):
+        value = getattr(script, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} is not allowed. Set `{name}` to a positive number, or leave it out.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status: 2 for a recipe or command line that cannot be run."""
+    try:
+        script, args, model_config, recipe = parse(sys.argv[1:] if argv is None else argv)
+        _check_script(script, model_config)
+        checkpoint = _checkpoint(args)
+        if args.process_index == 0:
+            folder = Path(args.output_dir)
+            run_folder.claim(folder, resume=checkpoint is not None, overwrite=script.overwrite)
+            config = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
+            run_folder.write_description(folder, recipe=recipe, config=config, seed=args.seed)
+    except ValueError as error:
+        print(f"opo-trl train: error: {error}", file=sys.stderr)
+        return 2
+    run(script, args, model_config, checkpoint)
+    if args.process_index == 0:
+        _draw_figures(Path(args.output_dir))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
