@@ -3,11 +3,14 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Literal, get_args
 
 from trl import GRPOConfig
 
 from .objective import DriveScaling, Positivity, RatioForm, Reduction
+
+
+AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
 
 
 # Fields of the parent that shape a loss OPO does not compute, and what to use in their place. A value other than the
@@ -28,7 +31,7 @@ REJECTED_FIELDS = {
 }
 
 _CHOICES = {
-    "anchor_correction": ("absorbed", "length_normalized", "sequence"),
+    "anchor_correction": get_args(AnchorCorrection),
     "drive_scaling": get_args(DriveScaling),
     "positivity": get_args(Positivity),
     "log_ratio_reduction": get_args(Reduction),
@@ -102,13 +105,13 @@ class OPOConfig(GRPOConfig):
     temperature_range: list[float] = field(
         default_factory=lambda: [0.2, 1.5], metadata={"help": "Lowest and highest adaptive tau."}
     )
-    anchor_correction: str = field(
+    anchor_correction: AnchorCorrection = field(
         default="absorbed",
-        metadata={"help": "Anchor term of the escort weight.", "choices": _CHOICES["anchor_correction"]},
+        metadata={"help": "Anchor term of the escort weight."},
     )
-    drive_scaling: str = field(
+    drive_scaling: DriveScaling = field(
         default="none",
-        metadata={"help": "Scope of the drive's standardization.", "choices": _CHOICES["drive_scaling"]},
+        metadata={"help": "Scope of the drive's standardization."},
     )
     mu: float | None = field(
         default=None, metadata={"help": "Stiffness of the chi2 penalty, positive. 1.0 unless `chi2_radius` is set."}
@@ -116,25 +119,18 @@ class OPOConfig(GRPOConfig):
     chi2_radius: float | None = field(
         default=None, metadata={"help": "Wanted chi2 radius of the target, positive. Excludes `mu`."}
     )
-    positivity: str = field(
-        default="none", metadata={"help": "How to keep 1 + v* >= 0.", "choices": _CHOICES["positivity"]}
-    )
+    positivity: Positivity = field(default="none", metadata={"help": "How to keep 1 + v* >= 0."})
     positivity_epsilon: float = field(
         default=1e-3, metadata={"help": "Margin of positivity='clip': v* >= -1 + epsilon. In (0, 1)."}
     )
-    log_ratio_reduction: str = field(
+    log_ratio_reduction: Reduction = field(
         default="sum",
-        metadata={
-            "help": "Log-ratio of the whole completion, or its mean per token.",
-            "choices": _CHOICES["log_ratio_reduction"],
-        },
+        metadata={"help": "Log-ratio of the whole completion, or its mean per token."},
     )
     log_ratio_clamp: float | None = field(
         default=None, metadata={"help": "Bound on the absolute log-ratio. 20 for 'sum' and 5 for 'mean' when not set."}
     )
-    ratio_form: str = field(
-        default="log", metadata={"help": "Coordinate of the loss.", "choices": _CHOICES["ratio_form"]}
-    )
+    ratio_form: RatioForm = field(default="log", metadata={"help": "Coordinate of the loss."})
 
     def __post_init__(self):
         super().__post_init__()

@@ -121,7 +121,8 @@ def _solve(trainer: "GRPOTrainer", rows: list[dict[str, Any]]) -> list[dict[str,
     prompts = [row["prompt"] for row in rows]
     _, completion_ids, _, completions, *_ = trainer._generate(prompts)
     columns = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
-    rewards = trainer.reward_funcs[0](
+    score: Any = trainer.reward_funcs[0]
+    rewards = score(
         prompts=prompts, completions=completions, completion_ids=completion_ids, trainer_state=trainer.state, **columns
     )
     return [

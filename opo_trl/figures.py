@@ -17,7 +17,7 @@ from .run_folder import LOG, SUMMARY, read_json, read_lines
 
 
 # Fixed identifiers and no date: the same log gives the same file.
-_STYLE = {"svg.hashsalt": "opo_trl", "figure.dpi": 120, "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+_STYLE: Any = {"svg.hashsalt": "opo_trl", "figure.dpi": 120, "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 _COLOR, _SECOND = "#1f5fa8", "#c8552d"
 
 Row = dict[str, Any]
@@ -102,7 +102,7 @@ def _validation_curve(axis: Axes, log: list[Row]):
     low, accuracy, high = ([row[f"validation/{name}"] for row in rows] for name in ("low", "accuracy", "high"))
     axis.fill_between(steps, low, high, color=_SECOND, alpha=0.2, linewidth=0)
     axis.plot(steps, accuracy, color=_SECOND, marker="o", markersize=3, linewidth=1.5)
-    axis.set_ylim(0, 1)
+    axis.set_ylim(0, 1.02)
 
 
 def _say_nothing_logged(axis: Axes):
@@ -112,7 +112,7 @@ def _say_nothing_logged(axis: Axes):
 def _accuracy_figure(summary: dict[str, Any]) -> Figure:
     rows = [(level, decoding) for level, by_decoding in summary["after"].items() for decoding in by_decoding]
     figure, axis = plt.subplots(figsize=(7, 1.2 + 0.55 * len(rows)), layout="constrained")
-    for time, offset, color in (("before", 0.17, "#8a8a8a"), ("after", -0.17, _COLOR)):
+    for time, offset, color in (("before", -0.17, "#8a8a8a"), ("after", 0.17, _COLOR)):
         results = [summary[time][level][decoding] for level, decoding in rows]
         accuracy = np.array([result["accuracy"] for result in results])
         errors = [accuracy - [r["low"] for r in results], [r["high"] for r in results] - accuracy]

@@ -332,7 +332,7 @@ def scaled_success(rewards: Tensor, *, valid: Tensor | None = None) -> Tensor:
         return rewards.new_zeros(())
     low, high = rewards.min(), rewards.max()
     scaled = 2 * (rewards.mean() - low) / torch.where(high > low, high - low, 1.0) - 1
-    return torch.where(high > low, scaled, 0.0)
+    return torch.where(high > low, scaled.clamp(-1, 1), 0.0)  # the mean may round to outside its range
 
 
 def sequence_log_ratio(

@@ -82,46 +82,25 @@ _THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _UNITS = {
     alias: names.split()[0]
     for names in (
-        "mm millimeter",
-        "cm centimeter",
-        "m meter metre",
-        "km kilometer",
-        "in inch inche",
-        "ft foot feet",
-        "yd yard",
-        "mi mile",
-        "acre",
-        "ml milliliter",
-        "l liter litre",
-        "gal gallon",
-        "mg milligram",
-        "g gm gram",
-        "kg kilogram",
-        "oz ounce",
-        "lb pound",
-        "sec s second",
-        "min minute",
-        "h hr hour",
-        "day",
-        "week",
-        "month",
-        "year yr",
-        "mph milesperhour",
-        "kph kilometersperhour",
-        "degree deg",
-        "rad radian",
-        "dollar usd",
-        "cent",
-        "euro",
-        "am",
-        "pm",
-    )
+        "mm millimeter, cm centimeter, m meter metre, km kilometer, in inch inche, ft foot feet, yd yard, mi mile, "
+        "acre, ml milliliter, l liter litre, gal gallon, mg milligram, g gm gram, kg kilogram, oz ounce, lb pound, "
+        "s sec second, min minute, h hr hour, day, week, month, year yr, mph milesperhour, kph kilometersperhour, "
+        "degree deg, rad radian, dollar usd, cent, euro, am, pm"
+    ).split(",")
     for alias in names.split()
 }
 _POWERS = {"": "", "sq": "^2", "square": "^2", "cu": "^3", "cubic": "^3"}
 _UNIT = re.compile(r"(?P<power>square|sq|cubic|cu|)(?P<name>[a-z]+)")
-_UNIT_IN_TEXT = re.compile(r"(.*\S)\s*\\text\{([^{}]*)\}\s*(?:\^\s*\{?\s*([23])\s*\}?)?", re.DOTALL)
-_BARE_UNIT = re.compile(r"(.*[\d})])\s*(?<![A-Za-z])([A-Za-z][A-Za-z. ]+)(?:\^\s*\{?\s*([23])\s*\}?)?", re.DOTALL)
+# Without `\text`, the word must be known or, as in `8 meals`, long: `2 ab` may be a product. A value has a digit or π
+# in it and no text: the last word of `\text{A} \text{ and } \text{B}` is no unit.
+_SHORT_UNITS = "|".join(alias for alias in _UNITS if len(alias) > 1) + r"|[ap]\.m"
+_WITH_UNIT = re.compile(
+    r"(?P<value>(?=.*?(?:\d|\\pi))(?:(?!\\text).)*[\w})])"
+    r"(?:\s*\\text\{(?P<text>[^{}]*)\}|\s+(?P<word>[A-Za-z]{4}[A-Za-z.\s]*)"
+    rf"|(?<=[\d}})])\s*(?P<short>(?:(?:sq|cu)\.?\s*)?(?:{_SHORT_UNITS})s?))"
+    r"\s*(?:\^\s*\{?\s*(?P<power>[23])\s*\}?)?",
+    re.DOTALL,
+)
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?")
 _BASE = re.compile(r"(-?[\dA-F.]+)\s*_\s*\{?\s*(\d+)\s*\}?")
 
@@ -191,8 +170,8 @@ def score(completion: str, solution: str) -> float | None:
 
     Returns:
         `float` or `None`: 1.0 if the answer is right; 0.0 if it is wrong, cannot be parsed or compared in time, or is
-        not in a box; `None` if the pair cannot be scored, because the gold answer is empty, or is
-        not simply equal and cannot be parsed.
+        not in a box; `None` if the pair cannot be scored, because the gold answer is empty, or is not simply equal
+        and cannot be parsed.
     """
     gold = _simplify((final_answer(solution) or "") if find_boxes(solution) else solution)
     answer = _simplify(final_answer(_answer_proper(completion)) or "")
@@ -238,10 +217,9 @@ def _split_unit(latex: str) -> tuple[str, str]:
         return match[1], f"base {match[2]}"
     unit = "dollar" if r"\$" in latex else ""
     latex = latex.replace(r"\$", "")
-    if match := _UNIT_IN_TEXT.fullmatch(latex):
-        latex, unit = match[1], _unit(match[2], match[3]) or unit
-    elif (match := _BARE_UNIT.fullmatch(latex)) and _unit(match[2], match[3]):
-        latex, unit = match[1], _unit(match[2], match[3])
+    if match := _WITH_UNIT.fullmatch(latex):
+        words = match["text"] or match["word"] or match["short"] or ""
+        latex, unit = match["value"], _unit(words, match["power"]) or unit
     value, degrees = _DEGREES.subn("", latex)
     return value.strip(), unit or ("degree" if degrees else "")
 

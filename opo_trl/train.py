@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from datasets import Dataset, load_dataset
@@ -30,7 +30,7 @@ from .arithmetic import arithmetic_reward, base_model_path
 from .callbacks import LogFile, ProgressBar, Validation
 from .config import OPOConfig
 from .data import INSTRUCTION, drop_long_prompts, load_problems, to_prompts, without_overlap
-from .evaluate import evaluate
+from .evaluate import Decoding, evaluate
 from .rewards import accuracy_reward, format_reward
 from .trainer import OPOTrainer
 
@@ -95,18 +95,15 @@ class OPOScriptArguments(ScriptArguments):
     levels: list[str] | None = field(default=None, metadata={"help": "Levels of the training problems."})
     fraction: float = field(default=1.0, metadata={"help": "Share of the training problems, in (0, 1]."})
     subset_seed: int = field(default=42, metadata={"help": "Seed that chooses problems."})
-    prompt_style: str = field(
-        default="chat",
-        metadata={"help": "How a problem becomes a prompt.", "choices": ("chat", "plain", "dataset")},
+    prompt_style: Literal["chat", "plain", "dataset"] = field(
+        default="chat", metadata={"help": "How a problem becomes a prompt."}
     )
     instruction: str = field(default=INSTRUCTION, metadata={"help": "What the chat prompt asks for."})
     max_prompt_length: int | None = field(default=None, metadata={"help": "Longest prompt in tokens."})
     validation_levels: list[str] | None = field(default=None, metadata={"help": "Levels of the validation problems."})
     validation_size: int = field(default=100, metadata={"help": "Number of validation problems."})
     validation_steps: int | None = field(default=None, metadata={"help": "Optimizer steps between validations."})
-    validation_decoding: str = field(
-        default="sampled", metadata={"help": "Decoding of validation.", "choices": ("greedy", "sampled")}
-    )
+    validation_decoding: Decoding = field(default="sampled", metadata={"help": "Decoding of validation."})
     report_levels: list[str] | None = field(default=None, metadata={"help": "Levels reported before and after."})
     report_size: int = field(default=500, metadata={"help": "Problems per reported level."})
     overwrite: bool = field(default=False, metadata={"help": "Delete an earlier run in output_dir."})
@@ -115,7 +112,8 @@ class OPOScriptArguments(ScriptArguments):
 
 def make_parser(prog: str | None = None) -> TrlParser:
     """Parser of recipes and command lines, into [`OPOScriptArguments`], [`OPOConfig`] and [`~trl.ModelConfig`]."""
-    return TrlParser((OPOScriptArguments, OPOConfig, ModelConfig), prog=prog)
+    dataclass_types: Any = (OPOScriptArguments, OPOConfig, ModelConfig)
+    return TrlParser(dataclass_types, prog=prog)
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
@@ -157,7 +155,7 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConf
     named = {a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")} - {"config"}
     if "--config" in argv[:-1]:
         named |= read_recipe(argv[argv.index("--config") + 1]).keys() - {"env"}
-    parsed = make_parser().parse_args_and_config(argv)
+    parsed: Any = make_parser().parse_args_and_config(argv)
     values = {f.name: getattr(part, f.name) for part in reversed(parsed) for f in dataclasses.fields(part)}
     recipe = {name: _plain(value) for name, value in values.items() if name in named}
     return *parsed, recipe
@@ -219,7 +217,8 @@ def load_data(script: OPOScriptArguments, args: OPOConfig, model_name: str) -> D
     prompts = _prompts(script, training)
     if script.max_prompt_length is not None:
         tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=args.trust_remote_code)
-        prompts = drop_long_prompts(prompts, tokenizer, script.max_prompt_length, args.chat_template_kwargs)
+        template_kwargs: Any = args.chat_template_kwargs  # a dict, once parsed
+        prompts = drop_long_prompts(prompts, tokenizer, script.max_prompt_length, template_kwargs)
     return Data(
         training=prompts,
         validation=held_out(script.validation_levels, script.validation_size) if script.validation_steps else None,
@@ -245,11 +244,12 @@ def make_trainer(
 ) -> OPOTrainer:
     """Build the trainer of a run, with its rewards, log file, progress bar and validation."""
     folder = Path(args.output_dir)
+    given: Any = args.model_init_kwargs or {}  # a dict, once parsed
     args.model_init_kwargs = {
         "revision": model_config.model_revision,
         "attn_implementation": model_config.attn_implementation,
         "dtype": model_config.dtype,
-        **(args.model_init_kwargs or {}),
+        **given,
     }
     reward_funcs: list = [load_reward(name) for name in script.reward_funcs]
     if script.reward_model_name_or_path:

@@ -102,6 +102,9 @@ class OPOTrainer(GRPOTrainer):
     }
 
     args: OPOConfig
+    model: Any  # a PreTrainedModel, or PEFT's wrapper around one
+    num_generations: int
+    num_generations_eval: int
 
     def __init__(self, model, reward_funcs=None, args: OPOConfig | None = None, *further, **named):
         if args is None:
@@ -113,7 +116,7 @@ class OPOTrainer(GRPOTrainer):
                 "change the class name."
             )
         super().__init__(model, reward_funcs, args, *further, **named)
-        self._rewards_per_func: Tensor | None = None  # [N, number of reward functions], over all processes
+        self._rewards_per_func = torch.empty(0)  # [N, number of reward functions], over all processes
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}
         self._anchor_step = 0  # optimizer step at which the rollout at hand was generated
         self._step_rows: list[Tensor] = []  # what the micro-batches of the current optimizer step have to report
@@ -147,7 +150,8 @@ class OPOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _anchor_logps(self, rollout: Mapping[str, Any]) -> Tensor:
-        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+        checkpointing: Any = self.args.gradient_checkpointing_kwargs
+        with disable_gradient_checkpointing(self.model, checkpointing):
             batch_size = self.args.per_device_train_batch_size
             return self._token_logps(self.model, rollout, batch_size=batch_size)[0]
 
@@ -172,10 +176,9 @@ class OPOTrainer(GRPOTrainer):
         drive, chemical_potential = objective.project(
             omega, num_generations=num_generations, scaling=args.drive_scaling, valid=valid
         )
-        mu = objective.stiffness_for_radius(drive, args.chi2_radius, valid=valid) if args.chi2_radius else args.mu
         target, mu = objective.admissible_target(
             drive,
-            mu=mu,
+            mu=args.mu or objective.stiffness_for_radius(drive, args.chi2_radius, valid=valid),
             num_generations=num_generations,
             positivity=args.positivity,
             epsilon=args.positivity_epsilon,
@@ -249,8 +252,8 @@ class OPOTrainer(GRPOTrainer):
         if self._low_ess_rollouts == _LOW_ESS_ROLLOUTS:
             logger.warning(
                 f"The effective sample size of the escort weights has been below {_LOW_ESS:g} of {num_generations} "
-                f"for {_LOW_ESS_ROLLOUTS} rollouts: one completion per group takes nearly all the weight. Raise `alpha` "
-                f"({self.args.alpha}) or `escort_temperature` ({self.args.escort_temperature}), or use "
+                f"for {_LOW_ESS_ROLLOUTS} rollouts: one completion per group takes nearly all the weight. Raise "
+                f"`alpha` ({self.args.alpha}) or `escort_temperature` ({self.args.escort_temperature}), or use "
                 f"`anchor_correction='absorbed'` (now '{self.args.anchor_correction}')."
             )
 
