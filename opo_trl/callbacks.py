@@ -83,7 +83,9 @@ class Validation(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.steps == 0:
+            should_log = control.should_log
             self._validate(state)
+            control.should_log = should_log  # whoever logs takes the flag down, and the step's own log is to come
 
     def _validate(self, state):
         result = evaluate(self.trainer, self.dataset, decoding=self.decoding, seed=state.global_step)

@@ -6,6 +6,7 @@ The `opo-trl` command.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,10 @@ def _train(argv: list[str]) -> int:
         position = fields.index("--config")
         _, recipe_path = fields[position : position + 2]
         del fields[position : position + 2]
-        parser.set_defaults_with_config(**read_recipe(recipe_path))
+        recipe = read_recipe(recipe_path)
+        # Before the launch: OMP_NUM_THREADS and the like are read when a process starts.
+        os.environ.update({name: str(value) for name, value in recipe.pop("env", {}).items()})
+        parser.set_defaults_with_config(**recipe)
     arguments, for_accelerate = parser.parse_known_args(fields)
     config_file = _accelerate_config(arguments.accelerate_config, recipe_path)
     launch = [*(["--config_file", config_file] if config_file else []), *for_accelerate]

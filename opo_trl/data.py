@@ -28,7 +28,7 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 Style = Literal["chat", "plain"]
 
 _READERS = {".jsonl": "json", ".jsonl.gz": "json", ".json": "json", ".parquet": "parquet"}
-_MAX_NAMED = 20
+_MAX_NAMED = 10
 
 # A box with its opening brace or, as in `\boxed 2`, with a bare number or letter; and the braces that open and close,
 # with the escaped ones matched apart, because `\{` and `\}` are text. The look-ahead in the last but one line finds
@@ -241,9 +241,13 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
         prompt = problem if style == "plain" else [{"role": "user", "content": f"{problem}\n\n{instruction}"}]
         answer = _answer(row["solution"], style)
         rows.append({"prompt": prompt, "solution": answer, "level": row["level"], "type": row["type"]})
-    _warn_of_dropped(unusable, len(dataset), "cannot be used")
     if not rows:
-        raise ValueError(f"dataset has no row that can be used in style={style!r}: {unusable[:1] or 'it is empty'}.")
+        first = unusable[0].strip() if unusable else "there is none"
+        raise ValueError(
+            f"dataset has no row that can be used in style={style!r}: {first}. Give other data, or for solutions "
+            f"without a box style='plain'."
+        )
+    _warn_of_dropped(unusable, len(dataset), "cannot be used")
     return Dataset.from_list(rows)
 
 
@@ -331,9 +335,9 @@ def drop_long_prompts(
 
 
 def _keep(dataset: Dataset, dropped: list[bool], named: list[str], what: str, field: str) -> Dataset:
-    _warn_of_dropped(named, len(dataset), what)
     if all(dropped):
         raise ValueError(f"{field}: all {len(dataset)} rows {what}. Change it, or the data.")
+    _warn_of_dropped(named, len(dataset), what)
     return dataset.select([index for index, drop in enumerate(dropped) if not drop])
 
 

@@ -28,7 +28,7 @@ Completion = str | list[dict[str, str]]
 PARSING_TIMEOUT, VERIFYING_TIMEOUT = 5, 5  # seconds
 
 # A longer answer counts as none, since the parser takes long on it. The longest one in MATH has 159 characters.
-MAX_ANSWER_LENGTH = 500
+MAX_ANSWER_LENGTH = 300
 
 # math-verify's own removal of units cuts `a + b + c` down to `a +`, so units are removed here.
 _LATEX = LatexExtractionConfig(
@@ -48,10 +48,10 @@ _REWRITES = [
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", ""),
         (r"\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", ""),
         (r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathbf|mathit)\s*\{", r"\\text{"),
-        (r"\\text\{([^{}]*[\d,][^{}]*)\}", r"\1"),  # a list of names is a list, a number is a number
+        (r"^\\text\{([^{}]*[\d,][^{}]*)\}", r"\1"),  # a list of names is a list, a number is a number
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"(?<!\\)%", r"\\%"),
-        # Thousands: `10,\!000`, `10{,}000` and `10\,000`, but not `10,000`, which in `(10,000)` is a pair.
+        # Thousands: `10,\!000`, `10{,}000`, `10\,000`. math-verify reads `10,000`, and knows the pair in `(10,000)`.
         (r"(?<=\d)(?:\\!)*(?:,\\!|\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d))", ""),
         (r"(?<!\\)\\[!,;: ]|\\q?quad(?![A-Za-z])|~", " "),  # but `\\ ` starts a row of a matrix
         (r"\\[hv]?phantom\s*(?:\{[^{}]*\}|\S)", ""),
@@ -76,28 +76,25 @@ _KEY_REWRITES = [
         (r"(?<!\d)\s+|\s+(?!\d)", ""),
     )
 ]
-_THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 # Two answers in different units of this list are different; a unit that is not in it is ignored.
-_UNITS = {
-    alias: names.split()[0]
-    for names in (
-        "mm millimeter, cm centimeter, m meter metre, km kilometer, in inch inche, ft foot feet, yd yard, mi mile, "
-        "acre, ml milliliter, l liter litre, gal gallon, mg milligram, g gm gram, kg kilogram, oz ounce, lb pound, "
-        "s sec second, min minute, h hr hour, day, week, month, year yr, mph milesperhour, kph kilometersperhour, "
-        "degree deg, rad radian, dollar usd, cent, euro, am, pm"
-    ).split(",")
-    for alias in names.split()
-}
+_UNIT_NAMES = (
+    "mm millimeter, cm centimeter, m meter metre, km kilometer, in inch inche, ft foot feet, yd yard, mi mile, "
+    "acre, ml milliliter, l liter litre, gal gallon, mg milligram, g gm gram, kg kilogram, oz ounce, lb pound, "
+    "s sec second, min minute, h hr hour, day, week, month, year yr, mph milesperhour, kph kilometersperhour, "
+    "degree deg, rad radian, dollar usd, cent, euro, am, pm"
+)
+_UNITS = {alias: names.split()[0] for names in _UNIT_NAMES.split(",") for alias in names.split()}
 _POWERS = {"": "", "sq": "^2", "square": "^2", "cu": "^3", "cubic": "^3"}
 _UNIT = re.compile(r"(?P<power>square|sq|cubic|cu|)(?P<name>[a-z]+)")
 # Without `\text`, the word must be known or, as in `8 meals`, long: `2 ab` may be a product. A value has a digit or π
 # in it and no text: the last word of `\text{A} \text{ and } \text{B}` is no unit.
 _SHORT_UNITS = "|".join(alias for alias in _UNITS if len(alias) > 1) + r"|[ap]\.m"
 _WITH_UNIT = re.compile(
-    r"(?P<value>(?=.*?(?:\d|\\pi))(?:(?!\\text).)*[\w})])"
-    r"(?:\s*\\text\{(?P<text>[^{}]*)\}|\s+(?P<word>[A-Za-z]{4}[A-Za-z.\s]*)"
-    rf"|(?<=[\d}})])\s*(?P<short>(?:(?:sq|cu)\.?\s*)?(?:{_SHORT_UNITS})s?))"
+    r"(?P<value>(?=(?:(?!\\text).)*?(?:\d|\\pi))(?:(?!\\text).)*[\w})])"
+    r"(?:\s*\\text\{(?P<text>[^{}]*)\}"
+    r"|(?:(?<=[\d})])|(?<=\\pi))(?:\s+(?P<word>(?:sq\.?\s+)?[A-Za-z]{4}[A-Za-z.\s]*)"
+    rf"|\s*(?P<short>(?:(?:sq|cu)\.?\s*)?(?:{_SHORT_UNITS})s?)))"
     r"\s*(?:\^\s*\{?\s*(?P<power>[23])\s*\}?)?",
     re.DOTALL,
 )
@@ -233,18 +230,13 @@ def _unit(words: str, power: str | None) -> str:
 
 
 def _same_string(gold: str, answer: str) -> bool:
-    gold, answer = _key(gold), _key(answer)
-    return bool(gold) and (gold == answer or _without_thousands(gold) == _without_thousands(answer))
+    return bool(_key(gold)) and _key(gold) == _key(answer)
 
 
 def _key(latex: str) -> str:
     for pattern, replacement in _KEY_REWRITES:
         latex = pattern.sub(replacement, latex)
     return latex
-
-
-def _without_thousands(key: str) -> str:
-    return key.replace(",", "") if _THOUSANDS.fullmatch(key) else key
 
 
 def _is_set_for_tuple(gold: str, answer: str) -> bool:

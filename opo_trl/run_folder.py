@@ -2,7 +2,7 @@
 A run's folder: what was asked for, what it ran on, what happened, and what came out.
 
     recipe.yaml          the recipe as run, command-line overrides merged in: `opo-trl train --config` repeats the run
-    config.json          every setting with its resolved value
+    settings.json        every setting with its resolved value
     environment.json     versions, hardware, seed, git commit, command
     log.jsonl            one line per logged step: all metrics
     completions.jsonl    completions of the validation problems, as training went on
@@ -25,7 +25,7 @@ import torch
 import yaml
 
 
-RECIPE, CONFIG, ENVIRONMENT = "recipe.yaml", "config.json", "environment.json"
+RECIPE, SETTINGS, ENVIRONMENT = "recipe.yaml", "settings.json", "environment.json"
 LOG, COMPLETIONS, SUMMARY = "log.jsonl", "completions.jsonl", "summary.json"
 
 _PACKAGES = (
@@ -76,10 +76,10 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def write_description(folder: Path, *, recipe: Mapping[str, Any], config: Mapping[str, Any], seed: int) -> None:
-    """Write `recipe.yaml`, `config.json` and `environment.json`."""
+def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapping[str, Any], seed: int) -> None:
+    """Write `recipe.yaml`, `settings.json` and `environment.json`."""
     (folder / RECIPE).write_text(yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True))
-    write_json(folder / CONFIG, config)
+    write_json(folder / SETTINGS, settings)
     write_json(folder / ENVIRONMENT, {"seed": seed, "command": sys.argv, **_environment()})
 
 

@@ -12,6 +12,7 @@ import difflib
 import importlib
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -367,6 +368,8 @@ def _check_script(script: OPOScriptArguments, model_config: ModelConfig):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 2 for a recipe or command line that cannot be run."""
+    # Renamed fields of Transformers that TRL still calls by their old names: nothing that a user could mend.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     try:
         script, args, model_config, recipe = parse(sys.argv[1:] if argv is None else argv)
         _check_script(script, model_config)
@@ -374,8 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.process_index == 0:
             folder = Path(args.output_dir)
             run_folder.claim(folder, resume=checkpoint is not None, overwrite=script.overwrite)
-            config = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
-            run_folder.write_description(folder, recipe=recipe, config=config, seed=args.seed)
+            settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
+            run_folder.write_description(folder, recipe=recipe, settings=settings, seed=args.seed)
     except ValueError as error:
         print(f"opo-trl train: error: {error}", file=sys.stderr)
         return 2

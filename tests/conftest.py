@@ -1,0 +1,26 @@
+"""Fixtures that several test files share."""
+
+import os
+from pathlib import Path
+
+
+# Nothing here needs the Hub, and a test that asks it must fail rather than wait.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+from tiny import save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a small random Qwen3 and its tokenizer."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder `data` in `shared` beside the checkout, or in the folder that OPO_TRL_SHARED names."""
+    shared = Path(os.environ.get("OPO_TRL_SHARED") or Path(__file__).resolve().parents[2] / "shared")
+    if not (shared / "data" / "math").is_dir():
+        pytest.skip("needs ../shared: data/math and data/Qwen3-1.7B, or OPO_TRL_SHARED set to a folder that has them")
+    return shared / "data"

@@ -1,0 +1,107 @@
+"""Accuracy with its interval, measured without a trace in the training."""
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from scipy.stats import binomtest
+
+from opo_trl import OPOConfig, OPOTrainer
+from opo_trl.evaluate import evaluate, wilson_interval
+
+
+PROBLEMS = Dataset.from_list([{"prompt": f"{i}+1=", "solution": str(i)} for i in range(7)])
+
+
+def parity_reward(completions, completion_ids, solution, **kwargs):
+    """`None` for the problem 0, else 1.0 or 0.0 by the first token: something that depends on what was generated."""
+    return [None if s == "0" else float(ids[0] % 2) for ids, s in zip(completion_ids, solution, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def trainer(tiny_model, tmp_path_factory):
+    args = OPOConfig(
+        output_dir=str(tmp_path_factory.mktemp("evaluate")),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=3,  # the last batch is a short one
+        num_generations=4,
+        max_completion_length=4,
+    )
+    return OPOTrainer(tiny_model, parity_reward, args, PROBLEMS)
+
+
+@pytest.mark.parametrize(("correct", "total"), [(0, 5), (5, 5), (3, 8), (187, 200), (1, 1000)])
+@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])
+def test_wilson_interval_is_that_of_scipy(correct, total, confidence):
+    expected = binomtest(correct, total).proportion_ci(confidence, method="wilson")
+    assert wilson_interval(correct, total, confidence) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_no_trial_says_nothing():
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+
+
+def test_every_problem_is_solved_once_and_counted(trainer):
+    result = evaluate(trainer, PROBLEMS)
+    assert [sample["prompt"] for sample in result.samples] == PROBLEMS["prompt"]
+    rewards = [sample["reward"] for sample in result.samples]
+    assert rewards[0] is None
+    assert (result.scored, result.unscorable) == (6, 1)
+    assert result.correct == sum(reward == 1.0 for reward in rewards[1:])
+    summary = result.summary()
+    assert summary["accuracy"] == result.correct / 6
+    assert (summary["low"], summary["high"]) == wilson_interval(result.correct, 6)
+    assert "samples" not in summary
+
+
+def test_greedy_is_greedy(trainer):
+    """The first token of every completion is the likeliest one under the model itself."""
+    texts = [sample["completion"] for sample in evaluate(trainer, PROBLEMS, decoding="greedy", seed=1).samples]
+    assert texts == [sample["completion"] for sample in evaluate(trainer, PROBLEMS, decoding="greedy", seed=2).samples]
+    tokenizer = trainer.processing_class
+    for problem, text in zip(PROBLEMS, texts, strict=True):
+        ids = tokenizer(problem["prompt"], return_tensors="pt")["input_ids"]
+        likeliest = trainer.model(input_ids=ids).logits[0, -1].argmax().item()
+        assert tokenizer.decode(trainer.model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1]) in text[:3]
+        assert tokenizer.decode(likeliest) in text[:3]
+
+
+def test_sampling_follows_its_seed(trainer):
+    first, same, other = (
+        [sample["completion"] for sample in evaluate(trainer, PROBLEMS, seed=seed).samples] for seed in (3, 3, 4)
+    )
+    assert first == same
+    assert first != other
+
+
+@pytest.mark.parametrize("decoding", ["greedy", "sampled"])
+def test_training_goes_on_as_if_nothing_had_been_evaluated(trainer, decoding):
+    trainer.model.train()
+    before = (trainer.generation_config.to_dict(), trainer.num_generations_eval, dict(trainer._metrics["train"]))
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    evaluate(trainer, PROBLEMS, decoding=decoding)
+    assert torch.equal(torch.rand(3), expected)
+    assert trainer.model.training
+    assert (
+        trainer.generation_config.to_dict(),
+        trainer.num_generations_eval,
+        dict(trainer._metrics["train"]),
+    ) == before
+    assert not trainer._metrics["eval"]
+
+
+def test_nothing_scorable_is_not_an_accuracy_of_zero(trainer):
+    assert math.isnan(evaluate(trainer, PROBLEMS.select([0])).accuracy)
+
+
+def test_empty_data_set_and_unknown_decoding_are_refused(trainer):
+    with pytest.raises(ValueError, match="0 rows"):
+        evaluate(trainer, PROBLEMS.select([]))
+    with pytest.raises(ValueError, match=r"decoding='beam'.*'greedy' or 'sampled'"):
+        evaluate(trainer, PROBLEMS, decoding="beam")

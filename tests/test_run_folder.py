@@ -1,0 +1,84 @@
+"""A run's folder is never reused by accident, and its files are whole."""
+
+import json
+
+import pytest
+
+from opo_trl.run_folder import (
+    RECIPE,
+    append_lines,
+    claim,
+    read_json,
+    read_lines,
+    rewind,
+    write_description,
+    write_json,
+)
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_new_folder_is_created_and_an_empty_one_taken(tmp_path):
+    claim(tmp_path / "a" / "b", resume=False, overwrite=False)
+    claim(tmp_path / "a" / "b", resume=False, overwrite=False)
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "message"),
+    [
+        ([RECIPE, "log.jsonl"], {}, "is not empty.*--resume_from_checkpoint last.*--overwrite"),
+        (["thesis.tex"], {"overwrite": True}, "not a run of this program.*will not be deleted"),
+        (["thesis.tex"], {"resume": True}, "holds no run to resume"),
+        ([], {"resume": True}, "holds no run to resume"),
+    ],
+)
+def test_folder_that_holds_something_is_refused_and_left_alone(tmp_path, files, options, message):
+    for file in files:
+        (tmp_path / file).write_text("precious")
+    before = content(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        claim(tmp_path, **{"resume": False, "overwrite": False, **options})
+    assert content(tmp_path) == before
+
+
+def test_overwrite_deletes_an_earlier_run_and_resume_keeps_it(tmp_path):
+    (tmp_path / RECIPE).write_text("alpha: 0.4\n")
+    claim(tmp_path, resume=True, overwrite=False)
+    assert (tmp_path / RECIPE).exists()
+    claim(tmp_path, resume=False, overwrite=True)
+    assert not any(tmp_path.iterdir())
+
+
+def test_description_names_versions_seed_and_commit(tmp_path):
+    write_description(tmp_path, recipe={"alpha": 0.4, "levels": ["Level 3"]}, settings={"alpha": 0.4}, seed=7)
+    environment = read_json(tmp_path / "environment.json")
+    assert environment["seed"] == 7
+    assert environment["packages"]["trl"]
+    assert environment["packages"]["torch"]
+    assert "git_commit" in environment
+    assert "alpha: 0.4" in (tmp_path / RECIPE).read_text()
+
+
+def test_log_survives_a_kill_in_mid_line_and_rewinds_to_a_checkpoint(tmp_path):
+    log = tmp_path / "log.jsonl"
+    append_lines(log, [{"step": step, "loss": step / 10} for step in range(6)])
+    with log.open("a") as file:
+        file.write('{"step": 6, "lo')
+    assert [line["step"] for line in read_lines(log)] == [0, 1, 2, 3, 4, 5]
+    rewind(log, 3)
+    append_lines(log, [{"step": 4}])
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1, 2, 3, 4]
+
+
+def test_json_file_is_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "summary.json"
+    write_json(path, {"before": 1})
+    circle = {}
+    circle["self"] = circle
+    with pytest.raises(ValueError, match="Circular"):
+        write_json(path, circle)
+    assert read_json(path) == {"before": 1}
+    assert read_json(tmp_path / "absent.json") == {}

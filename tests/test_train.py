@@ -1,0 +1,194 @@
+"""The program as a user runs it: recipe in, run folder out, and a model that has learned something."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3ForCausalLM, set_seed
+
+from opo_trl.arithmetic import base_model_path
+from opo_trl.run_folder import read_json, read_lines
+from opo_trl.train import main, parse
+
+
+ROOT = Path(__file__).resolve().parents[1]
+ARITHMETIC = ROOT / "recipes" / "arithmetic" / "opo.yaml"
+SHORT = {"max_steps": 4, "save_steps": 2, "validation_steps": 2, "validation_size": 20, "report_size": 24}
+
+
+def arguments(recipe: Path, **overrides) -> list[str]:
+    return ["--config", str(recipe), *(part for key, value in overrides.items() for part in (f"--{key}", str(value)))]
+
+
+def opo_trl_train(*argv: str) -> subprocess.CompletedProcess:
+    """`opo-trl train` in a process of its own, as typed in the checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "opo_trl.cli", "train", *argv]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "arithmetic"
+    done = opo_trl_train(*arguments(ARITHMETIC, output_dir=folder, alpha=0.3, **SHORT))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("OPO training plan") == 1
+    assert done.stdout.count("Level 4, sampled") == 2
+    return folder
+
+
+def test_run_folder_holds_what_was_asked_what_happened_and_what_came_out(run):
+    assert {path.name for path in run.iterdir()} >= {
+        "recipe.yaml",
+        "settings.json",
+        "environment.json",
+        "log.jsonl",
+        "completions.jsonl",
+        "summary.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "README.md",
+        "checkpoint-4",
+    }
+    assert {path.name for path in (run / "figures").iterdir()} == {
+        f"{name}.{ending}" for name in ("training", "accuracy") for ending in ("png", "svg")
+    }
+    log = read_lines(run / "log.jsonl")
+    assert [line["step"] for line in log if "grad_norm" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in log if "validation/accuracy" in line] == [0, 2, 4]
+    assert all("opo/chi2" in line for line in log if "grad_norm" in line)
+    completions = read_lines(run / "completions.jsonl")
+    assert {line["step"] for line in completions} == {0, 2, 4}
+    assert all(line["prompt"].endswith("=") and line["reward"] in (0.0, 1.0) for line in completions)
+    summary = read_json(run / "summary.json")
+    for time in ("before", "after"):
+        assert {(level, decoding) for level in summary[time] for decoding in summary[time][level]} == {
+            (level, decoding) for level in ("Level 3", "Level 4") for decoding in ("greedy", "sampled")
+        }
+        assert all(cell["scored"] == 24 for level in summary[time].values() for cell in level.values())
+
+
+def test_recipe_in_the_run_folder_repeats_the_run(run):
+    *original, _ = parse(arguments(ARITHMETIC, output_dir=run, alpha=0.3, **SHORT))
+    *repeated, _ = parse(["--config", str(run / "recipe.yaml")])
+    for first, second in zip(original, repeated, strict=True):
+        differing = {k for k in vars(first) if vars(first)[k] != vars(second)[k]}
+        assert differing <= {"distributed_state", "__cached__setup_devices", "logging_dir"}, differing
+    assert read_json(run / "settings.json")["alpha"] == 0.3
+
+
+def test_second_run_into_the_folder_is_refused_before_anything_is_touched(run, capsys):
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    assert main(arguments(ARITHMETIC, output_dir=run, overwrite="false", **SHORT)) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_run_is_resumed_where_it_was_saved(run):
+    longer = {**SHORT, "max_steps": 6, "resume_from_checkpoint": "last"}
+    before = read_json(run / "summary.json")["before"]
+    assert main(arguments(ARITHMETIC, output_dir=run, alpha=0.3, **longer)) == 0
+    assert [line["step"] for line in read_lines(run / "log.jsonl") if "grad_norm" in line] == [1, 2, 3, 4, 5, 6]
+    summary = read_json(run / "summary.json")
+    assert summary["before"] == before  # the base model's accuracy, not that of the checkpoint
+    assert summary["optimizer_steps"] == 6
+
+
+def test_objective_teaches_the_base_model_to_carry_on_the_trained_level_and_beyond(tmp_path):
+    """The lesson of the README's first command, in a quarter of its steps."""
+    short = {"max_steps": 56, "report_size": 200, "validation_steps": 56, "validation_size": 10}
+    assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", **short)) == 0
+    summary = read_json(tmp_path / "run" / "summary.json")
+    for level in ("Level 3", "Level 4"):
+        for decoding in ("greedy", "sampled"):
+            before, after = (summary[time][level][decoding] for time in ("before", "after"))
+            assert after["low"] > before["high"], (level, decoding, before, after)
+    assert summary["after"]["Level 3"]["greedy"]["accuracy"] > 0.85
+    rewards = [line["reward"] for line in read_lines(tmp_path / "run" / "log.jsonl") if "reward" in line]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
+
+
+def test_without_a_drive_nothing_is_learned(tmp_path):
+    """alpha = 1 gives every completion of a group the same weight: the control of the lesson above."""
+    assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", alpha=1.0, weight_decay=0.0, **SHORT)) == 0
+    trained = load_file(tmp_path / "run" / "model.safetensors")
+    base = load_file(Path(base_model_path()) / "model.safetensors")
+    assert all((trained[name].to(base[name].dtype) == base[name]).all() for name in base)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"alpha": 1.5}, "alpha=1.5"),
+        ({"loss_type": "grpo"}, "loss_type='grpo'"),
+        ({"validation_steps": 0}, "validation_steps=0"),
+        ({"resume_from_checkpoint": "last"}, "holds no checkpoint"),
+    ],
+)
+def test_recipe_that_cannot_be_run_ends_with_status_2_and_no_folder(tmp_path, capsys, overrides, message):
+    assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", **overrides)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_launcher_refuses_an_unknown_accelerate_config(tmp_path):
+    done = opo_trl_train(*arguments(ARITHMETIC, output_dir=tmp_path / "run", accelerate_config="no_such"))
+    assert done.returncode == 2
+    assert "accelerate_config='no_such' is neither a file nor one of TRL's" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def small_qwen3(shared_data, tmp_path_factory) -> Path:
+    """Random Qwen3 of 5 million parameters, with the real tokenizer, chat template and whole vocabulary."""
+    source, folder = shared_data / "Qwen3-1.7B", tmp_path_factory.mktemp("qwen3")
+    config = AutoConfig.from_pretrained(source)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config.update({**sizes, "num_key_value_heads": 1, "head_dim": 32, "layer_types": config.layer_types[:1]})
+    set_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    GenerationConfig.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def digit_reward(completions, **kwargs):
+    """Something a random model can be better or worse at: the share of its text that is ASCII."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(character.isascii() for character in text) / max(len(text), 1) for text in texts]
+
+
+def test_qwen3_recipe_trains_on_the_real_math_rows_through_the_command_line(small_qwen3, shared_data, tmp_path):
+    here = {
+        "use_cpu": "true",
+        "bf16": "false",
+        "dtype": "float32",
+        "use_vllm": "false",
+        "accelerate_config": "../accelerate/cpu.yaml",
+    }
+    sizes = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 6,
+        "gradient_accumulation_steps": 1,
+        "max_completion_length": 8,
+    }
+    sizes |= {"steps_per_generation": 2, "validation_size": 2, "validation_steps": 4, "report_size": 2}
+    recipe = ROOT / "recipes" / "qwen3-1.7b" / "opo_math_l3.yaml"
+    done = opo_trl_train(
+        *arguments(recipe, **here, **sizes, model_name_or_path=small_qwen3, dataset_name=shared_data / "math"),
+        *("--output_dir", str(tmp_path / "run"), "--learning_rate", "1e-3"),
+        *("--reward_funcs", "accuracy_reward", "tests.test_train.digit_reward"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    log = [line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]
+    assert len(log) == 4
+    assert all(line["grad_norm"] > 0 for line in log)
+    assert all(0.2 <= line["opo/temperature"] <= 1.5 for line in log)
+    assert [line["opo/off_policy_steps"] for line in log] == [0, 1, 0, 1]
+    assert log[1]["opo/chi2"] > log[0]["opo/chi2"]
+    prompts = [json.dumps(line["prompt"]) for line in read_lines(tmp_path / "run" / "completions.jsonl")]
+    assert all("boxed" in prompt for prompt in prompts)
