@@ -18,7 +18,7 @@ the number of rows at hand, T the number of completion tokens. `valid` marks the
 zero weight, zero drive and zero target, and hold no influence on the rest, whatever finite or non-finite value stands
 in them. `omega`, the drive and the target carry no gradient.
 
-This module imports torch only, and knows no trainer.
+This module needs nothing but torch, and knows no trainer.
 """
 
 import math
@@ -100,12 +100,8 @@ def escort_weights(
     keep = _grouped(_valid_or_all(advantages, valid), num_generations)
     # An invalid row must not turn its group's maximum or sum into NaN, so it is replaced before anything is computed.
     log_weights = _grouped((1 - alpha) * log_weights, num_generations).masked_fill(~keep, -torch.inf)
-    shifted = log_weights - log_weights.amax(dim=1, keepdim=True)
-    weights = torch.where(keep, shifted.exp(), 0.0)
-    mean = _group_mean(weights, keep)
-    flat = torch.where(keep, shifted == 0, True).all(dim=1, keepdim=True)  # w / mean(w) may miss 1 by a rounding
-    omega = torch.where(keep & ~flat, weights / torch.where(mean > 0, mean, 1.0), keep.to(weights.dtype))
-    return omega.flatten()
+    weights = (log_weights - log_weights.amax(dim=1, keepdim=True)).exp()
+    return torch.where(keep, weights / _group_mean(weights, keep), 0.0).flatten()
 
 
 @torch.no_grad()
@@ -241,12 +237,15 @@ def _project_on_simplex(target: Tensor, keep: Tensor) -> Tensor:
     the threshold is `(sum of the k largest − n) / k` for the largest k whose k-th entry exceeds it.
     """
     count = keep.sum(dim=1, keepdim=True)
-    descending = (1 + target).masked_fill(~keep, -torch.inf).sort(dim=1, descending=True).values
+    kept = target.masked_fill(~keep, -torch.inf)
+    # A constant added to a row does not change its projection; below 0 no entry costs the others their digits.
+    kept = kept - kept.amax(dim=1, keepdim=True)
+    descending = kept.sort(dim=1, descending=True).values
     rank = torch.arange(1, target.shape[1] + 1, device=target.device, dtype=target.dtype)
     threshold = (descending.masked_fill(descending == -torch.inf, 0.0).cumsum(dim=1) - count) / rank
-    # The largest entry always exceeds its threshold in exact arithmetic; clamp covers rounding and empty groups.
+    # The largest entry always exceeds its threshold in exact arithmetic; clamp covers empty groups.
     support = (descending > threshold).sum(dim=1, keepdim=True).clamp(min=1)
-    projected = (1 + target - threshold.gather(1, support - 1)).clamp(min=0)
+    projected = (kept - threshold.gather(1, support - 1)).clamp(min=0)
     return torch.where(keep, projected - 1, 0.0)
 
 
@@ -366,14 +365,26 @@ def sequence_log_ratio(
     """
     keep = mask.to(torch.bool)
     difference = torch.where(keep, _at_least_float32(logps) - _at_least_float32(anchor_logps), 0.0)
-    log_ratio = difference.sum(dim=-1)
-    if reduction == "mean":
-        log_ratio = log_ratio / keep.sum(dim=-1).clamp(min=1)
-    elif reduction != "sum":
-        raise ValueError(f"reduction={reduction!r} is unknown. Use 'sum' or 'mean'.")
+    log_ratio = _over_tokens(difference, mask, reduction)
     if clamp is None:
         return log_ratio, torch.zeros_like(log_ratio, dtype=torch.bool)
     return log_ratio.clamp(-clamp, clamp), log_ratio.detach().abs() > clamp
+
+
+def _over_tokens(x: Tensor, mask: Tensor, reduction: Reduction) -> Tensor:
+    """Sum or mean of `x` (`[B, T]`) over the tokens of each completion, `[B]`; 0 for a fully masked completion."""
+    keep = mask.to(torch.bool)
+    total = torch.where(keep, x, 0.0).sum(dim=-1)
+    if reduction == "sum":
+        return total
+    if reduction == "mean":
+        return total / keep.sum(dim=-1).clamp(min=1)
+    raise ValueError(f"reduction={reduction!r} is unknown. Use 'sum' or 'mean'.")
+
+
+def token_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `x` (`[B, T]`) over the tokens of each completion, `[B]`; 0 for a fully masked completion."""
+    return _over_tokens(x, mask, "mean")
 
 
 def opo_loss(
@@ -439,12 +450,6 @@ def sequence_weights(ratio: Tensor, mask: Tensor) -> Tensor:
     return ratio.squeeze(1) if ratio.shape[1] == 1 else token_mean(ratio, mask)
 
 
-def token_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `x` (`[B, T]`) over the tokens of each completion, `[B]`; 0 for a fully masked completion."""
-    keep = mask.to(torch.bool)
-    return torch.where(keep, x, 0.0).sum(dim=-1) / keep.sum(dim=-1).clamp(min=1)
-
-
 def reference_kl(
     logps: Tensor,
     reference_logps: Tensor,
@@ -477,7 +482,7 @@ def reference_kl(
     per_token = torch.expm1(difference) - difference
     if anchor_logps is not None:
         per_token = per_token * torch.where(keep, logps - anchor_logps, 0.0).exp()
-    return token_mean(per_token, mask) if reduction == "mean" else per_token.sum(dim=-1)
+    return _over_tokens(per_token, mask, reduction)
 
 
 def gradient_response_efficiency(gradient_norm: float, advantage_range: float) -> float:
@@ -590,7 +595,7 @@ def diagnostics(
         "conservation_residual": v.sum() / count,
         "log_ratio/mean": delta.sum() / count,
         "log_ratio/absmax": delta.abs().max(),
-        "approximation_gap": (v - delta).abs().sum() / count,
+        "approximation_gap": (v - delta).sum() / count,  # e^Delta - 1 >= Delta
         "frac_clamped": clamped.sum() / count,
         "frac_masked": 1 - keep.to(v.dtype).mean(),
         "work": work.mean(),

@@ -305,7 +305,8 @@ class OPOTrainer(GRPOTrainer):
             rows = rows + self.beta * kl
         if self._entropy_bonus_enabled:
             rows = rows - self._entropy_bonus_coef() * objective.token_mean(entropies, bonus_mask)
-        loss = rows.mean()
+        # A completion that takes no part has neither a drive nor a KL term nor an entropy bonus.
+        loss = torch.where(inputs["opo_valid"], rows, 0.0).mean()
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
             self._metrics[self._mode]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
@@ -331,9 +332,9 @@ class OPOTrainer(GRPOTrainer):
 
     def _row_weights(self, inputs: Mapping[str, Any], logps: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:
         """Importance weight of each row, `[B]`: 0 for rows that take no part."""
-        weights = inputs["opo_valid"].to(torch.float32)
+        weights = torch.ones_like(inputs["opo_target"])
         if "importance_sampling_ratio" in inputs:
-            weights = weights * objective.sequence_weights(inputs["importance_sampling_ratio"], mask)
+            weights = objective.sequence_weights(inputs["importance_sampling_ratio"], mask)
         if self.off_policy_mask_threshold is not None:
             keep = self.get_off_policy_mask(
                 advantages=inputs["advantages"].unsqueeze(1),
@@ -343,7 +344,7 @@ class OPOTrainer(GRPOTrainer):
                 off_policy_threshold=self.off_policy_mask_threshold,
             )
             weights = weights * keep.squeeze(1)
-        return weights
+        return torch.where(inputs["opo_valid"], weights, 0.0)
 
     def _entropy_bonus_coef(self) -> float:
         """TRL's coefficient; under adaptive control it acts only while the last step's entropy is low enough."""
