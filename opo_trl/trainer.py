@@ -118,7 +118,6 @@ class OPOTrainer(GRPOTrainer):
         super().__init__(model, reward_funcs, args, *further, **named)
         self._rewards_per_func = torch.empty(0)  # [N, number of reward functions], over all processes
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}
-        self._anchor_step = 0  # optimizer step at which the rollout at hand was generated
         self._step_rows: list[Tensor] = []  # what the micro-batches of the current optimizer step have to report
         self._low_ess_rollouts = 0
 
@@ -144,8 +143,6 @@ class OPOTrainer(GRPOTrainer):
         if needs_anchor and "old_per_token_logps" not in rollout:
             rollout["old_per_token_logps"] = self._anchor_logps(rollout)
         rollout.update(self._drive(rollout))
-        if self._mode == "train":
-            self._anchor_step = self.state.global_step
         return rollout
 
     @torch.no_grad()
@@ -197,7 +194,13 @@ class OPOTrainer(GRPOTrainer):
         metrics["advantage_range"] = advantages.max() - advantages.min()
         self._drive_metrics[mode] = {name: value.item() for name, value in metrics.items()}
         self._watch_escort(num_generations)
-        return self._local_rows(rollout, opo_target=target, opo_valid=valid, opo_mu=mu.expand_as(target))
+        return self._local_rows(
+            rollout,
+            opo_target=target,
+            opo_valid=valid,
+            opo_mu=mu.expand_as(target),
+            opo_step=torch.full_like(target, self.state.global_step),  # when the row's anchor was the policy
+        )
 
     def _gather_rows(self, rollout: Mapping[str, Any]) -> Tensor:
         """
@@ -295,13 +298,7 @@ class OPOTrainer(GRPOTrainer):
         )
         kl = torch.zeros_like(rows)
         if self.beta != 0.0:
-            kl = objective.reference_kl(
-                logps,
-                inputs["ref_per_token_logps"],
-                mask,
-                reduction=args.log_ratio_reduction,
-                anchor_logps=anchor if args.use_bias_correction_kl else None,
-            )
+            kl = self._reference_kl(inputs, logps, anchor, mask)
             rows = rows + self.beta * kl
         if self._entropy_bonus_enabled:
             rows = rows - self._entropy_bonus_coef() * objective.token_mean(entropies, bonus_mask)
@@ -317,6 +314,7 @@ class OPOTrainer(GRPOTrainer):
             mu=inputs["opo_mu"],
             weights=weights,
             clamped=clamped,
+            age=self.state.global_step - inputs["opo_step"],
             whole_log_ratio=whole,
             kl=kl if args.log_ratio_reduction == "sum" else kl * mask.sum(dim=1),
             entropy=torch.where(mask, entropies, 0.0).sum(dim=1),
@@ -345,6 +343,15 @@ class OPOTrainer(GRPOTrainer):
             )
             weights = weights * keep.squeeze(1)
         return torch.where(inputs["opo_valid"], weights, 0.0)
+
+    def _reference_kl(self, inputs: Mapping[str, Any], logps: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:
+        return objective.reference_kl(
+            logps,
+            inputs["ref_per_token_logps"],
+            mask,
+            reduction=self.args.log_ratio_reduction,
+            anchor_logps=anchor if self.args.use_bias_correction_kl else None,
+        )
 
     def _entropy_bonus_coef(self) -> float:
         """TRL's coefficient; under adaptive control it acts only while the last step's entropy is low enough."""
@@ -380,8 +387,7 @@ class OPOTrainer(GRPOTrainer):
                 rows["whole_log_ratio"], rows["target"], mu=rows["mu"], weights=rows["weights"]
             )
             step["sequence_chi2"] = whole["chi2"]
-        age = self.state.global_step - self._anchor_step if mode == "train" else 0
-        step["off_policy_steps"] = torch.tensor(float(age))
+        step["off_policy_steps"] = rows["age"].max()
         values = {**self._drive_metrics[mode], **{name: value.item() for name, value in step.items()}}
         for name, value in values.items():
             self._metrics[mode][f"opo/{name}"].append(value)

@@ -1,0 +1,430 @@
+import gzip
+import itertools
+import json
+import pickle
+import random
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from math_verify.errors import TimeoutException
+
+from opo_trl import rewards
+from opo_trl.data import final_answer
+from opo_trl.rewards import accuracy_reward, format_reward, score
+
+
+def box(answer: str) -> str:
+    return f"The answer is $\\boxed{{{answer}}}$."
+
+
+# Gold answer and an answer that is right.
+EQUAL = [
+    # notation
+    (r"\frac{1}{3}", r"\frac13"),
+    (r"\frac{1}{3}", r"\dfrac{1}{3}"),
+    (r"\frac{1}{3}", r"\tfrac 1 3"),
+    (r"\frac13", r"\cfrac{1}{3}"),
+    (r"\frac{10}{3}", r"\frac{10}3"),
+    (r"\frac\pi2", r"\frac{\pi}{2}"),
+    (r"\frac \pi4 + 2", r"2 + \frac{\pi}{4}"),
+    (r"\frac1b", r"\frac{1}{b}"),
+    (r"2\sqrt{3}", r"2\sqrt3"),
+    (r"\sqrt\pi", r"\sqrt{\pi}"),
+    (r"x^{2}", "x^2"),
+    (r"\left( 1, \frac{1}{2} \right)", r"(1,\tfrac12)"),
+    (r"8\!:\!34", "8:34"),
+    ("5", "5."),
+    ("5", r"\,5\;"),
+    (r"\text{Evelyn}", r"\textbf{Evelyn.}"),
+    (r"\text{(C)}", "C"),
+    (r"\text{odd}", "odd"),
+    (r"\text{Monday}", r"\mathrm{monday}"),
+    (r"\text{B, E, G}", r"G, B, E"),
+    ("-3", "−3"),
+    ("2π", r"2\pi"),
+    (r"\emptyset", r"\varnothing"),
+    (r"\begin{pmatrix} 6 \\ 0 \end{pmatrix}", r"\begin{bmatrix} 6\\0 \end{bmatrix}"),
+    (r"\begin{pmatrix} 1 \\ \phantom -1 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 1 \end{pmatrix}"),
+    # thousands
+    ("10,000", "10000"),
+    ("10000", r"10{,}000"),
+    (r"10,\!000", r"10\,000"),
+    (r"1,\!296,\!540", "1296540"),
+    (r"\frac{12}{5,\!525}", r"\frac{12}{5525}"),
+    (r"\$115,000", "115000.00"),
+    # units
+    (r"90^\circ", "90"),
+    (r"90^{\circ}", r"90\text{ degrees}"),
+    ("90", "90°"),
+    (r"\$12.50", "12.50"),
+    (r"12.5\%", "12.5"),
+    (r"50\%", r"\frac12"),
+    (r"50\%", "50%"),
+    (r"5 \text{ cm}", "5"),
+    (r"5 \text{ cm}", "5 cm"),
+    (r"5 \text{ cm}^2", r"5 \mathrm{~square~centimeters}"),
+    (r"864 \mbox{ inches}^2", r"864 \text{ sq. in.}"),
+    (r"4\text{ p.m.}", "4 pm"),
+    (r"99\pi \text{ square inches}", r"99\pi"),
+    (r"8\text{ meals}", "8 meals"),
+    (r"30 \text{ mph}", r"30 \text{ miles per hour}"),
+    ("10001_2", "10001"),
+    (r"\text{A5}_{11}", "A5_{11}"),
+    # mathematics
+    ("0.5", r"\frac{1}{2}"),
+    (".5", "0.5"),
+    (r"\frac{1}{3}", "1/3"),
+    (r"1\frac{12}{13}", r"\frac{25}{13}"),
+    (r"2\sqrt{3}", r"\sqrt{12}"),
+    ("1024", "2^{10}"),
+    ("(x-1)(x+2)", "x^2+x-2"),
+    ("a + b + c", "c + a + b"),
+    (r"\sin^2 t", r"(\sin t)^2"),
+    ("x=5", "5"),
+    ("5", "x = 5"),
+    ("y = 2x + 3", "2x + 3"),
+    ("x+2y=3", "2x + 4y = 6"),
+    ("1,2", "2, 1"),
+    ("100, 200", "100,200"),
+    (r"12\text{ and }13", "13, 12"),
+    (r"1+\sqrt{2}, 1-\sqrt{2}", r"1 \pm \sqrt{2}"),
+    ("[-2,7]", r"x \in [-2,7]"),
+    ("[-2,7]", r"-2 \le x \le 7"),
+    (r"(-\infty,2)\cup(3,\infty)", r"(3,\infty)\cup(-\infty,2)"),
+    (r"\approx 8.24 \text{ mph}", "8.24"),
+    (r"\frac{2}{3}", r"\frac{2}{3} \approx 0.67"),
+    (r"\frac{1}{2^{98}}", "2^{-98}"),
+]
+
+# Gold answer and an answer that is wrong.
+DIFFERENT = [
+    ("5", "6"),
+    ("5", "-5"),
+    ("-5", "5"),
+    ("5", ""),
+    ("5", "5, 6"),
+    ("5, 6", "5"),
+    ("1,2,3", "1,2"),
+    (r"\frac{1}{3}", r"\frac{3}{1}"),
+    (r"\frac{1}{3}", "0.333"),
+    (r"\frac{\sqrt{3}}{2}", "0.866"),
+    (r"\frac{1}{3}", r"\frac1{35}"),
+    (r"\sqrt{35}", r"\sqrt35"),
+    ("12", "1 2"),
+    ("(1,2)", "(2,1)"),
+    ("(1,2)", "[1,2]"),
+    ("(2,3]", "[2,3)"),
+    ("(1,2)", r"\{1,2\}"),
+    (r"\{1,2\}", "(1,2)"),
+    ("(1,2,3)", "(3,2,1)"),
+    ("3:4", "4:3"),
+    # thousands
+    ("(1,000)", "1000"),
+    ("1000", "(1,000)"),
+    ("(20,100)", "20100"),
+    ("31,250", "31.250"),
+    ("31,250", "31"),
+    ("1000", "10,00"),
+    ("1000000", "1000001"),
+    # units
+    (r"5 \text{ cm}", r"5 \text{ m}"),
+    (r"5 \text{ inches}", "5 feet"),
+    (r"5 \text{ cm}^2", r"5 \text{ cm}^3"),
+    (r"5 \text{ square feet}", r"5 \text{ cubic feet}"),
+    (r"5 \text{ cm}", r"5 \text{ cm}^2"),
+    (r"60^\circ", r"60 \text{ radians}"),
+    (r"\$5", r"5 \text{ cents}"),
+    (r"4\text{ p.m.}", r"4\text{ a.m.}"),
+    (r"5 \text{ hours}", r"5 \text{ minutes}"),
+    (r"50\%", r"5\%"),
+    ("10001_2", "10001_3"),
+    ("10001_2", "17"),
+    ("1011_2", "11"),
+    ("5m", "5"),
+    ("2ab", "2"),
+    # names
+    (r"\text{odd}", r"\text{even}"),
+    (r"\text{(C)}", r"\text{(D)}"),
+    (r"\text{A} \text{ and } \text{B}", r"\text{A} \text{ and } \text{C}"),
+    (r"3 \text{ red, } 4 \text{ blue}", r"3 \text{ red, } 4 \text{ green}"),
+    (r"3 \text{ red and } 4 \text{ blue}", r"3 \text{ red and } 4 \text{ green}"),
+    (r"n \text{ even}", r"n \text{ odd}"),
+    (r"\text{A5}_{11}", r"\text{A6}_{11}"),
+    (r"\text{undefined}", "0"),
+    # mathematics
+    ("x=5", "y=5"),
+    ("x^2", "x^3"),
+    ("3x+2", "3y+2"),
+    ("3+4i", "3-4i"),
+    (r"5\pi", "5"),
+    (r"\pm 2", "2"),
+    (r"\infty", r"-\infty"),
+    (r"(-\infty,2)\cup(3,\infty)", r"(-\infty,2)"),
+    ("[-2,7]", r"-2 < x \le 7"),
+    (r"\begin{pmatrix} 1 & 0 \\ 0 & 3 \end{pmatrix}", r"\begin{pmatrix} 1 & 1 \\ 0 & 3 \end{pmatrix}"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 2 \\ 1 \end{pmatrix}"),
+    (r"\frac{1}{2^{98}}", r"\frac{1}{3^{98}}"),
+    (r"\frac{1}{2^{98}}", r"-\frac{1}{2^{98}}"),
+    ("0.00000001", "0.00000002"),
+]
+
+
+TOKENS = r"""
+\frac \sqrt \text \boxed \left \begin{pmatrix} \\ \{ { } ( ) [ ] , .
+0 1 23 x y i - + = ^ _ & % $ cm \pi \cup \infty \in \le \circ </think>
+"""
+LATEX = st.lists(st.sampled_from(TOKENS.split())).map("".join)
+
+
+class TestScore:
+    @pytest.mark.parametrize(("gold", "answer"), EQUAL)
+    def test_right(self, gold: str, answer: str):
+        assert score(box(answer), gold) == 1.0
+
+    @pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
+    def test_wrong(self, gold: str, answer: str):
+        assert score(box(answer), gold) == 0.0
+
+    @pytest.mark.parametrize(
+        ("completion", "expected"),
+        [
+            (r"First \boxed{2}, no: \boxed{3}", 1.0),
+            (r"First \boxed{3}, no: \boxed{2}", 0.0),
+            (r"It is \boxed{3}, that is \boxed{", 1.0),
+            (r"$\boxed 3$", 1.0),
+            (r"$\fbox{3}$", 1.0),
+            (r"<think>\boxed{2}?</think> It is \boxed{3}.", 1.0),
+            (r"\boxed{2}?</think> It is \boxed{3}.", 1.0),
+            (r"<think>\boxed{3}</think> It is 3.", 0.0),
+            (r"<think>It is \boxed{3}, I", 0.0),
+            ("The answer is $3$.", 0.0),
+            ("3", 0.0),
+            (r"\boxed{}", 0.0),
+            (r"\boxed{3} \boxed{}", 0.0),
+            (r"\boxed{\frac{}{}{}}}", 0.0),
+            ("", 0.0),
+        ],
+    )
+    def test_the_answer_is_what_stands_in_the_last_box_of_the_answer_proper(self, completion: str, expected: float):
+        assert score(completion, "3") == expected
+
+    def test_gold_may_be_a_whole_solution(self):
+        assert score(box("3"), r"Since $1 + 2 = 3$, it is $\boxed{3}$.") == 1.0
+        assert score(box("1"), r"Since $1 + 2 = 3$, it is $\boxed{3}$.") == 0.0
+
+    @pytest.mark.parametrize("gold", ["", "  ", r"\boxed{}", r"So \boxed{", r"\frac{", r"\text{}", "5" * 301])
+    @pytest.mark.parametrize("completion", [box("3"), r"\boxed{}", "no box"])
+    def test_without_a_gold_answer_nothing_can_be_scored(self, gold: str, completion: str):
+        assert score(completion, gold) is None
+
+    def test_a_long_answer_is_no_answer(self):
+        assert score(box("1+" * 200 + "1"), "201") == 0.0
+
+    def test_it_can_be_sent_to_a_worker(self):
+        assert pickle.loads(pickle.dumps(score)) is score
+
+    @given(st.text() | LATEX | LATEX.map(box), st.text() | LATEX)
+    @settings(deadline=None, max_examples=300)
+    def test_it_never_raises(self, completion: str, solution: str):
+        assert score(completion, solution) in (0.0, 1.0, None)
+        assert format_reward([completion])[0] in (0.0, 1.0)
+
+
+class TestFailingMathVerify:
+    """Each replaces math-verify by one that fails; the answers differ as strings, so that it is asked."""
+
+    @pytest.fixture(params=[RecursionError, TimeoutException, ValueError])
+    def failure(self, request: pytest.FixtureRequest) -> type[BaseException]:
+        return request.param
+
+    def fail_on(self, text: str, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+        real = rewards.parse
+
+        def parse(latex: str, *args, **kwargs):
+            if text in latex:
+                raise failure
+            return real(latex, *args, **kwargs)
+
+        monkeypatch.setattr(rewards, "parse", parse)
+
+    def test_the_gold_answer(self, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch):
+        self.fail_on("77", failure, monkeypatch)
+        assert [score(text, "77") for text in (box("7"), "no box", box("77"))] == [None, None, 1.0]
+
+    def test_the_answer(self, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch):
+        self.fail_on("77", failure, monkeypatch)
+        assert score(box("77"), "7") == 0.0
+
+    def test_the_comparison(self, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch):
+        def verify(*args, **kwargs):
+            raise failure
+
+        assert score(box("1/2"), "0.5") == 1.0
+        monkeypatch.setattr(rewards, "verify", verify)
+        assert score(box("1/2"), "0.5") == 0.0
+
+    def test_an_endless_comparison_is_wrong_in_time(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(rewards, "VERIFYING_TIMEOUT", 1)
+        start = time.monotonic()
+        assert score(box(r"\sum_{n=1}^{10^9} \frac{1}{n}"), "5") == 0.0
+        assert 0.9 < time.monotonic() - start < 20
+
+
+class TestAccuracyReward:
+    def test_plain_and_conversational_completions(self):
+        texts = [box("3"), box("4"), "3"]
+        conversations = [[{"role": "assistant", "content": text}] for text in texts]
+        assert accuracy_reward(texts, ["3"] * 3) == [1.0, 0.0, 0.0]
+        assert accuracy_reward(conversations, solution=["3"] * 3, prompts=[None] * 3) == [1.0, 0.0, 0.0]
+
+    def test_the_last_message_counts(self):
+        messages = [{"role": "assistant", "content": box("3")}, {"role": "assistant", "content": box("4")}]
+        assert accuracy_reward([messages], ["4"]) == [1.0]
+        assert accuracy_reward([[{"role": "assistant", "content": None}]], ["4"]) == [0.0]
+
+    def test_each_completion_has_its_own_solution(self):
+        assert accuracy_reward([box("3"), box("3"), box("3")], ["3", "", "4"]) == [1.0, None, 0.0]
+
+    def test_lengths_must_agree(self):
+        with pytest.raises(ValueError, match="zip"):
+            accuracy_reward([box("3")], ["3", "4"])
+
+    def test_another_thread_gets_the_same(self):
+        golds, answers = zip(*EQUAL[::5], *DIFFERENT[::5], strict=True)
+        completions = [box(answer) for answer in answers]
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(accuracy_reward, completions, golds).result() == accuracy_reward(completions, golds)
+
+
+class TestFormatReward:
+    @pytest.mark.parametrize(
+        "text",
+        [
+            r"\boxed{3}",
+            r"The answer is $\boxed{3}$.",
+            r"The answer is **\boxed{3}**.",
+            r"\[ x = \boxed{\frac{1}{2}}. \]" + "\n",
+            r"\(\boxed{3}\)!",
+            r"\begin{align*} x &= \boxed{3} \end{align*}",
+            r"$$\boxed {3}$$",
+            r"$\boxed 3$.",
+            "<think>\n\\boxed{2}? \\boxed{3}!\n</think>\n\n$\\boxed{3}$",
+            "\\boxed{2}?\n</think>\n\n$\\boxed{3}$",
+        ],
+    )
+    def test_one_box_at_the_end(self, text: str):
+        assert format_reward([text, [{"role": "assistant", "content": text}]], solution=["", ""]) == [1.0, 1.0]
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "",
+            "3",
+            r"\boxed{}",
+            r"\boxed{ }",
+            r"\boxed{3",
+            r"\boxed{3} is the answer",
+            r"\boxed{3} apples.",
+            r"$\boxed{3} = 2 + 1$",
+            r"$\boxed{2}$ and $\boxed{3}$",
+            r"\boxed{\boxed{3}}",
+            r"\boxed{ and \boxed{3}",
+            r"<think> \boxed{3}",
+            r"<think> \boxed{3} </think> It is 3.",
+            r"\boxed{3}</think>",
+        ],
+    )
+    def test_anything_else(self, text: str):
+        assert format_reward([text]) == [0.0]
+
+
+@pytest.fixture(scope="module")
+def golds(shared_data: Path) -> list[str]:
+    """The final answers of MATH."""
+    lines = [
+        line
+        for file in sorted((shared_data / "math").glob("*.gz"))
+        for line in gzip.decompress(file.read_bytes()).splitlines()
+    ]
+    return [answer for line in lines if (answer := final_answer(json.loads(line)["solution"]))]
+
+
+@pytest.fixture(scope="module")
+def distinct(golds: list[str]) -> list[str]:
+    answers = sorted(set(golds))
+    random.Random(0).shuffle(answers)
+    return answers
+
+
+class TestMath:
+    def test_every_answer_equals_itself(self, golds: list[str]):
+        assert len(golds) == 12_498
+        assert [gold for gold in golds if score(box(gold), gold) != 1.0] == []
+
+    def check_mathematics(self, answers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rewards, "_same_string", lambda gold, answer: False)
+        # 5:00 is a division by zero.
+        assert [answer for answer in answers if score(box(answer), answer) != 1.0 and ":" not in answer] == []
+
+    def test_math_verify_finds_answers_equal_to_themselves(self, distinct: list[str], monkeypatch: pytest.MonkeyPatch):
+        self.check_mathematics(distinct[:200], monkeypatch)
+
+    @pytest.mark.slow
+    def test_math_verify_finds_all_answers_equal_to_themselves(self, distinct, monkeypatch: pytest.MonkeyPatch):
+        self.check_mathematics(distinct, monkeypatch)
+
+    @pytest.mark.parametrize(
+        ("pattern", "replacement"),
+        [
+            (r"\\frac\{(\d)\}\{(\d)\}", r"\\frac\1\2"),
+            (r"\\frac(?=\{)", r"\\dfrac"),
+            (r"\\d?frac(?=\{)", r"\\tfrac"),
+            (r"\\sqrt\{(\d)\}", r"\\sqrt\1"),
+            (r"^(\d{1,3})(\d{3})$", r"\1,\2"),
+            (r"^(\d{1,3})(\d{3})$", r"\1{,}\2"),
+            (r"(?<=\d),\\!(?=\d{3})", ""),
+            (r"^(-?)\\frac\{(\d+)\}\{(\d+)\}$", r"\1\2/\3"),
+            (r"\\left|\\right", ""),
+            (r"\^\\circ", ""),
+            (r"(?<=\d)\s*\\text\{\s*([^{}]*)\}$", r" \1"),
+            (r"\\\$|\\%", ""),
+            (r"$", "."),
+        ],
+    )
+    def test_another_notation_changes_nothing(self, distinct: list[str], pattern: str, replacement: str):
+        rewritten = [(gold, re.sub(pattern, replacement, gold)) for gold in distinct]
+        changed = [(gold, answer) for gold, answer in rewritten if gold != answer][:60]
+        assert len(changed) > 20
+        assert [pair for pair in changed if score(box(pair[1]), pair[0]) != 1.0] == []
+
+    def test_another_number_is_wrong(self, distinct: list[str]):
+        def other(gold: str) -> str:
+            numbers = [*re.finditer(r"\d+", gold)]
+            number = random.Random(gold).choice(numbers)
+            return f"{gold[: number.start()]}{int(number[0]) + 1}{gold[number.end() :]}"
+
+        # Not the exponent of a unit that is not known, nor one of two forms of the same answer.
+        golds = [gold for gold in distinct if re.search(r"\d", gold) and not re.search(r"text|approx|.=", gold)][:200]
+        assert [(gold, other(gold)) for gold in golds if score(box(other(gold)), gold) != 0.0] == []
+
+    def test_swapped_pairs_are_wrong(self, distinct: list[str]):
+        pairs = [match for gold in distinct if (match := re.fullmatch(r"\(([^(),]+),([^(),]+)\)", gold))]
+        swapped = [(pair[0], f"({pair[2]},{pair[1]})") for pair in pairs if pair[1].strip() != pair[2].strip()][:80]
+        assert len(swapped) == 80
+        assert [pair for pair in swapped if score(box(pair[1]), pair[0]) != 0.0] == []
+
+    def test_the_negative_is_wrong(self, distinct: list[str]):
+        golds = [gold for gold in distinct if re.fullmatch(r"[1-9]\d*|\\frac\{\d+\}\{\d+\}|\d*\\sqrt\{\d+\}", gold)][
+            :200
+        ]
+        assert [gold for gold in golds if score(box(f"-{gold}"), gold) != 0.0] == []
+        assert [gold for gold in golds if score(box(gold), f"-{gold}") != 0.0] == []
+
+    def test_the_answer_to_another_problem_is_wrong(self, distinct: list[str]):
+        pairs = itertools.pairwise(distinct[:200])
+        assert [pair for pair in pairs if score(box(pair[1]), pair[0]) != 0.0] == []
