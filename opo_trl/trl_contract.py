@@ -13,7 +13,7 @@ import trl
 from packaging.specifiers import SpecifierSet
 
 
-TESTED_VERSIONS = SpecifierSet(">=1.15,<1.17")
+TESTED_VERSIONS = SpecifierSet(">=1.16,<1.17")
 
 # Method of GRPOTrainer -> the parameters that we pass or override.
 SEAMS: Mapping[str, tuple[str, ...]] = {
