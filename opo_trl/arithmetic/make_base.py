@@ -28,10 +28,9 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -223,7 +222,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
         folder (`Path`):
             Where to.
     """
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     # Transformers 5 stores a class name that transformers 4 does not know. Both know this one.
     config_file = folder / "tokenizer_config.json"
@@ -233,15 +232,15 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 @torch.no_grad()
 def complete(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, problems: list[str], *, do_sample: bool
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: list[str], *, do_sample: bool
 ) -> list[str]:
     """
     Generate one completion per problem.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]):
+        model ([`~transformers.Qwen3ForCausalLM`]):
             The model.
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Its tokenizer.
         problems (`list[str]`):
             The prompts.
@@ -251,10 +250,10 @@ def complete(
     Returns:
         `list[str]`: The completions, without special tokens.
     """
-    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} if do_sample else {}
+    sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} if do_sample else {}
     inputs = tokenizer(problems, padding=True, return_tensors="pt")
     model.eval()
-    ids = model.generate(
+    ids = model.generate(  # type: ignore[misc]  # transformers annotates `self` as a type that no model matches
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         max_new_tokens=64,
@@ -265,15 +264,15 @@ def complete(
 
 
 def measure(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], *, do_sample: bool
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, str]], *, do_sample: bool
 ) -> dict[str, Any]:
     """
     Measure the accuracy, one completion per problem.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]):
+        model ([`~transformers.Qwen3ForCausalLM`]):
             The model.
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Its tokenizer.
         rows (`list[dict[str, str]]`):
             Problems, as from [`make_problems`].
@@ -298,7 +297,7 @@ def measure_stored(folder: Path) -> None:
             Where the model is.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(0)
     accuracy = {}
     for level in LEVELS:
