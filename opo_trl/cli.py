@@ -42,7 +42,7 @@ def _train(argv: list[str]) -> int:
     """Launch `opo_trl.train` through accelerate; what no field of a recipe is named like goes to accelerate."""
     from accelerate.commands.launch import launch_command, launch_command_parser
 
-    from .train import make_parser, read_recipe
+    from .train import find_accelerate_config, make_parser, read_recipe
 
     parser = make_parser(prog="opo-trl train")
     fields = list(argv)
@@ -56,29 +56,11 @@ def _train(argv: list[str]) -> int:
         os.environ.update({name: str(value) for name, value in recipe.pop("env", {}).items()})
         parser.set_defaults_with_config(**recipe)
     arguments, for_accelerate = parser.parse_known_args(fields)
-    config_file = _accelerate_config(arguments.accelerate_config, recipe_path)
+    config_file = find_accelerate_config(arguments.accelerate_config, recipe_path)
     launch = [*(["--config_file", config_file] if config_file else []), *for_accelerate]
     script = ["-m", "opo_trl.train", *_without(argv, for_accelerate)]
     launch_command(launch_command_parser().parse_args([*launch, *script]))
     return 0
-
-
-def _accelerate_config(name: str | None, recipe_path: str | None) -> str | None:
-    """Find an accelerate configuration: a file, as seen from here or from the recipe's folder, or a name of TRL's."""
-    if name is None:
-        return None
-    import trl
-
-    places = [Path(name), Path(trl.__file__).parent / "accelerate_configs" / f"{name}.yaml"]
-    if recipe_path is not None:
-        places.insert(1, Path(recipe_path).parent / name)
-    for place in places:
-        if place.is_file():
-            return str(place)
-    raise ValueError(
-        f"accelerate_config={name!r} is neither a file nor one of TRL's configurations. Looked for "
-        f"{', '.join(map(str, places))}."
-    )
 
 
 def _without(items: list[str], removed: list[str]) -> list[str]:

@@ -19,6 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
+import trl
 import yaml
 from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer
@@ -153,13 +154,39 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
 def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConfig, dict[str, Any]]:
     """Parse a command line; the last item of the result is the recipe with the command line's fields merged in."""
     argv = list(argv)
+    recipe_path, environment = None, {}
     named = {a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")} - {"config"}
     if "--config" in argv[:-1]:
-        named |= read_recipe(argv[argv.index("--config") + 1]).keys() - {"env"}
+        recipe_path = argv[argv.index("--config") + 1]
+        written = read_recipe(recipe_path)
+        environment = {"env": written.pop("env")} if "env" in written else {}
+        named |= written.keys()
     parsed: Any = make_parser().parse_args_and_config(argv)
+    parsed[0].accelerate_config = find_accelerate_config(parsed[0].accelerate_config, recipe_path)
     values = {f.name: getattr(part, f.name) for part in reversed(parsed) for f in dataclasses.fields(part)}
     recipe = {name: _plain(value) for name, value in values.items() if name in named}
-    return *parsed, recipe
+    return *parsed, environment | recipe
+
+
+def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | None:
+    """
+    Find an accelerate configuration: a file, as seen from here or from the recipe's folder, or a name of TRL's.
+
+    Raises:
+        `ValueError`: there is no such file or name.
+    """
+    if name is None:
+        return None
+    places = [Path(name), Path(trl.__file__).parent / "accelerate_configs" / f"{name}.yaml"]
+    if recipe_path is not None:
+        places.insert(1, Path(recipe_path).parent / name)
+    for place in places:
+        if place.is_file():
+            return str(place.resolve())
+    raise ValueError(
+        f"accelerate_config={name!r} is neither a file nor one of TRL's configurations. Looked for "
+        f"{', '.join(map(str, places))}."
+    )
 
 
 def _plain(value: Any) -> Any:

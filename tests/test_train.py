@@ -73,8 +73,10 @@ def test_run_folder_holds_what_was_asked_what_happened_and_what_came_out(run):
 
 
 def test_recipe_in_the_run_folder_repeats_the_run(run):
-    *original, _ = parse(arguments(ARITHMETIC, output_dir=run, alpha=0.3, **SHORT))
-    *repeated, _ = parse(["--config", str(run / "recipe.yaml")])
+    *original, written = parse(arguments(ARITHMETIC, output_dir=run, alpha=0.3, **SHORT))
+    *repeated, again = parse(["--config", str(run / "recipe.yaml")])
+    assert again == written
+    assert again["env"] == {"OMP_NUM_THREADS": 1}
     for first, second in zip(original, repeated, strict=True):
         differing = {k for k in vars(first) if vars(first)[k] != vars(second)[k]}
         assert differing <= {"distributed_state", "__cached__setup_devices", "logging_dir"}, differing
