@@ -7,6 +7,7 @@ The `opo-trl` command.
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +60,10 @@ def _train(argv: list[str]) -> int:
     config_file = find_accelerate_config(arguments.accelerate_config, recipe_path)
     launch = [*(["--config_file", config_file] if config_file else []), *for_accelerate]
     script = ["-m", "opo_trl.train", *_without(argv, for_accelerate)]
-    launch_command(launch_command_parser().parse_args([*launch, *script]))
+    try:
+        launch_command(launch_command_parser().parse_args([*launch, *script]))
+    except subprocess.CalledProcessError as error:  # the process has said why
+        return error.returncode
     return 0
 
 

@@ -387,6 +387,9 @@ def _check_script(script: OPOScriptArguments, model_config: ModelConfig):
         raise ValueError("model_name_or_path is not set. Set it to a model's Hub id or folder.")
     if not script.dataset_name:
         raise ValueError("dataset_name is not set. Set it to a data set's Hub id, file or folder, or to 'arithmetic'.")
+    for name in ("dataset_streaming", "ignore_bias_buffers"):
+        if getattr(script, name):
+            raise ValueError(f"{name}=True has no effect here: problems are loaded whole. Remove `{name}`.")
     for name in ("validation_steps", "validation_size", "report_size", "max_prompt_length"):
         value = getattr(script, name)
         if value is not None and value < 1:

@@ -128,6 +128,7 @@ def test_without_a_drive_nothing_is_learned(tmp_path):
         ({"alpha": 1.5}, "alpha=1.5"),
         ({"loss_type": "grpo"}, "loss_type='grpo'"),
         ({"validation_steps": 0}, "validation_steps=0"),
+        ({"dataset_streaming": "true"}, "dataset_streaming=True"),
         ({"resume_from_checkpoint": "last"}, "holds no checkpoint"),
     ],
 )
@@ -137,10 +138,17 @@ def test_recipe_that_cannot_be_run_ends_with_status_2_and_no_folder(tmp_path, ca
     assert not (tmp_path / "run").exists()
 
 
-def test_launcher_refuses_an_unknown_accelerate_config(tmp_path):
-    done = opo_trl_train(*arguments(ARITHMETIC, output_dir=tmp_path / "run", accelerate_config="no_such"))
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"accelerate_config": "no_such"}, "accelerate_config='no_such' is neither a file nor one of TRL's"),
+        ({"alpha": 3}, "alpha=3.0 is not allowed"),
+    ],
+)
+def test_launcher_ends_with_status_2_and_one_message(tmp_path, overrides, message):
+    done = opo_trl_train(*arguments(ARITHMETIC, output_dir=tmp_path / "run", **overrides))
     assert done.returncode == 2
-    assert "accelerate_config='no_such' is neither a file nor one of TRL's" in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
