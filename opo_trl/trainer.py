@@ -278,7 +278,9 @@ class OPOTrainer(GRPOTrainer):
         """Mean OPO loss of the rows at hand, over the number of micro-batches of the optimizer step."""
         if return_outputs:
             raise ValueError("OPOTrainer does not support returning outputs")
-        args, mask = self.args, _completion_tokens(inputs)
+        args = self.args
+        # Without a token that counts, a completion that takes no part has no ratio, no KL term and no entropy bonus.
+        mask = _completion_tokens(inputs) & inputs["opo_valid"].unsqueeze(1)
         logps, entropies, aux_loss = self._token_logps(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
@@ -302,8 +304,7 @@ class OPOTrainer(GRPOTrainer):
             rows = rows + self.beta * kl
         if self._entropy_bonus_enabled:
             rows = rows - self._entropy_bonus_coef() * objective.token_mean(entropies, bonus_mask)
-        # A completion that takes no part has neither a drive nor a KL term nor an entropy bonus.
-        loss = torch.where(inputs["opo_valid"], rows, 0.0).mean()
+        loss = rows.mean()
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
             self._metrics[self._mode]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())

@@ -31,7 +31,7 @@ def test_tested_versions_pass(version):
     trl_contract.check(version=version)
 
 
-@pytest.mark.parametrize("version", ["1.14.9", "1.17.0", "2.0.0", "0.29.0"])
+@pytest.mark.parametrize("version", ["1.15.2", "1.16.0.dev0", "1.17.0", "2.0.0"])
 def test_version_outside_the_tested_range_is_refused(version):
     with pytest.raises(ImportError) as error:
         trl_contract.check(version=version)

@@ -1,0 +1,338 @@
+"""
+`OPOConfig`: ranges, defaults, the command line, and a walk over every field of the installed `GRPOConfig`.
+
+The walk is the guard against an option that looks set and does nothing: a field that a later TRL adds fails it by
+name, until it is implemented with a test, rejected, or found to have no part in the loss.
+"""
+
+import ast
+import dataclasses
+import inspect
+import json
+import math
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+from trl import GRPOConfig, TrlParser
+
+from opo_trl import OPOConfig
+from opo_trl.config import REJECTED_FIELDS
+
+
+OWN_FIELDS = sorted({f.name for f in dataclasses.fields(OPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)})
+
+# Another value than the default for every field that OPO rejects.
+REJECTED_VALUES = {
+    "loss_type": "bnpo",
+    "importance_sampling_level": "sequence",
+    "epsilon": 0.3,
+    "epsilon_high": 0.28,
+    "delta": 2.0,
+    "sapo_temperature_neg": 2.0,
+    "sapo_temperature_pos": 2.0,
+    "vespo_k_pos": 1.0,
+    "vespo_lambda_pos": 1.0,
+    "vespo_k_neg": 1.0,
+    "vespo_lambda_neg": 1.0,
+    "label_smoothing_factor": 0.1,
+}
+
+# Fields that shape the loss -> the test that proves what they do.
+IMPLEMENTED = {
+    "beta": "test_trainer_options.py::test_kl_to_the_reference",
+    "use_bias_correction_kl": "test_trainer_options.py::test_kl_to_the_reference",
+    "sync_ref_model": "test_trainer_options.py::test_reference_model_follows_the_policy",
+    "ref_model_mixup_alpha": "test_trainer_options.py::test_reference_model_follows_the_policy",
+    "ref_model_sync_steps": "test_trainer_options.py::test_reference_model_follows_the_policy",
+    "entropy_coef": "test_trainer_options.py::test_entropy_bonus",
+    "use_adaptive_entropy": "test_trainer_options.py::test_entropy_controller_moves_to_its_bound",
+    "entropy_coef_min": "test_trainer_options.py::test_entropy_controller_moves_to_its_bound",
+    "entropy_coef_max": "test_trainer_options.py::test_entropy_controller_moves_to_its_bound",
+    "entropy_coef_delta": "test_trainer_options.py::test_entropy_controller_moves_to_its_bound",
+    "entropy_target": "test_trainer_options.py::test_entropy_controller_moves_to_its_bound",
+    "top_entropy_quantile": "test_trainer_options.py::test_low_entropy_tokens_have_no_gradient",
+    "off_policy_mask_threshold": "test_trainer_options.py::test_off_policy_mask_drops_rows",
+    "vllm_importance_sampling_correction": "test_trainer_options.py::test_importance_sampling_ratio_weighs_rows",
+    "vllm_importance_sampling_mode": "test_trainer_options.py::test_importance_sampling_ratio_weighs_rows",
+    "vllm_importance_sampling_clip_max": "test_trainer_options.py::test_importance_sampling_ratio_weighs_rows",
+    "vllm_importance_sampling_clip_min": "test_trainer_options.py::test_importance_sampling_ratio_weighs_rows",
+    "vllm_importance_sampling_cap": "test_trainer_options.py::test_importance_sampling_ratio_weighs_rows",
+    "mask_truncated_completions": "test_trainer_options.py::test_truncated_completions_take_part_unless_masked",
+    "router_aux_loss_coef": "test_trainer_options.py::test_router_auxiliary_loss",
+    "num_iterations": "test_trainer_options.py::test_num_iterations_reuses_the_rollout",
+    "steps_per_generation": "test_trainer.py::test_gradient_is_the_definition",
+    "generation_batch_size": "test_trainer_options.py::test_generation_batch_size_sets_the_reuse",
+    "num_generations": "test_trainer_options.py::test_group_size",
+    "num_generations_eval": "test_trainer_options.py::test_evaluation",
+    "reward_weights": "test_trainer.py::test_gradient_is_the_definition",
+    "multi_objective_aggregation": "test_trainer.py::test_gradient_is_the_definition",
+    "scale_rewards": "test_trainer.py::test_gradient_is_the_definition",
+    "temperature": "test_trainer.py::test_gradient_is_the_definition",
+    "cast_lm_head_to_fp32": "test_trainer_options.py::test_half_precision_model",
+}
+
+# Fields that have no part in the loss of given completions, by what they are about.
+NO_PART_IN_THE_LOSS = {
+    "loading the model": {"model_init_kwargs", "trust_remote_code", "disable_dropout"},
+    "the dataset": {"shuffle_dataset"},
+    "padding, which has no influence": {"pad_to_multiple_of"},
+    "generation": {
+        "max_completion_length",
+        "ds3_gather_for_generation",
+        "top_p",
+        "top_k",
+        "min_p",
+        "generation_kwargs",
+        "chat_template_kwargs",
+        "repetition_penalty",
+        "cache_implementation",
+        "max_tool_calling_iterations",
+        "use_transformers_continuous_batching",
+        "transformers_continuous_batching_config",
+        "use_transformers_paged",
+    },
+    "the vLLM engine": {
+        "use_vllm",
+        "vllm_mode",
+        "vllm_model_impl",
+        "vllm_enable_sleep_mode",
+        "vllm_structured_outputs_regex",
+        "vllm_server_base_url",
+        "vllm_server_host",
+        "vllm_server_port",
+        "vllm_server_timeout",
+        "vllm_group_port",
+        "vllm_gpu_memory_utilization",
+        "vllm_max_model_length",
+        "vllm_tensor_parallel_size",
+    },
+    "logging": {
+        "log_completions",
+        "log_multimodal",
+        "num_completions_to_print",
+        "log_unique_prompts",
+        "log_completions_hub_repo",
+    },
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    def make(**overrides) -> OPOConfig:
+        return OPOConfig(**{"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **overrides})
+
+    return make
+
+
+def grpo_fields() -> set[str]:
+    """GRPOConfig's own fields: those of TrainingArguments are Transformers' and act outside of the loss."""
+    inherited = {f.name for f in dataclasses.fields(TrainingArguments)}
+    return {f.name for f in dataclasses.fields(GRPOConfig)} - inherited
+
+
+# The walk
+
+
+def test_every_field_of_grpo_is_implemented_rejected_or_without_part_in_the_loss():
+    known = set(REJECTED_FIELDS) | set(IMPLEMENTED) | set().union(*NO_PART_IN_THE_LOSS.values())
+    unknown = sorted(grpo_fields() - known)
+    assert not unknown, (
+        f"GRPOConfig has fields that OPO does not know: {unknown}. Implement each with a test, or reject it in "
+        "config.REJECTED_FIELDS, or list it here as having no part in the loss."
+    )
+
+
+def test_no_field_is_in_two_lists():
+    lists = [set(REJECTED_FIELDS), set(IMPLEMENTED), *NO_PART_IN_THE_LOSS.values()]
+    assert sum(map(len, lists)) == len(set().union(*lists))
+
+
+def test_the_tests_named_for_implemented_fields_exist():
+    def tests_in(file: str) -> set[str]:
+        tree = ast.parse((Path(__file__).parent / file).read_text(encoding="utf-8"))
+        return {f"{file}::{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+    assert set(IMPLEMENTED.values()) <= tests_in("test_trainer.py") | tests_in("test_trainer_options.py")
+
+
+@pytest.mark.parametrize("name", sorted(REJECTED_FIELDS))
+def test_rejected_field_raises_and_says_what_to_use(config, name):
+    default = next(f.default for f in dataclasses.fields(GRPOConfig) if f.name == name)
+    assert REJECTED_VALUES[name] != default, "the value proves nothing"
+    with pytest.raises(ValueError, match="has no effect in OPO") as error:
+        config(**{name: REJECTED_VALUES[name]})
+    for text in (name, repr(REJECTED_VALUES[name]), REJECTED_FIELDS[name]):
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(REJECTED_FIELDS))
+def test_rejected_field_may_be_given_its_default(config, name):
+    default = next(f.default for f in dataclasses.fields(GRPOConfig) if f.name == name)
+    assert getattr(config(**{name: default}), name) == default
+
+
+# Defaults and ranges
+
+
+def test_defaults(config):
+    values = {name: getattr(config(), name) for name in OWN_FIELDS}
+    assert values == {
+        "alpha": 0.4,
+        "escort_temperature": 1.0,
+        "adaptive_temperature": False,
+        "temperature_range": [0.2, 1.5],
+        "anchor_correction": "absorbed",
+        "drive_scaling": "none",
+        "mu": 1.0,
+        "chi2_radius": None,
+        "positivity": "none",
+        "positivity_epsilon": 1e-3,
+        "log_ratio_reduction": "sum",
+        "log_ratio_clamp": 20.0,
+        "ratio_form": "log",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "mu", "clamp"),
+    [
+        ({"log_ratio_reduction": "mean"}, 1.0, 5.0),
+        ({"log_ratio_reduction": "mean", "log_ratio_clamp": 3.0}, 1.0, 3.0),
+        ({"chi2_radius": 0.1}, None, 20.0),
+        ({"mu": 0.3}, 0.3, 20.0),
+    ],
+)
+def test_defaults_that_depend_on_other_fields(config, given, mu, clamp):
+    made = config(**given)
+    assert (made.mu, made.log_ratio_clamp) == (mu, clamp)
+
+
+@pytest.mark.parametrize("alpha", [0, 0.0, 1, 1.0])
+def test_ends_of_the_escort_path_are_allowed(config, alpha):
+    assert config(alpha=alpha).alpha == alpha
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("alpha", -0.01, "[0, 1]"),
+        ("alpha", 1.01, "[0, 1]"),
+        ("alpha", math.nan, "[0, 1]"),
+        *[
+            (name, value, "positive")
+            for name in ("escort_temperature", "mu", "chi2_radius", "log_ratio_clamp")
+            for value in (0.0, -1.0, math.nan, math.inf)
+        ],
+        ("temperature_range", [1.5, 0.2], "the lower first"),
+        ("temperature_range", [0.0, 1.0], "positive"),
+        ("temperature_range", [0.2], "two"),
+        ("temperature_range", [0.2, 0.5, 1.0], "two"),
+        ("temperature_range", [0.2, math.inf], "positive"),
+        ("temperature_range", [math.nan, 1.0], "positive"),
+        ("positivity_epsilon", 0.0, "(0, 1)"),
+        ("positivity_epsilon", 1.0, "(0, 1)"),
+        ("anchor_correction", "token", "absorbed, length_normalized, sequence"),
+        ("drive_scaling", "rollout", "none, group, batch"),
+        ("positivity", "clamp", "none, stiffen, clip, project"),
+        ("log_ratio_reduction", "token", "sum, mean"),
+        ("ratio_form", "linear", "log, exact"),
+    ],
+)
+def test_value_out_of_range_is_refused_with_field_value_and_fix(config, name, value, fix):
+    with pytest.raises(ValueError, match="is not allowed") as error:
+        config(**{name: value})
+    for text in (f"{name}={value!r}", f"Set `{name}`", fix):
+        assert text in str(error.value)
+
+
+def test_mu_and_radius_together_are_refused(config):
+    with pytest.raises(ValueError, match=r"mu=2\.0 and chi2_radius=0\.1 are both set.*Remove one"):
+        config(mu=2.0, chi2_radius=0.1)
+
+
+# Reuse of rollouts
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "on_policy"),
+    [
+        ({"gradient_accumulation_steps": 2}, 1, True),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 8}, 4, False),
+        ({"gradient_accumulation_steps": 2, "num_iterations": 2}, 2, False),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, 0.5, True),
+        ({"gradient_accumulation_steps": 3, "steps_per_generation": 2}, 2 / 3, False),
+    ],
+)
+def test_reuse_of_a_rollout(config, given, steps, on_policy):
+    made = config(per_device_train_batch_size=8, **given)
+    assert made.optimizer_steps_per_rollout == pytest.approx(steps)
+    assert made.is_on_policy is on_policy
+
+
+# Where configurations come from and go to
+
+
+CHANGED = {
+    "alpha": 0.25,
+    "escort_temperature": 0.5,
+    "adaptive_temperature": True,
+    "temperature_range": [0.3, 1.2],
+    "anchor_correction": "length_normalized",
+    "drive_scaling": "group",
+    "mu": None,
+    "chi2_radius": 0.05,
+    "positivity": "project",
+    "positivity_epsilon": 0.01,
+    "log_ratio_reduction": "mean",
+    "log_ratio_clamp": 3.0,
+    "ratio_form": "exact",
+}
+
+
+def test_the_values_below_change_every_field():
+    assert sorted(CHANGED) == OWN_FIELDS
+
+
+def test_round_trip_through_a_dictionary(config):
+    made = config(**CHANGED)
+    restored = config(**{name: made.to_dict()[name] for name in OWN_FIELDS})
+    assert {name: getattr(restored, name) for name in OWN_FIELDS} == CHANGED
+    assert {name: json.loads(made.to_json_string())[name] for name in OWN_FIELDS} == CHANGED
+
+
+def test_round_trip_through_the_command_line(tmp_path):
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
+    for name, value in CHANGED.items():
+        if value is not None:
+            words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    (parsed,) = TrlParser((OPOConfig,)).parse_args_and_config(args=words)
+    assert {name: getattr(parsed, name) for name in OWN_FIELDS} == CHANGED
+
+
+def test_temperature_range_on_the_command_line(tmp_path):
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--temperature_range", "0.2", "1.5"]
+    (parsed,) = TrlParser((OPOConfig,)).parse_args_and_config(args=words)
+    assert parsed.temperature_range == [0.2, 1.5]
+
+
+def test_round_trip_through_yaml(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **CHANGED}))
+    (parsed,) = TrlParser((OPOConfig,)).parse_args_and_config(args=["--config", str(recipe)])
+    assert {name: getattr(parsed, name) for name in OWN_FIELDS} == CHANGED
+
+
+@pytest.mark.parametrize("name", ["anchor_correction", "drive_scaling", "positivity", "ratio_form"])
+def test_command_line_offers_only_the_choices(tmp_path, capsys, name):
+    with pytest.raises(SystemExit):
+        TrlParser((OPOConfig,)).parse_args_and_config(args=["--output_dir", str(tmp_path), f"--{name}", "other"])
+    assert f"argument --{name}" in capsys.readouterr().err
+
+
+def test_every_field_is_documented():
+    text = inspect.getdoc(OPOConfig)
+    for field in dataclasses.fields(OPOConfig):
+        if field.name in OWN_FIELDS:
+            assert f"{field.name} (`" in text
+            assert field.metadata["help"]

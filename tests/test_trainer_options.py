@@ -1,0 +1,557 @@
+"""
+Every option inherited from TRL that shapes the loss does in OPOTrainer what its documentation says.
+
+`test_config.py` lists these options and the test of each. Gradients are compared with `helpers.Reference`, an
+independent float64 computation.
+"""
+
+import functools
+import json
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers import (
+    EXACT,
+    PROMPTS,
+    Reference,
+    Script,
+    assert_step_equals,
+    distance,
+    in_float64,
+    logged,
+    make_trainer,
+    norm,
+    relative_error,
+    snapshot,
+    trained,
+)
+from peft import LoraConfig, get_peft_model
+from tiny import make_tokenizer
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+
+REUSE = {"steps_per_generation": 4, "max_steps": 2}  # the second optimizer step is off-policy
+
+EVALUATED = {"eval_dataset": Dataset.from_dict({"prompt": PROMPTS[:4]})}
+
+
+def assert_steps_equal(trainer, script, **options):
+    reference = Reference(trainer, script)
+    for k, record in enumerate(trainer.steps):
+        assert_step_equals(record, reference.step(k, **options))
+
+
+# KL to a reference
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_kl_to_the_reference(tiny_model, tmp_path, reduction, corrected):
+    rewards = [0.4, 1.0, None, 2.0, 0.0, 0.3, 1.5, 0.9]  # a row that nobody could score has no KL term either
+    script = Script(rewards, truncated=(3,), tool_tokens={6: (1, 2)})
+    options = {"log_ratio_reduction": reduction, "learning_rate": 0.01 if reduction == "sum" else 0.1, **REUSE}
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        script=script,
+        beta=0.5,
+        use_bias_correction_kl=corrected,
+        mask_truncated_completions=True,
+        **options,
+    )
+    assert_steps_equal(trainer, script)
+    # Negative controls, in the step where the policy has left the reference: no KL, and the other estimate.
+    reference, entry = Reference(trainer, script), logged(trainer)[1]
+    for name, value in (("use_bias_correction_kl", not corrected), ("beta", 0.0)):
+        setattr(trainer.args, name, value)
+        assert relative_error(trainer.steps[1].gradient, reference.step(1).gradient) > 0.005
+    assert entry["kl"] > 0
+
+
+def test_logged_kl_is_per_token(tiny_model, tmp_path):
+    """As TRL logs it, so that the number does not depend on `log_ratio_reduction`."""
+    script = Script()
+    trainer = trained(tiny_model, tmp_path, script=script, beta=0.1, log_ratio_reduction="mean", max_steps=2)
+    step, reference = trainer.steps[1], Reference(trainer, script)
+    total, tokens, rows = 0.0, 0, reference.step(1).rows
+    with torch.no_grad():
+        for k, i in rows:
+            logps, ref = (
+                reference.logps(in_float64(policy), script.calls[k][i])[0] for policy in (step.policy, trainer.initial)
+            )
+            total += ((ref - logps).exp() - (ref - logps) - 1).sum().item()
+            tokens += len(logps)
+    assert logged(trainer)[1]["kl"] == pytest.approx(total / tokens, rel=1e-3)
+
+
+def test_reference_model_follows_the_policy(tiny_model, tmp_path):
+    """Synced after every step with mixup 0.5, the reference of the third step is a mean of the policies so far."""
+    script = Script()
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        script=script,
+        beta=0.5,
+        sync_ref_model=True,
+        ref_model_sync_steps=1,
+        ref_model_mixup_alpha=0.5,
+        learning_rate=0.01,
+        max_steps=3,
+    )
+    mixed = trainer.initial
+    for k, step in enumerate(trainer.steps[1:], start=1):
+        mixed = {name: (mixed[name] + step.policy[name]) / 2 for name in mixed}
+        assert_step_equals(step, Reference(trainer, script).step(k, reference_policy=mixed))
+    assert distance(mixed, trainer.initial) > 0.01
+
+
+# Entropy
+
+
+@pytest.mark.parametrize("quantile", [1.0, 0.4])
+def test_entropy_bonus(tiny_model, tmp_path, quantile):
+    script = Script([0.4, 1.0, None, 2.0, 0.0, 0.3, 1.5, 0.9], tool_tokens={1: (0, 3)})
+    trainer = trained(tiny_model, tmp_path, script=script, entropy_coef=2.0, top_entropy_quantile=quantile, **REUSE)
+    reference = Reference(trainer, script)
+    for k, record in enumerate(trainer.steps):
+        kept = high_entropy_tokens(reference, k, quantile)
+        assert_step_equals(record, reference.step(k, entropy_coef=2.0, kept_tokens=kept))
+        assert relative_error(record.gradient, reference.step(k, kept_tokens=kept).gradient) > 0.01
+    assert logged(trainer)[0]["entropy_coef"] == 2.0
+
+
+def high_entropy_tokens(reference: Reference, step: int, quantile: float):
+    """TRL's rule, on what takes part: the tokens whose entropy is at least the (1 - quantile) of their micro-batch's."""
+    record, threshold = reference.trainer.steps[step], {}
+    for batch in record.batches:
+        members = [(int(k), int(i)) for k, i in zip(batch["rollout"], batch["row"], strict=True)]
+        with torch.no_grad():
+            entropies = [
+                reference.logps(in_float64(record.policy), row)[1][torch.tensor(row.own).bool()]
+                for row in (reference.script.calls[k][i] for k, i in members)
+                if reference.valid(row)
+            ]
+        threshold |= dict.fromkeys(members, torch.quantile(torch.cat(entropies), 1 - quantile))
+    return lambda k, i, entropies: entropies >= threshold[k, i] - 1e-6
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_low_entropy_tokens_have_no_gradient(tiny_model, tmp_path, reduction):
+    script = Script(tool_tokens={1: (0, 3)})
+    options = {"log_ratio_reduction": reduction, "learning_rate": 0.01 if reduction == "sum" else 0.1, **REUSE}
+    trainer = trained(tiny_model, tmp_path, script=script, top_entropy_quantile=0.3, **options)
+    reference = Reference(trainer, script)
+    for k, record in enumerate(trainer.steps):
+        assert_step_equals(record, reference.step(k, kept_tokens=high_entropy_tokens(reference, k, 0.3)))
+        assert relative_error(record.gradient, reference.step(k).gradient) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("target", "coefficients"), [(100.0, [0.02, 0.03, 0.035, 0.035]), (0.0, [0.0, -0.01, -0.012, -0.012])]
+)
+def test_entropy_controller_moves_to_its_bound(tiny_model, tmp_path, target, coefficients):
+    """Up while the entropy is below its target, down above it; evaluation leaves the controller alone."""
+    script = Script()
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        script=script,
+        use_adaptive_entropy=True,
+        entropy_coef=0.01,
+        entropy_coef_delta=0.01,
+        entropy_coef_min=-0.012,
+        entropy_coef_max=0.035,
+        entropy_target=target,
+        learning_rate=0.001,
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=1,
+        trainer_arguments=EVALUATED,
+    )
+    assert [entry["entropy_coef"] for entry in logged(trainer)] == pytest.approx(coefficients)
+    # The first step has no entropy to go by; a later one applies the coefficient that the step before it left, and
+    # none while the entropy is above its target.
+    applied = [0.0, *coefficients[:-1]] if target else [0.0] * 4
+    reference = Reference(trainer, script)
+    for k, coefficient in enumerate(applied):
+        assert_step_equals(trainer.steps[k], reference.step(k, entropy_coef=coefficient))
+
+
+def test_entropy_controller_is_saved_and_restored(tiny_model, tmp_path):
+    options = {
+        "use_adaptive_entropy": True,
+        "entropy_coef_delta": 0.25,
+        "entropy_target": 100.0,
+        "entropy_coef_max": 9.0,
+        "learning_rate": 1e-4,
+    }
+    first = trained(tiny_model, tmp_path, save_strategy="steps", save_steps=2, max_steps=2, **options)
+    saved = json.loads((tmp_path / "checkpoint-2" / "entropy_ctrl_state.json").read_text())
+    assert saved == {"entropy_coef": first.entropy_coef, "last_world_entropy": first._last_world_entropy}
+    assert first.entropy_coef == 0.5
+    second = make_trainer(tiny_model, tmp_path, max_steps=4, **options)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [entry["entropy_coef"] for entry in logged(second)[-2:]] == [0.75, 1.0]
+    assert math.isfinite(second._last_world_entropy)
+
+
+# Rows and tokens that take part
+
+
+@pytest.mark.parametrize("sampler", [False, True], ids=["anchor", "sampler"])
+def test_off_policy_mask_drops_rows(tiny_model, tmp_path, sampler):
+    """Those of negative advantage whose KL to the policy that sampled them is large: vLLM's, where there is one."""
+
+    def inject(rollout):
+        if sampler:  # half of the rows look as if the sampler had found them far more likely
+            shift = (rollout["row"] % 4 < 2)[:, None]
+            rollout["sampling_per_token_logps"] = rollout["old_per_token_logps"] + shift
+
+    script, threshold = Script(), 0.02
+    trainer = trained(tiny_model, tmp_path, script=script, inject=inject, off_policy_mask_threshold=threshold, **REUSE)
+    reference = Reference(trainer, script)
+    advantages = reference.drive(0).advantages
+
+    def weight(policy, k, i):
+        logps, _ = reference.logps(policy, script.calls[k][i])
+        kl = (reference.anchor(k, i) - logps).mean().item() + (i % 4 < 2 if sampler else 0)
+        return 0.0 if advantages[i] < 0 and kl > threshold else 1.0
+
+    for step in range(2):
+        policy = in_float64(trainer.steps[step].policy)
+        expected = reference.step(step, row_weight=functools.partial(weight, policy))
+        assert_step_equals(trainer.steps[step], expected)
+        dropped = expected.weights.count(0.0)
+        assert logged(trainer)[step]["opo/frac_masked"] == pytest.approx(dropped / 8)
+        if sampler or step == 1:
+            negative = sum(advantages[i] < 0 for _, i in expected.rows)
+            assert 0 < dropped < negative, "the case has to hold negative advantages on both sides of the threshold"
+            assert relative_error(trainer.steps[step].gradient, reference.step(step).gradient) > 0.05
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_tokens_of_a_tool_have_no_influence(tiny_model, tmp_path, reduction):
+    """They are read by the model, and take part in neither the log-ratio nor its length."""
+    tool_tokens = {0: (1, 2), 5: (0,), 9: range(9)}  # row 9 is all the tool's
+    options = {"log_ratio_reduction": reduction, "learning_rate": 0.01 if reduction == "sum" else 0.1, **REUSE}
+    script = Script(tool_tokens=tool_tokens)
+    options |= {"anchor_correction": "length_normalized"}
+    trainer = trained(tiny_model, tmp_path, script=script, **options)
+    assert not any(script.calls[0][9].own)
+    assert_steps_equal(trainer, script)
+    assert trainer.rollouts[0].opo_valid.tolist() == [i != 9 for i in range(16)]
+    whole = trained(tiny_model, tmp_path, **options)
+    assert relative_error(whole.steps[0].gradient, trainer.steps[0].gradient) > 0.01
+
+
+@pytest.mark.parametrize("shape", ["sequence", "token"])
+def test_importance_sampling_ratio_weighs_rows(tiny_model, tmp_path, shape):
+    """TRL hands over `[B, 1]` in its sequence modes and `[B, T]` in its token modes, 0 where a `*_mask` mode cuts."""
+
+    def inject(rollout):
+        mask = rollout["completion_mask"]
+        generator = torch.Generator().manual_seed(len(mask))
+        columns = 1 if shape == "sequence" else mask.shape[1]
+        ratio = torch.rand(len(mask), columns, generator=generator) * 3
+        ratio[[2, 11]] = 0
+        rollout["importance_sampling_ratio"] = ratio
+
+    script = Script()
+    trainer = trained(tiny_model, tmp_path, script=script, inject=inject, learning_rate=0.01, **REUSE)
+    ratios = trainer.rollouts[0].importance_sampling_ratio
+
+    def weight(k, i):
+        length = 1 if shape == "sequence" else len(script.calls[k][i].completion)
+        return ratios[i][:length].double().mean().item()
+
+    assert_steps_equal(trainer, script, row_weight=weight)
+    assert relative_error(trainer.steps[0].gradient, Reference(trainer, script).step(0).gradient) > 0.1
+    assert sum(entry["opo/frac_masked"] for entry in logged(trainer)) / 2 == pytest.approx(2 / 16)
+
+
+@pytest.mark.parametrize("where", ["tokens", "rows"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_takes_no_part_has_no_influence_whatever_it_holds(tiny_model, tmp_path, value, where):
+    """Padding, a tool's tokens, truncated completions, all of an unscorable one: the gradient is bitwise the same."""
+
+    def inject(fill):
+        def poison(rollout):
+            mask = rollout["completion_mask"].bool() & rollout["tool_mask"].bool()
+            if where == "rows":
+                mask = mask & rollout["opo_valid"][:, None]
+            rollout["importance_sampling_ratio"] = torch.ones(mask.shape)
+            rollout["sampling_per_token_logps"] = rollout["old_per_token_logps"].clone()
+            for name in ("old_per_token_logps", "ref_per_token_logps", *list(rollout)[-2:]):
+                rollout[name] = rollout[name].masked_fill(~mask, fill)
+
+        return poison
+
+    clean, poisoned = (
+        trained(
+            tiny_model,
+            tmp_path,
+            script=Script([0.4, 1.0, None, 2.0, 0.0, 0.3, 1.5, 0.9], truncated=(3,), tool_tokens={5: (1, 2)}),
+            inject=inject(fill),
+            mask_truncated_completions=True,
+            beta=0.1,
+            use_bias_correction_kl=True,
+            entropy_coef=0.1,
+            off_policy_mask_threshold=0.5,
+            learning_rate=0.005,
+            **REUSE,
+        )
+        for fill in (0.0, value)
+    )
+    assert not poisoned.rollouts[0].old_per_token_logps.isfinite().all()
+    for step, same in zip(clean.steps, poisoned.steps, strict=True):
+        assert norm(step.gradient) > 0.1
+        assert all(torch.equal(same.gradient[name], gradient) for name, gradient in step.gradient.items())
+    for name, found in logged(poisoned)[1].items():
+        if name.startswith("opo/") or name in ("entropy", "kl"):
+            assert found == pytest.approx(logged(clean)[1][name])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_truncated_completions_take_part_unless_masked(tiny_model, tmp_path, masked):
+    script = Script(truncated=(1, 6, 7))
+    trainer = trained(tiny_model, tmp_path, script=script, mask_truncated_completions=masked, **REUSE)
+    assert_steps_equal(trainer, script)
+    valid = [not (masked and i in (1, 6, 7)) for i in range(16)]
+    assert trainer.rollouts[0].opo_valid.tolist() == valid
+    targets = trainer.rollouts[0].opo_target.tolist()
+    assert [target != 0 for target in targets] == valid
+
+
+# The rollout and its reuse
+
+
+def test_num_iterations_reuses_the_rollout(tiny_model, tmp_path):
+    script = Script()
+    trainer = trained(tiny_model, tmp_path, script=script, num_iterations=2, max_steps=4)
+    assert_steps_equal(trainer, script)
+    assert [{int(k) for batch in step.batches for k in batch["rollout"]} for step in trainer.steps] == [
+        {0},
+        {0},
+        {1},
+        {1},
+    ]
+    assert [entry["opo/off_policy_steps"] for entry in logged(trainer)] == [0, 1, 0, 1]
+
+
+def test_generation_batch_size_sets_the_reuse(tiny_model, tmp_path):
+    script = Script()
+    trainer = trained(tiny_model, tmp_path, script=script, generation_batch_size=24, max_steps=3)
+    assert len(script.calls) == 1
+    assert len(script.calls[0]) == 24
+    assert_steps_equal(trainer, script)
+    assert [entry["opo/off_policy_steps"] for entry in logged(trainer)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_group_size(tiny_model, tmp_path, size):
+    script = Script()
+    trainer = trained(tiny_model, tmp_path, script=script, num_generations=size, **REUSE)
+    assert_steps_equal(trainer, script)
+
+
+# Models
+
+
+def test_gradient_checkpointing_changes_nothing(tiny_model, tmp_path):
+    one, other = (
+        trained(tiny_model, tmp_path, gradient_checkpointing=on, beta=0.1, anchor_correction="sequence", **REUSE)
+        for on in (False, True)
+    )
+    assert other.model.is_gradient_checkpointing
+    for step, same in zip(one.steps, other.steps, strict=True):
+        assert relative_error(same.gradient, step.gradient) < EXACT
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_adapter_alone_is_trained(tiny_model, tmp_path, beta):
+    """LoRA; with a KL term the reference is the model without its adapter."""
+    lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
+    script = Script()
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        script=script,
+        beta=beta,
+        learning_rate=0.05,
+        trainer_arguments={"peft_config": lora},
+        **{**REUSE, "max_steps": 3},
+    )
+    adapter = [name for name in trainer.initial if "lora_" in name]
+    moved = {
+        name for name, tensor in snapshot(trainer.model).items() if not torch.equal(tensor, trainer.initial[name])
+    }
+    assert moved == set(adapter)
+    assert set(trainer.steps[0].gradient) == set(adapter)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora)
+    reference = Reference(trainer, script, model=model)
+    for k, record in enumerate(trainer.steps):
+        # A fresh adapter adds nothing (its B is 0), so that the initial policy is the model without it.
+        expected = reference.step(k).gradient
+        assert relative_error(record.gradient, {name: expected[name] for name in adapter}) < EXACT
+        assert norm(record.gradient) > 0.01
+
+
+@pytest.fixture(scope="module")
+def tiny_moe(tmp_path_factory) -> str:
+    """Folder of a small random mixture of four experts."""
+    folder, tokenizer = str(tmp_path_factory.mktemp("moe")), make_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_router_auxiliary_loss(tiny_moe, tmp_path):
+    """It adds its coefficient times the mean over the micro-batches of the model's own load-balancing loss."""
+    coefficient, script = 20.0, Script()
+    trainer = trained(tiny_moe, tmp_path, script=script, router_aux_loss_coef=coefficient)
+    # The other implementation of the experts has no float64.
+    model = AutoModelForCausalLM.from_pretrained(tiny_moe, experts_implementation="eager")
+    objective = Reference(trainer, script, model=model).step(0).gradient
+    losses = []
+    for batch in trainer.steps[0].batches:
+        tokens, mask = (
+            torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+        )
+        losses.append(model(input_ids=tokens, attention_mask=mask, output_router_logits=True).aux_loss)
+    balance = sum(losses) / len(losses)
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(
+        coefficient * balance, list(parameters.values()), allow_unused=True, materialize_grads=True
+    )
+    expected = {name: objective[name] + g for name, g in zip(parameters, gradients, strict=True)}
+    assert relative_error(trainer.steps[0].gradient, expected) < EXACT
+    assert relative_error(trainer.steps[0].gradient, objective) > 0.01
+    assert logged(trainer)[0]["aux_loss"] == pytest.approx(balance.item(), rel=1e-4)
+
+
+def test_router_auxiliary_loss_may_be_left_out(tiny_moe, tmp_path):
+    script = Script()
+    trainer = trained(tiny_moe, tmp_path, script=script, router_aux_loss_coef=0.0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_moe, experts_implementation="eager")
+    assert_step_equals(trainer.steps[0], Reference(trainer, script, model=model).step(0))
+    assert "aux_loss" not in logged(trainer)[0]
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_half_precision_model(tiny_model, tmp_path, cast):
+    """In bfloat16, with the head in float32 or not: the update is that of the definition within bfloat16's 8 bits."""
+    script = Script()
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        script=script,
+        model_init_kwargs={"dtype": "bfloat16"},
+        cast_lm_head_to_fp32=cast,
+        **REUSE,
+    )
+    assert trainer.model.lm_head.weight.dtype == (torch.float32 if cast else torch.bfloat16)
+    assert trainer.rollouts[0].opo_target.dtype == torch.float32
+    expected = Reference(trainer, script).step(0)
+    assert relative_error(trainer.steps[0].gradient, expected.gradient) < 0.05
+
+
+# Prompts and evaluation
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+def test_prompts_of_either_format(tiny_model, tmp_path, conversational):
+    """With completions that the model generates itself."""
+    prompts = [[{"role": "user", "content": p}] for p in PROMPTS] if conversational else PROMPTS
+    rewards = []
+
+    def reward(prompts, completions, completion_ids, **kwargs):
+        assert isinstance(completions[0], list if conversational else str)
+        rewards.append([[float(sum(ids) % 11)] for ids in completion_ids])
+        return [value for (value,) in rewards[-1]]
+
+    script = Script()
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        script=script,
+        trainer_arguments={
+            "train_dataset": Dataset.from_dict({"prompt": prompts}),
+            "reward_funcs": reward,
+            "rollout_func": None,
+        },
+        **REUSE,
+    )
+    script.calls = [script.observed(rollout, rewards[k]) for k, rollout in enumerate(trainer.rollouts)]
+    assert_steps_equal(trainer, script)
+
+
+@pytest.mark.parametrize("generations", [None, 1, 2])
+@pytest.mark.parametrize("options", [{}, {"anchor_correction": "length_normalized", "adaptive_temperature": True}])
+def test_evaluation(tiny_model, tmp_path, generations, options):
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        num_generations_eval=generations,
+        eval_strategy="steps",
+        eval_steps=1,
+        beta=0.1,
+        trainer_arguments=EVALUATED,
+        **options,
+        **REUSE,
+    )
+    evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(evaluated) == 2
+    for entry in evaluated:
+        assert math.isfinite(entry["eval_loss"])
+        for name in ("escort/ess", "chi2", "mu", "temperature", "work", "frac_masked", "off_policy_steps"):
+            assert math.isfinite(entry[f"eval_opo/{name}"])
+        assert "opo/chi2" not in entry
+        # The rollout of an evaluation is its own anchor.
+        assert entry["eval_opo/chi2"] == pytest.approx(0, abs=1e-9)
+        assert entry["eval_opo/off_policy_steps"] == 0
+        assert 1 <= entry["eval_opo/escort/ess"] <= (generations or 4)
+        assert (entry["eval_opo/frac_zero_drive"] == 1) == (generations == 1)
+    # Training goes on as if there had been no evaluation.
+    plain = trained(tiny_model, tmp_path, beta=0.1, **options, **REUSE)
+    assert [entry["opo/off_policy_steps"] for entry in logged(trainer)] == [0, 1]
+    assert relative_error(trainer.steps[1].gradient, plain.steps[1].gradient) < EXACT
+
+
+def test_loss_of_an_evaluation_is_its_own_mean(tiny_model, tmp_path):
+    """Not divided by the accumulation of training. The policy is its own anchor, which leaves the KL term."""
+    script = Script()
+    trainer = trained(tiny_model, tmp_path, script=script, beta=0.5, max_steps=2)
+    # One batch: Transformers weighs the last of several by the length of the dataset before TRL repeats its prompts.
+    metrics = trainer.evaluate(Dataset.from_dict({"prompt": PROMPTS[:2]}))
+    policies = [in_float64(policy) for policy in (snapshot(trainer.model), trainer.initial)]
+    reference, total, rows = Reference(trainer, script), 0.0, [row for call in script.calls[2:] for row in call]
+    with torch.no_grad():
+        for row in rows:
+            logps, initial = (reference.logps(policy, row)[0] for policy in policies)
+            total += ((initial - logps).exp() - (initial - logps) - 1).sum().item()
+    assert len(rows) == 8
+    assert metrics["eval_loss"] == pytest.approx(0.5 * total / len(rows), rel=1e-3)
+    assert metrics["eval_loss"] > 0.01
