@@ -123,7 +123,7 @@ def test_entropy_bonus(tiny_model, tmp_path, quantile):
 
 
 def high_entropy_tokens(reference: Reference, step: int, quantile: float):
-    """TRL's rule, on what takes part: the tokens whose entropy is at least the (1 - quantile) of their micro-batch's."""
+    """TRL's rule, on what takes part: the tokens with at least the (1 - quantile) entropy of their micro-batch."""
     record, threshold = reference.trainer.steps[step], {}
     for batch in record.batches:
         members = [(int(k), int(i)) for k, i in zip(batch["rollout"], batch["row"], strict=True)]
