@@ -6,6 +6,8 @@ from pathlib import Path
 
 # Nothing here needs the Hub, and a test that asks it must fail rather than wait.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The models are so small that a second thread costs more than it brings, and on a busy machine many times more.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from tiny import save_tiny_model
