@@ -86,7 +86,8 @@ class OPOConfig(GRPOConfig):
             `"mean"`: Δ is divided by the completion's length T, which at equal μ makes the trust region T times
             softer.
         log_ratio_clamp (`float`, *optional*):
-            Bound on |Δ|, positive; 20 for `"sum"` and 5 for `"mean"` when not set.
+            Bound on |Δ|, positive; 20 for `"sum"` and 5 for `"mean"` when not set. A completion beyond it has no
+            gradient: `opo/frac_clamped` counts them.
         ratio_form (`str`, *optional*, defaults to `"log"`):
             Coordinate of the loss: `"log"`: u = Δ, the paper's surrogate; `"exact"`: u = π/π_k − 1.
 

@@ -42,8 +42,10 @@ def _updates(trainer: "OPOTrainer") -> str:
     args = trainer.args
     rows, micro = args.per_device_train_batch_size, args.gradient_accumulation_steps
     per_step = rows * micro * args.world_size
+    steps = args.optimizer_steps_per_rollout
+    reuse = f"{steps:g} optimizer step{'' if steps == 1 else 's'} per rollout"
     return (
-        f"{args.optimizer_steps_per_rollout:g} optimizer steps per rollout, {per_step} completions each "
+        f"{reuse if steps >= 1 else f'{1 / steps:g} rollouts per optimizer step'}, {per_step} completions each "
         f"(processes × micro-batches × rows: {args.world_size} × {micro} × {rows})"
     )
 
