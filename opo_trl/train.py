@@ -268,9 +268,9 @@ def _prompts(script: OPOScriptArguments, problems: Dataset) -> Dataset:
 
 
 def make_trainer(
-    script: OPOScriptArguments, args: OPOConfig, model_config: ModelConfig, model_name: str, data: Data
+    script: OPOScriptArguments, args: OPOConfig, model_config: ModelConfig, data: Data, reward_funcs: list
 ) -> OPOTrainer:
-    """Build the trainer of a run, with its rewards, log file, progress bar and validation."""
+    """Build the trainer of a run, with its log file, progress bar and validation."""
     folder = Path(args.output_dir)
     given: Any = args.model_init_kwargs or {}  # a dict, once parsed
     args.model_init_kwargs = {
@@ -279,11 +279,8 @@ def make_trainer(
         "dtype": model_config.dtype,
         **given,
     }
-    reward_funcs: list = [load_reward(name) for name in script.reward_funcs]
-    if script.reward_model_name_or_path:
-        reward_funcs.append(script.reward_model_name_or_path)
     trainer = OPOTrainer(
-        model=model_name,
+        model=model_config.model_name_or_path,
         reward_funcs=reward_funcs,
         args=args,
         train_dataset=data.training,
@@ -325,16 +322,10 @@ def format_report(before: Mapping[str, Any], after: Mapping[str, Any] | None = N
     return "\n".join(line.rstrip() for line in lines)
 
 
-def run(
-    script: OPOScriptArguments, args: OPOConfig, model_config: ModelConfig, checkpoint: str | None
-) -> dict[str, Any]:
+def run(trainer: OPOTrainer, script: OPOScriptArguments, data: Data, checkpoint: str | None) -> dict[str, Any]:
     """Train, with accuracies before and after; returns what `summary.json` holds."""
+    args = trainer.args
     folder = Path(args.output_dir)
-    model_name = model_config.model_name_or_path
-    model_name = base_model_path() if model_name == EMBEDDED_MODEL else model_name
-    with args.main_process_first(desc="loading the data set"):
-        data = load_data(script, args, model_name)
-    trainer = make_trainer(script, args, model_config, model_name, data)
     summary = run_folder.read_json(folder / run_folder.SUMMARY) if checkpoint else {}
     is_main = trainer.accelerator.is_main_process
     if "before" not in summary:
@@ -382,11 +373,19 @@ def _checkpoint(args: OPOConfig) -> str | None:
     return wanted
 
 
+# What selects problems; a data set that comes with its own prompts is taken as it is.
+_SELECTIONS = ("levels", "fraction", "validation_levels", "report_levels")
+
+
 def _check_script(script: OPOScriptArguments, model_config: ModelConfig):
     if not model_config.model_name_or_path:
         raise ValueError("model_name_or_path is not set. Set it to a model's Hub id or folder.")
     if not script.dataset_name:
         raise ValueError("dataset_name is not set. Set it to a data set's Hub id, file or folder, or to 'arithmetic'.")
+    for name in _SELECTIONS if script.prompt_style == "dataset" else ():
+        value = getattr(script, name)
+        if value != OPOScriptArguments.__dataclass_fields__[name].default:
+            raise ValueError(f"{name}={value!r} has no effect with prompt_style='dataset'. Remove `{name}`.")
     for name in ("dataset_streaming", "ignore_bias_buffers"):
         if getattr(script, name):
             raise ValueError(f"{name}=True has no effect here: problems are loaded whole. Remove `{name}`.")
@@ -404,6 +403,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         script, args, model_config, recipe = parse(sys.argv[1:] if argv is None else argv)
         _check_script(script, model_config)
         checkpoint = _checkpoint(args)
+        if model_config.model_name_or_path == EMBEDDED_MODEL:
+            model_config.model_name_or_path = base_model_path()
+        # All that a recipe can have wrong comes before the folder, where it might cost an earlier run.
+        reward_funcs: list = [load_reward(name) for name in script.reward_funcs]
+        if script.reward_model_name_or_path:
+            reward_funcs.append(script.reward_model_name_or_path)
+        with args.main_process_first(desc="loading the data set"):
+            data = load_data(script, args, model_config.model_name_or_path)
         if args.process_index == 0:
             folder = Path(args.output_dir)
             run_folder.claim(folder, resume=checkpoint is not None, overwrite=script.overwrite)
@@ -412,7 +419,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"opo-trl train: error: {error}", file=sys.stderr)
         return 2
-    run(script, args, model_config, checkpoint)
+    trainer = make_trainer(script, args, model_config, data, reward_funcs)
+    run(trainer, script, data, checkpoint)
     if args.process_index == 0:
         _draw_figures(Path(args.output_dir))
     return 0

@@ -83,10 +83,21 @@ def test_recipe_in_the_run_folder_repeats_the_run(run):
     assert read_json(run / "settings.json")["alpha"] == 0.3
 
 
-def test_second_run_into_the_folder_is_refused_before_anything_is_touched(run, capsys):
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"overwrite": "false"}, "is not empty"),
+        ({"levels": "Level 9"}, "Level 9"),
+        ({"fraction": 0.0001}, "fraction=0.0001"),
+        ({"reward_funcs": "no_such.reward"}, "reward_funcs='no_such.reward'"),
+        ({"dataset_name": "./no_such"}, "no_such"),
+        ({"prompt_style": "dataset"}, "levels=['Level 3'] has no effect with prompt_style='dataset'"),
+    ],
+)
+def test_refused_run_leaves_the_run_in_its_folder_alone(run, capsys, overrides, message):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    assert main(arguments(ARITHMETIC, output_dir=run, overwrite="false", **SHORT)) == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert main(arguments(ARITHMETIC, output_dir=run, **{"overwrite": "true", **SHORT, **overrides})) == 2
+    assert message in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
