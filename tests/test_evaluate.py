@@ -1,6 +1,11 @@
 """Accuracy with its interval, measured without a trace in the training."""
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +26,9 @@ def parity_reward(completions, completion_ids, solution, **kwargs):
     return [None if s == "0" else float(ids[0] % 2) for ids, s in zip(completion_ids, solution, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def trainer(tiny_model, tmp_path_factory):
+def make_trainer(model: str, folder: str) -> OPOTrainer:
     args = OPOConfig(
-        output_dir=str(tmp_path_factory.mktemp("evaluate")),
+        output_dir=folder,
         use_cpu=True,
         bf16=False,
         report_to="none",
@@ -33,7 +37,12 @@ def trainer(tiny_model, tmp_path_factory):
         num_generations=4,
         max_completion_length=4,
     )
-    return OPOTrainer(tiny_model, parity_reward, args, PROBLEMS)
+    return OPOTrainer(model, parity_reward, args, PROBLEMS)
+
+
+@pytest.fixture(scope="module")
+def trainer(tiny_model, tmp_path_factory):
+    return make_trainer(tiny_model, str(tmp_path_factory.mktemp("evaluate")))
 
 
 @pytest.mark.parametrize(("correct", "total"), [(0, 5), (5, 5), (3, 8), (187, 200), (1, 1000)])
@@ -76,6 +85,24 @@ def test_sampling_follows_its_seed(trainer):
     )
     assert first == same
     assert first != other
+
+
+def test_two_processes_share_the_problems_and_count_each_once(trainer, tiny_model, tmp_path):
+    """Seven problems on two processes: one of them solves the last problem twice, to keep step with the other."""
+    script = Path(__file__).parent / "scripts" / "evaluate_processes.py"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    path = os.pathsep.join([str(script.parents[1]), str(script.parents[2])])
+    done = subprocess.run(
+        [*launch, tiny_model, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = json.loads((tmp_path / "result.json").read_text())
+    assert two["processes"] == 2
+    assert two["samples"] == evaluate(trainer, PROBLEMS, decoding="greedy").samples
 
 
 @pytest.mark.parametrize("decoding", ["greedy", "sampled"])
