@@ -143,9 +143,14 @@ class OPOConfig(GRPOConfig):
             self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
 
     @property
+    def micro_steps_per_rollout(self) -> int:
+        """How many forward and backward passes one rollout serves."""
+        return self.steps_per_generation * self.num_iterations
+
+    @property
     def optimizer_steps_per_rollout(self) -> float:
         """How many optimizer steps one rollout serves; below 1 when several rollouts make up one step."""
-        return self.steps_per_generation * self.num_iterations / self.gradient_accumulation_steps
+        return self.micro_steps_per_rollout / self.gradient_accumulation_steps
 
     @property
     def is_on_policy(self) -> bool:
@@ -154,7 +159,7 @@ class OPOConfig(GRPOConfig):
 
         The same condition as TRL's for leaving out the anchor log-probabilities.
         """
-        return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
+        return self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
 
     def _reject_unused_fields(self):
         for parent_field in dataclasses.fields(GRPOConfig):

@@ -42,6 +42,11 @@ _PACKAGES = (
 )
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a run has begun in this folder."""
+    return (folder / RECIPE).is_file()
+
+
 def claim(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """
     Make sure that a run may write into a folder, and create it.
@@ -59,7 +64,7 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> None:
         written or deleted then.
     """
     occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if resume and not (folder / RECIPE).is_file():
+    if resume and not is_run(folder):
         raise ValueError(f"output_dir={str(folder)!r} holds no run to resume. Remove `resume_from_checkpoint`.")
     if occupied and not resume:
         if not overwrite:
@@ -67,7 +72,7 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> None:
                 f"output_dir={str(folder)!r} is not empty. Choose another `output_dir`, continue that run with "
                 "`--resume_from_checkpoint last`, or delete it with `--overwrite`."
             )
-        if not (folder / RECIPE).is_file():
+        if not is_run(folder):
             raise ValueError(
                 f"output_dir={str(folder)!r} is not empty and holds no {RECIPE}, so it is not a run of this program "
                 "and will not be deleted. Choose another `output_dir`."

@@ -24,12 +24,12 @@ import yaml
 from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config, rewards
 
 from . import run_folder
 from .arithmetic import arithmetic_reward, base_model_path
 from .callbacks import LogFile, ProgressBar, Validation
+from .checkpoint import resolve as find_checkpoint
 from .config import OPOConfig
 from .data import INSTRUCTION, drop_long_prompts, load_problems, to_prompts, without_overlap
 from .evaluate import Decoding, evaluate
@@ -360,19 +360,6 @@ def _draw_figures(folder: Path):
     print(f"Figures in {folder / 'figures'}, model in {folder}")
 
 
-def _checkpoint(args: OPOConfig) -> str | None:
-    """The checkpoint that `resume_from_checkpoint` names; `last` and `true` stand for the newest of the run."""
-    wanted = args.resume_from_checkpoint
-    if wanted in ("last", "true", "True", True):
-        wanted = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
-        if wanted is None:
-            raise ValueError(
-                f"resume_from_checkpoint={args.resume_from_checkpoint!r}, but output_dir={args.output_dir!r} holds no "
-                "checkpoint. Remove `resume_from_checkpoint`."
-            )
-    return wanted
-
-
 # What selects problems; a data set that comes with its own prompts is taken as it is.
 _SELECTIONS = ("levels", "fraction", "validation_levels", "report_levels")
 
@@ -402,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         script, args, model_config, recipe = parse(sys.argv[1:] if argv is None else argv)
         _check_script(script, model_config)
-        checkpoint = _checkpoint(args)
+        checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
         if model_config.model_name_or_path == EMBEDDED_MODEL:
             model_config.model_name_or_path = base_model_path()
         # All that a recipe can have wrong comes before the folder, where it might cost an earlier run.
@@ -413,7 +400,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             data = load_data(script, args, model_config.model_name_or_path)
         if args.process_index == 0:
             folder = Path(args.output_dir)
-            run_folder.claim(folder, resume=checkpoint is not None, overwrite=script.overwrite)
+            resume = checkpoint is not None or (args.resume_from_checkpoint == "auto" and run_folder.is_run(folder))
+            run_folder.claim(folder, resume=resume, overwrite=script.overwrite)
             settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
             run_folder.write_description(folder, recipe=recipe, settings=settings, seed=args.seed)
     except ValueError as error:

@@ -9,23 +9,31 @@ TRL owns generation, rewards, sharding, the optimizer and checkpoints. What is a
 2. `compute_loss`: the log-ratio of each row is regressed on its target. A plain mean over rows, so that how the rows
    are split into micro-batches and processes changes nothing.
 3. `log`: what happened, under `opo/`.
+4. `_save_rng_state` and its companions: a checkpoint holds all that the rest of the run depends on, the rollout in use
+   among it.
 """
 
+import shutil
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
 from torch import Tensor
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id
 
-from . import objective, trl_contract
+from . import checkpoint, objective, trl_contract
 from .config import OPOConfig
 from .plan import training_plan
+from .rollout import EpochSampler, micro_batches
+from .weights import FrozenBase
 
 
 logger = get_logger(__name__)
@@ -120,17 +128,71 @@ class OPOTrainer(GRPOTrainer):
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}
         self._step_rows: list[Tensor] = []  # what the micro-batches of the current optimizer step have to report
         self._low_ess_rollouts = 0
+        self._frozen_base: FrozenBase | None = None
+        self._sampler: EpochSampler | None = None  # Transformers asks for it when training starts; not for a stream
 
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
 
-    def train(self, *args, **kwargs):
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """
+        Train, from the beginning or from a checkpoint.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*):
+                Folder of a checkpoint, `"last"` or `"auto"`; see [`checkpoint.resolve`].
+
+        Raises:
+            `ValueError`: the checkpoint is not whole, or lies inside a rollout that is cut differently in this run.
+        """
+        found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
+        if found is not None:
+            checkpoint.check_split(self, found)
         if self.accelerator.is_main_process:
             print(training_plan(self), flush=True)
-        return super().train(*args, **kwargs)
+        return super().train(found, *args, **kwargs)
 
     # 1. The drive joins the rollout
+
+    def _get_train_sampler(self, dataset=None):
+        sampler = super()._get_train_sampler(dataset)
+        self._sampler = EpochSampler(
+            sampler.data_source,
+            mini_repeat_count=sampler.mini_repeat_count,
+            batch_size=sampler.batch_size,
+            repeat_count=sampler.repeat_count,
+            shuffle=sampler.shuffle,
+            seed=sampler.seed,
+        )
+        return self._sampler
+
+    @profiling_decorator
+    def _prepare_inputs(self, generation_batch):
+        if self._mode == "eval":
+            return super()._prepare_inputs(generation_batch)
+        args = self.args
+        rollout, position = divmod(self._step, args.micro_steps_per_rollout)
+        if position == 0:
+            self._buffered_inputs = micro_batches(
+                self._generate_and_score_completions(generation_batch),
+                steps_per_generation=args.steps_per_generation,
+                gradient_accumulation_steps=args.gradient_accumulation_steps,
+                seed=args.seed,
+                index=rollout,
+                process=self.accelerator.process_index,
+                processes=self.accelerator.num_processes,
+            )
+        return self._buffered_inputs[self._step % args.steps_per_generation]
+
+    def _generate(self, prompts: list):
+        if not (self.use_vllm and is_peft_model(self.model)):
+            return super()._generate(prompts)
+        if self._frozen_base is None:
+            self._frozen_base = FrozenBase(self.model)
+        generated = super()._generate(prompts)
+        self._frozen_base.restore()
+        return generated
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -416,6 +478,37 @@ class OPOTrainer(GRPOTrainer):
                 objective.gradient_response_efficiency(logs["grad_norm"], ranges[-1])
             )
         super().log(logs, start_time)
+
+    # 4. What a checkpoint holds
+
+    def _save_checkpoint(self, model, trial):
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            # What an earlier attempt left here would make a half-written checkpoint look whole.
+            shutil.rmtree(folder, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str):
+        super()._save_rng_state(output_dir)
+        checkpoint.save_state(self, Path(output_dir))
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            checkpoint.seal(Path(output_dir))
+
+    def _load_rng_state(self, folder: str | None):
+        super()._load_rng_state(folder)
+        if folder is not None:
+            checkpoint.restore_state(self, checkpoint.load_state(self, folder, device=self.accelerator.device))
+
+    def _run_epoch(self, **named):
+        # Resumed from the last step's checkpoint, Transformers would train one step more.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        if self._sampler is not None:
+            self._sampler.epoch = named["epoch"]
+        super()._run_epoch(**named)
 
 
 def _completion_tokens(inputs: Mapping[str, Any]) -> Tensor:

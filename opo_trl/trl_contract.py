@@ -40,6 +40,13 @@ SEAMS: Mapping[str, tuple[str, ...]] = {
     ),
     "get_high_entropy_mask": ("entropies", "mask", "threshold"),
     "log": ("logs", "start_time"),
+    "_prepare_inputs": ("generation_batch",),  # the rollout becomes micro-batches
+    "_get_train_sampler": ("dataset",),  # the order of the prompts
+    # Transformers' part: what a checkpoint holds, and where a run goes on
+    "_save_checkpoint": ("model", "trial"),
+    "_save_rng_state": ("output_dir",),
+    "_load_rng_state": ("checkpoint",),
+    "_run_epoch": ("epoch",),
 }
 
 # What a rollout must hold for the drive and the loss.

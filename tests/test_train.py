@@ -140,7 +140,7 @@ def test_without_a_drive_nothing_is_learned(tmp_path):
         ({"loss_type": "grpo"}, "loss_type='grpo'"),
         ({"validation_steps": 0}, "validation_steps=0"),
         ({"dataset_streaming": "true"}, "dataset_streaming=True"),
-        ({"resume_from_checkpoint": "last"}, "holds no checkpoint"),
+        ({"resume_from_checkpoint": "last"}, "holds no whole checkpoint"),
     ],
 )
 def test_recipe_that_cannot_be_run_ends_with_status_2_and_no_folder(tmp_path, capsys, overrides, message):

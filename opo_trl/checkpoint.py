@@ -1,0 +1,184 @@
+"""
+What a checkpoint holds beside weights, optimizer and random states, and which one a run can be resumed from.
+
+Held for each process is its part of the rollout in use, the place in it, and what the next log entry will report: the
+rest of a resumed run is then bit by bit that of an uninterrupted one.
+
+Only a checkpoint that was written to its end will do. It is whole when two files say so: `manifest.json`, written when
+the last process is done, lists what they have written, and `trainer_state.json` is what Transformers writes last. What a
+process that is killed leaves behind lacks one of them, or a file that the manifest names.
+"""
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.logging import get_logger
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import sort_checkpoints
+
+from .weights import local_part
+
+
+if TYPE_CHECKING:
+    from .trainer import OPOTrainer
+
+
+logger = get_logger(__name__)
+
+MANIFEST = "manifest.json"
+
+# What of the trainer's own state is a number, or a dictionary of numbers.
+_NUMBERS = ("_drive_metrics", "_low_ess_rollouts", "_globalstep_last_logged", "entropy_coef", "_last_world_entropy")
+
+
+def save_state(trainer: "OPOTrainer", folder: Path) -> None:
+    """Write this process's `rollout_state_*.pt`."""
+    rollout, position = divmod(trainer._step, trainer.args.micro_steps_per_rollout)
+    state = {
+        "rollout": rollout,
+        "position": position,
+        "split": _split(trainer),
+        "buffer": trainer._buffered_inputs if position else None,
+        "reference": [local_part(parameter) for parameter in _moving_reference(trainer)],
+        "pending_loss": trainer._tr_loss,
+        # As JSON, which keeps floats exactly, and as text whatever else a reward function may have logged:
+        # `torch.load` would refuse it.
+        "plain": json.dumps(
+            {
+                "numbers": {name: getattr(trainer, name) for name in _NUMBERS},
+                "metrics": trainer._metrics,
+                "logs": trainer._logs if trainer.log_completions else {},
+            },
+            default=lambda value: list(value) if isinstance(value, deque) else str(value),
+        ),
+    }
+    torch.save(state, _state_file(folder, trainer.accelerator.process_index))
+
+
+def load_state(trainer: "OPOTrainer", folder: str | Path, *, device: str | torch.device) -> dict[str, Any]:
+    """Read this process's `rollout_state_*.pt`."""
+    path = _state_file(Path(folder), trainer.accelerator.process_index)
+    # Where there are more processes than before, the first one's will do for them, as far as `check_split` lets it.
+    path = path if path.exists() else _state_file(Path(folder), 0)
+    return torch.load(path, map_location=device, weights_only=True)
+
+
+@torch.no_grad()
+def restore_state(trainer: "OPOTrainer", state: Mapping[str, Any]) -> None:
+    """Go on from a state of `load_state`."""
+    trainer._step = state["rollout"] * trainer.args.micro_steps_per_rollout + state["position"]
+    trainer._buffered_inputs = state["buffer"]
+    for parameter, saved in zip(_moving_reference(trainer), state["reference"], strict=True):
+        local_part(parameter).copy_(saved)
+    # Optimizer steps since the last log entry count in the next one, but not in this call's mean loss.
+    trainer._tr_loss = state["pending_loss"]
+    trainer._total_loss_scalar = -trainer._tr_loss.item()
+    plain = json.loads(state["plain"])
+    for name, value in plain["numbers"].items():
+        setattr(trainer, name, value)
+    for mode, metrics in plain["metrics"].items():
+        trainer._metrics[mode].update(metrics)
+    logs: Any = trainer._logs  # name → the latest rollout's values, or name → column → values
+    for name, kept in plain["logs"].items():
+        if isinstance(kept, dict):
+            for column, values in kept.items():
+                logs[name][column].extend(values)
+        else:
+            logs[name].extend(kept)
+
+
+def check_split(trainer: "OPOTrainer", folder: str) -> None:
+    """
+    Check that a checkpoint inside a rollout is resumed with the rollout cut as it was.
+
+    Raises:
+        `ValueError`: names the field that differs.
+    """
+    state = load_state(trainer, folder, device="cpu")
+    saved, split = state["split"], _split(trainer)
+    if state["position"] == 0 or saved == split:
+        return
+    name = next(name for name in split if split[name] != saved[name])
+    raise ValueError(
+        f"{folder!r} was saved in the middle of a rollout with {name}={saved[name]}, but this run has "
+        f"{name}={split[name]}. Set {name}={saved[name]}, or resume from a checkpoint at the end of a rollout."
+    )
+
+
+def _split(trainer: "OPOTrainer") -> dict[str, int]:
+    """How a rollout is cut: into processes, micro-batches and passes."""
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
+    return {"processes": trainer.accelerator.num_processes, **{name: getattr(trainer.args, name) for name in names}}
+
+
+def _moving_reference(trainer: "OPOTrainer") -> list:
+    """Parameters of a reference model that follows the policy: the base model does not give them back."""
+    return list(trainer.ref_model.parameters()) if trainer.args.sync_ref_model else []
+
+
+def _state_file(folder: Path, process: int) -> Path:
+    return folder / f"rollout_state_{process}.pt"
+
+
+def seal(folder: Path) -> None:
+    """Write the manifest of a checkpoint, once every process has written its part."""
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2))
+
+
+def fault(folder: Path) -> str | None:
+    """What keeps a checkpoint from being resumed; `None` if it is whole."""
+    if not folder.is_dir():
+        return "it does not exist"
+    for name in (MANIFEST, TRAINER_STATE_NAME):
+        try:
+            content = json.loads((folder / name).read_text())
+        except FileNotFoundError:
+            return f"it has no {name}: its writing was cut short, or it holds a model only (`save_only_model`)"
+        except json.JSONDecodeError:
+            return f"its {name} is cut short"
+        missing = [file for file in content.get("files", ()) if not (folder / file).exists()]
+        if missing:
+            return f"of its files, {', '.join(missing)} is missing"
+    return None
+
+
+def resolve(wanted: str | bool | None, output_dir: str) -> str | None:
+    """
+    Find the checkpoint to resume from.
+
+    Args:
+        wanted (`str` or `bool`, *optional*):
+            Folder of a checkpoint; `"last"` or `True`: the last whole one of the run; `"auto"`: the same, but the run
+            starts at the beginning if it has none.
+        output_dir (`str`):
+            Folder of the run.
+
+    Returns:
+        `str` or `None`: folder of a whole checkpoint; `None` to start at the beginning.
+
+    Raises:
+        `ValueError`: the wanted checkpoint is not whole, or there is none. The message names the last whole one.
+    """
+    if wanted in (None, False, "false", "False"):
+        return None
+    checkpoints = sort_checkpoints(output_dir)
+    last = next((path for path in reversed(checkpoints) if fault(Path(path)) is None), None)
+    if wanted not in (True, "true", "True", "last", "auto"):
+        why = fault(Path(str(wanted)))
+        if why is None:
+            return str(wanted)
+        instead = f"Use {last!r}, the last whole one." if last else "Remove `resume_from_checkpoint`."
+        raise ValueError(f"resume_from_checkpoint={wanted!r} cannot be resumed: {why}. {instead}")
+    for path in checkpoints[checkpoints.index(last) + 1 if last else 0 :]:
+        logger.warning(f"{path} is passed over: {fault(Path(path))}.")
+    if last is None and wanted != "auto":
+        raise ValueError(
+            f"resume_from_checkpoint={wanted!r}, but output_dir={output_dir!r} holds no whole checkpoint. Remove "
+            "`resume_from_checkpoint`, or set it to `auto` to start at the beginning then."
+        )
+    return last

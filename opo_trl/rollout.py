@@ -1,0 +1,109 @@
+"""
+A rollout on its way to the optimizer: in which order prompts are drawn, and which optimizer step a completion serves.
+
+Both are functions of the seed and of the position in the run alone. Transformers and TRL draw them from random states
+that depend on the number of processes and are lost when a run is resumed.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from trl.trainer.utils import (
+    RepeatSampler,
+    split_pixel_values_by_grid,
+    split_tensor_dict,
+    unsplit_pixel_values_by_grid,
+)
+
+
+class EpochSampler(RepeatSampler):
+    """
+    TRL's sampler, with its order, which can start in any epoch.
+
+    TRL's own starts with the first epoch's order again when a run is resumed in a later one.
+
+    Attributes:
+        epoch (`int`): epoch of the next iteration, from 0.
+    """
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed(self.seed)
+            for _ in range(self.epoch):
+                torch.randperm(self.num_samples, generator=self.generator)
+        yield from super().__iter__()
+
+
+def optimizer_step_of_rows(n_rows: int, n_steps: int, *, seed: int, rollout: int) -> np.ndarray:
+    """
+    Choose the optimizer step of each row of a rollout, over all processes.
+
+    Every `n_steps` consecutive rows go to different steps. Each process holds consecutive rows, so each brings
+    equally many to every step, however many processes there are; and the completions of a prompt are spread evenly.
+
+    Args:
+        n_rows (`int`):
+            Rows of the rollout, a multiple of `n_steps`.
+        n_steps (`int`):
+            Optimizer steps that share the rollout's rows.
+        seed (`int`):
+            Seed of the run.
+        rollout (`int`):
+            Number of the rollout in the run, from 0.
+
+    Returns:
+        `np.ndarray`: `[n_rows]`, in `0 … n_steps − 1`.
+    """
+    blocks = np.tile(np.arange(n_steps), (n_rows // n_steps, 1))
+    return np.random.default_rng((seed, rollout)).permuted(blocks, axis=1).reshape(-1)
+
+
+def micro_batches(
+    rollout: Mapping[str, Any],
+    *,
+    steps_per_generation: int,
+    gradient_accumulation_steps: int,
+    seed: int,
+    index: int,
+    process: int,
+    processes: int,
+) -> list[dict[str, Any]]:
+    """
+    Cut this process's rows of a rollout into micro-batches, so that each optimizer step gets its rows.
+
+    Args:
+        rollout (`Mapping[str, Any]`):
+            Rows of this process, in the order of the prompts: TRL's tensors and lists.
+        steps_per_generation (`int`):
+            Number of micro-batches.
+        gradient_accumulation_steps (`int`):
+            Micro-batches per optimizer step. Where it does not divide `steps_per_generation`, rows are kept together
+            in the largest runs of micro-batches that divide both.
+        seed (`int`), index (`int`):
+            Seed of the run, and number of the rollout in it.
+        process (`int`), processes (`int`):
+            Index of this process, and their number.
+
+    Returns:
+        `list[dict[str, Any]]`: `steps_per_generation` micro-batches of equally many rows.
+    """
+    rows = split_pixel_values_by_grid(dict(rollout))
+    n_local = len(rows["completion_ids"])
+    n_steps = steps_per_generation // math.gcd(steps_per_generation, gradient_accumulation_steps)
+    step_of_row = optimizer_step_of_rows(n_local * processes, n_steps, seed=seed, rollout=index)
+    order = np.argsort(step_of_row[process * n_local : (process + 1) * n_local], kind="stable")
+    batches: list[Any] = split_tensor_dict(
+        {name: _take(value, order) for name, value in rows.items()}, steps_per_generation
+    )
+    return [unsplit_pixel_values_by_grid(batch) for batch in batches]
+
+
+def _take(value: Any, order: np.ndarray) -> Any:
+    if isinstance(value, list):
+        return [value[i] for i in order]
+    return value[torch.from_numpy(order)] if isinstance(value, torch.Tensor) and value.ndim else value

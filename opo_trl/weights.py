@@ -1,0 +1,40 @@
+"""Weights that must come back as they were: those of a LoRA run's frozen base."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def local_part(parameter: nn.Parameter) -> Tensor:
+    """What this process holds of a parameter: its shard under ZeRO-3 and FSDP2, else the whole; shares its memory."""
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor.data
+    tensor = parameter.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class FrozenBase:
+    """
+    The base weights below LoRA's adapters, kept in host memory.
+
+    To hand its weights to vLLM, TRL merges the adapter into the base and takes it out again. In bfloat16 W + Δ − Δ is
+    not W, and what is left over adds up with every synchronization: after a run, the saved adapter would sit on
+    another base than the one it was trained on.
+
+    Args:
+        model (`nn.Module`):
+            Model whose frozen base is kept; for one without adapters nothing is.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._kept = [
+            (parameter, local_part(parameter).to("cpu", copy=True))
+            for name, parameter in model.named_parameters()
+            if ".base_layer." in name and not parameter.requires_grad
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set the base back, bit by bit."""
+        for parameter, kept in self._kept:
+            local_part(parameter).copy_(kept)
