@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import send_to_device
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
@@ -59,23 +60,23 @@ def save_state(trainer: "OPOTrainer", folder: Path) -> None:
     torch.save(state, _state_file(folder, trainer.accelerator.process_index))
 
 
-def load_state(trainer: "OPOTrainer", folder: str | Path, *, device: str | torch.device) -> dict[str, Any]:
-    """Read this process's `rollout_state_*.pt`."""
+def load_state(trainer: "OPOTrainer", folder: str) -> dict[str, Any]:
+    """Read this process's `rollout_state_*.pt`, into host memory."""
     path = _state_file(Path(folder), trainer.accelerator.process_index)
     # Where there are more processes than before, the first one's will do for them, as far as `check_split` lets it.
     path = path if path.exists() else _state_file(Path(folder), 0)
-    return torch.load(path, map_location=device, weights_only=True)
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 @torch.no_grad()
 def restore_state(trainer: "OPOTrainer", state: Mapping[str, Any]) -> None:
     """Go on from a state of `load_state`."""
     trainer._step = state["rollout"] * trainer.args.micro_steps_per_rollout + state["position"]
-    trainer._buffered_inputs = state["buffer"]
+    trainer._buffered_inputs = send_to_device(state["buffer"], trainer.accelerator.device)
     for parameter, saved in zip(_moving_reference(trainer), state["reference"], strict=True):
         local_part(parameter).copy_(saved)
     # Optimizer steps since the last log entry count in the next one, but not in this call's mean loss.
-    trainer._tr_loss = state["pending_loss"]
+    trainer._tr_loss = state["pending_loss"].to(trainer.args.device)
     trainer._total_loss_scalar = -trainer._tr_loss.item()
     plain = json.loads(state["plain"])
     for name, value in plain["numbers"].items():
@@ -98,7 +99,7 @@ def check_split(trainer: "OPOTrainer", folder: str) -> None:
     Raises:
         `ValueError`: names the field that differs.
     """
-    state = load_state(trainer, folder, device="cpu")
+    state = load_state(trainer, folder)
     saved, split = state["split"], _split(trainer)
     if state["position"] == 0 or saved == split:
         return
@@ -147,6 +148,11 @@ def fault(folder: Path) -> str | None:
     return None
 
 
+def last_whole(output_dir: str) -> str | None:
+    """Folder of a run's last whole checkpoint, if it has one."""
+    return next((path for path in reversed(sort_checkpoints(output_dir)) if fault(Path(path)) is None), None)
+
+
 def resolve(wanted: str | bool | None, output_dir: str) -> str | None:
     """
     Find the checkpoint to resume from.
@@ -166,14 +172,14 @@ def resolve(wanted: str | bool | None, output_dir: str) -> str | None:
     """
     if wanted in (None, False, "false", "False"):
         return None
-    checkpoints = sort_checkpoints(output_dir)
-    last = next((path for path in reversed(checkpoints) if fault(Path(path)) is None), None)
+    last = last_whole(output_dir)
     if wanted not in (True, "true", "True", "last", "auto"):
         why = fault(Path(str(wanted)))
         if why is None:
             return str(wanted)
         instead = f"Use {last!r}, the last whole one." if last else "Remove `resume_from_checkpoint`."
         raise ValueError(f"resume_from_checkpoint={wanted!r} cannot be resumed: {why}. {instead}")
+    checkpoints = sort_checkpoints(output_dir)
     for path in checkpoints[checkpoints.index(last) + 1 if last else 0 :]:
         logger.warning(f"{path} is passed over: {fault(Path(path))}.")
     if last is None and wanted != "auto":

@@ -499,7 +499,7 @@ class OPOTrainer(GRPOTrainer):
     def _load_rng_state(self, folder: str | None):
         super()._load_rng_state(folder)
         if folder is not None:
-            checkpoint.restore_state(self, checkpoint.load_state(self, folder, device=self.accelerator.device))
+            checkpoint.restore_state(self, checkpoint.load_state(self, folder))
 
     def _run_epoch(self, **named):
         # Resumed from the last step's checkpoint, Transformers would train one step more.

@@ -1,0 +1,190 @@
+"""
+Kill a run with SIGKILL at random points, resume it, and compare what comes out with the uninterrupted run, bit by bit.
+
+    PYTHONPATH=tests python -m faults.kill_and_resume [--kills 20] [--seed 0]
+
+The run is the canonical one with completions that the policy samples, so that random states matter. It saves a
+checkpoint every second optimizer step and keeps two: in the middle of a rollout's first iteration, in its second one,
+and at its end. It is killed before or after any micro-step, or some time after a save began: at any place in it, then.
+
+Ends with status 1 if a resumed run is not the uninterrupted one.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from invariance.canonical import STEPS, WEIGHTS, Form, make_trainer
+from invariance.launch import launch, logs
+from safetensors.torch import load_file
+from tiny import save_tiny_model
+
+from opo_trl import OPOTrainer, checkpoint
+
+
+SAVE_STEPS = 2
+# Log entries cover three optimizer steps, so checkpoints lie between them, too.
+SAVING = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_total_limit": 2, "logging_steps": 3}
+
+# About as long as a save of the tiny model takes.
+_SAVE_SECONDS = {1: 0.03, 4: 0.3}
+
+ONE = Form("1 process", rows=4, sampled=True, options=SAVING)
+LORA = replace(ONE, name="LoRA, 1 process", lora=True)
+ZERO3 = Form("zero3, 4 processes", rows=2, processes=4, config="zero3", sampled=True, options=SAVING)
+FORMS = (
+    ONE,
+    LORA,
+    ZERO3,
+    replace(ZERO3, name="LoRA, zero3, 4 processes", lora=True),
+    replace(ZERO3, name="zero2, 4 processes", config="zero2"),
+    replace(ZERO3, name="fsdp2, 4 processes", config="fsdp2"),
+    replace(ZERO3, name="ddp, 4 processes", config="ddp"),
+)
+
+# Measured times, and what is computed from them.
+_TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """
+    A moment to die.
+
+    Args:
+        micro_step: number of the micro-step, from 0, before which one process kills itself; or
+        save: number of the save, from 0, that kills it …
+        seconds: … so long after it began.
+        process: which one; the launcher ends the others.
+    """
+
+    micro_step: int | None = None
+    save: int | None = None
+    seconds: float = 0.0
+    process: int = 0
+
+    def __str__(self) -> str:
+        when = f"{self.seconds * 1000:.0f} ms into save {self.save}"
+        return f"process {self.process} {when if self.micro_step is None else f'before micro-step {self.micro_step}'}"
+
+    @staticmethod
+    def at_random(form: Form, draw: random.Random) -> "Kill":
+        process = draw.randrange(form.processes)
+        if draw.random() < 0.5:
+            return Kill(micro_step=draw.randrange(STEPS * form.accumulation), process=process)
+        seconds = _SAVE_SECONDS[form.processes]
+        return Kill(save=draw.randrange(STEPS // SAVE_STEPS), seconds=draw.uniform(0, seconds), process=process)
+
+
+class Mortal(OPOTrainer):
+    """Dies when it is told to."""
+
+    kill: Kill | None = None
+    saves = 0
+
+    def training_step(self, *args, **kwargs):
+        if self._doomed and self._step == self.kill.micro_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(*args, **kwargs)
+
+    def _save_checkpoint(self, *args, **kwargs):
+        doomed = self._doomed and self.saves == self.kill.save
+        self.saves += 1
+        if doomed:
+            death = threading.Thread(target=self._die_later, daemon=True)
+            death.start()
+        super()._save_checkpoint(*args, **kwargs)
+        if doomed:
+            death.join()  # at the latest right after the save
+
+    @property
+    def _doomed(self) -> bool:
+        return self.kill is not None and self.accelerator.process_index == self.kill.process
+
+    def _die_later(self):
+        time.sleep(self.kill.seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(form: Form, model: str, folder: str, kill: Kill | None) -> None:
+    """In each process: go on from the last whole checkpoint, or from the beginning."""
+    trainer = make_trainer(form, model, Path(folder), Mortal)
+    trainer.kill = kill
+    trainer.train(resume_from_checkpoint="auto")
+    trainer.save_model(str(Path(folder) / "end"))
+    if trainer.accelerator.is_main_process:
+        (Path(folder) / "log.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def train_without_state(*arguments) -> None:
+    """The same, with TRL's checkpoints: a control."""
+    checkpoint.restore_state = lambda trainer, state: None
+    train(*arguments)
+
+
+def start(form: Form, model: str, folder: Path, kill: Kill | None = None, target=train) -> list[int]:
+    """Launch the run; the exit status of each process."""
+    where = {"config": form.config, "processes": form.processes, "folder": folder}
+    status = launch(target, form, model, str(folder), kill, **where)
+    if kill is None and any(status):
+        raise RuntimeError(f"{form.name}: exit status {status}\n{logs(folder)}")
+    return status
+
+
+def differences(folder: Path, reference: Path) -> list[str]:
+    """Names of tensors and log entries that are not the same bits."""
+    end, wanted = ({**_weights(path / "end")} for path in (folder, reference))
+    different = [name for name in wanted if not torch.equal(end[name], wanted[name])]
+    log, wanted_log = (_log(path) for path in (folder, reference))
+    different += [f"log entry {i}" for i, pair in enumerate(zip(log, wanted_log, strict=True)) if pair[0] != pair[1]]
+    return different
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(folder / name for name in WEIGHTS if (folder / name).exists()))
+
+
+def _log(folder: Path) -> list[dict]:
+    entries = json.loads((folder / "log.json").read_text())
+    # train_loss is the mean over the steps of the last call.
+    return [{k: v for k, v in entry.items() if k not in (*_TIMES, "train_loss")} for entry in entries]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m faults.kill_and_resume")
+    parser.add_argument("--kills", type=int, default=20, help="kills per form of the run")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of moments")
+    arguments = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        model = save_tiny_model(place / "model")
+        for form in FORMS:
+            start(form, model, place / form.name)
+            draw = random.Random(f"{arguments.seed} {form.name}")
+            for number in range(arguments.kills):
+                kill, folder = Kill.at_random(form, draw), place / "killed"
+                shutil.rmtree(folder, ignore_errors=True)
+                status = start(form, model, folder, kill)
+                resumed_from = checkpoint.last_whole(str(folder))
+                start(form, model, folder)
+                wrong = differences(folder, place / form.name)
+                failed += bool(wrong) or -signal.SIGKILL not in status
+                outcome = f"{len(wrong)} differ: {', '.join(wrong[:3])}" if wrong else "the same bits"
+                origin = Path(resumed_from).name if resumed_from else "the beginning"
+                print(f"{form.name}, {number + 1}: {kill}; resumed from {origin}: {outcome}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

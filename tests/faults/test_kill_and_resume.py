@@ -1,0 +1,77 @@
+"""A killed and resumed run is the uninterrupted one, bit by bit: some moments here, more with the script's command."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from .kill_and_resume import LORA, ONE, SAVING, ZERO3, Kill, differences, start, train_without_state
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
+    """Folder of the uninterrupted run of a form, trained once."""
+    folders = {}
+
+    def of(form) -> Path:
+        if form.name not in folders:
+            folders[form.name] = tmp_path_factory.mktemp("uninterrupted")
+            start(form, tiny_model, folders[form.name])
+        return folders[form.name]
+
+    return of
+
+
+# A rollout serves six optimizer steps of two micro-steps; checkpoints come after every second step.
+@pytest.mark.parametrize(
+    "kill",
+    [
+        pytest.param(Kill(micro_step=3), id="before the first save"),
+        pytest.param(Kill(micro_step=5), id="in a rollout's first iteration"),
+        pytest.param(Kill(micro_step=11), id="in its second iteration"),
+        pytest.param(Kill(micro_step=12), id="at the beginning of the second rollout"),
+        pytest.param(Kill(micro_step=27), id="in the second epoch"),
+        pytest.param(Kill(save=1, seconds=0.003), id="early in a save"),
+        pytest.param(Kill(save=4, seconds=0.015), id="in a save"),
+        pytest.param(Kill(save=8, seconds=0.03), id="late in the last save"),
+    ],
+)
+def test_resumed_run_is_the_uninterrupted_one(uninterrupted, tiny_model: str, tmp_path: Path, kill: Kill):
+    assert start(ONE, tiny_model, tmp_path, kill) == [-9]
+    start(ONE, tiny_model, tmp_path)
+    assert differences(tmp_path, uninterrupted(ONE)) == []
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        LORA,
+        replace(
+            ONE,
+            name="moving reference",
+            options={**SAVING, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5},
+        ),
+        replace(
+            ONE,
+            name="adaptive entropy",
+            options={**SAVING, "use_adaptive_entropy": True, "entropy_target": 4.0, "entropy_coef_max": 0.1},
+        ),
+    ],
+    ids=lambda form: form.name,
+)
+def test_other_forms(uninterrupted, tiny_model: str, tmp_path: Path, form):
+    assert start(form, tiny_model, tmp_path, Kill(micro_step=11)) == [-9]
+    start(form, tiny_model, tmp_path)
+    assert differences(tmp_path, uninterrupted(form)) == []
+
+
+def test_four_processes_under_zero3(uninterrupted, tiny_model: str, tmp_path: Path):
+    assert -9 in start(ZERO3, tiny_model, tmp_path, Kill(micro_step=5, process=2))
+    start(ZERO3, tiny_model, tmp_path)
+    assert differences(tmp_path, uninterrupted(ZERO3)) == []
+
+
+def test_without_the_rollout_state_the_run_is_another(uninterrupted, tiny_model: str, tmp_path: Path):
+    assert start(ONE, tiny_model, tmp_path, Kill(micro_step=11)) == [-9]
+    start(ONE, tiny_model, tmp_path, target=train_without_state)
+    assert differences(tmp_path, uninterrupted(ONE)) != []

@@ -1,0 +1,1 @@
+"""One trajectory, any execution: the same run in different forms, as equivalence classes."""

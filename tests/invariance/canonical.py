@@ -1,0 +1,157 @@
+"""
+The canonical run: three rollouts of three groups, each used by six optimizer steps, in float32 on the CPU.
+
+Completions differ in length, one is cut short, one group has no spread of rewards, and with two and four processes the
+groups lie across them. All the terms act: temperature, anchor, KL, clipped gradients. Every optimizer step has eight
+completions, however it is cut into processes and micro-batches.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from helpers import PROMPTS, Script
+from peft import LoraConfig
+from torch import Tensor
+
+from opo_trl import OPOConfig, OPOTrainer
+
+
+COMPLETIONS_PER_STEP = 8
+STEPS_PER_PASS = 3
+STEPS = 18
+REWARDS = [0.3, 1.7, 2.2, 0.1, 1.0, 0.6, 0.2, 0.7, *[1.0] * 8, 0.5, 0.9, 0.4, 1.3, 0.0, 2.0, 1.1, 0.8]
+
+# A tiny model's parameters lie below ZeRO-3's threshold and would stay whole on every process.
+_NO_THRESHOLDS = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """
+    A form of the canonical run.
+
+    Args:
+        name: what it is called in tables.
+        rows: completions per micro-batch and process.
+        processes: number of processes.
+        config: accelerate configuration in `recipes/accelerate`; `None` for a single process.
+        lora: whether to train an adapter.
+        sampled: whether the policy samples its completions; else they are scripted.
+        options: further fields of `OPOConfig`.
+    """
+
+    name: str
+    rows: int = COMPLETIONS_PER_STEP
+    processes: int = 1
+    config: str | None = None
+    lora: bool = False
+    sampled: bool = False
+    options: dict = field(default_factory=dict)
+
+    @property
+    def accumulation(self) -> int:
+        return COMPLETIONS_PER_STEP // (self.rows * self.processes)
+
+
+def even_tokens(completion_ids: list[list[int]], **kwargs) -> list[float]:
+    """A reward of what was sampled: the share of even tokens."""
+    return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
+
+
+def make_trainer(form: Form, model: str, folder: Path, trainer_class: type = OPOTrainer) -> OPOTrainer:
+    """A trainer of the canonical run."""
+    if form.config == "fsdp2":
+        _fsdp_on_cpu()
+    script = Script(REWARDS, truncated=(3,))
+    completions = {"reward_funcs": script.reward_functions(), "rollout_func": script.rollout}
+    if form.sampled:
+        completions = {"reward_funcs": even_tokens}
+    options = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": form.rows,
+        "gradient_accumulation_steps": form.accumulation,
+        "steps_per_generation": STEPS_PER_PASS * form.accumulation,
+        "num_generations": 8,
+        "num_iterations": 2,
+        "max_completion_length": 12,
+        "max_steps": STEPS,
+        "learning_rate": 2e-4,
+        "lr_scheduler_type": "linear",
+        "max_grad_norm": 1.0,
+        "beta": 0.02,
+        "chi2_radius": 0.5,
+        "adaptive_temperature": True,
+        "anchor_correction": "length_normalized",
+        "mask_truncated_completions": not form.sampled,  # a random model hardly ever ends its completion
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": form.config in (None, "ddp"),
+        "ddp_backend": "gloo" if form.processes > 1 else None,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        **form.options,
+    }
+    args = OPOConfig(**options)
+    if form.config == "zero3":
+        args.deepspeed_plugin.hf_ds_config.config["zero_optimization"].update(_NO_THRESHOLDS)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM") if form.lora else None
+    data = Dataset.from_dict({"prompt": PROMPTS})
+    return trainer_class(model=model, args=args, train_dataset=data, peft_config=lora, **completions)
+
+
+def run(form: Form, model: str, folder: str) -> None:
+    """Train the canonical run in this form; the main process writes `result.json`, and the model is saved."""
+    place = Path(folder)
+    trainer = make_trainer(form, model, place)
+    if form.config in (None, "ddp"):  # elsewhere only a trained model can be saved
+        trainer.save_model(str(place / "start"))
+    trainer.train()
+    trainer.save_model(str(place))
+    if trainer.accelerator.is_main_process:
+        (place / "result.json").write_text(json.dumps({"log": trainer.state.log_history, **describe(trainer)}))
+
+
+def describe(trainer: OPOTrainer) -> dict:
+    """What the run was trained with: a form that silently fell back to another one would prove nothing."""
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    parameters = list(trainer.model.parameters())
+    return {
+        "processes": trainer.accelerator.num_processes,
+        "distributed": str(trainer.accelerator.distributed_type).rpartition(".")[2],
+        "zero_stage": plugin.zero_stage if plugin else None,
+        "sharded": sum((hasattr(p, "ds_tensor") and p.numel() == 0) or hasattr(p, "placements") for p in parameters)
+        / len(parameters),
+    }
+
+
+WEIGHTS = ("adapter_model.safetensors", "model.safetensors")
+
+
+def _fsdp_on_cpu():
+    """Without a GPU accelerate takes a process group for DDP whatever was asked for: have it build FSDP over gloo."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    def backend(self, cpu=False, sagemaker_dp=False, backend=None):
+        return "gloo", DistributedType.MULTI_GPU
+
+    PartialState._prepare_backend = backend
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Norm of the difference, over all tensors."""
+    if one.keys() != other.keys():
+        raise ValueError(f"Different tensors: {sorted(one.keys() ^ other.keys())}")
+    return torch.sqrt(sum((one[name].double() - other[name].double()).square().sum() for name in one)).item()

@@ -1,0 +1,166 @@
+"""
+The equivalence classes: which forms of the canonical run must give the same training, and how exactly.
+
+Where a form adds the same numbers in the same order, the result is the same bit by bit. Elsewhere float32 sums are
+taken in another order: a gradient of the tiny model then differs by about 1e-6 of its size, and eighteen steps of
+AdamW, the second iterations over each rollout among them, carry that to about 1e-5 of the distance that the parameters
+move. [`TOLERANCE`] leaves a factor of ten.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from .canonical import STEPS, WEIGHTS, Form, difference, run
+from .launch import launch, logs
+
+
+TOLERANCE = 1e-4
+
+ONE = Form("1 process, 8 × 1")  # rows × accumulation
+LORA = replace(ONE, name="LoRA, 1 process", lora=True)
+
+
+@dataclass(frozen=True)
+class EquivalenceClass:
+    """
+    Args:
+        name: what its members differ in.
+        reference: the form that the others are compared with.
+        members: the others.
+        tolerance: bound on the relative differences; 0 demands the same bits.
+        quick: members that the default test run includes, by index.
+    """
+
+    name: str
+    reference: Form
+    members: tuple[Form, ...]
+    tolerance: float = TOLERANCE
+    quick: tuple[int, ...] = ()
+
+
+def _sharded(prefix: str = "", **fields) -> tuple[Form, ...]:
+    return tuple(
+        Form(f"{prefix}{config}, 4 processes", rows=2, processes=4, config=config, **fields)
+        for config in ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+    )
+
+
+CHECKPOINTING = {"gradient_checkpointing": True}
+
+CLASSES = (
+    EquivalenceClass("identical rerun", ONE, (replace(ONE, name="again"),), tolerance=0.0, quick=(0,)),
+    EquivalenceClass(
+        "rows × accumulation",
+        ONE,
+        tuple(Form(f"{rows} × {8 // rows}", rows=rows) for rows in (1, 2, 4)),
+        quick=(0, 1, 2),
+    ),
+    EquivalenceClass(
+        "processes",
+        ONE,
+        (
+            Form("2 processes, 4 × 1", rows=4, processes=2, config="ddp"),
+            Form("2 processes, 1 × 4", rows=1, processes=2, config="ddp"),
+            Form("4 processes, 1 × 2", rows=1, processes=4, config="ddp"),
+        ),
+        quick=(0, 2),
+    ),
+    EquivalenceClass("sharding", ONE, _sharded(), quick=(1, 2, 3, 4)),
+    EquivalenceClass(
+        "gradient checkpointing",
+        ONE,
+        (
+            replace(ONE, name="1 process", options=CHECKPOINTING),
+            Form("zero3, 4 processes", rows=1, processes=4, config="zero3", options=CHECKPOINTING),
+        ),
+        quick=(0,),
+    ),
+    EquivalenceClass("LoRA", LORA, (replace(LORA, name="2 × 4", rows=2), *_sharded(lora=True)), quick=(0, 4)),
+    EquivalenceClass(
+        "sampled by the policy",  # which depends on the random state of each process, so on their number
+        Form("ddp, 4 processes", rows=2, processes=4, config="ddp", sampled=True),
+        _sharded(sampled=True)[1:],
+        # Components of the gradient that are no more than rounding noise are moved by AdamW like any other.
+        tolerance=1e-3,
+        quick=(1,),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a form came to."""
+
+    steps: list[dict]
+    start: dict[str, Tensor] | None  # of the reference forms
+    end: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """
+    How far a form is from its reference; each is the largest of all optimizer steps.
+
+    Args:
+        loss: relative to the largest loss, since a loss may be 0.
+        gradient_norm: relative.
+        parameters: of the trained parameters, relative to the distance that they moved.
+    """
+
+    loss: float
+    gradient_norm: float
+    parameters: float
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.gradient_norm, self.parameters)
+
+
+def train(form: Form, model: str, folder: Path) -> Trained:
+    """
+    Train the canonical run in a form.
+
+    Raises:
+        `RuntimeError`: a process failed, or the run was not of this form.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    status = launch(run, form, model, str(folder), config=form.config, processes=form.processes, folder=folder)
+    if any(status):
+        raise RuntimeError(f"{form.name}: exit status {status}\n{logs(folder)}")
+    result = json.loads((folder / "result.json").read_text())
+    _check_form(form, result)
+    steps = [entry for entry in result["log"] if "grad_norm" in entry]
+    assert len(steps) == STEPS
+    start = _weights(folder / "start") if (folder / "start").exists() else None
+    return Trained(steps, start, _weights(folder))
+
+
+def compare(one: Trained, reference: Trained) -> Difference:
+    """How far a form is from its reference."""
+    pairs = list(zip(one.steps, reference.steps, strict=True))
+    return Difference(
+        loss=max(abs(a["loss"] - b["loss"]) for a, b in pairs) / max(abs(b["loss"]) for b in reference.steps),
+        gradient_norm=max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs),
+        parameters=difference(one.end, reference.end) / difference(reference.end, reference.start),
+    )
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    """The saved model, or the saved adapter."""
+    return load_file(next(folder / name for name in WEIGHTS if (folder / name).exists()))
+
+
+def _check_form(form: Form, result: dict):
+    distributed = {None: "NO", "ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(form.config, "DEEPSPEED")
+    stage = int(form.config[-1]) if distributed == "DEEPSPEED" else None
+    wanted = {"processes": form.processes, "distributed": distributed, "zero_stage": stage}
+    found = {name: result[name] for name in wanted}
+    if found != wanted:
+        raise RuntimeError(f"{form.name} was to run as {wanted}, but ran as {found}")
+    if result["sharded"] != (form.config in ("zero3", "fsdp2")):
+        raise RuntimeError(f"{form.name}: {result['sharded']:.0%} of the parameters are sharded")

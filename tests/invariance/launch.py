@@ -1,0 +1,110 @@
+"""
+Start the processes of a run on the CPU, in the environment that `accelerate launch` would give them.
+
+Processes are forked from a server that has imported everything once: the imports take longer than the tests' runs.
+"""
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+
+TESTS = Path(__file__).resolve().parents[1]
+CONFIGS = TESTS.parent / "recipes" / "accelerate"
+
+# What a GPU configuration has to change for CPU processes.
+DEVICE_SETTINGS = {"mixed_precision": "no"}
+
+
+def cpu_version(config: Path, processes: int) -> dict[str, Any]:
+    """A configuration of `recipes/accelerate` for CPU processes: but for [`DEVICE_SETTINGS`] it is the users' file."""
+    return yaml.safe_load(config.read_text()) | DEVICE_SETTINGS | {"num_processes": processes}
+
+
+def environment(config: str | None, processes: int, folder: Path) -> dict[str, str]:
+    """Environment variables of a launch, as accelerate computes them from a configuration's file."""
+    if config is None:
+        return {}
+    path = folder / f"{config}.yaml"
+    path.write_text(yaml.safe_dump(cpu_version(CONFIGS / f"{config}.yaml", processes)))
+    arguments, file, _ = _validate_launch_command(
+        launch_command_parser().parse_args(["--config_file", str(path), "--main_process_port", "0", "script.py"])
+    )
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(file.deepspeed_config)
+        env = prepare_deepspeed_cmd_env(arguments)[1]
+    else:
+        env = prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in env.items() if os.environ.get(name) != value}
+
+
+def launch(
+    target: Callable[..., None], *arguments: Any, config: str | None = None, processes: int = 1, folder: Path
+) -> list[int]:
+    """
+    Run `target(*arguments)` in every process of a launch.
+
+    Args:
+        target: function of a module below `tests`.
+        config: name of a configuration in `recipes/accelerate`; none for a single process.
+        processes: number of processes.
+        folder: where `process_*.log` go.
+
+    Returns:
+        Exit status of each process; −9 for one that was killed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    env = environment(config, processes, folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(processes):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = env | {name: str(value) for name, value in place.items()} if processes > 1 else env
+        process = _server().Process(target=_run, args=(target, arguments, own, folder / f"process_{rank}.log"))
+        process.start()
+        started.append(process)
+    while any(process.is_alive() for process in started):
+        for process in started:
+            process.join(0.05)
+        if any(process.exitcode for process in started):  # the others would wait for it
+            for process in started:
+                process.kill()
+    return [process.exitcode for process in started]
+
+
+def logs(folder: Path) -> str:
+    """The ends of all processes' output, for the message of a failure."""
+    return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("process_*.log")))
+
+
+def _server():
+    # Inherited by the server: the processes are many and the models small.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(TESTS) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), *paths]))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["invariance.preload"])
+    return context
+
+
+def _run(target: Callable[..., None], arguments: tuple, env: dict[str, str], log: Path):
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(env)
+    target(*arguments)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,53 @@
+"""The equivalence classes as tests: a quick selection by default, all of them with `-m slow`."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import yaml
+
+from .canonical import Form
+from .classes import CLASSES, ONE, EquivalenceClass, compare, train
+from .launch import CONFIGS, DEVICE_SETTINGS, cpu_version
+
+
+def members():
+    for each in CLASSES:
+        for index, member in enumerate(each.members):
+            marks = () if index in each.quick else (pytest.mark.slow,)
+            yield pytest.param(each, member, id=f"{each.name}-{member.name}", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
+    """Forms trained once, by name."""
+    folder = tmp_path_factory.mktemp("invariance")
+
+    @functools.cache
+    def of(name: str):
+        form = next(each.reference for each in CLASSES if each.reference.name == name)
+        return train(form, tiny_model, folder / name)
+
+    return of
+
+
+@pytest.mark.parametrize(("each", "member"), members())
+def test_member_trains_as_its_reference_does(
+    each: EquivalenceClass, member: Form, trained, tiny_model: str, tmp_path: Path
+):
+    found = compare(train(member, tiny_model, tmp_path), trained(each.reference.name))
+    assert found.largest <= each.tolerance, found
+
+
+def test_comparison_sees_a_difference(trained, tiny_model: str, tmp_path: Path):
+    other = train(Form("another seed", options={"seed": 43}), tiny_model, tmp_path)
+    assert compare(other, trained(ONE.name)).parameters > 0.01
+
+
+@pytest.mark.parametrize("config", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
+def test_what_runs_here_is_the_configuration_for_gpus_apart_from_the_device(config: str):
+    for_gpus = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())
+    for_cpus = cpu_version(CONFIGS / f"{config}.yaml", processes=4)
+    assert for_gpus["num_processes"] == for_cpus["num_processes"] == 4
+    assert {name for name in for_gpus if for_gpus[name] != for_cpus[name]} == set(DEVICE_SETTINGS)
+    assert for_gpus["use_cpu"] is False
