@@ -4,9 +4,9 @@ What a checkpoint holds beside weights, optimizer and random states, and which o
 Held for each process is its part of the rollout in use, the place in it, and what the next log entry will report: the
 rest of a resumed run is then bit by bit that of an uninterrupted one.
 
-Only a checkpoint that was written to its end will do. It is whole when two files say so: `manifest.json`, written when
-the last process is done, lists what they have written, and `trainer_state.json` is what Transformers writes last. What a
-process that is killed leaves behind lacks one of them, or a file that the manifest names.
+Only a checkpoint that was written to its end will do. It is whole when two files say so: `manifest.json`, written
+when the last process is done, lists what they have written, and `trainer_state.json` is what Transformers writes last.
+What a process that is killed leaves behind lacks one of them, or a file that the manifest names.
 """
 
 import json
@@ -54,7 +54,7 @@ def save_state(trainer: "OPOTrainer", folder: Path) -> None:
                 "metrics": trainer._metrics,
                 "logs": trainer._logs if trainer.log_completions else {},
             },
-            default=lambda value: list(value) if isinstance(value, deque) else str(value),
+            default=_plain,
         ),
     }
     torch.save(state, _state_file(folder, trainer.accelerator.process_index))
@@ -114,6 +114,12 @@ def _split(trainer: "OPOTrainer") -> dict[str, int]:
     """How a rollout is cut: into processes, micro-batches and passes."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
     return {"processes": trainer.accelerator.num_processes, **{name: getattr(trainer.args, name) for name in names}}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, deque):
+        return list(value)
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def _moving_reference(trainer: "OPOTrainer") -> list:

@@ -1,0 +1,148 @@
+"""Which checkpoints are whole, which one a run goes on from, and what it says about the others."""
+
+import datetime
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate import PartialState
+from helpers import logged, make_trainer, trained
+
+from opo_trl.checkpoint import MANIFEST, fault, last_whole, resolve
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run with a checkpoint at each of three steps; one rollout serves two."""
+    folder = tmp_path_factory.mktemp("run")
+    trained(tiny_model, folder, max_steps=3, num_iterations=2, save_strategy="steps", save_steps=1)
+    return folder
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(run, tmp_path / "copy")
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_finished_checkpoint_is_whole(run: Path):
+    assert [fault(run / f"checkpoint-{step}") for step in (1, 2, 3)] == [None] * 3
+
+
+def test_a_checkpoint_without_any_one_of_its_files_is_not_whole(copy: Path):
+    folder = copy / "checkpoint-2"
+    assert {"optimizer.pt", "rng_state.pth", "rollout_state_0.pt", "model.safetensors"} <= set(files(folder))
+    for name in files(folder):
+        hidden = (folder / name).rename(copy / "hidden")
+        assert name in fault(folder)
+        hidden.rename(folder / name)
+    assert fault(folder) is None
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "trainer_state.json"])
+def test_a_checkpoint_whose_last_files_are_cut_short_is_not_whole(copy: Path, name: str):
+    path = copy / "checkpoint-2" / name
+    path.write_text(path.read_text()[:-5])
+    assert f"{name} is cut short" in fault(copy / "checkpoint-2")
+
+
+def test_last_whole_checkpoint_is_taken_and_the_others_are_named(copy: Path, caplog: pytest.LogCaptureFixture):
+    PartialState()
+    (copy / "checkpoint-3" / "optimizer.pt").unlink()
+    (copy / "checkpoint-10").mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert resolve("last", str(copy)) == str(copy / "checkpoint-2") == last_whole(str(copy))
+    assert "checkpoint-3 is passed over: of its files, optimizer.pt is missing" in caplog.text
+    assert "checkpoint-10 is passed over: it has no manifest.json" in caplog.text
+    for wanted in (True, "true", "auto"):
+        assert resolve(wanted, str(copy)) == str(copy / "checkpoint-2")
+
+
+def test_a_named_checkpoint_that_is_not_whole_is_refused(copy: Path):
+    (copy / "checkpoint-3" / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match=r"cannot be resumed: it has no trainer_state.json.*checkpoint-2'"):
+        resolve(str(copy / "checkpoint-3"), str(copy))
+    with pytest.raises(ValueError, match="does not exist"):
+        resolve(str(copy / "checkpoint-7"), str(copy))
+    assert resolve(str(copy / "checkpoint-1"), str(copy)) == str(copy / "checkpoint-1")
+
+
+def test_run_without_a_whole_checkpoint(tmp_path: Path):
+    PartialState()
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint='last'.*holds no whole checkpoint.*`auto`"):
+        resolve("last", str(tmp_path))
+    assert resolve("auto", str(tmp_path)) is None
+    for wanted in (None, False):
+        assert resolve(wanted, str(tmp_path)) is None
+
+
+def test_trainer_refuses_a_checkpoint_that_is_not_whole(copy: Path, tiny_model: str):
+    (copy / "checkpoint-3" / "rollout_state_0.pt").unlink()
+    trainer = make_trainer(tiny_model, copy, max_steps=4)
+    with pytest.raises(ValueError, match=r"rollout_state_0\.pt is missing"):
+        trainer.train(resume_from_checkpoint=str(copy / "checkpoint-3"))
+
+
+def test_model_only_checkpoint_is_refused(tiny_model: str, tmp_path: Path):
+    trained(tiny_model, tmp_path, save_strategy="steps", save_steps=1, save_only_model=True)
+    assert "save_only_model" in fault(tmp_path / "checkpoint-1")
+
+
+def test_inside_a_rollout_the_cut_must_be_the_same(copy: Path, tiny_model: str):
+    options = {"max_steps": 4, "num_iterations": 2}
+    trainer = make_trainer(tiny_model, copy, per_device_train_batch_size=2, gradient_accumulation_steps=4, **options)
+    with pytest.raises(ValueError, match=r"Set per_device_train_batch_size=4"):
+        trainer.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
+    trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))  # at the end of one
+    assert [entry["step"] for entry in logged(trainer)] == [1, 2, 3, 4]
+
+
+def test_resuming_a_finished_run_trains_no_further(copy: Path, tiny_model: str):
+    trainer = make_trainer(tiny_model, copy, max_steps=3, num_iterations=2)
+    trainer.train(resume_from_checkpoint="last")
+    assert trainer.state.global_step == 3
+    assert trainer.steps == []
+
+
+def test_a_stale_checkpoint_of_the_same_step_is_replaced(copy: Path, tiny_model: str):
+    (copy / "checkpoint-3" / "left behind").write_text("by an earlier attempt")
+    options = {"max_steps": 3, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(tiny_model, copy, **options).train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+    assert not (copy / "checkpoint-3" / "left behind").exists()
+    assert fault(copy / "checkpoint-3") is None
+
+
+def test_what_a_reward_function_logs_does_not_keep_a_checkpoint_from_being_loaded(tiny_model: str, tmp_path: Path):
+    def reward(completions, log_extra, log_metric, **kwargs):
+        log_extra("number", [np.float32(0.5)] * len(completions))
+        log_extra("date", [datetime.date(2026, 1, 2)] * len(completions))
+        log_metric("custom", 0.1)
+        return [float(i % 3) for i in range(len(completions))]
+
+    options = {
+        "max_steps": 2,
+        "num_iterations": 2,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "logging_steps": 2,
+        "log_completions": True,
+        "num_completions_to_print": 0,
+        "trainer_arguments": {"reward_funcs": reward},
+    }
+    whole = trained(tiny_model, tmp_path, **options)
+    resumed = make_trainer(tiny_model, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert list(resumed._logs["completion"]) == list(whole._logs["completion"]) != []
+    drop = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss"}
+    one, other = (
+        [{k: v for k, v in e.items() if k not in drop} for e in t.state.log_history] for t in (whole, resumed)
+    )
+    assert json.dumps(one) == json.dumps(other)
+    assert any("custom" in entry for entry in one)
