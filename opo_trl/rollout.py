@@ -94,6 +94,8 @@ def micro_batches(
     """
     rows = split_pixel_values_by_grid(dict(rollout))
     n_local = len(rows["completion_ids"])
+    # TRL's shuffle. Drawn for the random state alone, so that the same seed samples what it does in GRPOTrainer.
+    torch.randperm(n_local)
     n_steps = steps_per_generation // math.gcd(steps_per_generation, gradient_accumulation_steps)
     step_of_row = optimizer_step_of_rows(n_local * processes, n_steps, seed=seed, rollout=index)
     order = np.argsort(step_of_row[process * n_local : (process + 1) * n_local], kind="stable")

@@ -201,18 +201,28 @@ class OPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         rollout = super()._generate_and_score_completions(inputs)
         trl_contract.check_rollout(rollout)
-        needs_anchor = self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
-        if needs_anchor and "old_per_token_logps" not in rollout:
-            rollout["old_per_token_logps"] = self._anchor_logps(rollout)
+        anchor_missing = "old_per_token_logps" not in rollout and (
+            self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
+        )
+        if anchor_missing or self.top_entropy_quantile < 1.0:
+            anchor_logps, entropies = self._anchor_pass(rollout)
+        if anchor_missing:
+            rollout["old_per_token_logps"] = anchor_logps
         rollout.update(self._drive(rollout))
+        if self.top_entropy_quantile < 1.0:
+            # TRL's threshold is that of a micro-batch; the rollout's does not depend on how it is cut.
+            mask = _completion_tokens(rollout) & rollout["opo_valid"].unsqueeze(1)
+            rollout["opo_steering"] = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         return rollout
 
     @torch.no_grad()
-    def _anchor_logps(self, rollout: Mapping[str, Any]) -> Tensor:
+    def _anchor_pass(self, rollout: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies `[B, T]` of the completions' tokens under the policy that wrote them."""
         checkpointing: Any = self.args.gradient_checkpointing_kwargs
         with disable_gradient_checkpointing(self.model, checkpointing):
             batch_size = self.args.per_device_train_batch_size
-            return self._token_logps(self.model, rollout, batch_size=batch_size)[0]
+            logps, entropies, _ = self._token_logps(self.model, rollout, batch_size=batch_size, compute_entropy=True)
+        return logps, entropies
 
     def _drive(self, rollout: Mapping[str, Any]) -> dict[str, Tensor]:
         """Steps 1–5 of the objective on the whole rollout; returns this process's rows of the result."""
@@ -350,8 +360,8 @@ class OPOTrainer(GRPOTrainer):
         anchor = inputs.get("old_per_token_logps")
         anchor = logps.detach() if anchor is None else anchor
         steered, bonus_mask = logps, mask
-        if self.top_entropy_quantile < 1.0:
-            bonus_mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
+        if "opo_steering" in inputs:
+            bonus_mask = inputs["opo_steering"]
             steered = torch.where(bonus_mask, logps, anchor)  # the other tokens stay in the length, without a ratio
         log_ratio, clamped = objective.sequence_log_ratio(
             steered, anchor, mask, reduction=args.log_ratio_reduction, clamp=args.log_ratio_clamp

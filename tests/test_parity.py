@@ -67,7 +67,8 @@ def assert_same_rollouts(one, other):
         {},
         {"beta": 0.2},
         {"beta": 0.2, "use_bias_correction_kl": True},
-        {"top_entropy_quantile": 0.5},
+        # One micro-batch: TRL's entropy threshold is that of a micro-batch, OPO's that of the rollout.
+        {"top_entropy_quantile": 0.5, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
         # Micro-batches of one row: TRL's entropy bonus is a mean over the tokens of a micro-batch, OPO's over rows.
         {"entropy_coef": 0.1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
         {"steps_per_generation": 1, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},

@@ -116,25 +116,28 @@ def test_entropy_bonus(tiny_model, tmp_path, quantile):
     trainer = trained(tiny_model, tmp_path, script=script, entropy_coef=2.0, top_entropy_quantile=quantile, **REUSE)
     reference = Reference(trainer, script)
     for k, record in enumerate(trainer.steps):
-        kept = high_entropy_tokens(reference, k, quantile)
+        kept = high_entropy_tokens(reference, quantile)
         assert_step_equals(record, reference.step(k, entropy_coef=2.0, kept_tokens=kept))
         assert relative_error(record.gradient, reference.step(k, kept_tokens=kept).gradient) > 0.01
     assert logged(trainer)[0]["entropy_coef"] == 2.0
 
 
-def high_entropy_tokens(reference: Reference, step: int, quantile: float):
-    """TRL's rule, on what takes part: the tokens with at least the (1 - quantile) entropy of their micro-batch."""
-    record, threshold = reference.trainer.steps[step], {}
-    for batch in record.batches:
-        members = [(int(k), int(i)) for k, i in zip(batch["rollout"], batch["row"], strict=True)]
-        with torch.no_grad():
-            entropies = [
-                reference.logps(in_float64(record.policy), row)[1][torch.tensor(row.own).bool()]
-                for row in (reference.script.calls[k][i] for k, i in members)
-                if reference.valid(row)
-            ]
-        threshold |= dict.fromkeys(members, torch.quantile(torch.cat(entropies), 1 - quantile))
-    return lambda k, i, entropies: entropies >= threshold[k, i] - 1e-6
+def high_entropy_tokens(reference: Reference, quantile: float):
+    """Of what takes part in a rollout, the tokens with at least its (1 - quantile) entropy when it was generated."""
+
+    @functools.cache
+    @torch.no_grad()
+    def entropies(k: int, i: int) -> torch.Tensor:
+        policy = in_float64(reference.trainer.rollouts[k].policy)
+        return reference.logps(policy, reference.script.calls[k][i])[1]
+
+    @functools.cache
+    def threshold(k: int) -> torch.Tensor:
+        rows = enumerate(reference.script.calls[k])
+        of_rollout = [entropies(k, i)[torch.tensor(row.own).bool()] for i, row in rows if reference.valid(row)]
+        return torch.quantile(torch.cat(of_rollout), 1 - quantile)
+
+    return lambda k, i, now: entropies(k, i) >= threshold(k) - 1e-6
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -144,7 +147,7 @@ def test_low_entropy_tokens_have_no_gradient(tiny_model, tmp_path, reduction):
     trainer = trained(tiny_model, tmp_path, script=script, top_entropy_quantile=0.3, **options)
     reference = Reference(trainer, script)
     for k, record in enumerate(trainer.steps):
-        assert_step_equals(record, reference.step(k, kept_tokens=high_entropy_tokens(reference, k, 0.3)))
+        assert_step_equals(record, reference.step(k, kept_tokens=high_entropy_tokens(reference, 0.3)))
         assert relative_error(record.gradient, reference.step(k).gradient) > 0.1
 
 
