@@ -364,7 +364,7 @@ def _draw_figures(folder: Path):
 _SELECTIONS = ("levels", "fraction", "validation_levels", "report_levels")
 
 
-def _check_script(script: OPOScriptArguments, model_config: ModelConfig):
+def _check_script(script: OPOScriptArguments, args: OPOConfig, model_config: ModelConfig):
     if not model_config.model_name_or_path:
         raise ValueError("model_name_or_path is not set. Set it to a model's Hub id or folder.")
     if not script.dataset_name:
@@ -376,6 +376,12 @@ def _check_script(script: OPOScriptArguments, model_config: ModelConfig):
     for name in ("dataset_streaming", "ignore_bias_buffers"):
         if getattr(script, name):
             raise ValueError(f"{name}=True has no effect here: problems are loaded whole. Remove `{name}`.")
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if args.use_vllm and getattr(model_config, name):
+            raise ValueError(
+                f"{name}=True does not go with use_vllm=True: TRL hands vLLM the packed weights, which it refuses "
+                "(huggingface/trl#4973). Remove one of them."
+            )
     for name in ("validation_steps", "validation_size", "report_size", "max_prompt_length"):
         value = getattr(script, name)
         if value is not None and value < 1:
@@ -388,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     try:
         script, args, model_config, recipe = parse(sys.argv[1:] if argv is None else argv)
-        _check_script(script, model_config)
+        _check_script(script, args, model_config)
         checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
         if model_config.model_name_or_path == EMBEDDED_MODEL:
             model_config.model_name_or_path = base_model_path()

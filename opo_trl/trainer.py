@@ -92,6 +92,7 @@ class OPOTrainer(GRPOTrainer):
 
     Raises:
         `TypeError`: `args` is a configuration of another trainer.
+        `ValueError`: a quantized base model is to be generated from by vLLM.
     """
 
     _tag_names = ["trl", "opo"]  # noqa: RUF012 (TRL declares these as class attributes)
@@ -122,6 +123,11 @@ class OPOTrainer(GRPOTrainer):
             raise TypeError(
                 f"`args` is a `{type(args).__name__}`, but OPOTrainer needs an `OPOConfig`. It takes the same fields: "
                 "change the class name."
+            )
+        if args.use_vllm and named.get("quantization_config") is not None:
+            raise ValueError(
+                "use_vllm=True does not go with a quantized base model: TRL hands vLLM the packed weights, which it "
+                "refuses (huggingface/trl#4973). Set use_vllm=False, or train LoRA on the base as it is."
             )
         super().__init__(model, reward_funcs, args, *further, **named)
         self._rewards_per_func = torch.empty(0)  # [N, number of reward functions], over all processes

@@ -140,6 +140,7 @@ def test_without_a_drive_nothing_is_learned(tmp_path):
         ({"loss_type": "grpo"}, "loss_type='grpo'"),
         ({"validation_steps": 0}, "validation_steps=0"),
         ({"dataset_streaming": "true"}, "dataset_streaming=True"),
+        ({"load_in_4bit": "true", "use_vllm": "true"}, "load_in_4bit=True does not go with use_vllm=True"),
         ({"resume_from_checkpoint": "last"}, "holds no whole checkpoint"),
     ],
 )

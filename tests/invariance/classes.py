@@ -24,6 +24,23 @@ TOLERANCE = 1e-4
 ONE = Form("1 process, 8 × 1")  # rows × accumulation
 LORA = replace(ONE, name="LoRA, 1 process", lora=True)
 
+FURTHER = replace(
+    ONE,
+    name="all terms, 8 × 1",
+    options={
+        "top_entropy_quantile": 0.5,
+        "use_adaptive_entropy": True,
+        "entropy_coef": 0.05,
+        "entropy_coef_max": 0.1,
+        "entropy_target": 5.0,
+        "off_policy_mask_threshold": 0.05,
+        "use_bias_correction_kl": True,
+        "ratio_form": "exact",
+        "drive_scaling": "batch",
+        "positivity": "project",
+    },
+)
+
 
 @dataclass(frozen=True)
 class EquivalenceClass:
@@ -79,6 +96,15 @@ CLASSES = (
             Form("zero3, 4 processes", rows=1, processes=4, config="zero3", options=CHECKPOINTING),
         ),
         quick=(0,),
+    ),
+    EquivalenceClass(
+        "further terms of the loss",
+        FURTHER,
+        (
+            replace(FURTHER, name="2 × 4", rows=2),
+            Form("2 processes, 2 × 2", rows=2, processes=2, config="ddp", options=FURTHER.options),
+        ),
+        quick=(0, 1),
     ),
     EquivalenceClass("LoRA", LORA, (replace(LORA, name="2 × 4", rows=2), *_sharded(lora=True)), quick=(0, 4)),
     EquivalenceClass(

@@ -71,7 +71,7 @@ def launch(
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         own = env | {name: str(value) for name, value in place.items()} if processes > 1 else env
-        process = _server().Process(target=_run, args=(target, arguments, own, folder / f"process_{rank}.log"))
+        process = server().Process(target=_run, args=(target, arguments, own, folder / f"process_{rank}.log"))
         process.start()
         started.append(process)
     while any(process.is_alive() for process in started):
@@ -88,7 +88,8 @@ def logs(folder: Path) -> str:
     return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("process_*.log")))
 
 
-def _server():
+def server() -> multiprocessing.context.ForkServerContext:
+    """Where processes come from."""
     # Inherited by the server: the processes are many and the models small.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

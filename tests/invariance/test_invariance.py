@@ -31,7 +31,7 @@ def trained(tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
     return of
 
 
-@pytest.mark.parametrize(("each", "member"), members())
+@pytest.mark.parametrize(("each", "member"), list(members()))
 def test_member_trains_as_its_reference_does(
     each: EquivalenceClass, member: Form, trained, tiny_model: str, tmp_path: Path
 ):

@@ -1,0 +1,100 @@
+"""LoRA and QLoRA: what is saved is what was trained, on a base that has not moved."""
+
+import pytest
+import torch
+from helpers import Script, make_trainer
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from opo_trl import OPOConfig, OPOTrainer
+from opo_trl.weights import FrozenBase
+
+
+OPTIONS = {"max_steps": 3, "num_iterations": 2, "beta": 0.1}
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def base_of(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def moved(model, base: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name, p in model.named_parameters() if name in base and not torch.equal(p, base[name])]
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(3, 40)[None]).logits
+
+
+def test_saved_adapter_on_the_base_model_is_the_trained_model(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, trainer_arguments={"peft_config": lora()}, **OPTIONS)
+    base, before = base_of(trainer.model), logits(trainer.model)
+    trainer.model.train()
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    after = logits(trainer.model)
+    assert (after - before).abs().max() > 0.1
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "adapter")
+    assert torch.equal(logits(loaded), after)
+    assert len(base) > 20
+    assert moved(trainer.model, base) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merging_moves_the_base_and_restoring_brings_it_back(tiny_model, dtype):
+    """What TRL does to hand its weights to vLLM, ten times with a growing adapter."""
+
+    def synchronized(restore: bool) -> list[str]:
+        torch.manual_seed(0)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype), lora())
+        base, frozen = base_of(model), FrozenBase(model)
+        for _ in range(10):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_" in name:
+                        parameter.add_(torch.randn_like(parameter) * 0.05)
+            model.merge_adapter()
+            model.unmerge_adapter()
+            if restore:
+                frozen.restore()
+        return moved(model, base)
+
+    assert len(synchronized(restore=False)) == 14
+    assert synchronized(restore=True) == []
+
+
+def test_model_without_adapters_has_no_frozen_base(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    frozen = FrozenBase(model)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    changed = model.lm_head.weight.clone()
+    frozen.restore()
+    assert torch.equal(model.lm_head.weight, changed)
+
+
+def test_qlora_trains_the_adapter_on_a_base_of_four_bits(tiny_model, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'opo_trl[quantization]'")
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    trainer = make_trainer(
+        tiny_model, tmp_path, trainer_arguments={"peft_config": lora(), "quantization_config": four_bits}, **OPTIONS
+    )
+    base = base_of(trainer.model)
+    assert sum(p.dtype == torch.uint8 for p in base.values()) == 14
+    # The other half of the adapter is random at first, and the steps are small for its bfloat16.
+    adapter = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_B" in name}
+    trainer.train()
+    assert moved(trainer.model, base) == []
+    assert moved(trainer.model, adapter) == list(adapter)
+
+
+def test_a_quantized_base_is_not_handed_to_vllm(tiny_model, tmp_path):
+    args = OPOConfig(output_dir=str(tmp_path), use_vllm=True, use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match="use_vllm=True does not go with a quantized base model"):
+        OPOTrainer(
+            tiny_model, Script().reward_functions(), args, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
+        )
