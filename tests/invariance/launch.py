@@ -90,9 +90,11 @@ def logs(folder: Path) -> str:
 
 def server() -> multiprocessing.context.ForkServerContext:
     """Where processes come from."""
-    # Inherited by the server: the processes are many and the models small.
+    # Inherited by the server. The processes are many and the models small, and they are for the CPU, GPU or not.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(TESTS) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), *paths]))
