@@ -1,0 +1,70 @@
+# What colocate.sbatch and vllm_server.sbatch share; they source it with their arguments in place.
+# Sets hosts, gpus (of a node), logs (a folder), fields (for training), output_dir, server_port, server_arguments.
+# What follows `--` is left in the positional parameters.
+# shellcheck shell=bash disable=SC2016,SC2034
+
+fail() { # MESSAGE [STATUS]
+    echo "error: $1" >&2
+    exit "${2:-1}"
+}
+
+[ -f "${1:-}" ] || fail "no recipe '${1:-}' in $PWD: the first argument is the path of one"
+recipe=$1
+shift
+fields=()
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    fields+=("$1")
+    shift
+done
+[ $# -eq 0 ] || shift
+
+names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+mapfile -t hosts <<<"$names"
+gpus=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:?is not set here: set GPUS_PER_NODE}}
+port=$((20000 + SLURM_JOB_ID % 10000)) # another job on the same nodes has another; below what Linux hands out itself
+logs=${LOG_DIR:-runs/slurm}/$SLURM_JOB_ID
+mkdir -p "$logs"
+
+settings=$(python recipes/slurm/settings.py "$recipe" "${fields[@]}")
+mapfile -t server_arguments <<<"$settings"
+output_dir=${server_arguments[0]} server_port=${server_arguments[1]}
+server_arguments=("${server_arguments[@]:2}")
+
+# A run that has a checkpoint goes on. One that was interrupted before its first begins again, if it was this job's own.
+newest_checkpoint() { # trainer_state.json is the last file of a checkpoint to be written
+    find "$output_dir" -maxdepth 2 -path '*/checkpoint-*/trainer_state.json' 2>/dev/null | sort -V | tail -n 1 || true
+}
+started_from=$(newest_checkpoint)
+if [ -n "$started_from" ]; then
+    echo "Continuing from ${started_from%/*}"
+    fields=(--resume_from_checkpoint last "${fields[@]}")
+elif [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+    fields=(--resume_from_checkpoint auto "${fields[@]}")
+fi
+
+# Near the time limit (sbatch's --signal): back into the queue, unless the next attempt would repeat this one.
+requeue() {
+    [ "$(newest_checkpoint)" != "$started_from" ] ||
+        fail "out of time without a new checkpoint, so not requeued: lower save_steps or raise --time"
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+}
+trap requeue USR1
+training='' server=''
+trap 'kill $training $server 2>/dev/null || true' EXIT # what still runs
+
+start_training() { # HOST…: one launcher on each, meeting on the first
+    echo "Training on $*, $gpus processes each, logs in $logs/train-*.log"
+    srun --nodes=$# --ntasks=$# --ntasks-per-node=1 --nodelist="$(IFS=, && echo "$*")" --cpu-bind=none \
+        --kill-on-bad-exit=1 --output="$logs/train-%t.log" --open-mode=append \
+        bash -c 'exec opo-trl train --machine_rank "$SLURM_NODEID" "$@"' bash \
+        --num_machines $# --num_processes $(($# * gpus)) --main_process_ip "$1" --main_process_port "$port" \
+        --config "$recipe" "${fields[@]}" &
+    training=$!
+}
+
+end_with_training() {
+    local status=0
+    wait "$training" || status=$?
+    [ $status -eq 0 ] || fail "training ended with status $status: see $logs/train-*.log" "$status"
+}

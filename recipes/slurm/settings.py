@@ -1,0 +1,46 @@
+"""
+Print what the job scripts need to know of a recipe: `output_dir`, the server's port, and `trl vllm-serve`'s arguments.
+
+    python recipes/slurm/settings.py RECIPE [--field value …]
+
+One item per line. Read by the parser that `opo-trl train` uses, so that the job and the run cannot disagree.
+"""
+
+import contextlib
+import sys
+
+
+with contextlib.redirect_stdout(sys.stderr):  # where libraries may say something when they are imported
+    from opo_trl.train import make_parser, read_recipe
+
+
+# What the server has to have as the trainer has it: argument of `trl vllm-serve` → field.
+SERVER = {
+    "model": "model_name_or_path",
+    "revision": "model_revision",
+    "trust_remote_code": "trust_remote_code",
+    "vllm_model_impl": "vllm_model_impl",
+    "max_model_len": "vllm_max_model_length",
+    "port": "vllm_server_port",
+}
+
+
+def main(recipe_path: str, *command_line: str):
+    """Print the settings of a recipe with the command line's fields in place of its own."""
+    recipe = read_recipe(recipe_path)
+    recipe.pop("env", None)
+    parser = make_parser(prog="settings.py")
+    parser.set_defaults_with_config(**recipe)
+    arguments, _ = parser.parse_known_args(command_line)
+    print(arguments.output_dir, arguments.vllm_server_port, sep="\n")
+    for name, field in SERVER.items():
+        value = getattr(arguments, field)
+        if value is not None:
+            print(f"--{name}", value, sep="\n")
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,113 @@
+"""
+Stand-ins on one machine for what the Slurm scripts call: `srun`, `scontrol`, and `trl` and `opo-trl` that pretend.
+
+    python tests/scripts/slurm.py srun|scontrol|trl|opo-trl ARGUMENT …
+
+A node is an address of the loopback network, and is listed in $HOSTS. Each call is a line of the file $CALLS. How the
+server and training behave is said by $SERVER and $TRAINING.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.request import urlopen
+
+
+def value(argv: list[str], option: str) -> str:
+    """Value of an option; the last one counts, as in every parser concerned."""
+    return argv[len(argv) - argv[::-1].index(option)]
+
+
+def srun(argv: list[str]) -> int:
+    """Start a command once per node, each with its log; one that fails takes the others with it."""
+    first = next(i for i, argument in enumerate(argv) if not argument.startswith("--"))
+    options = dict(argument[2:].split("=", 1) for argument in argv[:first])
+    hosts = options["nodelist"].split(",")
+    if not len(hosts) == int(options["nodes"]) == int(options["ntasks"]):
+        raise ValueError(f"nodes, ntasks and nodelist disagree: {options}")
+    tasks = []
+    for node, host in enumerate(hosts):
+        environment = {**os.environ, "SLURM_NODEID": str(node), "SLURMD_NODENAME": host}
+        with open(
+            options["output"].replace("%t", str(node)), "ab" if options["open-mode"] == "append" else "wb"
+        ) as log:
+            tasks.append(
+                subprocess.Popen(
+                    argv[first:], env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            )
+
+    def send(number: int):
+        for task in tasks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(task.pid, number)
+
+    signal.signal(signal.SIGTERM, lambda *_: send(signal.SIGTERM))
+    told = False
+    while None in (statuses := [task.poll() for task in tasks]):
+        if not told and options.get("kill-on-bad-exit") == "1" and any(statuses):
+            told = True
+            send(signal.SIGTERM)
+        time.sleep(0.1)
+    send(signal.SIGKILL)  # a step leaves nothing behind
+    return max(status if status >= 0 else 128 - status for status in statuses)
+
+
+def scontrol(argv: list[str]) -> int:
+    if argv[:2] == ["show", "hostnames"]:
+        print(*os.environ["HOSTS"].split(), sep="\n")
+    return 0
+
+
+def trl(argv: list[str]) -> int:
+    """A server that is busy when it is asked for the first times, and then well."""
+    if os.environ["SERVER"] == "fails at once":
+        return 3
+    answers = itertools.repeat(503) if os.environ["SERVER"] == "is never ready" else iter([503] * 2)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(next(answers, 200) if self.path == "/health" else 404)
+            self.end_headers()
+
+    def end_with_training():
+        while '"opo-trl"' not in Path(os.environ["CALLS"]).read_text():
+            time.sleep(0.1)
+        os._exit(3)
+
+    if os.environ["SERVER"] == "fails in training":
+        threading.Thread(target=end_with_training, daemon=True).start()
+    ThreadingHTTPServer((os.environ["SLURMD_NODENAME"], int(value(argv, "--port"))), Handler).serve_forever()
+    return 0
+
+
+def opo_trl(argv: list[str]) -> int:
+    """Training: ends with the status that $TRAINING holds, `fails on one node`, `saves` a checkpoint, or goes on."""
+    if "--vllm_server_host" in argv:
+        url = f"http://{value(argv, '--vllm_server_host')}:{value(argv, '--vllm_server_port')}/health"
+        urlopen(url).close()  # raises if the server is not ready, and asks $http_proxy unless told not to
+    if os.environ["TRAINING"].isdigit():
+        return int(os.environ["TRAINING"])
+    if os.environ["TRAINING"] == "fails on one node" and os.environ["SLURM_NODEID"] == "1":
+        return 7
+    if os.environ["TRAINING"] == "saves":
+        checkpoint = Path(value(argv, "--output_dir")) / "checkpoint-100"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / "trainer_state.json").touch()
+    time.sleep(600)
+    return 0
+
+
+if __name__ == "__main__":
+    name, *argv = sys.argv[1:]
+    with open(os.environ["CALLS"], "a") as calls:
+        calls.write(json.dumps({"name": name, "argv": argv, "node": os.environ.get("SLURM_NODEID")}) + "\n")
+    sys.exit({"srun": srun, "scontrol": scontrol, "trl": trl, "opo-trl": opo_trl}[name](argv))
