@@ -42,6 +42,7 @@ def _figures(folder: Path) -> int:
 def _train(argv: list[str]) -> int:
     """Launch `opo_trl.train` through accelerate; what no field of a recipe is named like goes to accelerate."""
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from .train import find_accelerate_config, make_parser, read_recipe
 
@@ -64,6 +65,9 @@ def _train(argv: list[str]) -> int:
         launch_command(launch_command_parser().parse_args([*launch, *script]))
     except subprocess.CalledProcessError as error:  # the process has said why
         return error.returncode
+    except ChildFailedError as error:  # and so have several
+        status = error.get_first_failure()[1].exitcode
+        return status if status > 0 else 128 - status  # a signal, as shells count it
     return 0
 
 

@@ -10,6 +10,7 @@ on the command line overrides the recipe's. The run's folder (`output_dir`) is d
 import dataclasses
 import difflib
 import importlib
+import os
 import sys
 import time
 import warnings
@@ -411,7 +412,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
             run_folder.write_description(folder, recipe=recipe, settings=settings, seed=args.seed)
     except ValueError as error:
-        print(f"opo-trl train: error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # each process of a launch comes here
+            print(f"opo-trl train: error: {error}", file=sys.stderr)
         return 2
     trainer = make_trainer(script, args, model_config, data, reward_funcs)
     run(trainer, script, data, checkpoint)

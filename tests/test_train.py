@@ -155,12 +155,17 @@ def test_recipe_that_cannot_be_run_ends_with_status_2_and_no_folder(tmp_path, ca
     [
         ({"accelerate_config": "no_such"}, "accelerate_config='no_such' is neither a file nor one of TRL's"),
         ({"alpha": 3}, "alpha=3.0 is not allowed"),
+        (
+            {"alpha": 3, "accelerate_config": ROOT / "recipes/accelerate/ddp.yaml", "num_processes": 2, "bf16": False},
+            "alpha=3.0 is not allowed",
+        ),
     ],
+    ids=["configuration", "one process", "two processes"],
 )
 def test_launcher_ends_with_status_2_and_one_message(tmp_path, overrides, message):
     done = opo_trl_train(*arguments(ARITHMETIC, output_dir=tmp_path / "run", **overrides))
     assert done.returncode == 2
-    assert message in done.stderr
+    assert done.stderr.count(message) == 1
     assert "Traceback" not in done.stderr
 
 
