@@ -165,6 +165,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="kills per form of the run")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of moments")
     arguments = parser.parse_args()
+    table = ["| run | kills | of these in a save | another result |", "| --- | --- | --- | --- |"]
     failed = 0
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
@@ -172,18 +173,26 @@ def main() -> int:
         for form in FORMS:
             start(form, model, place / form.name)
             draw = random.Random(f"{arguments.seed} {form.name}")
-            for number in range(arguments.kills):
-                kill, folder = Kill.at_random(form, draw), place / "killed"
-                shutil.rmtree(folder, ignore_errors=True)
-                status = start(form, model, folder, kill)
-                resumed_from = checkpoint.last_whole(str(folder))
-                start(form, model, folder)
-                wrong = differences(folder, place / form.name)
-                failed += bool(wrong) or -signal.SIGKILL not in status
-                outcome = f"{len(wrong)} differ: {', '.join(wrong[:3])}" if wrong else "the same bits"
-                origin = Path(resumed_from).name if resumed_from else "the beginning"
-                print(f"{form.name}, {number + 1}: {kill}; resumed from {origin}: {outcome}", flush=True)
+            kills = [Kill.at_random(form, draw) for _ in range(arguments.kills)]
+            bad = sum(not survives(form, kill, model, place / "killed", place / form.name) for kill in kills)
+            in_save = sum(kill.save is not None for kill in kills)
+            table.append(f"| {form.name} | {len(kills)} | {in_save} | {bad} |")
+            failed += bad
+    print("", *table, sep="\n")
     return int(failed > 0)
+
+
+def survives(form: Form, kill: Kill, model: str, folder: Path, reference: Path) -> bool:
+    """Kill and resume once, say what happened, and whether the result is the reference's."""
+    shutil.rmtree(folder, ignore_errors=True)
+    status = start(form, model, folder, kill)
+    resumed_from = checkpoint.last_whole(str(folder))
+    start(form, model, folder)
+    wrong = differences(folder, reference)
+    origin = Path(resumed_from).name if resumed_from else "the beginning"
+    outcome = f"{len(wrong)} differ: {', '.join(wrong[:3])}" if wrong else "the same bits"
+    print(f"{form.name}: {kill}; resumed from {origin}: {outcome}", flush=True)
+    return not wrong and -signal.SIGKILL in status
 
 
 if __name__ == "__main__":

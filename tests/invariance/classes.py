@@ -78,6 +78,12 @@ CLASSES = (
         quick=(0, 1, 2),
     ),
     EquivalenceClass(
+        "padding",
+        ONE,
+        (replace(ONE, name="to multiples of 16", options={"pad_to_multiple_of": 16}),),
+        quick=(0,),
+    ),
+    EquivalenceClass(
         "processes",
         ONE,
         (
