@@ -266,13 +266,9 @@ def rehearsal(job) -> Job:
 
 @pytest.fixture(scope="module")
 def fields(tmp_path_factory) -> list[str]:
-    """
-    Fields of a run with two processes, whose quotation marks, spaces and patterns have to arrive as they are.
-
-    With DeepSpeed where it is installed, else with DistributedDataParallel.
-    """
+    """Fields of a run with two processes, whose quotation marks, spaces and patterns have to arrive as they are."""
     awkward = ["--instruction", 'Don\'t  "guess": $HOME/*', "--output_dir", "runs/a b"]
-    device = on_cpu(tmp_path_factory.mktemp("accelerate"), "zero2" if DEEPSPEED else "ddp")
+    device = on_cpu(tmp_path_factory.mktemp("accelerate"), "ddp")
     return [*awkward, *device, "--vllm_server_port", str(free_port())]
 
 
