@@ -1,9 +1,16 @@
 """The plan that is printed once when training starts: what a rollout is, what it serves, and what memory it holds."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import DistributedType
+from datasets import Dataset
+
+from . import memory
 
 
 if TYPE_CHECKING:
+    from .config import OPOConfig
     from .trainer import OPOTrainer
 
 
@@ -17,7 +24,7 @@ def training_plan(trainer: "OPOTrainer") -> str:
 
     Returns:
         `str`: the plan: completions and tokens per rollout, optimizer steps per rollout, whether μ can act, the
-        objective, and what each process holds in memory before any sharding.
+        objective, and the memory of a process at its peaks.
     """
     lines = {
         "rollout": _rollout(trainer),
@@ -77,20 +84,151 @@ def _objective(trainer: "OPOTrainer") -> str:
     return ", ".join(terms)
 
 
+_SHARDING = {
+    "none": "not sharded",
+    "ddp": "DDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "fsdp2": "FSDP",
+}
+
+
 def _memory(trainer: "OPOTrainer") -> str:
-    # Under ZeRO-3 a parameter is an empty shell that knows its full size.
-    sizes = [
-        (getattr(p, "ds_numel", p.numel()), p.element_size(), p.requires_grad) for p in trainer.model.parameters()
+    args, plan, device = trainer.args, memory_plan(trainer), _device_bytes(trainer)
+    total = {moment: sum(components.values()) for moment, components in plan.items()}
+    at = max(total, key=lambda moment: total[moment])
+    largest = sorted(plan[at].items(), key=lambda item: -item[1])
+    rows, (prompt, completion) = args.per_device_train_batch_size, _row_tokens(trainer)
+    sharding = f"{_SHARDING[_sharding(trainer)]}, {args.world_size} process{'' if args.world_size == 1 else 'es'}"
+    lines = [
+        f"per process ({sharding}; {rows} × ({prompt:,} + {completion:,}) tokens): "
+        + ", ".join(f"{moment} {_human(size)}" for moment, size in total.items()),
+        f"peak at {at}: " + ", ".join(f"{component} {_human(size)}" for component, size in largest),
     ]
-    weights = sum(n * size for n, size, _ in sizes)
-    trained = sum(n * size for n, size, requires_grad in sizes if requires_grad)
-    held = {"policy": weights, "gradients": trained, "AdamW moments": 2 * trained}
-    if trainer.ref_model is not None:
-        held["reference model"] = weights
-    text = ", ".join(f"{name} {_human(size)}" for name, size in held.items())
-    if trainer.use_vllm and trainer.vllm_mode == "colocate":
-        text += f", vLLM {trainer.args.vllm_gpu_memory_utilization:.0%} of the device"
-    return f"per process, before sharding and activations: {text}"
+    if memory.decoder(trainer.model.config) is None:
+        lines[1] += f"; activations not included: not known for {trainer.model.config.model_type}"
+    if device is not None:
+        free = f"{memory.HEADROOM:.0%} of the device's {_human(device)} for what is not counted"
+        remedies = " or ".join(dict.fromkeys(_remedy(args, at, component) for component, _ in largest[:2]))
+        fits = total[at] <= (1 - memory.HEADROOM) * device
+        lines.append(f"fits, with {free}" if fits else f"WARNING: does not leave {free}: change {remedies}")
+    return f"\n{'':13}".join(lines)
+
+
+def memory_plan(trainer: "OPOTrainer") -> dict[str, dict[str, float]]:
+    """
+    [`memory.memory_plan`] of a trainer about to train.
+
+    Args:
+        trainer ([`OPOTrainer`]):
+            Trainer whose model is not wrapped yet.
+
+    Returns:
+        `dict[str, dict[str, float]]`: moment → component → bytes per process.
+    """
+    args, sharding = trainer.args, _sharding(trainer)
+    prompt, completion = _row_tokens(trainer)
+    half = trainer.accelerator.mixed_precision != "no"
+    zero: dict = {}
+    if sharding.startswith("zero"):
+        zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    # DeepSpeed casts the model, FSDP2 what it gathers.
+    width = 2 if half else 4
+    if not zero and not (half and sharding == "fsdp2"):
+        width = trainer.model.get_input_embeddings().weight.element_size()
+    counted = trained = 0
+    weight_bytes = trained_bytes = 0.0
+    for p in trainer.model.parameters():
+        # Under ZeRO-3 a parameter is an empty shell that knows its full size.
+        n, size = getattr(p, "ds_numel", p.numel()), p.element_size()
+        if zero and p.is_floating_point():
+            size = width
+        elif sharding == "fsdp2" and half and p.requires_grad:
+            size = 4  # accelerate's master weights
+        counted, weight_bytes = counted + n, weight_bytes + n * size
+        if p.requires_grad:
+            trained, trained_bytes = trained + n, trained_bytes + n * size
+    trained_width = trained_bytes / max(trained, 1)
+    colocated = trainer.use_vllm and trainer.vllm_mode == "colocate"
+    hidden = trainer.model.config.get_text_config().hidden_size
+    bucket = zero.get("reduce_bucket_size", 5e8)
+    plan = memory.memory_plan(
+        memory.decoder(trainer.model.config),
+        parameters=counted,
+        trained=trained,
+        weight_bytes=weight_bytes,
+        precision=memory.Precision(width, 2 if half else width, trained_width),
+        sharding=sharding,
+        processes=args.world_size,
+        moments=_moments(args.optim, 4 if zero else trained_width),
+        bucket=hidden**2 if bucket == "auto" else float(bucket),  # as Transformers fills it in
+        live=float(zero.get("stage3_max_live_parameters", 1e9)),
+        rows=args.per_device_train_batch_size,
+        prompt=prompt,
+        completion=completion,
+        checkpointing=args.gradient_checkpointing,
+        fused_kernels=trainer.accelerator.device.type in ("cuda", "xpu"),
+        reference=trainer.ref_model is not None,
+        vllm=colocated * args.vllm_gpu_memory_utilization * (_device_bytes(trainer) or 0),
+        vllm_sleeps=args.vllm_enable_sleep_mode,
+        generated_rows=0 if args.use_vllm else args.per_device_train_batch_size * args.steps_per_generation,
+    )
+    if zero.get("offload_optimizer", {}).get("device", "none") != "none":
+        for components in plan.values():
+            components.pop("optimizer", None)
+            components.pop("float32 gradients", None)
+    return plan
+
+
+def _sharding(trainer: "OPOTrainer") -> str:
+    accelerator = trainer.accelerator
+    if trainer.is_deepspeed_enabled and accelerator.state.deepspeed_plugin.zero_stage > 0:
+        return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
+    if trainer.is_fsdp_enabled:
+        return "fsdp2"
+    return "none" if accelerator.distributed_type == DistributedType.NO else "ddp"
+
+
+def _moments(optimizer: str, width: float) -> float:
+    """Bytes of optimizer state per parameter, for moments of `width` bytes; what is not known counts as AdamW."""
+    return 0 if optimizer == "sgd" else 2 * (1 if "8bit" in optimizer else width)
+
+
+def _row_tokens(trainer: "OPOTrainer") -> tuple[int, int]:
+    """Most tokens of a prompt and of a completion."""
+    args = trainer.args
+    limit = args.vllm_max_model_length or trainer.model.config.get_text_config().max_position_embeddings
+    completion = min(args.max_completion_length or limit, limit)
+    return limit - completion if args.vllm_max_model_length else _prompt_tokens(trainer), completion
+
+
+def _prompt_tokens(trainer: "OPOTrainer") -> int:
+    """Tokens of the longest of the first 10,000 prompts, without the chat template; 0 for a stream."""
+    if not isinstance(trainer.train_dataset, Dataset):
+        return 0
+    prompts = trainer.train_dataset.select_columns("prompt")[:10_000]["prompt"]
+    texts = (p if isinstance(p, str) else " ".join(str(message.get("content")) for message in p) for p in prompts)
+    tokenizer: Any = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    return len(tokenizer(max(texts, key=len))["input_ids"])
+
+
+def _device_bytes(trainer: "OPOTrainer") -> int | None:
+    device = trainer.accelerator.device
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def _remedy(args: "OPOConfig", moment: str, component: str) -> str:
+    """The field that makes a component smaller."""
+    if component == "vLLM":
+        awake = moment != "generation" and not args.vllm_enable_sleep_mode
+        return "`vllm_enable_sleep_mode`" if awake else "`vllm_gpu_memory_utilization`"
+    if component in ("activations", "one layer"):
+        return "`per_device_train_batch_size`" if args.gradient_checkpointing else "`gradient_checkpointing`"
+    return {
+        "KV cache": "`steps_per_generation` (or `use_vllm`)",
+        "buckets": "`reduce_bucket_size` of the DeepSpeed configuration",
+    }.get(component, "the sharding (`accelerate_config`) or `use_peft`")
 
 
 def _human(n_bytes: float) -> str:

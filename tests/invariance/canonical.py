@@ -130,6 +130,7 @@ def describe(trainer: OPOTrainer) -> dict:
         "processes": trainer.accelerator.num_processes,
         "distributed": str(trainer.accelerator.distributed_type).rpartition(".")[2],
         "zero_stage": plugin.zero_stage if plugin else None,
+        "checkpointing": trainer.accelerator.unwrap_model(trainer.model).is_gradient_checkpointing,
         "sharded": sum((hasattr(p, "ds_tensor") and p.numel() == 0) or hasattr(p, "placements") for p in parameters)
         / len(parameters),
     }

@@ -190,7 +190,12 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 def _check_form(form: Form, result: dict):
     distributed = {None: "NO", "ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(form.config, "DEEPSPEED")
     stage = int(form.config[-1]) if distributed == "DEEPSPEED" else None
-    wanted = {"processes": form.processes, "distributed": distributed, "zero_stage": stage}
+    wanted = {
+        "processes": form.processes,
+        "distributed": distributed,
+        "zero_stage": stage,
+        "checkpointing": form.options.get("gradient_checkpointing", False),
+    }
     found = {name: result[name] for name in wanted}
     if found != wanted:
         raise RuntimeError(f"{form.name} was to run as {wanted}, but ran as {found}")

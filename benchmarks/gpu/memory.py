@@ -1,0 +1,107 @@
+"""
+`opo_trl.memory` against the peaks of one GPU: Qwen3-1.7B with random weights, `OPOTrainer.compute_loss`, AdamW.
+
+    python benchmarks/gpu/memory.py     a few minutes on a GPU of 24 GB or more
+
+Compares `torch.cuda.max_memory_allocated` of the second micro-batch, and of the optimizer step, with the formula, and
+writes benchmarks/results/gpu_memory.json; results are committed when run. A case that runs out of memory says so.
+"""
+
+import gc
+import json
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from memory import COMPLETION, LORA_RANK, PROMPT, QWEN3_1_7B, RESULTS, plan_run
+from memory_probes import make_config, make_trainer
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "1 row": {"rows": 1},
+    "4 rows": {"rows": 4},
+    "8 rows": {"rows": 8},
+    "1 row, no checkpointing": {"rows": 1, "checkpointing": False},
+    "4 rows, LoRA": {"rows": 4, "lora": True},
+    "8 rows, LoRA": {"rows": 8, "lora": True},
+}
+
+
+def inputs(rows: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """A micro-batch as a rollout leaves it: one prompt padded, all completions of full length."""
+    prompt_mask = torch.ones(rows, PROMPT, dtype=torch.long)
+    prompt_mask[0, : PROMPT // 2] = 0
+    batch = {
+        "prompt_ids": torch.randint(QWEN3_1_7B["vocab_size"], (rows, PROMPT)),
+        "prompt_mask": prompt_mask,
+        "completion_ids": torch.randint(QWEN3_1_7B["vocab_size"], (rows, COMPLETION)),
+        "completion_mask": torch.ones(rows, COMPLETION, dtype=torch.long),
+        "advantages": torch.zeros(rows),
+        "opo_target": torch.ones(rows),
+        "opo_valid": torch.ones(rows, dtype=torch.bool),
+        "opo_mu": torch.ones(rows),
+        "opo_step": torch.zeros(rows),
+    }
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def measure(*, rows: int, lora: bool = False, checkpointing: bool = True) -> dict[str, int]:
+    """Peaks of allocated bytes in an update and in the optimizer step, and what the allocator reserved for them."""
+    model = AutoModelForCausalLM.from_config(make_config(QWEN3_1_7B), dtype=torch.bfloat16)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"output_dir": folder, "bf16": True, "gradient_checkpointing": checkpointing}
+        options["gradient_accumulation_steps"] = 2
+        trainer = make_trainer(model, rows=rows, lora=LORA_RANK if lora else 0, **options)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    optimizer = torch.optim.AdamW((p for p in trainer.model.parameters() if p.requires_grad), lr=1e-6, fused=True)
+    batch, peaks = inputs(rows, trainer.accelerator.device), {}
+    for _ in range(2):  # the first round makes the moments
+        for _ in range(2):  # the first micro-batch makes the gradients
+            torch.cuda.reset_peak_memory_stats()
+            trainer.accelerator.backward(trainer.compute_loss(trainer.model, batch))
+        peaks["update"] = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        peaks["optimizer step"] = torch.cuda.max_memory_allocated()
+        optimizer.zero_grad()
+    peaks["reserved"] = torch.cuda.memory_reserved()
+    return peaks
+
+
+def main():
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    if not torch.cuda.is_available():
+        raise SystemExit("No GPU. `python benchmarks/memory.py` measures on a CPU.")
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": {}}
+    print(f"{'GB':<26}{'update':>24}{'optimizer step':>24}{'reserved':>10}")
+    for name, case in CASES.items():
+        plan = {moment: sum(parts.values()) for moment, parts in plan_run("none", share=0, **case).items()}
+        said = {"update": max(plan["LM head"], plan["layers"]), "optimizer step": plan["optimizer step"]}
+        try:
+            measured = measure(**case)
+        except torch.OutOfMemoryError:
+            print(f"{name:<26}out of memory; formula {max(said.values()) / 1e9:.2f}")
+            continue
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+        results["cases"][name] = {moment: [said[moment], measured[moment]] for moment in said}
+        results["cases"][name]["reserved"] = measured["reserved"]
+        cells = (f"{said[m] / 1e9:.2f} / {measured[m] / 1e9:.2f} = {said[m] / measured[m]:.3f}" for m in said)
+        print(f"{name:<26}" + "".join(f"{cell:>24}" for cell in cells) + f"{measured['reserved'] / 1e9:>10.2f}")
+    path = RESULTS.with_name("gpu_memory.json")
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
