@@ -1,0 +1,98 @@
+"""Environment of processes that use vLLM, and a server."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+
+HERE = Path(__file__).parent
+ON_CPU = not torch.cuda.is_available()
+
+# vLLM compiles nothing, keeps a small cache and asks nobody on the network: the models are tiny.
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_USE_AOT_COMPILE": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """For processes that use vLLM; skips where it is not installed."""
+    if find_spec("vllm") is None:
+        pytest.skip("needs vLLM: tests/vllm/README.md says how to install it")
+    paths = [str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    if ON_CPU:
+        import cpu_shim
+
+        paths.insert(0, cpu_shim.install(tmp_path_factory.mktemp("shim")))
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PATH": programs}
+
+
+@pytest.fixture(scope="session")
+def run(environment: dict[str, str], tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict]:
+    """`run(command, **options)`: the result of `run.py` in a process of its own, or in those of `launcher`."""
+
+    def result(command: str, launcher: tuple[str, ...] = (sys.executable,), **options) -> dict:
+        folder = tmp_path_factory.mktemp(command)
+        arguments = [str(HERE / "run.py"), command, str(folder), json.dumps({"model": tiny_model, **options})]
+        done = subprocess.run(
+            [*launcher, *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+        return json.loads((folder / "result.json").read_text())
+
+    return result
+
+
+@pytest.fixture(params=["colocate", "server"])
+def place(
+    request: pytest.FixtureRequest, environment: dict[str, str], tiny_model: str, tmp_path: Path
+) -> Iterator[dict]:
+    """Options that tell `run.py` where vLLM is; a server is started, and ended with the test."""
+    if request.param == "colocate":
+        yield {"mode": "colocate"}
+        return
+    port, group_port = free_port(), free_port()
+    log = tmp_path / "server.log"
+    command = ["trl", "vllm-serve", "--model", tiny_model, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--max_model_len", "128", "--gpu_memory_utilization", "0.1", "--enforce_eager", "true"]
+    with log.open("w") as file:
+        server = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+    try:
+        wait_for_server(server, port, log)
+        yield {"mode": "server", "port": port, "group_port": group_port}
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def wait_for_server(server: subprocess.Popen, port: int, log: Path):
+    deadline = time.monotonic() + 600
+    while server.poll() is None and time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.5)
+    pytest.fail(f"The server did not start:\n{log.read_text()[-5000:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

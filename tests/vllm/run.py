@@ -1,0 +1,212 @@
+"""
+Train with vLLM and write what came of it to `result.json`; `test_vllm.py` runs this in processes of their own.
+
+    python run.py sync|replay|lora FOLDER '{"mode": "colocate", …}'
+"""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from helpers import distance, snapshot
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from opo_trl import OPOConfig, OPOTrainer
+
+
+PROMPTS = [f"What is {i} + {i + 1}?" for i in range(16)]
+OPTIONS = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 16,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "use_vllm": True,
+    "vllm_gpu_memory_utilization": 0.05,
+    "vllm_max_model_length": 128,
+}
+
+
+def even_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """Share of even tokens."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def make(model: str, folder: Path, trainer_class: type = OPOTrainer, further: dict | None = None, **options: Any):
+    config = OPOConfig if issubclass(trainer_class, OPOTrainer) else GRPOConfig
+    device = {} if torch.cuda.is_available() or "ddp_backend" in options else {"use_cpu": True}
+    return trainer_class(
+        model=model,
+        args=config(str(folder), **{**OPTIONS, **device, **options}),
+        reward_funcs=even_tokens,
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        **(further or {}),
+    )
+
+
+def vllm_options(options: dict) -> dict:
+    if options["mode"] == "colocate":
+        return {"vllm_mode": "colocate"}
+    base_url = f"http://127.0.0.1:{options['port']}"
+    return {"vllm_mode": "server", "vllm_server_base_url": base_url, "vllm_group_port": options["group_port"]}
+
+
+def generated(trainer, n: int) -> tuple[list[int], list[list[int]], list[list[float]]]:
+    """Prompt, completions and their log-probabilities from vLLM as it is now."""
+    prompt = trainer.processing_class(PROMPTS[0])["input_ids"]
+    _, completions, logps, _ = trainer.vllm_generation.generate([prompt] * n, None, n)
+    return prompt, completions, [[each[0] for each in row] for row in logps]
+
+
+def greedy(trainer) -> list[int]:
+    """vLLM's greedy completion."""
+    temperature, trainer.vllm_generation.temperature = trainer.vllm_generation.temperature, 0.0
+    _, completions, _ = generated(trainer, 1)
+    trainer.vllm_generation.temperature = temperature
+    return completions[0]
+
+
+@torch.no_grad()
+def own_logps(trainer, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """The trainer's log-probabilities of a completion, from the full logits."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    parameters = list(model.parameters())
+    whole: Any = contextlib.nullcontext()
+    if any(hasattr(p, "ds_id") for p in parameters):
+        import deepspeed
+
+        whole = deepspeed.zero.GatheredParameters(parameters)
+    with whole:
+        tokens = torch.tensor([prompt + completion], device=trainer.accelerator.device)
+        logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1).cpu()
+
+
+def sync(model: str, folder: Path, options: dict) -> dict:
+    """Train so fast that a vLLM with the old weights is noticed; without synchronization, if `options` say so."""
+    deepspeed = {"ddp_backend": "gloo"} if options.get("zero3") else {}
+    trainer = make(model, folder, max_steps=5, learning_rate=2e-2, **vllm_options(options), **deepspeed)
+    if not options["synchronized"]:
+        trainer.vllm_generation.sync_weights = lambda: None
+    before = greedy(trainer)
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    prompt, completions, logps = generated(trainer, trainer.num_generations)
+    gaps = [own_logps(trainer, prompt, ids) - torch.tensor(row) for ids, row in zip(completions, logps, strict=True)]
+    return {
+        "processes": trainer.accelerator.num_processes,
+        "distributed": str(trainer.accelerator.distributed_type).rpartition(".")[2],
+        "gap": torch.cat(gaps).abs().mean().item(),
+        "sampling_gap": [
+            entry["sampling/sampling_logp_difference/mean"]
+            for entry in trainer.state.log_history
+            if "grad_norm" in entry
+        ],
+        "changed": greedy(trainer) != before,
+    }
+
+
+class Recording(OPOTrainer):
+    """Keeps what vLLM generated and the weights that followed; without vLLM, takes weights that were kept."""
+
+    def _generate_and_score_completions(self, inputs):
+        rollout = super()._generate_and_score_completions(inputs)
+        if self.given is not None:
+            rollout["importance_sampling_ratio"] = self.given[len(self.weights)]
+        self.weights.append(rollout.get("importance_sampling_ratio"))
+        ids, mask = rollout["completion_ids"], rollout["completion_mask"].bool()
+        self.completions.append([row[kept].tolist() for row, kept in zip(ids, mask, strict=True)])
+        return rollout
+
+
+def replay(model: str, folder: Path, options: dict) -> dict:
+    """Train on vLLM's completions; and on the same ones without vLLM, with its importance weights and without."""
+    training = {"max_steps": 6, "num_iterations": 2, "learning_rate": 1e-4, "optim": "sgd", "max_grad_norm": 0.0}
+
+    def trained(given: list | None = None, **further: Any) -> Recording:
+        trainer = make(model, folder, Recording, **training, **further)
+        trainer.given, trainer.weights, trainer.completions = given, [], []
+        trainer.initial = snapshot(trainer.model)
+        trainer.train()
+        return trainer
+
+    def replayed(given: list | None = None) -> dict:
+        calls = iter(recorded.completions)
+
+        def rollout(prompts: list, trainer: GRPOTrainer) -> dict:
+            prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+            return {"prompt_ids": prompt_ids, "completion_ids": next(calls), "logprobs": None}
+
+        trainer = trained(given, use_vllm=False, further={"rollout_func": rollout})
+        steps = [[e for e in t.state.log_history if "grad_norm" in e] for t in (recorded, trainer)]
+        end, other = snapshot(recorded.model), snapshot(trainer.model)
+        return {
+            "gradient_norm": max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(*steps, strict=True)),
+            "parameters": distance(end, other) / distance(end, recorded.initial),
+        }
+
+    recorded = trained(**vllm_options(options))
+    return {
+        "rollouts": len(recorded.completions),
+        "weight_error": max((weights - 1).abs().max().item() for weights in recorded.weights),
+        "with_weights": replayed(recorded.weights),
+        "without_weights": replayed(),
+    }
+
+
+def lora(model: str, folder: Path, options: dict) -> dict:
+    """Train an adapter with vLLM, which TRL merges into the base and takes out again at every synchronization."""
+    adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    dtype = getattr(torch, options["dtype"])
+    trainer = make(
+        model,
+        folder,
+        {"opo": OPOTrainer, "grpo": GRPOTrainer}[options["trainer"]],
+        {"peft_config": adapter},
+        model_init_kwargs={"dtype": dtype},
+        max_steps=5,
+        learning_rate=0.1,
+        **vllm_options(options),
+    )
+    base = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    trainer.train()
+    moved = {
+        name: p for name, p in trainer.model.named_parameters() if name in base and not torch.equal(p, base[name])
+    }
+    drift = [((p - base[name]).float().norm() / base[name].float().norm()).item() for name, p in moved.items()]
+    trainer.save_model(str(folder))
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=dtype), folder)
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        here, there = (m.eval()(input_ids=tokens.to(m.device)).logits.cpu() for m in (trainer.model, loaded))
+    trainer._generate([PROMPTS[0]] * trainer.num_generations)  # synchronizes
+    prompt, completions, logps = generated(trainer, trainer.num_generations)
+    gaps = [own_logps(trainer, prompt, ids) - torch.tensor(row) for ids, row in zip(completions, logps, strict=True)]
+    return {
+        "base": len(base),
+        "moved": len(moved),
+        "drift": max(drift, default=0.0),
+        "logits": (here - there).abs().max().item(),
+        "gap": torch.cat(gaps).abs().mean().item(),
+    }
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        import cpu_shim
+
+        cpu_shim.patch_client()
+    command, folder, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    result = {"sync": sync, "replay": replay, "lora": lora}[command](options["model"], folder, options)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        (folder / "result.json").write_text(json.dumps(result))
