@@ -34,7 +34,7 @@ SETTINGS = {
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """For processes that use vLLM; skips where it is not installed."""
     if find_spec("vllm") is None:
-        pytest.skip("needs vLLM: tests/vllm/README.md says how to install it")
+        pytest.skip("needs vLLM: tests/with_vllm/README.md says how to install it")
     paths = [str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     if ON_CPU:
         import cpu_shim

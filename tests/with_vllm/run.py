@@ -1,5 +1,5 @@
 """
-Train with vLLM and write what came of it to `result.json`; `test_vllm.py` runs this in processes of their own.
+Train with vLLM and write what came of it to `result.json`; `test_with_vllm.py` runs this in processes of their own.
 
     python run.py sync|replay|lora FOLDER '{"mode": "colocate", …}'
 """
