@@ -6,16 +6,22 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = ["OPOConfig", "OPOTrainer"]
+__all__ = ["OPOConfig", "OPOTrainer", "RolloutConfig", "RolloutTrainer"]
 
 if TYPE_CHECKING:
-    from .config import OPOConfig
+    from .config import OPOConfig, RolloutConfig
+    from .rollout_trainer import RolloutTrainer
     from .trainer import OPOTrainer
 
 
 def __getattr__(name: str):
     # Importing TRL takes seconds; `opo_trl.objective` and the command line's help need none of it.
-    modules = {"OPOConfig": ".config", "OPOTrainer": ".trainer"}
+    modules = {
+        "OPOConfig": ".config",
+        "OPOTrainer": ".trainer",
+        "RolloutConfig": ".config",
+        "RolloutTrainer": ".rollout_trainer",
+    }
     if name in modules:
         return getattr(import_module(modules[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,8 +7,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from .evaluate import Decoding, Evaluation, evaluate
+from .rollout_trainer import RolloutTrainer
 from .run_folder import COMPLETIONS, LOG, append_lines, rewind
-from .trainer import OPOTrainer
 
 
 class LogFile(TrainerCallback):
@@ -60,7 +60,7 @@ class Validation(TrainerCallback):
     The result is logged under `validation/`: `accuracy`, `low` and `high` (95 % Wilson interval) and `unscorable`.
 
     Args:
-        trainer ([`OPOTrainer`]):
+        trainer ([`RolloutTrainer`]):
             Trainer whose policy is measured.
         dataset (`datasets.Dataset`):
             The problems.
@@ -74,7 +74,7 @@ class Validation(TrainerCallback):
 
     kept_completions = 8
 
-    def __init__(self, trainer: OPOTrainer, dataset: Dataset, *, steps: int, decoding: Decoding, folder: Path):
+    def __init__(self, trainer: RolloutTrainer, dataset: Dataset, *, steps: int, decoding: Decoding, folder: Path):
         self.trainer, self.dataset, self.steps, self.decoding, self.folder = trainer, dataset, steps, decoding, folder
 
     def on_train_begin(self, args, state, control, **kwargs):

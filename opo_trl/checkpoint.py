@@ -25,18 +25,15 @@ from .weights import local_part
 
 
 if TYPE_CHECKING:
-    from .trainer import OPOTrainer
+    from .rollout_trainer import RolloutTrainer
 
 
 logger = get_logger(__name__)
 
 MANIFEST = "manifest.json"
 
-# What of the trainer's own state is a number, or a dictionary of numbers.
-_NUMBERS = ("_drive_metrics", "_low_ess_rollouts", "_globalstep_last_logged", "entropy_coef", "_last_world_entropy")
 
-
-def save_state(trainer: "OPOTrainer", folder: Path) -> None:
+def save_state(trainer: "RolloutTrainer", folder: Path) -> None:
     """Write this process's `rollout_state_*.pt`."""
     rollout, position = divmod(trainer._step, trainer.args.micro_steps_per_rollout)
     state = {
@@ -50,8 +47,9 @@ def save_state(trainer: "OPOTrainer", folder: Path) -> None:
         # `torch.load` would refuse it.
         "plain": json.dumps(
             {
-                "numbers": {name: getattr(trainer, name) for name in _NUMBERS},
+                "numbers": {name: getattr(trainer, name) for name in trainer._saved_numbers},
                 "metrics": trainer._metrics,
+                "prompts": _prompts(trainer),
                 "logs": trainer._logs if trainer.log_completions else {},
             },
             default=_plain,
@@ -60,7 +58,7 @@ def save_state(trainer: "OPOTrainer", folder: Path) -> None:
     torch.save(state, _state_file(folder, trainer.accelerator.process_index))
 
 
-def load_state(trainer: "OPOTrainer", folder: str) -> dict[str, Any]:
+def load_state(trainer: "RolloutTrainer", folder: str) -> dict[str, Any]:
     """Read this process's `rollout_state_*.pt`, into host memory."""
     path = _state_file(Path(folder), trainer.accelerator.process_index)
     # Where there are more processes than before, the first one's will do for them, as far as `check_split` lets it.
@@ -69,7 +67,7 @@ def load_state(trainer: "OPOTrainer", folder: str) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def restore_state(trainer: "OPOTrainer", state: Mapping[str, Any]) -> None:
+def restore_state(trainer: "RolloutTrainer", state: Mapping[str, Any]) -> None:
     """Go on from a state of `load_state`."""
     trainer._step = state["rollout"] * trainer.args.micro_steps_per_rollout + state["position"]
     trainer._buffered_inputs = send_to_device(state["buffer"], trainer.accelerator.device)
@@ -81,6 +79,8 @@ def restore_state(trainer: "OPOTrainer", state: Mapping[str, Any]) -> None:
     plain = json.loads(state["plain"])
     for name, value in plain["numbers"].items():
         setattr(trainer, name, value)
+    for name, value in plain["prompts"].items():
+        setattr(trainer._prompt_stream, name, value)
     for mode, metrics in plain["metrics"].items():
         trainer._metrics[mode].update(metrics)
     logs: Any = trainer._logs  # name → the latest rollout's values, or name → column → values
@@ -92,7 +92,7 @@ def restore_state(trainer: "OPOTrainer", state: Mapping[str, Any]) -> None:
             logs[name].extend(kept)
 
 
-def check_split(trainer: "OPOTrainer", folder: str) -> None:
+def check_split(trainer: "RolloutTrainer", folder: str) -> None:
     """
     Check that a checkpoint inside a rollout is resumed with the rollout cut as it was.
 
@@ -110,10 +110,17 @@ def check_split(trainer: "OPOTrainer", folder: str) -> None:
     )
 
 
-def _split(trainer: "OPOTrainer") -> dict[str, int]:
+def _split(trainer: "RolloutTrainer") -> dict[str, int]:
     """How a rollout is cut: into processes, micro-batches and passes."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
     return {"processes": trainer.accelerator.num_processes, **{name: getattr(trainer.args, name) for name in names}}
+
+
+def _prompts(trainer: "RolloutTrainer") -> dict[str, Any]:
+    """Where dynamic sampling's stream of prompts stands."""
+    if trainer.args.max_sampling_rounds == 1:
+        return {}
+    return {name: getattr(trainer._prompt_stream, name) for name in ("position", "returned")}
 
 
 def _plain(value: Any) -> Any:
@@ -122,7 +129,7 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def _moving_reference(trainer: "OPOTrainer") -> list:
+def _moving_reference(trainer: "RolloutTrainer") -> list:
     """Parameters of a reference model that follows the policy: the base model does not give them back."""
     return list(trainer.ref_model.parameters()) if trainer.args.sync_ref_model else []
 

@@ -46,17 +46,17 @@ def _train(argv: list[str]) -> int:
 
     from .train import find_accelerate_config, make_parser, read_recipe
 
-    parser = make_parser(prog="opo-trl train")
     fields = list(argv)
     recipe_path = None
     if "--config" in argv[:-1]:
         position = fields.index("--config")
         _, recipe_path = fields[position : position + 2]
         del fields[position : position + 2]
-        recipe = read_recipe(recipe_path)
-        # Before the launch: OMP_NUM_THREADS and the like are read when a process starts.
-        os.environ.update({name: str(value) for name, value in recipe.pop("env", {}).items()})
-        parser.set_defaults_with_config(**recipe)
+    recipe, trainer = read_recipe(recipe_path, fields)
+    # Before the launch: OMP_NUM_THREADS and the like are read when a process starts.
+    os.environ.update({name: str(value) for name, value in recipe.pop("env", {}).items()})
+    parser = make_parser(trainer, prog="opo-trl train")
+    parser.set_defaults_with_config(**recipe)
     arguments, for_accelerate = parser.parse_known_args(fields)
     config_file = find_accelerate_config(arguments.accelerate_config, recipe_path)
     launch = [*(["--config_file", config_file] if config_file else []), *for_accelerate]

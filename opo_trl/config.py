@@ -40,11 +40,65 @@ _CHOICES = {
 
 
 @dataclass
-class OPOConfig(GRPOConfig):
+class RolloutConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`RolloutTrainer`], and of what [`OPOConfig`] shares with it.
+
+    All parameters but these are those of [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`].
+
+    Parameters:
+        max_sampling_rounds (`int`, *optional*, defaults to `1`):
+            Most rounds of generation for one rollout, at least 1. From 2 on, sampling is dynamic, as in DAPO: groups
+            whose completions all have the same reward are replaced by groups of further prompts, until none is left
+            or the rounds are used up.
+
+    Raises:
+        `ValueError`: `max_sampling_rounds` out of its range, or above 1 where advantages are normalized over groups
+        that may yet be replaced.
+    """
+
+    max_sampling_rounds: int = field(
+        default=1,
+        metadata={"help": "Most rounds of generation for one rollout; from 2 on, groups without spread are replaced."},
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        rounds = self.max_sampling_rounds
+        _require(rounds >= 1, "max_sampling_rounds", rounds, "a whole number, at least 1")
+        for name, value in (("scale_rewards", "batch"), ("multi_objective_aggregation", "normalize_then_sum")):
+            if rounds > 1 and getattr(self, name) == value:
+                raise ValueError(
+                    f"{name}={value!r} does not go with max_sampling_rounds={rounds}: it normalizes over groups that "
+                    f"are replaced later. Set `max_sampling_rounds` to 1, or leave `{name}` out."
+                )
+
+    @property
+    def micro_steps_per_rollout(self) -> int:
+        """How many forward and backward passes one rollout serves."""
+        return self.steps_per_generation * self.num_iterations
+
+    @property
+    def optimizer_steps_per_rollout(self) -> float:
+        """How many optimizer steps one rollout serves; below 1 when several rollouts make up one step."""
+        return self.micro_steps_per_rollout / self.gradient_accumulation_steps
+
+    @property
+    def is_on_policy(self) -> bool:
+        """
+        Whether every rollout is used up within the optimizer step that generated it, so that the log-ratio is 0.
+
+        The same condition as TRL's for leaving out the anchor log-probabilities.
+        """
+        return self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
+
+
+@dataclass
+class OPOConfig(RolloutConfig):
     r"""
     Configuration class for the [`OPOTrainer`].
 
-    It holds the parameters of OPO; all others are those of [`~trl.GRPOConfig`] and
+    It holds the parameters of OPO; all others are those of [`RolloutConfig`], [`~trl.GRPOConfig`] and
     [`~transformers.TrainingArguments`]. Parameters of GRPO's own losses (`loss_type`, `epsilon`, `epsilon_high`,
     `delta`, `importance_sampling_level`, `sapo_*`, `vespo_*`) have no place in OPO's and are rejected when set.
 
@@ -141,25 +195,6 @@ class OPOConfig(GRPOConfig):
             self.mu = 1.0
         if self.log_ratio_clamp is None:
             self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
-
-    @property
-    def micro_steps_per_rollout(self) -> int:
-        """How many forward and backward passes one rollout serves."""
-        return self.steps_per_generation * self.num_iterations
-
-    @property
-    def optimizer_steps_per_rollout(self) -> float:
-        """How many optimizer steps one rollout serves; below 1 when several rollouts make up one step."""
-        return self.micro_steps_per_rollout / self.gradient_accumulation_steps
-
-    @property
-    def is_on_policy(self) -> bool:
-        """
-        Whether every rollout is used up within the optimizer step that generated it, so that Δ ≡ 0 and μ is inert.
-
-        The same condition as TRL's for leaving out the anchor log-probabilities.
-        """
-        return self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
 
     def _reject_unused_fields(self):
         for parent_field in dataclasses.fields(GRPOConfig):

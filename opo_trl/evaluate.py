@@ -2,14 +2,15 @@
 Accuracy of the policy on problems with a checkable answer, with its confidence interval.
 
 Completions come from the engine that training uses (transformers or vLLM, gathered weights under ZeRO-3 and FSDP
-included), one per problem, the problems spread over the processes. The random state of training is left as it was.
+included), the problems spread over the processes. The random state of training is left as it was.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import asdict, dataclass, field
-from statistics import NormalDist
+from dataclasses import dataclass, field
+from statistics import NormalDist, stdev
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -30,28 +31,63 @@ class Evaluation:
 
     Args:
         correct (`int`), scored (`int`):
-            How many problems were solved, of how many that could be scored.
+            How many completions were right, of how many that could be scored.
         unscorable (`int`):
-            How many problems the reward function returned `None` for; they are in neither count.
+            How many completions the reward function returned `None` for; they are in neither count.
         samples (`list[dict]`):
-            Prompt, completion and reward of each problem, in the order of the data set.
+            Prompt, completion and reward of each completion, in the order of the data set.
+        per_problem (`int`, *optional*, defaults to `1`):
+            Completions of each problem.
     """
 
     correct: int
     scored: int
     unscorable: int
     samples: list[dict[str, Any]] = field(repr=False)
+    per_problem: int = 1
 
     @property
     def accuracy(self) -> float:
-        """Share of the scored problems that were solved; NaN when none could be scored."""
+        """Share of the scored completions that were right; NaN when none could be scored."""
         return self.correct / self.scored if self.scored else float("nan")
 
-    def summary(self) -> dict[str, float]:
-        """Counts, accuracy and its 95 % Wilson interval (`low`, `high`), without the samples."""
-        low, high = wilson_interval(self.correct, self.scored)
-        counts = {name: value for name, value in asdict(self).items() if name != "samples"}
-        return {"accuracy": self.accuracy, "low": low, "high": high, **counts}
+    @property
+    def by_problem(self) -> list[tuple[int, int]]:
+        """Right and scored completions of each problem that has any."""
+        rewards = [sample["reward"] for sample in self.samples]
+        groups = [rewards[i : i + self.per_problem] for i in range(0, len(rewards), self.per_problem)]
+        scored = [[reward >= 1.0 for reward in group if reward is not None] for group in groups]
+        return [(sum(right), len(right)) for right in scored if right]
+
+    def pass_at(self, k: int) -> float:
+        """
+        Mean probability that at least one of `k` of a problem's completions is right, by the unbiased estimate of
+        Chen et al. (2021, arXiv 2107.03374); problems with fewer than `k` scored completions are left out, and NaN
+        without any other.
+        """
+        shares = [1 - math.comb(n - right, k) / math.comb(n, k) for right, n in self.by_problem if n >= k]
+        return sum(shares) / len(shares) if shares else float("nan")
+
+    def summary(self) -> dict[str, Any]:
+        """
+        Counts, accuracy and its 95 % interval (`low`, `high`), without the samples: Wilson's for one completion per
+        problem; for several, the normal one over problems. These also have `pass_at`, for 1, 2, 4 … completions.
+        """
+        counts = {"correct": self.correct, "scored": self.scored, "unscorable": self.unscorable}
+        if self.per_problem == 1:
+            low, high = wilson_interval(self.correct, self.scored)
+            return {"accuracy": self.accuracy, "low": low, "high": high, **counts}
+        low, high = _interval_over_problems([right / n for right, n in self.by_problem], self.accuracy)
+        powers = [2**i for i in range(self.per_problem.bit_length())]
+        pass_at = {str(k): self.pass_at(k) for k in powers}
+        return {"accuracy": self.accuracy, "low": low, "high": high, **counts, "pass_at": pass_at}
+
+
+def _interval_over_problems(shares: list[float], mean: float) -> tuple[float, float]:
+    if len(shares) < 2:
+        return 0.0, 1.0
+    half = NormalDist().inv_cdf(0.975) * stdev(shares) / len(shares) ** 0.5
+    return max(mean - half, 0.0), min(mean + half, 1.0)
 
 
 def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -76,9 +112,11 @@ def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple
     return max(center - half, 0.0), min(center + half, 1.0)
 
 
-def evaluate(trainer: "GRPOTrainer", dataset: Dataset, *, decoding: Decoding = "sampled", seed: int = 0) -> Evaluation:
+def evaluate(
+    trainer: "GRPOTrainer", dataset: Dataset, *, decoding: Decoding = "sampled", seed: int = 0, samples: int = 1
+) -> Evaluation:
     """
-    Let the policy solve each problem of a data set once. To be called on every process.
+    Let the policy solve each problem of a data set. To be called on every process.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
@@ -90,6 +128,8 @@ def evaluate(trainer: "GRPOTrainer", dataset: Dataset, *, decoding: Decoding = "
             `"greedy"`, or `"sampled"` with the trainer's own temperature and truncation.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the sampling.
+        samples (`int`, *optional*, defaults to `1`):
+            Completions of each problem.
 
     Returns:
         [`Evaluation`]: the same on every process.
@@ -101,19 +141,21 @@ def evaluate(trainer: "GRPOTrainer", dataset: Dataset, *, decoding: Decoding = "
         raise ValueError("dataset has 0 rows: there is nothing to evaluate. Pass at least one problem.")
     accelerator = trainer.accelerator
     batch = trainer.args.per_device_eval_batch_size
-    per_process = -(-len(dataset) // accelerator.num_processes)
+    total = len(dataset) * samples
+    per_process = -(-total // accelerator.num_processes)
     first = accelerator.process_index * per_process
     # Every process has to take part in every generation, so a short share is filled up with rows that do not count.
-    mine = [dataset[min(i, len(dataset) - 1)] for i in range(first, first + per_process)]
+    mine = [dataset[min(i, total - 1) // samples] for i in range(first, first + per_process)]
     with _evaluation_mode(trainer, decoding), _own_random_state(seed, accelerator.process_index):
-        samples = [s for start in range(0, per_process, batch) for s in _solve(trainer, mine[start : start + batch])]
-    gathered = gather_object(samples)[: len(dataset)]
+        solved = [s for start in range(0, per_process, batch) for s in _solve(trainer, mine[start : start + batch])]
+    gathered = gather_object(solved)[:total]
     scored = [sample["reward"] for sample in gathered if sample["reward"] is not None]
     return Evaluation(
         correct=sum(reward >= 1.0 for reward in scored),
         scored=len(scored),
         unscorable=len(gathered) - len(scored),
         samples=gathered,
+        per_problem=samples,
     )
 
 

@@ -109,3 +109,9 @@ def _take(value: Any, order: np.ndarray) -> Any:
     if isinstance(value, list):
         return [value[i] for i in order]
     return value[torch.from_numpy(order)] if isinstance(value, torch.Tensor) and value.ndim else value
+
+
+def completion_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Bool mask `[B, T]` of the tokens that the model wrote: no padding, no tool output, no truncated completion."""
+    mask = inputs["completion_mask"].bool()
+    return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask

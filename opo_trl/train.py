@@ -1,10 +1,11 @@
 """
-Train a model with OPO, as a recipe says.
+Train a model with OPO, or with a baseline, as a recipe says.
 
     accelerate launch [--config_file recipes/accelerate/X.yaml] -m opo_trl.train --config recipes/R.yaml [--alpha 0.3]
 
-A recipe is a flat YAML file of the fields of [`OPOScriptArguments`], [`OPOConfig`] and [`~trl.ModelConfig`]; a field
-on the command line overrides the recipe's. The run's folder (`output_dir`) is described in `opo_trl.run_folder`.
+A recipe is a flat YAML file of the fields of [`OPOScriptArguments`], of [`OPOConfig`] (or with `trainer: grpo` of
+[`RolloutConfig`]) and of [`~trl.ModelConfig`]; a field on the command line overrides the recipe's. The run's folder
+(`output_dir`) is described in `opo_trl.run_folder`.
 """
 
 import dataclasses
@@ -26,16 +27,21 @@ from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config, rewards
+from trl.rewards import get_soft_overlong_punishment
 
 from . import run_folder
 from .arithmetic import arithmetic_reward, base_model_path
 from .callbacks import LogFile, ProgressBar, Validation
 from .checkpoint import resolve as find_checkpoint
-from .config import OPOConfig
+from .config import RolloutConfig
 from .data import INSTRUCTION, drop_long_prompts, load_problems, to_prompts, without_overlap
 from .evaluate import Decoding, evaluate
 from .rewards import accuracy_reward, format_reward
+from .rollout_trainer import RolloutTrainer
 from .trainer import OPOTrainer
+
+
+TRAINERS: dict[str, type[RolloutTrainer]] = {"opo": OPOTrainer, "grpo": RolloutTrainer}
 
 
 REWARDS: dict[str, Callable] = {
@@ -56,10 +62,14 @@ class OPOScriptArguments(ScriptArguments):
     Arguments of the training script, beside those of [`OPOConfig`] and [`~trl.ModelConfig`].
 
     Args:
+        trainer (`str`, *optional*, defaults to `"opo"`):
+            `"opo"`: [`OPOTrainer`]; `"grpo"`: [`RolloutTrainer`] with TRL's losses, for GRPO, GSPO, DAPO and the like.
         reward_funcs (`list[str]`, *optional*, defaults to `["accuracy_reward"]`):
             Reward functions: `accuracy_reward`, `format_reward`, `arithmetic_reward`, TRL's
-            `reasoning_accuracy_reward` and `think_format_reward`, or dotted import paths. The first one decides what
-            counts as solved in every accuracy.
+            `reasoning_accuracy_reward`, `think_format_reward` and `soft_overlong_punishment`, or dotted import paths.
+            The first one decides what counts as solved in every accuracy.
+        overlong_cache (`int`, *optional*):
+            Tokens before `max_completion_length` over which `soft_overlong_punishment` falls from 0 to -1.
         reward_model_name_or_path (`str`, *optional*):
             Reward model to add to the reward functions.
         levels (`list[str]`, *optional*):
@@ -84,6 +94,8 @@ class OPOScriptArguments(ScriptArguments):
         report_levels (`list[str]`, *optional*), report_size (`int`, *optional*, defaults to `500`):
             Levels, and number of the test split's problems of each, whose accuracies before and after training are
             reported, greedy and sampled. `None` reports none.
+        report_samples (`int`, *optional*, defaults to `1`):
+            Completions sampled for each of these problems; from 2 on, pass@k is reported as well.
         overwrite (`bool`, *optional*, defaults to `False`):
             Delete an earlier run in `output_dir`.
         accelerate_config (`str`, *optional*):
@@ -91,10 +103,14 @@ class OPOScriptArguments(ScriptArguments):
             from the recipe's, or a name of TRL's (`single_gpu`, `multi_gpu`, `zero2`, …).
     """
 
+    trainer: Literal["opo", "grpo"] = field(default="opo", metadata={"help": "OPO, or TRL's losses."})
     reward_funcs: list[str] = field(
         default_factory=lambda: ["accuracy_reward"], metadata={"help": "Reward functions, by name or dotted path."}
     )
     reward_model_name_or_path: str | None = field(default=None, metadata={"help": "Reward model to add."})
+    overlong_cache: int | None = field(
+        default=None, metadata={"help": "Tokens over which soft_overlong_punishment falls to -1."}
+    )
     levels: list[str] | None = field(default=None, metadata={"help": "Levels of the training problems."})
     fraction: float = field(default=1.0, metadata={"help": "Share of the training problems, in (0, 1]."})
     subset_seed: int = field(default=42, metadata={"help": "Seed that chooses problems."})
@@ -109,31 +125,60 @@ class OPOScriptArguments(ScriptArguments):
     validation_decoding: Decoding = field(default="sampled", metadata={"help": "Decoding of validation."})
     report_levels: list[str] | None = field(default=None, metadata={"help": "Levels reported before and after."})
     report_size: int = field(default=500, metadata={"help": "Problems per reported level."})
+    report_samples: int = field(default=1, metadata={"help": "Completions sampled per reported problem."})
     overwrite: bool = field(default=False, metadata={"help": "Delete an earlier run in output_dir."})
     accelerate_config: str | None = field(default=None, metadata={"help": "Accelerate configuration to launch with."})
 
 
-def make_parser(prog: str | None = None) -> TrlParser:
-    """Parser of recipes and command lines, into [`OPOScriptArguments`], [`OPOConfig`] and [`~trl.ModelConfig`]."""
-    dataclass_types: Any = (OPOScriptArguments, OPOConfig, ModelConfig)
+def make_parser(trainer: str, prog: str | None = None) -> TrlParser:
+    """Parser of recipes and command lines, into script, trainer and model arguments."""
+    dataclass_types: Any = _argument_classes(trainer)
     return TrlParser(dataclass_types, prog=prog)
 
 
-def read_recipe(path: str | Path) -> dict[str, Any]:
+def _argument_classes(trainer: str) -> tuple[type, type, type]:
+    return OPOScriptArguments, TRAINERS[trainer].config_class, ModelConfig
+
+
+def _fields(trainer: str) -> set[str]:
+    return {f.name for arguments in _argument_classes(trainer) for f in dataclasses.fields(arguments)}
+
+
+def read_recipe(path: str | Path | None, argv: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
     """
-    Read a recipe.
+    Read a recipe, and find out which trainer it is for.
 
     Args:
-        path (`str` or `Path`):
+        path (`str` or `Path`, *optional*):
             YAML file.
+        argv (`Sequence[str]`, *optional*):
+            Command line, whose `--trainer` overrides the recipe's.
 
     Returns:
-        `dict[str, Any]`: field → value, as written.
+        `tuple[dict[str, Any], str]`: field → value, as written; and a key of [`TRAINERS`].
 
     Raises:
-        `ValueError`: the file does not exist or is no mapping, or a key is no field; the message names the key and
-        the nearest field.
+        `ValueError`: the file does not exist or is no mapping, there is no such trainer, or a key is no field; the
+        message names the key and the nearest field.
     """
+    recipe = {} if path is None else _read_yaml(path)
+    trainer = recipe.get("trainer", "opo")
+    if "--trainer" in argv[:-1]:
+        trainer = argv[list(argv).index("--trainer") + 1]
+    if trainer not in TRAINERS:
+        raise ValueError(f"trainer={trainer!r} does not exist. Set `trainer` to one of {', '.join(TRAINERS)}.")
+    known = _fields(trainer)
+    for key in recipe.keys() - known - {"env"}:
+        near = difflib.get_close_matches(str(key), known, n=1)
+        hint = f"Did you mean `{near[0]}`?" if near else "Remove it."
+        other = next((name for name in TRAINERS if key in _fields(name)), None)
+        if other:
+            hint = f"It belongs to `trainer: {other}`, and this is for `trainer: {trainer}`."
+        raise ValueError(f"{str(path)!r} sets {key}={recipe[key]!r}, but there is no such field. {hint}")
+    return recipe, trainer
+
+
+def _read_yaml(path: str | Path) -> dict[str, Any]:
     if not Path(path).is_file():
         raise ValueError(f"config={str(path)!r} does not exist. Pass the path of a recipe.")
     try:
@@ -142,27 +187,18 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"config={str(path)!r} is not valid YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"config={str(path)!r} holds no `field: value` lines. Write one field per line.")
-    known = {
-        f.name for arguments in (OPOScriptArguments, OPOConfig, ModelConfig) for f in dataclasses.fields(arguments)
-    }
-    for key in recipe.keys() - known - {"env"}:
-        near = difflib.get_close_matches(str(key), known, n=1)
-        hint = f"Did you mean `{near[0]}`?" if near else "Remove it."
-        raise ValueError(f"{str(path)!r} sets {key}={recipe[key]!r}, but there is no such field. {hint}")
     return recipe
 
 
-def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConfig, dict[str, Any]]:
+def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, ModelConfig, dict[str, Any]]:
     """Parse a command line; the last item of the result is the recipe with the command line's fields merged in."""
     argv = list(argv)
-    recipe_path, environment = None, {}
     named = {a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")} - {"config"}
-    if "--config" in argv[:-1]:
-        recipe_path = argv[argv.index("--config") + 1]
-        written = read_recipe(recipe_path)
-        environment = {"env": written.pop("env")} if "env" in written else {}
-        named |= written.keys()
-    parsed: Any = make_parser().parse_args_and_config(argv)
+    recipe_path = argv[argv.index("--config") + 1] if "--config" in argv[:-1] else None
+    written, trainer = read_recipe(recipe_path, argv)
+    environment = {"env": written.pop("env")} if "env" in written else {}
+    named |= written.keys()
+    parsed: Any = make_parser(trainer).parse_args_and_config(argv)
     parsed[0].accelerate_config = find_accelerate_config(parsed[0].accelerate_config, recipe_path)
     values = {f.name: getattr(part, f.name) for part in reversed(parsed) for f in dataclasses.fields(part)}
     recipe = {name: _plain(value) for name, value in values.items() if name in named}
@@ -218,6 +254,32 @@ def load_reward(name: str) -> Callable:
         sys.path.pop(0)
 
 
+def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
+    """
+    The reward functions of a run, a reward model last.
+
+    Raises:
+        `ValueError`: there is no such function, or one of `soft_overlong_punishment` and `overlong_cache` is alone.
+    """
+    overlong = "soft_overlong_punishment" in script.reward_funcs
+    length, cache = args.max_completion_length, script.overlong_cache
+    if overlong != (cache is not None):
+        raise ValueError(
+            f"reward_funcs={script.reward_funcs} and overlong_cache={cache}: `soft_overlong_punishment` and "
+            "`overlong_cache` need each other. Set both, or neither."
+        )
+    if cache is not None and not (length and 0 < cache <= length):
+        raise ValueError(
+            f"overlong_cache={cache} is not allowed. Set `overlong_cache` to a positive number up to "
+            f"max_completion_length={length}."
+        )
+    found: list = [
+        get_soft_overlong_punishment(length, cache) if name == "soft_overlong_punishment" else load_reward(name)
+        for name in script.reward_funcs
+    ]
+    return [*found, script.reward_model_name_or_path] if script.reward_model_name_or_path else found
+
+
 @dataclass
 class Data:
     """What a run trains on, validates with and reports on; every set has `prompt` and what the rewards read."""
@@ -227,7 +289,7 @@ class Data:
     report: dict[str, Dataset]
 
 
-def load_data(script: OPOScriptArguments, args: OPOConfig, model_name: str) -> Data:
+def load_data(script: OPOScriptArguments, args: RolloutConfig, model_name: str) -> Data:
     """
     Load the problems of a run: `levels` of the training split, and held-out ones of the test split.
 
@@ -269,8 +331,8 @@ def _prompts(script: OPOScriptArguments, problems: Dataset) -> Dataset:
 
 
 def make_trainer(
-    script: OPOScriptArguments, args: OPOConfig, model_config: ModelConfig, data: Data, reward_funcs: list
-) -> OPOTrainer:
+    script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig, data: Data, reward_funcs: list
+) -> RolloutTrainer:
     """Build the trainer of a run, with its log file, progress bar and validation."""
     folder = Path(args.output_dir)
     given: Any = args.model_init_kwargs or {}  # a dict, once parsed
@@ -280,7 +342,7 @@ def make_trainer(
         "dtype": model_config.dtype,
         **given,
     }
-    trainer = OPOTrainer(
+    trainer = TRAINERS[script.trainer](
         model=model_config.model_name_or_path,
         reward_funcs=reward_funcs,
         args=args,
@@ -299,11 +361,12 @@ def make_trainer(
     return trainer
 
 
-def report(trainer: OPOTrainer, data: Mapping[str, Dataset]) -> dict[str, dict[str, dict[str, float]]]:
+def report(trainer: RolloutTrainer, data: Mapping[str, Dataset], samples: int) -> dict[str, dict[str, dict]]:
     """Accuracy on each level's problems, greedy and sampled: level → decoding → [`Evaluation.summary`]."""
     return {
         level: {
-            decoding: evaluate(trainer, problems, decoding=decoding).summary() for decoding in ("greedy", "sampled")
+            "greedy": evaluate(trainer, problems, decoding="greedy").summary(),
+            "sampled": evaluate(trainer, problems, decoding="sampled", samples=samples).summary(),
         }
         for level, problems in data.items()
     }
@@ -323,14 +386,14 @@ def format_report(before: Mapping[str, Any], after: Mapping[str, Any] | None = N
     return "\n".join(line.rstrip() for line in lines)
 
 
-def run(trainer: OPOTrainer, script: OPOScriptArguments, data: Data, checkpoint: str | None) -> dict[str, Any]:
+def run(trainer: RolloutTrainer, script: OPOScriptArguments, data: Data, checkpoint: str | None) -> dict[str, Any]:
     """Train, with accuracies before and after; returns what `summary.json` holds."""
     args = trainer.args
     folder = Path(args.output_dir)
     summary = run_folder.read_json(folder / run_folder.SUMMARY) if checkpoint else {}
     is_main = trainer.accelerator.is_main_process
     if "before" not in summary:
-        summary["before"] = report(trainer, data.report)
+        summary["before"] = report(trainer, data.report, script.report_samples)
         if is_main:
             run_folder.write_json(folder / run_folder.SUMMARY, summary)
     trainer.accelerator.print(format_report(summary["before"]))
@@ -339,7 +402,7 @@ def run(trainer: OPOTrainer, script: OPOScriptArguments, data: Data, checkpoint:
     summary |= {
         "optimizer_steps": trainer.state.global_step,
         "train_seconds": round(time.perf_counter() - started, 1),
-        "after": report(trainer, data.report),
+        "after": report(trainer, data.report, script.report_samples),
     }
     trainer.save_model(args.output_dir)
     if is_main:
@@ -365,7 +428,7 @@ def _draw_figures(folder: Path):
 _SELECTIONS = ("levels", "fraction", "validation_levels", "report_levels")
 
 
-def _check_script(script: OPOScriptArguments, args: OPOConfig, model_config: ModelConfig):
+def _check_script(script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig):
     if not model_config.model_name_or_path:
         raise ValueError("model_name_or_path is not set. Set it to a model's Hub id or folder.")
     if not script.dataset_name:
@@ -383,7 +446,7 @@ def _check_script(script: OPOScriptArguments, args: OPOConfig, model_config: Mod
                 f"{name}=True does not go with use_vllm=True: TRL hands vLLM the packed weights, which it refuses "
                 "(huggingface/trl#4973). Remove one of them."
             )
-    for name in ("validation_steps", "validation_size", "report_size", "max_prompt_length"):
+    for name in ("validation_steps", "validation_size", "report_size", "report_samples", "max_prompt_length"):
         value = getattr(script, name)
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} is not allowed. Set `{name}` to a positive number, or leave it out.")
@@ -400,9 +463,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if model_config.model_name_or_path == EMBEDDED_MODEL:
             model_config.model_name_or_path = base_model_path()
         # All that a recipe can have wrong comes before the folder, where it might cost an earlier run.
-        reward_funcs: list = [load_reward(name) for name in script.reward_funcs]
-        if script.reward_model_name_or_path:
-            reward_funcs.append(script.reward_model_name_or_path)
+        reward_funcs = load_rewards(script, args)
         with args.main_process_first(desc="loading the data set"):
             data = load_data(script, args, model_config.model_name_or_path)
         if args.process_index == 0:

@@ -8,37 +8,28 @@ TRL owns generation, rewards, sharding, the optimizer and checkpoints. What is a
    travels with its row through TRL's shuffling and slicing.
 2. `compute_loss`: the log-ratio of each row is regressed on its target. A plain mean over rows, so that how the rows
    are split into micro-batches and processes changes nothing.
-3. `log`: what happened, under `opo/`.
-4. `_save_rng_state` and its companions: a checkpoint holds all that the rest of the run depends on, the rollout in use
-   among it.
+3. `_log_step`: what happened, under `opo/`.
+
+Rollouts and checkpoints are those of [`RolloutTrainer`], which stands between the two.
 """
 
-import shutil
 import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import get_config_model_id
 
-from . import checkpoint, objective, trl_contract
+from . import objective
 from .config import OPOConfig
-from .plan import training_plan
-from .rollout import EpochSampler, micro_batches
-from .weights import FrozenBase
+from .rollout import completion_tokens
+from .rollout_trainer import RolloutTrainer
 
 
 logger = get_logger(__name__)
-
-trl_contract.check()
 
 # Entries of a rollout that the model's forward pass takes beside the tokens: images and the like.
 _MULTIMODAL_KEYS = (
@@ -62,7 +53,7 @@ _LOW_ESS_ROLLOUTS = 10
 _WHOLE_CLAMP = 20.0
 
 
-class OPOTrainer(GRPOTrainer):
+class OPOTrainer(RolloutTrainer):
     r"""
     Trainer for Orthogonalized Policy Optimization, a drop-in replacement of [`~trl.GRPOTrainer`].
 
@@ -110,103 +101,20 @@ class OPOTrainer(GRPOTrainer):
             }"""),
     }
 
+    config_class = OPOConfig
     args: OPOConfig
-    model: Any  # a PreTrainedModel, or PEFT's wrapper around one
-    num_generations: int
-    num_generations_eval: int
+    _saved_numbers = (*RolloutTrainer._saved_numbers, "_drive_metrics", "_low_ess_rollouts")
 
     def __init__(self, model, reward_funcs=None, args: OPOConfig | None = None, *further, **named):
-        if args is None:
-            model_id = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = OPOConfig(f"{model_id.split('/')[-1]}-OPO")
-        elif not isinstance(args, OPOConfig):
-            raise TypeError(
-                f"`args` is a `{type(args).__name__}`, but OPOTrainer needs an `OPOConfig`. It takes the same fields: "
-                "change the class name."
-            )
-        if args.use_vllm and named.get("quantization_config") is not None:
-            raise ValueError(
-                "use_vllm=True does not go with a quantized base model: TRL hands vLLM the packed weights, which it "
-                "refuses (huggingface/trl#4973). Set use_vllm=False, or train LoRA on the base as it is."
-            )
         super().__init__(model, reward_funcs, args, *further, **named)
-        self._rewards_per_func = torch.empty(0)  # [N, number of reward functions], over all processes
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}
         self._step_rows: list[Tensor] = []  # what the micro-batches of the current optimizer step have to report
         self._low_ess_rollouts = 0
-        self._frozen_base: FrozenBase | None = None
-        self._sampler: EpochSampler | None = None  # Transformers asks for it when training starts; not for a stream
-
-    @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """
-        Train, from the beginning or from a checkpoint.
-
-        Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*):
-                Folder of a checkpoint, `"last"` or `"auto"`; see [`checkpoint.resolve`].
-
-        Raises:
-            `ValueError`: the checkpoint is not whole, or lies inside a rollout that is cut differently in this run.
-        """
-        found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
-        if found is not None:
-            checkpoint.check_split(self, found)
-        if self.accelerator.is_main_process:
-            print(training_plan(self), flush=True)
-        return super().train(found, *args, **kwargs)
 
     # 1. The drive joins the rollout
 
-    def _get_train_sampler(self, dataset=None):
-        sampler = super()._get_train_sampler(dataset)
-        self._sampler = EpochSampler(
-            sampler.data_source,
-            mini_repeat_count=sampler.mini_repeat_count,
-            batch_size=sampler.batch_size,
-            repeat_count=sampler.repeat_count,
-            shuffle=sampler.shuffle,
-            seed=sampler.seed,
-        )
-        return self._sampler
-
-    @profiling_decorator
-    def _prepare_inputs(self, generation_batch):
-        if self._mode == "eval":
-            return super()._prepare_inputs(generation_batch)
-        args = self.args
-        rollout, position = divmod(self._step, args.micro_steps_per_rollout)
-        if position == 0:
-            self._buffered_inputs = micro_batches(
-                self._generate_and_score_completions(generation_batch),
-                steps_per_generation=args.steps_per_generation,
-                gradient_accumulation_steps=args.gradient_accumulation_steps,
-                seed=args.seed,
-                index=rollout,
-                process=self.accelerator.process_index,
-                processes=self.accelerator.num_processes,
-            )
-        return self._buffered_inputs[self._step % args.steps_per_generation]
-
-    def _generate(self, prompts: list):
-        if not (self.use_vllm and is_peft_model(self.model)):
-            return super()._generate(prompts)
-        if self._frozen_base is None:
-            self._frozen_base = FrozenBase(self.model)
-        generated = super()._generate(prompts)
-        self._frozen_base.restore()
-        return generated
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        return self._rewards_per_func
-
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         rollout = super()._generate_and_score_completions(inputs)
-        trl_contract.check_rollout(rollout)
         anchor_missing = "old_per_token_logps" not in rollout and (
             self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
         )
@@ -217,7 +125,7 @@ class OPOTrainer(GRPOTrainer):
         rollout.update(self._drive(rollout))
         if self.top_entropy_quantile < 1.0:
             # TRL's threshold is that of a micro-batch; the rollout's does not depend on how it is cut.
-            mask = _completion_tokens(rollout) & rollout["opo_valid"].unsqueeze(1)
+            mask = completion_tokens(rollout) & rollout["opo_valid"].unsqueeze(1)
             rollout["opo_steering"] = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         return rollout
 
@@ -269,7 +177,6 @@ class OPOTrainer(GRPOTrainer):
             num_generations=num_generations,
             valid=valid,
         )
-        metrics["advantage_range"] = advantages.max() - advantages.min()
         self._drive_metrics[mode] = {name: value.item() for name, value in metrics.items()}
         self._watch_escort(num_generations)
         return self._local_rows(
@@ -287,7 +194,7 @@ class OPOTrainer(GRPOTrainer):
 
         On the host and in float64: N numbers cost nothing there, and the drive is the same on every device.
         """
-        mask = _completion_tokens(rollout)
+        mask = completion_tokens(rollout)
         anchor = rollout.get("old_per_token_logps")
         anchor = torch.zeros_like(mask, dtype=torch.float32) if anchor is None else anchor
         rows = [
@@ -358,7 +265,7 @@ class OPOTrainer(GRPOTrainer):
             raise ValueError("OPOTrainer does not support returning outputs")
         args = self.args
         # Without a token that counts, a completion that takes no part has no ratio, no KL term and no entropy bonus.
-        mask = _completion_tokens(inputs) & inputs["opo_valid"].unsqueeze(1)
+        mask = completion_tokens(inputs) & inputs["opo_valid"].unsqueeze(1)
         logps, entropies, aux_loss = self._token_logps(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
@@ -486,48 +393,3 @@ class OPOTrainer(GRPOTrainer):
         step = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
         self.entropy_coef = min(max(self.entropy_coef + step, args.entropy_coef_min), args.entropy_coef_max)
         self._last_world_entropy = entropy
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        ranges = self._metrics["train"].get("opo/advantage_range")
-        if "grad_norm" in logs and ranges:
-            self._metrics["train"]["opo/gradient_response_efficiency"].append(
-                objective.gradient_response_efficiency(logs["grad_norm"], ranges[-1])
-            )
-        super().log(logs, start_time)
-
-    # 4. What a checkpoint holds
-
-    def _save_checkpoint(self, model, trial):
-        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.args.should_save:
-            # What an earlier attempt left here would make a half-written checkpoint look whole.
-            shutil.rmtree(folder, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
-
-    def _save_rng_state(self, output_dir: str):
-        super()._save_rng_state(output_dir)
-        checkpoint.save_state(self, Path(output_dir))
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            checkpoint.seal(Path(output_dir))
-
-    def _load_rng_state(self, folder: str | None):
-        super()._load_rng_state(folder)
-        if folder is not None:
-            checkpoint.restore_state(self, checkpoint.load_state(self, folder))
-
-    def _run_epoch(self, **named):
-        # Resumed from the last step's checkpoint, Transformers would train one step more.
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-            return
-        if self._sampler is not None:
-            self._sampler.epoch = named["epoch"]
-        super()._run_epoch(**named)
-
-
-def _completion_tokens(inputs: Mapping[str, Any]) -> Tensor:
-    """Bool mask `[B, T]` of the tokens that the model wrote: no padding, no tool output, no truncated completion."""
-    mask = inputs["completion_mask"].bool()
-    return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask

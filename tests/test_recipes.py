@@ -64,7 +64,7 @@ def test_rollout_holds_as_many_prompts_as_the_paper_says(path):
 
 
 def test_experiment_2_takes_a_tenth_of_the_data_with_seed_42():
-    script, args, *_ = parse_recipe(ROOT / "qwen3-1.7b" / "opo_math_l3_10pct.yaml")
+    script, args, *_ = parse_recipe(ROOT / "qwen3-1.7b" / "experiment2/opo.yaml")
     assert (script.fraction, script.subset_seed, args.num_train_epochs) == (0.1, 42, 8)
     assert (script.validation_levels, script.validation_size, script.validation_steps) == (["Level 4"], 100, 10)
 

@@ -204,7 +204,7 @@ def test_qwen3_recipe_trains_on_the_real_math_rows_through_the_command_line(smal
         "max_completion_length": 8,
     }
     sizes |= {"steps_per_generation": 2, "validation_size": 2, "validation_steps": 4, "report_size": 2}
-    recipe = ROOT / "recipes" / "qwen3-1.7b" / "opo_math_l3.yaml"
+    recipe = ROOT / "recipes" / "qwen3-1.7b" / "experiment1/opo.yaml"
     done = opo_trl_train(
         *arguments(recipe, **here, **sizes, model_name_or_path=small_qwen3, dataset_name=shared_data / "math"),
         *("--output_dir", str(tmp_path / "run"), "--learning_rate", "1e-3"),

@@ -1,0 +1,235 @@
+"""
+`RolloutTrainer`: TRL's `GRPOTrainer` and its losses, with rollouts that can be reproduced.
+
+[`OPOTrainer`] is this trainer with another loss, and GRPO, GSPO and DAPO are this trainer with TRL's, so that a
+comparison differs in nothing else. What is added to TRL's:
+
+1. The order of the prompts, and the optimizer step that a completion serves, are functions of the seed (`rollout`).
+2. Dynamic sampling replaces groups without spread of rewards (`dynamic_sampling`), as DAPO does.
+3. A checkpoint holds all that the rest of the run depends on, the rollout in use among it (`checkpoint`).
+"""
+
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+from trl.extras.profiling import profiling_decorator
+from trl.trainer.utils import get_config_model_id
+
+from . import checkpoint, dynamic_sampling, trl_contract
+from .config import RolloutConfig
+from .dynamic_sampling import PromptStream
+from .objective import gradient_response_efficiency
+from .plan import training_plan
+from .rollout import EpochSampler, micro_batches
+from .weights import FrozenBase
+
+
+trl_contract.check()
+
+
+class RolloutTrainer(GRPOTrainer):
+    """
+    [`~trl.GRPOTrainer`] with reproducible rollouts, dynamic sampling and exact resumption; the losses are TRL's.
+
+    Args:
+        model, reward_funcs, train_dataset, eval_dataset, processing_class, ...:
+            As in [`~trl.GRPOTrainer`].
+        args ([`RolloutConfig`], *optional*):
+            Configuration of the trainer. `None` takes the defaults, with an output folder named after the model.
+
+    Raises:
+        `TypeError`: `args` is a configuration of another trainer.
+        `ValueError`: a quantized base model is to be generated from by vLLM, or `max_sampling_rounds` is above 1 and
+            the prompts come from a stream.
+    """
+
+    config_class: type[RolloutConfig] = RolloutConfig
+    args: RolloutConfig
+    model: Any  # a PreTrainedModel, or PEFT's wrapper around one
+    num_generations: int
+    num_generations_eval: int
+
+    # What a checkpoint holds of the trainer's own state: numbers, and dictionaries of them.
+    _saved_numbers: tuple[str, ...] = (
+        "_advantage_range",
+        "_completions_generated",
+        "_globalstep_last_logged",
+        "entropy_coef",
+        "_last_world_entropy",
+    )
+
+    def __init__(self, model, reward_funcs=None, args: RolloutConfig | None = None, *further, **named):
+        wanted = self.config_class
+        if args is None:
+            model_id = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = wanted(f"{model_id.split('/')[-1]}-{self._name}")
+        elif not isinstance(args, wanted):
+            raise TypeError(
+                f"`args` is a `{type(args).__name__}`, but {type(self).__name__} needs a `{wanted.__name__}`. "
+                "Both take the fields of `GRPOConfig`: change the class name."
+            )
+        if args.use_vllm and named.get("quantization_config") is not None:
+            raise ValueError(
+                "use_vllm=True does not go with a quantized base model: TRL hands vLLM the packed weights, which it "
+                "refuses (huggingface/trl#4973). Set use_vllm=False, or train LoRA on the base as it is."
+            )
+        super().__init__(model, reward_funcs, args, *further, **named)
+        self._rewards_per_func = torch.empty(0)  # [N, number of reward functions], over all processes
+        self._advantage_range = 0.0  # of the rollout in use, over all processes
+        self._completions_generated = 0  # for training, over all processes
+        self._warned_of_bound = False
+        self._frozen_base: FrozenBase | None = None
+        self._sampler: EpochSampler | None = None  # Transformers asks for it when training starts; not for a stream
+        if args.max_sampling_rounds > 1:
+            if not isinstance(self.train_dataset, Dataset):
+                raise ValueError(
+                    f"max_sampling_rounds={args.max_sampling_rounds} needs a data set whose rows can be picked, not a "
+                    "stream. Load it whole, or set `max_sampling_rounds` to 1."
+                )
+            self._prompt_stream = PromptStream(len(self.train_dataset), seed=args.seed, shuffle=self.shuffle_dataset)
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """
+        Train, from the beginning or from a checkpoint.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*):
+                Folder of a checkpoint, `"last"` or `"auto"`; see [`checkpoint.resolve`].
+
+        Raises:
+            `ValueError`: the checkpoint is not whole, or lies inside a rollout that is cut differently in this run.
+        """
+        found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
+        if found is not None:
+            checkpoint.check_split(self, found)
+        if self.accelerator.is_main_process:
+            print(training_plan(self), flush=True)
+        return super().train(found, *args, **kwargs)
+
+    # 1. The order of prompts and completions
+
+    def _get_train_sampler(self, dataset=None):
+        sampler = super()._get_train_sampler(dataset)
+        self._sampler = EpochSampler(
+            sampler.data_source,
+            mini_repeat_count=sampler.mini_repeat_count,
+            batch_size=sampler.batch_size,
+            repeat_count=sampler.repeat_count,
+            shuffle=sampler.shuffle,
+            seed=sampler.seed,
+        )
+        return self._sampler
+
+    @profiling_decorator
+    def _prepare_inputs(self, generation_batch):
+        if self._mode == "eval":
+            return super()._prepare_inputs(generation_batch)
+        args = self.args
+        rollout, position = divmod(self._step, args.micro_steps_per_rollout)
+        if position == 0:
+            self._buffered_inputs = micro_batches(
+                self._generate_and_score_completions(generation_batch),
+                steps_per_generation=args.steps_per_generation,
+                gradient_accumulation_steps=args.gradient_accumulation_steps,
+                seed=args.seed,
+                index=rollout,
+                process=self.accelerator.process_index,
+                processes=self.accelerator.num_processes,
+            )
+        return self._buffered_inputs[self._step % args.steps_per_generation]
+
+    def _generate(self, prompts: list):
+        if not (self.use_vllm and is_peft_model(self.model)):
+            return super()._generate(prompts)
+        if self._frozen_base is None:
+            self._frozen_base = FrozenBase(self.model)
+        generated = super()._generate(prompts)
+        self._frozen_base.restore()
+        return generated
+
+    # 2. A rollout
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._mode == "eval" or self.args.max_sampling_rounds == 1:
+            rollout = self._generate_once(inputs)
+        else:
+            rollout = dynamic_sampling.fill(self, self._generate_once, len(inputs))
+        trl_contract.check_rollout(rollout)
+        if self._mode == "train":
+            advantages = self.accelerator.gather(rollout["advantages"])
+            self._advantage_range = (advantages.max() - advantages.min()).item()
+        return rollout
+
+    def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        rollout = super()._generate_and_score_completions(inputs)
+        if self._mode == "train":
+            self._completions_generated += len(self._rewards_per_func)
+            self._metrics["train"]["completions/generated"] = [self._completions_generated]
+        return rollout
+
+    @contextmanager
+    def _metrics_kept(self) -> Iterator[None]:
+        """Keep the training metrics as they are, but for the counts of tokens and completions."""
+        kept = self._metrics["train"]
+        self._metrics["train"] = defaultdict(list)
+        yield
+        counts = {name: self._metrics["train"][name] for name in ("num_tokens", "completions/generated")}
+        self._metrics["train"] = kept
+        kept.update(counts)
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        return self._rewards_per_func
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "grad_norm" in logs:
+            metrics = self._metrics["train"]
+            metrics["opo/advantage_range"].append(self._advantage_range)
+            metrics["opo/gradient_response_efficiency"].append(
+                gradient_response_efficiency(logs["grad_norm"], self._advantage_range)
+            )
+        super().log(logs, start_time)
+
+    # 3. What a checkpoint holds
+
+    def _save_checkpoint(self, model, trial):
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            # What an earlier attempt left here would make a half-written checkpoint look whole.
+            shutil.rmtree(folder, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str):
+        super()._save_rng_state(output_dir)
+        checkpoint.save_state(self, Path(output_dir))
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            checkpoint.seal(Path(output_dir))
+
+    def _load_rng_state(self, folder: str | None):
+        super()._load_rng_state(folder)
+        if folder is not None:
+            checkpoint.restore_state(self, checkpoint.load_state(self, folder))
+
+    def _run_epoch(self, **named):
+        # Resumed from the last step's checkpoint, Transformers would train one step more.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        if self._sampler is not None:
+            self._sampler.epoch = named["epoch"]
+        super()._run_epoch(**named)
