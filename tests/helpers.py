@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from opo_trl import OPOConfig, OPOTrainer
+from opo_trl import OPOConfig, OPOTrainer, RolloutConfig, RolloutTrainer
 
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` warns on every trainer otherwise
@@ -197,6 +197,10 @@ class RecordingGRPO(Recording, GRPOTrainer):
     pass
 
 
+class RecordingBaseline(Recording, RolloutTrainer):
+    pass
+
+
 def make_trainer(
     model: str | torch.nn.Module,
     folder: Path,
@@ -239,7 +243,8 @@ def make_trainer(
         "disable_tqdm": True,
         **overrides,
     }
-    config_class = OPOConfig if issubclass(trainer_class, OPOTrainer) else GRPOConfig
+    pairs = ((OPOTrainer, OPOConfig), (RolloutTrainer, RolloutConfig), (GRPOTrainer, GRPOConfig))
+    config_class = next(config for trainer, config in pairs if issubclass(trainer_class, trainer))
     return trainer_class(model=model, args=config_class(**options), **arguments).record(inject)
 
 

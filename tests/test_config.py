@@ -191,6 +191,7 @@ def test_defaults(config):
         "log_ratio_reduction": "sum",
         "log_ratio_clamp": 20.0,
         "ratio_form": "log",
+        "max_sampling_rounds": 1,
     }
 
 
@@ -287,6 +288,7 @@ CHANGED = {
     "log_ratio_reduction": "mean",
     "log_ratio_clamp": 3.0,
     "ratio_form": "exact",
+    "max_sampling_rounds": 3,
 }
 
 

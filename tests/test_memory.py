@@ -71,8 +71,8 @@ def test_tiles_are_those_of_trl():
 
 
 def test_runs_of_the_tables_are_the_recipes():
-    for recipe, share in {"opo_math_l3": 0.4, "opo_math_l3_10pct": 0.4, "opo_math_l3_lora": 0.45}.items():
-        fields = yaml.safe_load((ROOT / "recipes" / "qwen3-1.7b" / f"{recipe}.yaml").read_text())
+    for recipe, share in {"experiment1": 0.4, "experiment2": 0.4, "experiment1_lora": 0.45}.items():
+        fields = yaml.safe_load((ROOT / "recipes" / "qwen3-1.7b" / recipe / "opo.yaml").read_text())
         assert fields["vllm_gpu_memory_utilization"] == share
         assert fields["per_device_train_batch_size"] == 4
         assert all(fields[name] for name in ("vllm_enable_sleep_mode", "gradient_checkpointing", "bf16"))
@@ -80,7 +80,7 @@ def test_runs_of_the_tables_are_the_recipes():
             benchmark.PROMPT,
             benchmark.COMPLETION,
         )
-        assert fields["accelerate_config"] == f"../accelerate/{'single_gpu' if 'lora' in recipe else 'zero2'}.yaml"
+        assert fields["accelerate_config"] == f"../../accelerate/{'single_gpu' if 'lora' in recipe else 'zero2'}.yaml"
     assert fields["lora_r"] == benchmark.LORA_RANK
     assert (benchmark.SHARE, benchmark.ONE["LoRA"]["share"]) == (0.4, 0.45)
 

@@ -5,12 +5,21 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
-from opo_trl.train import OPOScriptArguments, find_accelerate_config, load_reward, make_parser, parse, read_recipe
+from opo_trl.train import (
+    OPOScriptArguments,
+    find_accelerate_config,
+    load_reward,
+    load_rewards,
+    make_parser,
+    parse,
+    read_recipe,
+)
 
 
 ROOT = Path(__file__).resolve().parents[1] / "recipes"
 ALL = sorted(path for path in ROOT.rglob("*.yaml") if path.parent.name != "accelerate")
-QWEN = [path for path in ALL if path.parent.name == "qwen3-1.7b"]
+EXPERIMENTS = sorted({path.parent for path in ALL if path.parent.name.startswith("experiment")})
+QWEN = [path for path in ALL if "qwen3-1.7b" in path.parts]
 ACCELERATE = sorted((ROOT / "accelerate").glob("*.yaml"))
 
 
@@ -26,13 +35,13 @@ def parse_recipe(path: Path, *overrides: str):
 @pytest.mark.parametrize("path", ALL, ids=name)
 def test_recipe_parses_and_its_values_arrive(path):
     script, args, model, recipe = parse_recipe(path)
-    written = read_recipe(path)
+    written, _ = read_recipe(path)
     assert recipe.keys() == written.keys() | {"use_cpu", "bf16"}
-    for field in ("alpha", "mu", "num_generations", "max_completion_length", "learning_rate"):
-        assert getattr(args, field) == float(written[field])
+    for field in ("alpha", "mu", "epsilon", "epsilon_high", "beta", "num_generations", "learning_rate"):
+        assert field not in written or getattr(args, field) == float(written[field])
     assert script.levels == written["levels"]
     assert model.model_name_or_path == written["model_name_or_path"]
-    assert all(callable(load_reward(reward)) for reward in script.reward_funcs)
+    assert all(callable(reward) for reward in load_rewards(script, args))
 
 
 @pytest.mark.parametrize("path", ALL, ids=name)
@@ -56,17 +65,84 @@ def test_two_optimizer_steps_share_a_rollout(path):
 @pytest.mark.parametrize("path", QWEN, ids=name)
 def test_rollout_holds_as_many_prompts_as_the_paper_says(path):
     _, args, *_ = parse_recipe(path)
-    processes = load_config_from_file(find_accelerate_config(read_recipe(path)["accelerate_config"], str(path)))
+    written, _ = read_recipe(path)
+    processes = load_config_from_file(find_accelerate_config(written["accelerate_config"], str(path)))
     completions = args.per_device_train_batch_size * args.steps_per_generation * processes.num_processes
-    assert completions == (48 if "10pct" in path.name else 32) * 6
-    assert args.temperature_range == [0.2, 1.5]
-    assert args.learning_rate == (2e-5 if args.output_dir.endswith("lora") else 2e-6)
+    assert completions == (48 if path.parent.name == "experiment2" else 32) * 6
+    if path.stem == "opo":
+        assert args.temperature_range == [0.2, 1.5]
+    assert args.learning_rate == (2e-5 if "lora" in path.parent.name else 2e-6)
 
 
 def test_experiment_2_takes_a_tenth_of_the_data_with_seed_42():
     script, args, *_ = parse_recipe(ROOT / "qwen3-1.7b" / "experiment2/opo.yaml")
     assert (script.fraction, script.subset_seed, args.num_train_epochs) == (0.1, 42, 8)
     assert (script.validation_levels, script.validation_size, script.validation_steps) == (["Level 4"], 100, 10)
+
+
+# What makes a method: everything else is the same for all four.
+METHOD_FIELDS = {
+    "trainer",
+    "loss_type",
+    "importance_sampling_level",
+    "epsilon",
+    "epsilon_high",
+    "mask_truncated_completions",
+    "overlong_cache",
+    "max_sampling_rounds",
+    "alpha",
+    "mu",
+    "adaptive_temperature",
+    "temperature_range",
+    "escort_temperature",
+    "anchor_correction",
+    "drive_scaling",
+    "positivity",
+    "log_ratio_reduction",
+    "log_ratio_clamp",
+    "ratio_form",
+    "learning_rate",
+}
+
+
+@pytest.mark.parametrize("folder", EXPERIMENTS, ids=name)
+def test_methods_of_an_experiment_differ_in_nothing_but_the_method(folder):
+    recipes = {method: read_recipe(folder / f"{method}.yaml")[0] for method in ("opo", "grpo", "gspo", "dapo")}
+    assert {path.stem for path in folder.iterdir()} == recipes.keys()
+    shared = [{k: v for k, v in recipe.items() if k not in METHOD_FIELDS} for recipe in recipes.values()]
+    for method, fields in zip(recipes, shared, strict=True):
+        assert fields.pop("output_dir") == f"runs/{folder.relative_to(ROOT)}/{method}"
+        solved, *shaping = fields.pop("reward_funcs")
+        assert shaping == (["soft_overlong_punishment"] if method == "dapo" else [])
+        assert solved in ("accuracy_reward", "arithmetic_reward")
+    assert shared[0] == shared[1] == shared[2] == shared[3]
+
+
+@pytest.mark.parametrize("folder", EXPERIMENTS, ids=name)
+def test_baselines_are_configured_as_their_papers_say(folder):
+    grpo, gspo, dapo = (parse_recipe(folder / f"{method}.yaml")[1] for method in ("grpo", "gspo", "dapo"))
+    assert (grpo.loss_type, grpo.importance_sampling_level, grpo.epsilon, grpo.epsilon_high) == (
+        "grpo",
+        "token",
+        0.2,
+        None,
+    )
+    assert (gspo.loss_type, gspo.importance_sampling_level) == ("grpo", "sequence")
+    assert (gspo.epsilon, gspo.epsilon_high) == (3e-4, 4e-4)
+    assert (dapo.loss_type, dapo.epsilon, dapo.epsilon_high) == ("dapo", 0.2, 0.28)
+    assert dapo.mask_truncated_completions
+    assert dapo.max_sampling_rounds > 1
+    assert {config.beta for config in (grpo, gspo, dapo)} == {0.0}
+
+
+def test_field_of_the_other_trainer_is_named(tmp_path):
+    recipe = tmp_path / "mixed.yaml"
+    recipe.write_text("trainer: grpo\nalpha: 0.4\n")
+    with pytest.raises(ValueError, match=r"alpha=0.4.*belongs to `trainer: opo`"):
+        read_recipe(recipe)
+    assert read_recipe(recipe, ["--trainer", "opo"]) == ({"trainer": "grpo", "alpha": 0.4}, "opo")
+    with pytest.raises(ValueError, match=r"trainer='ppo' does not exist.*opo, grpo"):
+        read_recipe(None, ["--trainer", "ppo"])
 
 
 def test_unknown_key_fails_with_the_nearest_known_one(tmp_path):
@@ -98,7 +174,7 @@ def test_command_line_overrides_the_recipe_and_is_part_of_it(tmp_path):
 
 
 def test_fields_of_the_script_have_help_for_the_command_line():
-    text = make_parser().format_help()
+    text = make_parser("opo").format_help()
     assert all(f"--{field}" in text for field in OPOScriptArguments.__dataclass_fields__)
 
 

@@ -125,6 +125,32 @@ def test_objective_teaches_the_base_model_to_carry_on_the_trained_level_and_beyo
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
 
 
+def test_baseline_runs_from_its_recipe_and_reports_what_opo_does(run, tmp_path):
+    recipe = ROOT / "recipes" / "arithmetic" / "experiment1" / "dapo.yaml"
+    short = {"max_steps": 4, "report_size": 8, "validation_size": 8, "validation_steps": 2}
+    assert main(arguments(recipe, output_dir=tmp_path / "run", **short)) == 0
+    steps = [line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]
+    assert len(steps) == 4
+    assert steps[0]["dynamic_sampling/rounds"] > 1
+    assert steps[0]["rewards/soft_overlong_punishment_reward/mean"] <= 0
+    assert not any("opo/chi2" in line for line in steps)
+    opo = [line for line in read_lines(run / "log.jsonl") if "grad_norm" in line]
+    read_by_comparisons = {"rewards/arithmetic_reward/mean", "grad_norm", "entropy", "completions/generated"}
+    assert read_by_comparisons <= steps[0].keys() & opo[0].keys()
+    after = read_json(tmp_path / "run" / "summary.json")["after"]["Level 5"]["sampled"]
+    assert after["pass_at"].keys() == {"1", "2", "4", "8"}
+    assert after["pass_at"]["1"] <= after["pass_at"]["8"]
+
+
+def test_overlong_cache_beyond_the_completion_is_refused(tmp_path, capsys):
+    recipe = ROOT / "recipes" / "arithmetic" / "experiment1" / "dapo.yaml"
+    assert main(arguments(recipe, output_dir=tmp_path / "run", overlong_cache=49)) == 2
+    message = (
+        "overlong_cache=49 is not allowed. Set `overlong_cache` to a positive number up to max_completion_length=48"
+    )
+    assert message in capsys.readouterr().err
+
+
 def test_without_a_drive_nothing_is_learned(tmp_path):
     """alpha = 1 gives every completion of a group the same weight: the control of the lesson above."""
     assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", alpha=1.0, weight_decay=0.0, **SHORT)) == 0
@@ -142,6 +168,10 @@ def test_without_a_drive_nothing_is_learned(tmp_path):
         ({"dataset_streaming": "true"}, "dataset_streaming=True"),
         ({"load_in_4bit": "true", "use_vllm": "true"}, "load_in_4bit=True does not go with use_vllm=True"),
         ({"resume_from_checkpoint": "last"}, "holds no whole checkpoint"),
+        ({"overlong_cache": 8}, "`soft_overlong_punishment` and `overlong_cache` need each other"),
+        ({"trainer": "ppo"}, "trainer='ppo' does not exist. Set `trainer` to one of opo, grpo"),
+        ({"trainer": "grpo"}, "belongs to `trainer: opo`"),
+        ({"report_samples": 0}, "report_samples=0 is not allowed"),
     ],
 )
 def test_recipe_that_cannot_be_run_ends_with_status_2_and_no_folder(tmp_path, capsys, overrides, message):
@@ -195,7 +225,7 @@ def test_qwen3_recipe_trains_on_the_real_math_rows_through_the_command_line(smal
         "bf16": "false",
         "dtype": "float32",
         "use_vllm": "false",
-        "accelerate_config": "../accelerate/cpu.yaml",
+        "accelerate_config": "../../accelerate/cpu.yaml",
     }
     sizes = {
         "max_steps": 4,

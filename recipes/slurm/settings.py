@@ -27,9 +27,9 @@ SERVER = {
 
 def main(recipe_path: str, *command_line: str):
     """Print the settings of a recipe with the command line's fields in place of its own."""
-    recipe = read_recipe(recipe_path)
+    recipe, trainer = read_recipe(recipe_path, command_line)
     recipe.pop("env", None)
-    parser = make_parser(prog="settings.py")
+    parser = make_parser(trainer, prog="settings.py")
     parser.set_defaults_with_config(**recipe)
     arguments, _ = parser.parse_known_args(command_line)
     print(arguments.output_dir, arguments.vllm_server_port, sep="\n")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from .kill_and_resume import LORA, ONE, SAVING, ZERO3, Kill, differences, start, train_without_state
+from .kill_and_resume import DYNAMIC, LORA, ONE, SAVING, ZERO3, Kill, differences, start, train_without_state
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,7 @@ def test_resumed_run_is_the_uninterrupted_one(uninterrupted, tiny_model: str, tm
     "form",
     [
         LORA,
+        DYNAMIC,
         replace(
             ONE,
             name="moving reference",

@@ -24,6 +24,9 @@ TOLERANCE = 1e-4
 ONE = Form("1 process, 8 × 1")  # rows × accumulation
 LORA = replace(ONE, name="LoRA, 1 process", lora=True)
 
+# The second of three groups has no spread of rewards: a second round of generation replaces it.
+DYNAMIC = replace(ONE, name="dynamic sampling, 8 × 1", options={"max_sampling_rounds": 3})
+
 FURTHER = replace(
     ONE,
     name="all terms, 8 × 1",
@@ -109,6 +112,15 @@ CLASSES = (
         (
             replace(FURTHER, name="2 × 4", rows=2),
             Form("2 processes, 2 × 2", rows=2, processes=2, config="ddp", options=FURTHER.options),
+        ),
+        quick=(0, 1),
+    ),
+    EquivalenceClass(
+        "dynamic sampling",
+        DYNAMIC,
+        (
+            Form("2 processes, 4 × 1", rows=4, processes=2, config="ddp", options=DYNAMIC.options),
+            Form("zero3, 4 processes", rows=2, processes=4, config="zero3", options=DYNAMIC.options),
         ),
         quick=(0, 1),
     ),
