@@ -137,16 +137,16 @@ def test_baseline_runs_from_its_recipe_and_reports_what_opo_does(run, tmp_path):
     opo = [line for line in read_lines(run / "log.jsonl") if "grad_norm" in line]
     read_by_comparisons = {"rewards/arithmetic_reward/mean", "grad_norm", "entropy", "completions/generated"}
     assert read_by_comparisons <= steps[0].keys() & opo[0].keys()
-    after = read_json(tmp_path / "run" / "summary.json")["after"]["Level 5"]["sampled"]
+    after = read_json(tmp_path / "run" / "summary.json")["after"]["Level 4"]["sampled"]
     assert after["pass_at"].keys() == {"1", "2", "4", "8"}
     assert after["pass_at"]["1"] <= after["pass_at"]["8"]
 
 
 def test_overlong_cache_beyond_the_completion_is_refused(tmp_path, capsys):
     recipe = ROOT / "recipes" / "arithmetic" / "experiment1" / "dapo.yaml"
-    assert main(arguments(recipe, output_dir=tmp_path / "run", overlong_cache=49)) == 2
+    assert main(arguments(recipe, output_dir=tmp_path / "run", overlong_cache=41)) == 2
     message = (
-        "overlong_cache=49 is not allowed. Set `overlong_cache` to a positive number up to max_completion_length=48"
+        "overlong_cache=41 is not allowed. Set `overlong_cache` to a positive number up to max_completion_length=48"
     )
     assert message in capsys.readouterr().err
 

@@ -1,0 +1,229 @@
+"""
+The regime map: what every method reaches, over optimizer steps per rollout and learning rate, and OPO over its fields.
+
+    python benchmarks/regime.py run --jobs 2        # all that is missing, into runs/regime; about 1.5 hours on 2 cores
+    python benchmarks/regime.py collect             # runs/regime → benchmarks/results/regime.jsonl.gz
+    python benchmarks/regime.py report              # results/regime.jsonl.gz → results/regime.md and regime_*.png
+
+Every run has the same budget: 64 optimizer steps of 48 completions (8 prompts × 6) of the arithmetic task's Level 3,
+from the embedded base model. Only how often a rollout is reused differs: with k optimizer steps per rollout, each
+rollout is 48·k completions. DAPO generates more, as its sampling is dynamic; the report says how many. The outcome is
+the sampled accuracy on 500 test problems after training, two completions each, which has the same meaning for every k.
+"""
+
+import argparse
+import gzip
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tqdm import tqdm
+
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+RUNS = Path("runs/regime")
+
+METHODS: dict[str, dict[str, Any]] = {
+    "GRPO": {"trainer": "grpo", "loss_type": "grpo", "epsilon": 0.2},
+    "GSPO": {
+        "trainer": "grpo",
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+    },
+    "DAPO": {
+        "trainer": "grpo",
+        "loss_type": "dapo",
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "mask_truncated_completions": True,
+        "max_sampling_rounds": 4,
+    },
+    "OPO": {"trainer": "opo"},  # the defaults: sum, log form, alpha = 0.4, mu = 1
+    "OPO mean": {  # the paper's experiments, as the Qwen3 recipes have them
+        "trainer": "opo",
+        "log_ratio_reduction": "mean",
+        "log_ratio_clamp": 5.0,
+        "escort_temperature": 0.5,
+        "adaptive_temperature": True,
+    },
+}
+STEPS_PER_ROLLOUT = (1, 2, 4, 8, 16)
+LEARNING_RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
+SEEDS = (1, 2, 3)
+
+# OPO's fields one by one, where a rollout is reused enough for them to act.
+ABLATION = {"steps_per_rollout": 8, "learning_rate": 2e-4}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    **{f"alpha = {alpha:g}": {"alpha": alpha} for alpha in (0.0, 0.2, 0.6, 0.8, 0.95)},
+    **{f"mu = {mu:g}": {"mu": mu} for mu in (0.1, 0.3, 3.0, 10.0)},
+    **{f"chi2_radius = {radius:g}": {"chi2_radius": radius} for radius in (0.03, 0.3, 3.0)},
+    **{f"mean, mu = {mu:g}": {"log_ratio_reduction": "mean", "mu": mu} for mu in (1.0, 5.0, 18.0, 60.0)},
+    "anchor length_normalized": {"anchor_correction": "length_normalized"},
+    "anchor sequence": {"anchor_correction": "sequence"},
+    "drive group": {"drive_scaling": "group"},
+    "drive batch": {"drive_scaling": "batch"},
+    "exact": {"ratio_form": "exact"},
+    "positivity stiffen, mu = 0.3": {"positivity": "stiffen", "mu": 0.3},
+    "positivity project, mu = 0.3": {"positivity": "project", "mu": 0.3},
+    "dynamic sampling": {"max_sampling_rounds": 4},
+}
+
+COMMON: dict[str, Any] = {
+    "model_name_or_path": "arithmetic",
+    "dtype": "float32",
+    "dataset_name": "arithmetic",
+    "levels": "Level 3",
+    "prompt_style": "plain",
+    "reward_funcs": "arithmetic_reward",
+    "beta": 0.0,
+    "num_generations": 6,
+    "max_completion_length": 32,
+    "per_device_train_batch_size": 48,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 64,
+    "lr_scheduler_type": "constant",
+    # A gradient's size is not comparable between losses, and AdamW does not depend on it; clipping its norm would.
+    "max_grad_norm": 0.0,
+    "report_levels": "Level 3",
+    "report_size": 500,
+    "report_samples": 2,
+    "per_device_eval_batch_size": 1000,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+def runs() -> Iterator[dict[str, Any]]:
+    """All runs, a whole map for each seed before the next: whatever is there early is balanced."""
+    for seed in SEEDS:
+        for k, rate, method in itertools.product(STEPS_PER_ROLLOUT, LEARNING_RATES, METHODS):
+            yield {"method": method, "variant": "", "steps_per_rollout": k, "learning_rate": rate, "seed": seed}
+        for variant in VARIANTS:
+            yield {"method": "OPO", "variant": variant, **ABLATION, "seed": seed}
+
+
+def folder(run: dict[str, Any]) -> Path:
+    """Where a run's folder is."""
+    name = f"{run['method']} {run['variant']} k{run['steps_per_rollout']} lr{run['learning_rate']:g} seed{run['seed']}"
+    return RUNS / name.replace(" ", "_").replace("=", "").replace(",", "")
+
+
+def command_line(run: dict[str, Any]) -> list[str]:
+    """Its command line for `opo_trl.train`."""
+    fields = {
+        **COMMON,
+        **METHODS[run["method"]],
+        **VARIANTS.get(run["variant"], {}),
+        "steps_per_generation": run["steps_per_rollout"],
+        "learning_rate": run["learning_rate"],
+        "seed": run["seed"],
+        "output_dir": folder(run),
+    }
+    return list(itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in fields.items()))
+
+
+def is_done(run: dict[str, Any]) -> bool:
+    """Whether a run is finished."""
+    summary = folder(run) / "summary.json"
+    return summary.exists() and "after" in json.loads(summary.read_text())
+
+
+def train(run: dict[str, Any]) -> tuple[str, int]:
+    """Run one, in a process of its own; its output goes beside its folder."""
+    from opo_trl.train import main
+
+    place = folder(run)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    log = place.with_name(place.name + ".txt").open("w")
+    for stream in (1, 2):
+        os.dup2(log.fileno(), stream)
+    return place.name, main([*command_line(run), "--overwrite", "true"])
+
+
+def run_missing(jobs: int) -> int:
+    """Run what is not finished; the number of runs that failed."""
+    missing = [run for run in runs() if not is_done(run)]
+    # Importing takes longer than some of the runs: the server does it once for all.
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["opo_trl.train"])
+    failed = []
+    with context.Pool(jobs, maxtasksperchild=1) as pool:
+        for name, status in tqdm(pool.imap_unordered(train, missing), total=len(missing), desc="runs"):
+            failed += [name] if status else []
+    for name in failed:
+        print(f"failed: {RUNS / name}.txt", file=sys.stderr)
+    return len(failed)
+
+
+def collect() -> None:
+    """Keep of each finished run what the report reads, and its curves."""
+    lines = []
+    for run in filter(is_done, runs()):
+        log = [json.loads(line) for line in (folder(run) / "log.jsonl").read_text().splitlines()]
+        steps = [entry for entry in log if "grad_norm" in entry]
+        summary = json.loads((folder(run) / "summary.json").read_text())
+        lines.append(
+            {
+                **run,
+                "accuracy": summary["after"]["Level 3"]["sampled"]["accuracy"],
+                "greedy": summary["after"]["Level 3"]["greedy"]["accuracy"],
+                "before": summary["before"]["Level 3"]["sampled"]["accuracy"],
+                "seconds": summary["train_seconds"],
+                "completions": max(entry.get("completions/generated", 0) for entry in steps),
+                "reward": [
+                    round(entry["rewards/arithmetic_reward/mean"], 4)
+                    for entry in steps
+                    if "rewards/arithmetic_reward/mean" in entry
+                ],
+                **{name: [float(f"{entry[name]:.4g}") for entry in steps] for name in ("grad_norm", "entropy")},
+            }
+        )
+    RESULTS.mkdir(exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (RESULTS / "regime.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+    print(f"{len(lines)} runs")
+
+
+def read() -> list[dict[str, Any]]:
+    """The collected runs."""
+    return [json.loads(line) for line in gzip.decompress((RESULTS / "regime.jsonl.gz").read_bytes()).splitlines()]
+
+
+def mean(cells: list[dict[str, Any]], name: str = "accuracy") -> float:
+    """Mean of a column over runs."""
+    return fmean(cell[name] for cell in cells)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["run", "collect", "report"])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        return int(run_missing(arguments.jobs) > 0)
+    if arguments.command == "collect":
+        collect()
+    else:
+        from regime_report import write_report
+
+        write_report(read(), RESULTS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
