@@ -2,7 +2,9 @@
 The `opo-trl` command.
 
     opo-trl train --config recipes/R.yaml [--accelerate_config X] [--field value] [--num_processes 4 …]
+    opo-trl compare RECIPE_OR_RUN … [--seeds 1 2 3] --output FOLDER
     opo-trl figures RUN_FOLDER
+    opo-trl figures saturation [--output FILE]
 """
 
 import argparse
@@ -22,20 +24,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("train", help="train as a recipe says, through accelerate", add_help=False)
-    figures = commands.add_parser("figures", help="draw the figures of a run again, from its log")
-    figures.add_argument("folder", type=Path, help="folder of the run")
-    arguments, _ = parser.parse_known_args(argv[:1] if argv[:1] == ["train"] else argv)
+    commands.add_parser("compare", help="compare methods over seeds, or finished runs", add_help=False)
+    figures = commands.add_parser("figures", help="draw the figures of a run again, or the toy of gradient saturation")
+    figures.add_argument("subject", help="folder of a run, or `saturation`")
+    figures.add_argument("--output", type=Path, default=Path("saturation.png"), help="file of the saturation figure")
+    arguments, _ = parser.parse_known_args(argv[:1] if argv[:1] in (["train"], ["compare"]) else argv)
     try:
-        return _train(argv[1:]) if arguments.command == "train" else _figures(arguments.folder)
+        if arguments.command == "train":
+            return _train(argv[1:])
+        if arguments.command == "compare":
+            from .compare import main as compare
+
+            return compare(argv[1:])
+        return _figures(arguments.subject, arguments.output)
     except ValueError as error:
         print(f"opo-trl {arguments.command}: error: {error}", file=sys.stderr)
         return 2
 
 
-def _figures(folder: Path) -> int:
-    from .figures import draw_run
+def _figures(subject: str, output: Path) -> int:
+    from .figures import draw_run, draw_saturation
 
-    print(*draw_run(folder), sep="\n")
+    drawn = [draw_saturation(output)] if subject == "saturation" else draw_run(Path(subject))
+    print(*drawn, sep="\n")
     return 0
 
 

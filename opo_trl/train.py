@@ -280,6 +280,12 @@ def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
     return [*found, script.reward_model_name_or_path] if script.reward_model_name_or_path else found
 
 
+def model_path(model_config: ModelConfig) -> str:
+    """Where the model is: its Hub id or folder, the embedded one's wherever the package is installed."""
+    name = str(model_config.model_name_or_path)
+    return base_model_path() if name == EMBEDDED_MODEL else name
+
+
 @dataclass
 class Data:
     """What a run trains on, validates with and reports on; every set has `prompt` and what the rewards read."""
@@ -343,7 +349,7 @@ def make_trainer(
         **given,
     }
     trainer = TRAINERS[script.trainer](
-        model=model_config.model_name_or_path,
+        model=model_path(model_config),
         reward_funcs=reward_funcs,
         args=args,
         train_dataset=data.training,
@@ -460,12 +466,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         script, args, model_config, recipe = parse(sys.argv[1:] if argv is None else argv)
         _check_script(script, args, model_config)
         checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-        if model_config.model_name_or_path == EMBEDDED_MODEL:
-            model_config.model_name_or_path = base_model_path()
         # All that a recipe can have wrong comes before the folder, where it might cost an earlier run.
         reward_funcs = load_rewards(script, args)
         with args.main_process_first(desc="loading the data set"):
-            data = load_data(script, args, model_config.model_name_or_path)
+            data = load_data(script, args, model_path(model_config))
         if args.process_index == 0:
             folder = Path(args.output_dir)
             resume = checkpoint is not None or (args.resume_from_checkpoint == "auto" and run_folder.is_run(folder))

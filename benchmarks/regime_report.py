@@ -1,0 +1,171 @@
+"""The tables and figures of the regime map, from its collected runs alone (see regime.py)."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from opo_trl.comparison.intervals import Estimate, estimate, paired_difference
+
+
+Run = dict[str, Any]
+Cells = dict[tuple[str, int, float], list[Run]]  # method, optimizer steps per rollout, learning rate → seeds
+
+_COLORS = {"GRPO": "#0072b2", "GSPO": "#b03a86", "DAPO": "#56b4e9", "OPO": "#d55e00", "OPO mean": "#009e73"}
+
+
+def write_report(runs: list[Run], folder: Path) -> None:
+    """Write `regime.md`, `regime_map.png` and `regime_cost.png`."""
+    cells: Cells = defaultdict(list)
+    variants: dict[int, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    for run in sorted(runs, key=lambda run: run["seed"]):
+        if run["variant"]:
+            variants[run["steps_per_rollout"]][run["variant"]].append(run)
+        else:
+            cells[run["method"], run["steps_per_rollout"], run["learning_rate"]].append(run)
+    plt.switch_backend("Agg")
+    _draw_map(cells, folder / "regime_map.png")
+    _draw_cost(cells, folder / "regime_cost.png")
+    lines = [*_introduction(runs), *_map_tables(cells), *_best_table(cells)]
+    for k in sorted(variants):
+        lines += _variant_table(k, variants[k])
+    (folder / "regime.md").write_text("\n".join(lines) + "\n")
+
+
+def _axis(cells: Cells, position: int) -> list:
+    return list(dict.fromkeys(cell[position] for cell in cells))
+
+
+def _accuracies(runs: list[Run]) -> list[float]:
+    return [100 * run["accuracy"] for run in runs]
+
+
+def _text(value: Estimate) -> str:
+    if value.interval is None:
+        return f"{value.mean:.1f}"
+    low, high = value.interval
+    return f"{value.mean:.1f} ± {(high - low) / 2:.1f}"
+
+
+def _introduction(runs: list[Run]) -> list[str]:
+    seeds = sorted({run["seed"] for run in runs})
+    before = estimate(_accuracies([{"accuracy": run["before"]} for run in runs])).mean
+    return [
+        "# Regime map",
+        "",
+        "`python benchmarks/regime.py report` makes this page from `regime.jsonl.gz`; the script says what a run is.",
+        f"{len(runs)} runs, seeds {', '.join(map(str, seeds))}. Sampled accuracy in % on 500 test problems after 64",
+        f"optimizer steps (before: {before:.1f}), mean over seeds ± half of the 95 % t interval.",
+    ]
+
+
+def _map_tables(cells: Cells) -> list[str]:
+    methods, steps, rates = (_axis(cells, position) for position in range(3))
+    lines = ["", "![Accuracy over steps per rollout and learning rate](regime_map.png)"]
+    for method in methods:
+        lines += [
+            "",
+            f"## {method}",
+            "",
+            "| steps per rollout | " + " | ".join(f"lr {rate:g}" for rate in rates) + " |",
+        ]
+        lines.append("| ---: |" + " ---: |" * len(rates))
+        for k in steps:
+            row = [_text(estimate(_accuracies(cells[method, k, rate]))) for rate in rates]
+            lines.append(f"| {k} | " + " | ".join(row) + " |")
+    return lines
+
+
+def best_cell(cells: Cells, method: str, k: int) -> list[Run]:
+    """Runs of the learning rate with the highest mean accuracy, for a method and a number of steps per rollout."""
+    rates = [rate for m, steps, rate in cells if (m, steps) == (method, k)]
+    return cells[method, k, max(rates, key=lambda rate: np.mean(_accuracies(cells[method, k, rate])))]
+
+
+def _best_table(cells: Cells) -> list[str]:
+    methods, steps, _ = (_axis(cells, position) for position in range(3))
+    lines = [
+        "",
+        "## Each method at its best learning rate",
+        "",
+        "Accuracy, with the learning rate in brackets; it is chosen on the same seeds, for every method alike, so all",
+        "are a little too good. Below, the difference from GRPO at its best rate, paired by seed: ▲ and ▼ mark those",
+        "whose 95 % t interval leaves 0 out.",
+        "",
+        "| steps per rollout | " + " | ".join(methods) + " |",
+        "| ---: |" + " ---: |" * len(methods),
+    ]
+    for k in steps:
+        best = {method: best_cell(cells, method, k) for method in methods}
+        row = [f"{_text(estimate(_accuracies(runs)))} ({runs[0]['learning_rate']:g})" for runs in best.values()]
+        lines.append(f"| {k} | " + " | ".join(row) + " |")
+        lines.append("| | " + " | ".join(_against(runs, best["GRPO"]) for runs in best.values()) + " |")
+    return lines
+
+
+def _against(runs: list[Run], baseline: list[Run]) -> str:
+    if runs is baseline:
+        return ""
+    difference = paired_difference(_accuracies(runs), _accuracies(baseline))
+    mark = {"higher": " ▲", "lower": " ▼", "undecided": ""}[difference.verdict]
+    return f"{difference.estimate.mean:+.1f}{mark}"
+
+
+def _variant_table(k: int, variants: dict[str, list[Run]]) -> list[str]:
+    lines = [
+        "",
+        f"## OPO's fields one by one: {k} optimizer steps per rollout",
+        "",
+        f"At a learning rate of {variants['defaults'][0]['learning_rate']:g}, everything else at its default. The",
+        "difference is that from the defaults, paired by seed.",
+        "",
+        "| | accuracy | difference | largest gradient norm | entropy at the end |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name, runs in variants.items():
+        largest = max(max(run["grad_norm"]) for run in runs)
+        entropy = np.mean([run["entropy"][-1] for run in runs])
+        cells = (_text(estimate(_accuracies(runs))), _against(runs, variants["defaults"]))
+        lines.append(f"| {name} | {cells[0]} | {cells[1]} | {largest:.3g} | {entropy:.3f} |")
+    return lines
+
+
+def _draw_map(cells: Cells, path: Path) -> None:
+    methods, steps, rates = (_axis(cells, position) for position in range(3))
+    figure, axes = plt.subplots(1, len(methods), figsize=(2.6 * len(methods), 3.2), layout="constrained", sharey=True)
+    for axis, method in zip(axes, methods, strict=True):
+        table = np.array([[np.mean(_accuracies(cells[method, k, rate])) for rate in rates] for k in steps])
+        image = axis.imshow(table, vmin=0, vmax=100, cmap="viridis", origin="lower", aspect="auto")
+        for (row, column), value in np.ndenumerate(table):
+            color = "white" if value < 60 else "black"
+            axis.text(column, row, f"{value:.0f}", ha="center", va="center", color=color, fontsize=8)
+        axis.set_title(method)
+        axis.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates], rotation=60, fontsize=8)
+        axis.set_yticks(range(len(steps)), [str(k) for k in steps])
+    axes[0].set_ylabel("optimizer steps per rollout")
+    figure.supxlabel("learning rate", fontsize=10)
+    figure.colorbar(image, ax=axes, label="accuracy after training, %")
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _draw_cost(cells: Cells, path: Path) -> None:
+    """Accuracy of the best cells, against the steps per rollout and against the completions generated."""
+    methods, steps, _ = (_axis(cells, position) for position in range(3))
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
+    for method in methods:
+        best = [best_cell(cells, method, k) for k in steps]
+        means = [estimate(_accuracies(runs)) for runs in best]
+        spread = np.array([(e.interval[1] - e.interval[0]) / 2 if e.interval else 0 for e in means])
+        heights = np.array([e.mean for e in means])
+        completions = [np.mean([run["completions"] for run in runs]) for runs in best]
+        axes[0].errorbar(steps, heights, spread, label=method, color=_COLORS[method], marker="o", capsize=2)
+        axes[1].plot(completions, heights, color=_COLORS[method], marker="o", linestyle="none")
+    axes[0].set(xscale="log", xlabel="optimizer steps per rollout", ylabel="accuracy after training, %")
+    axes[0].set_xticks(steps, [str(k) for k in steps])
+    axes[0].minorticks_off()
+    axes[0].legend(frameon=False, fontsize=8)
+    axes[1].set(xlabel="completions generated", xscale="log")
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
