@@ -1,0 +1,141 @@
+"""Curves of a comparison: the mean over seeds of each method, with a band."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
+
+from .intervals import estimate
+from .measures import WINDOW, Comparison, Points, completions, efficiency, reward, seconds, series, smooth
+from .runs import Run
+
+
+# Okabe and Ito's colours, which people with colour blindness tell apart, and lines that differ without colour.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_LINES = ("solid", "dashed", "dashdot", "dotted")
+_STYLE: Any = {"figure.dpi": 120, "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+_MOST_POINTS = 400
+
+
+@dataclass(frozen=True)
+class Curve:
+    """
+    A figure of a comparison.
+
+    Args:
+        name (`str`), title (`str`), x_label (`str`):
+            Name of its file, heading and horizontal axis.
+        points (`Callable`):
+            Run → points (x, y).
+        smoothed (`bool`, *optional*, defaults to `True`):
+            Whether each run's values are averaged over the last ten entries.
+    """
+
+    name: str
+    title: str
+    points: Callable[[Run], Points]
+    x_label: str = "optimizer step"
+    smoothed: bool = True
+
+
+def _against(x: Callable[[Run], Points], run: Run) -> Points:
+    """The reward over another quantity that grows with the steps."""
+    at_step = dict(x(run))
+    return [(at_step[step], value) for step, value in reward(run) if step in at_step]
+
+
+CURVES = (
+    Curve("reward", "Reward", reward),
+    Curve("validation", "Validation accuracy", lambda run: series(run, "validation/accuracy"), smoothed=False),
+    Curve("gradient_norm", "Gradient norm", lambda run: series(run, "grad_norm")),
+    Curve("gradient_response_efficiency", "Gradient response efficiency", efficiency),
+    Curve("entropy", "Entropy per token (nats)", lambda run: series(run, "entropy")),
+    Curve("completion_length", "Completion length (tokens)", lambda run: series(run, "completions/mean_length")),
+    Curve(
+        "reward_over_completions",
+        "Reward for completions generated",
+        lambda run: _against(completions, run),
+        "completions generated",
+    ),
+    Curve("reward_over_time", "Reward for time", lambda run: _against(seconds, run), "seconds of training steps"),
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure that has been drawn: its name, heading, what it shows, and the PNG file's content."""
+
+    name: str
+    title: str
+    caption: str
+    png: bytes
+
+
+def draw(comparison: Comparison, folder: Path) -> list[Figure]:
+    """Draw every curve that was logged in some run into `folder`, as PNG; the same runs give the same files."""
+    plt.switch_backend("Agg")  # files only: no display is needed
+    folder.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context(_STYLE):
+        figures = [_draw(curve, comparison, folder / f"{curve.name}.png") for curve in CURVES]
+    return [figure for figure in figures if figure is not None]
+
+
+def _draw(curve: Curve, comparison: Comparison, path: Path) -> Figure | None:
+    figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+    bands = [
+        _plot(axis, label, number, [curve.points(run) for run in runs], curve.smoothed)
+        for number, (label, runs) in enumerate(comparison.methods.items())
+    ]
+    if any(bands):
+        axis.set(xlabel=curve.x_label, title=curve.title)
+        if curve.name == "validation":
+            axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axis.legend(frameon=False)
+        figure.savefig(path, metadata={"Software": None})  # else the file names the version that drew it
+    plt.close(figure)
+    if not any(bands):
+        return None
+    smoothed = f"Trailing mean of {WINDOW} entries. " if curve.smoothed else ""
+    shown = "; ".join(dict.fromkeys(band for band in bands if band))
+    return Figure(curve.name, curve.title, f"{smoothed}Line: mean over seeds. Band: {shown}.", path.read_bytes())
+
+
+def _plot(axis: Axes, label: str, number: int, runs: list[Points], smoothed: bool) -> str:
+    """Draw one method; returns what its band shows, or nothing where a run has no points."""
+    if not all(runs):
+        return ""
+    color, line = _COLORS[number % len(_COLORS)], _LINES[number % len(_LINES)]
+    x, values = on_common_grid(runs, smoothed)
+    marker = None if smoothed else "o"
+    name = f"{label} ({len(runs)} {'seed' if len(runs) == 1 else 'seeds'})"
+    style: Any = {"color": color, "linestyle": line, "linewidth": 1.6, "marker": marker, "markersize": 3}
+    axis.plot(x, values.mean(axis=0), label=name, **style)
+    if len(runs) == 1:
+        return "none for a single seed"
+    low, high = band(values)
+    axis.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+    return "95 % t interval" if len(runs) > 2 else "both seeds' values"
+
+
+def on_common_grid(runs: list[Points], smoothed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Values of all runs `[runs, points]` at the same places `[points]`, none of them beyond a run's own range."""
+    curves = [np.array(points, dtype=float).T for points in runs]
+    low, high = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    x = np.unique(np.concatenate([x for x, _ in curves]))
+    x = x[(x >= low) & (x <= high)]
+    if len(x) > _MOST_POINTS:
+        x = np.linspace(low, high, _MOST_POINTS)
+    return x, np.stack([np.interp(x, own, smooth(y) if smoothed else y) for own, y in curves])
+
+
+def band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Lower and upper edge over runs: the t interval, or the extremes where two runs make that meaninglessly wide."""
+    if len(values) < 3:
+        return values.min(axis=0), values.max(axis=0)
+    low, high = np.array([estimate(column).interval for column in values.T]).T
+    return low, high

@@ -1,0 +1,231 @@
+"""What is measured of a run, and of several: tables of estimates over seeds and of differences from a baseline."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .intervals import Difference, Estimate, estimate, paired_difference
+from .runs import Run, completions_per_rollout, optimizer_steps_per_rollout
+
+
+LAST_STEPS = 20  # optimizer steps whose mean is "final"
+WINDOW = 10  # log entries that a smoothed curve averages
+SHARE = 0.8  # of the way from the base model's reward to the best final one
+
+Points = list[tuple[float, float]]
+Values = dict[str, float | None]
+
+# Heading → how its numbers are written; a heading that is not here is an accuracy.
+DECIMALS = {
+    "final reward": 3,
+    "mean reward": 3,
+    "gradient norm": 3,
+    "gradient response efficiency": 3,
+    "entropy": 4,
+    "completion length": 1,
+    "steps to 80 %": 0,
+    "wall time (s)": 0,
+    "tokens": 0,
+    "completions": 0,
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """
+    Estimates of some measures.
+
+    Args:
+        title (`str`):
+            Heading of the table.
+        measures (`list[str]`):
+            Its columns.
+    """
+
+    title: str
+    measures: list[str]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    Everything measured of the runs of some methods.
+
+    Args:
+        methods (`dict[str, list[Run]]`):
+            Runs by label, the baseline first, then by name.
+        values (`dict[str, dict[str, float]]`):
+            Run's name → measure → value; `None` where there is none.
+        target (`float`):
+            Smoothed reward that "steps to 80 %" waits for.
+    """
+
+    methods: dict[str, list[Run]]
+    values: dict[str, Values]
+    target: float
+
+    @property
+    def baseline(self) -> str:
+        """Label of the method that the others are compared with."""
+        return next(iter(self.methods))
+
+    def estimate(self, label: str, measure: str) -> Estimate | None:
+        """Mean over the method's seeds; `None` unless every one of them has a value."""
+        values = [self.values[run.name].get(measure) for run in self.methods[label]]
+        return None if any(value is None for value in values) else estimate(values)
+
+    def count(self, label: str, measure: str) -> int:
+        """Number of the method's runs that have a value."""
+        return sum(self.values[run.name].get(measure) is not None for run in self.methods[label])
+
+    def difference(self, label: str, measure: str) -> Difference | None:
+        """Difference from the baseline on common seeds; `None` unless there are some, with values on both sides."""
+        pairs = [[self.values[run.name].get(measure) for run in pair] for pair in self.pairs(label)]
+        if not pairs or any(value is None for pair in pairs for value in pair):
+            return None
+        return paired_difference(*zip(*pairs, strict=True))
+
+    def pairs(self, label: str) -> list[tuple[Run, Run]]:
+        """The method's runs with the baseline's of the same seeds."""
+        others = {run.seed: run for run in self.methods[self.baseline]}
+        return [(run, others[run.seed]) for run in self.methods[label] if run.seed in others]
+
+    def tables(self) -> list[Table]:
+        """The tables of a report; a measure that no run has is left out."""
+        present = [name for values in self.values.values() for name, value in values.items() if value is not None]
+        present = list(dict.fromkeys([*present, "steps to 80 %"]))  # not reached is a finding, too
+        accuracies = [name for name in present if name not in DECIMALS and name != "validation accuracy"]
+        tables = [
+            Table("Reward", ["final reward", "mean reward", "validation accuracy"]),
+            Table("Accuracy after training", accuracies),
+            Table(
+                f"Policy and gradient, last {LAST_STEPS} optimizer steps",
+                ["gradient norm", "gradient response efficiency", "entropy", "completion length"],
+            ),
+            Table("Cost", ["steps to 80 %", "wall time (s)", "tokens", "completions"]),
+        ]
+        kept = [Table(table.title, [name for name in table.measures if name in present]) for table in tables]
+        return [table for table in kept if table.measures]
+
+
+def compare(methods: dict[str, list[Run]]) -> Comparison:
+    """Measure every run; the first method is the baseline."""
+    runs = [run for members in methods.values() for run in members]
+    target = reward_target(methods)
+    return Comparison(methods, {run.name: measure(run, target) for run in runs}, target)
+
+
+def measure(run: Run, target: float) -> Values:
+    """All measures of a run; `target` is the reward that "steps to 80 %" waits for."""
+    return {
+        "final reward": final(reward(run), run),
+        "mean reward": mean(reward(run)),
+        "validation accuracy": next((value for _, value in reversed(series(run, "validation/accuracy"))), None),
+        "gradient norm": final(series(run, "grad_norm"), run),
+        "gradient response efficiency": final(efficiency(run), run),
+        "entropy": final(series(run, "entropy"), run),
+        "completion length": final(series(run, "completions/mean_length"), run),
+        "steps to 80 %": first_step_at(target, reward(run)),
+        "wall time (s)": wall_time(run),
+        "tokens": next((value for _, value in reversed(series(run, "num_tokens"))), None),
+        "completions": next((value for _, value in reversed(completions(run))), None),
+        **accuracies(run),
+    }
+
+
+def series(run: Run, key: str) -> Points:
+    """Optimizer step and value of every log entry that has `key`."""
+    return [(row["step"], row[key]) for row in run.log if row.get(key) is not None]
+
+
+def reward(run: Run) -> Points:
+    """
+    Mean of the first reward function, which decides what is solved, over each rollout.
+
+    Raises:
+        `ValueError`: the log has no such entry.
+    """
+    key = reward_key(run)
+    points = series(run, key)
+    if not points:
+        raise ValueError(f"The log of {run.name} has no {key!r}. Train with `logging_steps` set, and compare again.")
+    return points
+
+
+def reward_key(run: Run) -> str:
+    """Name of the reward in the log; without the terms that only shape it, which methods do not share."""
+    return f"rewards/{run.settings['reward_funcs'][0].rpartition('.')[2]}/mean"
+
+
+def efficiency(run: Run) -> Points:
+    """Gradient response efficiency, where it is defined: it is NaN in a step without any advantage."""
+    return [(step, value) for step, value in series(run, "opo/gradient_response_efficiency") if not math.isnan(value)]
+
+
+def completions(run: Run) -> Points:
+    """Completions generated up to each reward; from the settings in a log that does not count them."""
+    rollout, steps = completions_per_rollout(run.settings), optimizer_steps_per_rollout(run.settings)
+    key = reward_key(run)
+    return [
+        (row["step"], row.get("completions/generated", math.ceil(row["step"] / steps) * rollout))
+        for row in run.log
+        if row.get(key) is not None
+    ]
+
+
+def seconds(run: Run) -> Points:
+    """Seconds of training steps, without validation, up to each entry."""
+    points, total, previous = [], 0.0, 0.0
+    for step, value in series(run, "step_time"):  # the mean of the steps since the last entry
+        total += value * (step - previous)
+        previous = step
+        points.append((step, total))
+    return points
+
+
+def wall_time(run: Run) -> float | None:
+    """Seconds of training with validation; of a resumed run, whose parts are not summed up, at least its steps'."""
+    measured = [run.summary.get("train_seconds"), *(total for _, total in seconds(run)[-1:])]
+    return max((value for value in measured if value is not None), default=None)
+
+
+def accuracies(run: Run) -> Values:
+    """Accuracy after training on each reported level, greedy and sampled, and pass@k where it was measured."""
+    values: Values = {}
+    for level, by_decoding in run.summary["after"].items():
+        for decoding, result in by_decoding.items():
+            values[f"{level}, {decoding}"] = result["accuracy"]
+            values |= {f"{level}, pass@{k}": value for k, value in result.get("pass_at", {}).items() if int(k) > 1}
+    return values
+
+
+def final(points: Points, run: Run) -> float | None:
+    """Mean of the values in the last optimizer steps of the run."""
+    last = max(row["step"] for row in run.log)
+    return mean([point for point in points if point[0] > last - LAST_STEPS] or points[-1:])
+
+
+def mean(points: Points) -> float | None:
+    """Mean of the values; `None` without any."""
+    return float(np.mean([value for _, value in points])) if points else None
+
+
+def smooth(values: Sequence[float]) -> np.ndarray:
+    """Mean of each value and up to nine before it."""
+    return np.array([np.mean(values[max(end - WINDOW, 0) : end]) for end in range(1, len(values) + 1)])
+
+
+def reward_target(methods: Mapping[str, list[Run]]) -> float:
+    """80 % of the way from the base model's reward, the mean of all runs' first entries, to the best final reward."""
+    start = np.mean([reward(run)[0][1] for runs in methods.values() for run in runs])
+    best = max(np.mean([final(reward(run), run) for run in runs]) for runs in methods.values())
+    return float(start + SHARE * (best - start)) if best > start else math.inf  # no method has learned
+
+
+def first_step_at(target: float, points: Points) -> float | None:
+    """First optimizer step at which the mean of the last ten entries reaches `target`; `None` if it never does."""
+    smoothed = smooth([value for _, value in points])
+    reached = [step for (step, _), value in list(zip(points, smoothed, strict=True))[WINDOW - 1 :] if value >= target]
+    return reached[0] if reached else None
