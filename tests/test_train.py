@@ -146,7 +146,7 @@ def test_overlong_cache_beyond_the_completion_is_refused(tmp_path, capsys):
     recipe = ROOT / "recipes" / "arithmetic" / "experiment1" / "dapo.yaml"
     assert main(arguments(recipe, output_dir=tmp_path / "run", overlong_cache=41)) == 2
     message = (
-        "overlong_cache=41 is not allowed. Set `overlong_cache` to a positive number up to max_completion_length=48"
+        "overlong_cache=41 is not allowed. Set `overlong_cache` to a positive number up to max_completion_length=40"
     )
     assert message in capsys.readouterr().err
 

@@ -1,0 +1,134 @@
+"""
+The paper's two experiments at small scale, from learning rates to claims.
+
+    python benchmarks/evidence.py sweep --jobs 2     # learning rates, on a seed of their own; 25 minutes on 2 cores
+    python benchmarks/evidence.py run --jobs 2       # both experiments, 5 seeds × 4 methods; 50 minutes on 2 cores
+    python benchmarks/evidence.py collect            # runs/evidence → benchmarks/evidence/, without the models
+    python benchmarks/evidence.py report             # benchmarks/evidence/ → benchmarks/results/experiment*, claims.md
+
+`run` and `report` are `opo-trl compare` on the recipes of recipes/arithmetic/experiment*, and on the collected runs.
+What is there is not run again.
+"""
+
+import argparse
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from opo_trl.comparison.measures import final, reward
+from opo_trl.comparison.runs import find_runs, read_run
+
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = Path("recipes/arithmetic")
+RUNS = Path("runs/evidence")
+KEPT = Path("benchmarks/evidence")
+RESULTS = Path("benchmarks/results")
+
+EXPERIMENTS = ("experiment1", "experiment2")
+METHODS = ("grpo", "gspo", "dapo", "opo")
+SEEDS = (1, 2, 3, 4, 5)
+SWEEP_SEED = 0
+LEARNING_RATES = ("5e-5", "1e-4", "2e-4", "4e-4")
+# For the choice of a learning rate: half of Experiment 1, without the validation that takes no part in it.
+SWEEP = {
+    "experiment1": ["--num_train_epochs", "2"],
+    "experiment2": [],
+}
+NO_VALIDATION = ["--validation_steps", "1000", "--report_size", "8"]
+
+
+def recipes(experiment: str) -> list[str]:
+    """The recipes of an experiment."""
+    return [str(RECIPES / experiment / f"{method}.yaml") for method in METHODS]
+
+
+def compare(*arguments: str) -> None:
+    """`opo-trl compare`."""
+    subprocess.run([sys.executable, "-m", "opo_trl.cli", "compare", *arguments], check=True, cwd=ROOT)
+
+
+def sweep(jobs: int) -> None:
+    """Every method at every learning rate; `sweep.json` holds the final rewards, and the recipes the best rates."""
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    for experiment in EXPERIMENTS:
+        table[experiment] = {method: {} for method in METHODS}
+        for rate in LEARNING_RATES:
+            place = RUNS / "sweep" / experiment / rate
+            fields = ["--learning_rate", rate, *SWEEP[experiment], *NO_VALIDATION]
+            seed = ["--seeds", str(SWEEP_SEED), "--jobs", str(jobs), "--output", str(place)]
+            compare(*recipes(experiment), *seed, *fields)
+            for method in METHODS:
+                run = read_run(ROOT / place / "runs" / method / f"seed-{SWEEP_SEED}")
+                table[experiment][method][rate] = round(final(reward(run), run) or 0.0, 4)
+    (ROOT / RESULTS / "sweep.json").write_text(json.dumps(table, indent=2) + "\n")
+
+
+def run(jobs: int) -> None:
+    """Both experiments, as far as they are missing."""
+    seeds = ["--seeds", *map(str, SEEDS), "--jobs", str(jobs)]
+    for experiment in EXPERIMENTS:
+        compare(*recipes(experiment), *seeds, "--output", str(RUNS / experiment))
+
+
+def collect() -> None:
+    """Keep what a comparison reads of each run; paths become those of the repository."""
+    for experiment in EXPERIMENTS:
+        shutil.rmtree(ROOT / KEPT / experiment, ignore_errors=True)
+        for source in find_runs(ROOT / RUNS / experiment / "runs"):
+            target = ROOT / KEPT / experiment / source.relative_to(ROOT / RUNS / experiment / "runs")
+            target.mkdir(parents=True)
+            for name in ("recipe.yaml", "settings.json", "environment.json", "summary.json"):
+                text = (source / name).read_text().replace(f"{ROOT}/", "").replace(f"{sys.prefix}/", "")
+                (target / name).write_text(text)
+            (target / "log.jsonl.gz").write_bytes(gzip.compress((source / "log.jsonl").read_bytes(), mtime=0))
+
+
+def report() -> None:
+    """Compare the collected runs, and set them beside the paper's claims."""
+    from claims import write_claims
+
+    for experiment in EXPERIMENTS:
+        compare(str(KEPT / experiment), "--output", str(RESULTS / experiment))
+    sweep_table = json.loads((ROOT / RESULTS / "sweep.json").read_text())
+    write_claims(ROOT / KEPT, sweep_table, ROOT / RESULTS / "claims.md")
+
+
+def best_rates() -> dict[str, dict[str, float]]:
+    """Of each experiment and method, the learning rate with the highest final reward in the sweep."""
+    table = json.loads((ROOT / RESULTS / "sweep.json").read_text())
+    return {e: {m: float(max(rates, key=rates.get)) for m, rates in rows.items()} for e, rows in table.items()}
+
+
+def recipe_rates() -> dict[str, dict[str, float]]:
+    """The learning rates that the recipes have."""
+    return {
+        experiment: {
+            method: float(
+                yaml.safe_load((ROOT / RECIPES / experiment / f"{method}.yaml").read_text())["learning_rate"]
+            )
+            for method in METHODS
+        }
+        for experiment in EXPERIMENTS
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["sweep", "run", "collect", "report"])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    arguments = parser.parse_args()
+    if arguments.command in ("sweep", "run"):
+        {"sweep": sweep, "run": run}[arguments.command](arguments.jobs)
+    else:
+        {"collect": collect, "report": report}[arguments.command]()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
