@@ -107,15 +107,11 @@ def best_rates() -> dict[str, dict[str, float]]:
 
 def recipe_rates() -> dict[str, dict[str, float]]:
     """The learning rates that the recipes have."""
-    return {
-        experiment: {
-            method: float(
-                yaml.safe_load((ROOT / RECIPES / experiment / f"{method}.yaml").read_text())["learning_rate"]
-            )
-            for method in METHODS
-        }
-        for experiment in EXPERIMENTS
-    }
+
+    def rate(recipe: str) -> float:
+        return float(yaml.safe_load((ROOT / recipe).read_text())["learning_rate"])
+
+    return {e: dict(zip(METHODS, map(rate, recipes(e)), strict=True)) for e in EXPERIMENTS}
 
 
 def main() -> int:
