@@ -8,7 +8,7 @@ The regime map: what every method reaches, over optimizer steps per rollout and 
 Every run has the same budget: 64 optimizer steps of 48 completions (8 prompts × 6) of the arithmetic task's Level 3,
 from the embedded base model. Only how often a rollout is reused differs: with k optimizer steps per rollout, each
 rollout is 48·k completions. DAPO generates more, as its sampling is dynamic; the report says how many. The outcome is
-the sampled accuracy on 500 test problems after training, two completions each, which has the same meaning for every k.
+the sampled accuracy on 250 test problems after training, two completions each, which has the same meaning for every k.
 """
 
 import argparse
@@ -104,7 +104,7 @@ COMMON: dict[str, Any] = {
     # A gradient's size is not comparable between losses, and AdamW does not depend on it; clipping its norm would.
     "max_grad_norm": 0.0,
     "report_levels": "Level 3",
-    "report_size": 500,
+    "report_size": 250,
     "report_samples": 2,
     "per_device_eval_batch_size": 1000,
     "use_cpu": True,
@@ -148,7 +148,7 @@ def command_line(run: dict[str, Any]) -> list[str]:
 
 
 def is_done(run: dict[str, Any]) -> bool:
-    """Whether a run is finished."""
+    """Whether a run's folder holds a finished run."""
     summary = folder(run) / "summary.json"
     return summary.exists() and "after" in json.loads(summary.read_text())
 
@@ -167,7 +167,8 @@ def train(run: dict[str, Any]) -> tuple[str, int]:
 
 def run_missing(jobs: int) -> int:
     """Run what is not finished; the number of runs that failed."""
-    missing = [run for run in runs() if not is_done(run)]
+    collected = {folder(line) for line in read()}
+    missing = [run for run in runs() if folder(run) not in collected and not is_done(run)]
     # Importing takes longer than some of the runs: the server does it once for all.
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["opo_trl.train"])
@@ -181,9 +182,13 @@ def run_missing(jobs: int) -> int:
 
 
 def collect() -> None:
-    """Keep of each finished run what the report reads, and its curves."""
+    """Keep of each finished run what the report reads, and its curves, beside what has been collected before."""
+    collected = {folder(line): line for line in read()}
     lines = []
-    for run in filter(is_done, runs()):
+    for run in runs():
+        if not is_done(run):
+            lines += [collected[folder(run)]] if folder(run) in collected else []
+            continue
         log = [json.loads(line) for line in (folder(run) / "log.jsonl").read_text().splitlines()]
         steps = [entry for entry in log if "grad_norm" in entry]
         summary = json.loads((folder(run) / "summary.json").read_text())
@@ -211,6 +216,8 @@ def collect() -> None:
 
 def read() -> list[dict[str, Any]]:
     """The collected runs."""
+    if not (RESULTS / "regime.jsonl.gz").exists():
+        return []
     return [json.loads(line) for line in gzip.decompress((RESULTS / "regime.jsonl.gz").read_bytes()).splitlines()]
 
 

@@ -55,7 +55,7 @@ def _introduction(runs: list[Run]) -> list[str]:
         "# Regime map",
         "",
         "`python benchmarks/regime.py report` makes this page from `regime.jsonl.gz`; the script says what a run is.",
-        f"{len(runs)} runs, seeds {', '.join(map(str, seeds))}. Sampled accuracy in % on 500 test problems after 64",
+        f"{len(runs)} runs, seeds {', '.join(map(str, seeds))}. Sampled accuracy in % on 250 test problems after 64",
         f"optimizer steps (before: {before:.1f}), mean over seeds ± half of the 95 % t interval.",
     ]
 
