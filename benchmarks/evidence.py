@@ -95,13 +95,17 @@ def report() -> None:
 
     for experiment in EXPERIMENTS:
         compare(str(KEPT / experiment), "--output", str(RESULTS / experiment))
-    sweep_table = json.loads((ROOT / RESULTS / "sweep.json").read_text())
-    write_claims(ROOT / KEPT, sweep_table, ROOT / RESULTS / "claims.md")
+    write_claims(ROOT / KEPT, sweep_table(), ROOT / RESULTS / "claims.md")
+
+
+def sweep_table() -> dict[str, dict[str, dict[str, float]]]:
+    """Experiment → method → learning rate → final reward."""
+    return json.loads((ROOT / RESULTS / "sweep.json").read_text())
 
 
 def best_rates() -> dict[str, dict[str, float]]:
     """Of each experiment and method, the learning rate with the highest final reward in the sweep."""
-    table = json.loads((ROOT / RESULTS / "sweep.json").read_text())
+    table = sweep_table()
     return {e: {m: float(max(rates, key=rates.get)) for m, rates in rows.items()} for e, rows in table.items()}
 
 

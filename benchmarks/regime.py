@@ -20,7 +20,6 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from tqdm import tqdm
@@ -219,11 +218,6 @@ def read() -> list[dict[str, Any]]:
     if not (RESULTS / "regime.jsonl.gz").exists():
         return []
     return [json.loads(line) for line in gzip.decompress((RESULTS / "regime.jsonl.gz").read_bytes()).splitlines()]
-
-
-def mean(cells: list[dict[str, Any]], name: str = "accuracy") -> float:
-    """Mean of a column over runs."""
-    return fmean(cell[name] for cell in cells)
 
 
 def main() -> int:

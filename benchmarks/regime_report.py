@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+
 from opo_trl.comparison.intervals import Estimate, estimate, paired_difference
 
 

@@ -1,0 +1,68 @@
+"""The committed evidence: reports come out of the committed runs byte for byte, and settings follow from the sweep."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from opo_trl.compare import main as compare
+from opo_trl.train import parse
+
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import claims  # noqa: E402
+import evidence  # noqa: E402
+import regime  # noqa: E402
+import regime_report  # noqa: E402
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("experiment", evidence.EXPERIMENTS)
+def test_report_of_the_committed_runs_is_the_committed_one(experiment, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert compare([str(evidence.KEPT / experiment), "--output", str(tmp_path)]) == 0
+    assert files(tmp_path) == files(RESULTS / experiment)
+
+
+def test_claims_of_the_committed_runs_are_the_committed_ones(tmp_path):
+    claims.write_claims(ROOT / evidence.KEPT, evidence.sweep_table(), tmp_path / "claims.md")
+    assert (tmp_path / "claims.md").read_text() == (RESULTS / "claims.md").read_text()
+
+
+def test_regime_report_of_the_committed_runs_is_the_committed_one(tmp_path):
+    regime_report.write_report(regime.read(), tmp_path)
+    made = files(tmp_path)
+    assert made == {name: (RESULTS / name).read_bytes() for name in made}
+
+
+def test_every_seed_of_every_method_is_there():
+    for experiment in evidence.EXPERIMENTS:
+        runs = claims.load(ROOT / evidence.KEPT / experiment)
+        assert {method: [run.seed for run in members] for method, members in runs.items()} == {
+            method: list(evidence.SEEDS) for method in evidence.METHODS
+        }
+
+
+def test_learning_rates_are_the_best_of_the_sweep():
+    assert evidence.recipe_rates() == evidence.best_rates()
+
+
+def test_committed_runs_name_no_path_of_the_machine_that_made_them():
+    for path in (ROOT / evidence.KEPT).rglob("*.json"):
+        assert '"/' not in path.read_text(), path
+
+
+def test_runs_of_the_regime_map_are_distinct_and_can_be_parsed():
+    runs = list(regime.runs())
+    assert len({regime.folder(run) for run in runs}) == len(runs)
+    for run in runs[:: len(runs) // 40]:
+        script, args, *_ = parse(regime.command_line(run))
+        assert args.optimizer_steps_per_rollout == run["steps_per_rollout"]
+        assert (args.learning_rate, args.seed) == (run["learning_rate"], run["seed"])
+        assert script.trainer == regime.METHODS[run["method"]]["trainer"]
