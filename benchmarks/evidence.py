@@ -13,6 +13,7 @@ What is there is not run again.
 import argparse
 import gzip
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -77,15 +78,15 @@ def run(jobs: int) -> None:
 
 
 def collect() -> None:
-    """Keep what a comparison reads of each run; paths become those of the repository."""
+    """Keep what a comparison reads of each run; paths become those of the repository, and the platform its name."""
     for experiment in EXPERIMENTS:
         shutil.rmtree(ROOT / KEPT / experiment, ignore_errors=True)
         for source in find_runs(ROOT / RUNS / experiment / "runs"):
             target = ROOT / KEPT / experiment / source.relative_to(ROOT / RUNS / experiment / "runs")
             target.mkdir(parents=True)
             for name in ("recipe.yaml", "settings.json", "environment.json", "summary.json"):
-                text = (source / name).read_text().replace(f"{ROOT}/", "").replace(f"{sys.prefix}/", "")
-                (target / name).write_text(text)
+                text = (source / name).read_text().replace(f"{ROOT}/", "")
+                (target / name).write_text(text.replace(platform.platform(), platform.system()))
             (target / "log.jsonl.gz").write_bytes(gzip.compress((source / "log.jsonl").read_bytes(), mtime=0))
 
 

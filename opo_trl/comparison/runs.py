@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..run_folder import ENVIRONMENT, LOG, RECIPE, SETTINGS, SUMMARY, is_run, read_json, read_lines
 
 
@@ -138,13 +136,8 @@ def label_of(folder: Path) -> str:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Resolved settings of a run, with the model as its recipe names it; empty where they are not written yet."""
-    settings = read_json(folder / SETTINGS)
-    if settings and is_run(folder):
-        # The settings hold the embedded model's path on the machine that trained it.
-        recipe = yaml.safe_load((folder / RECIPE).read_text())
-        settings["model_name_or_path"] = recipe.get("model_name_or_path", settings.get("model_name_or_path"))
-    return settings
+    """Resolved settings of a run; empty where they are not written yet."""
+    return read_json(folder / SETTINGS)
 
 
 def _read_log(folder: Path) -> list[dict[str, Any]]:
