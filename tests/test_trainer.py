@@ -519,7 +519,7 @@ def test_configuration_of_another_trainer_is_refused(tiny_model, tmp_path):
 def test_configuration_may_be_left_out(tiny_model, tmp_path, monkeypatch, as_module):
     monkeypatch.chdir(tmp_path)  # the output folder is named after the model, where the process is
     # TRL's default is bfloat16 on a GPU, which a machine without one refuses.
-    monkeypatch.setattr("opo_trl.trainer.OPOConfig", functools.partial(OPOConfig, use_cpu=True, bf16=False))
+    monkeypatch.setattr(OPOTrainer, "config_class", functools.partial(OPOConfig, use_cpu=True, bf16=False))
     model = AutoModelForCausalLM.from_pretrained(tiny_model) if as_module else tiny_model
     trainer = OPOTrainer(
         model=model,
