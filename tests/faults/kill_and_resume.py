@@ -41,11 +41,11 @@ _SAVE_SECONDS = {1: 0.03, 4: 0.3}
 
 ONE = Form("1 process", rows=4, sampled=True, options=SAVING)
 LORA = replace(ONE, name="LoRA, 1 process", lora=True)
-# Rewards are shares of a few tokens, so of completions this short some groups have no spread.
+# Rewards are shares of even tokens, so of completions of one token some groups have no spread.
 DYNAMIC = replace(
     ONE,
     name="dynamic sampling, 1 process",
-    options={**SAVING, "max_sampling_rounds": 3, "num_generations": 2, "max_completion_length": 2},
+    options={**SAVING, "max_sampling_rounds": 3, "num_generations": 4, "max_completion_length": 1},
 )
 ZERO3 = Form("zero3, 4 processes", rows=2, processes=4, config="zero3", sampled=True, options=SAVING)
 FORMS = (
