@@ -109,7 +109,8 @@ def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple
     share = correct / total
     center = (share + z**2 / (2 * total)) / (1 + z**2 / total)
     half = z / (1 + z**2 / total) * (share * (1 - share) / total + z**2 / (4 * total**2)) ** 0.5
-    return max(center - half, 0.0), min(center + half, 1.0)
+    # At the ends the bound is exactly 0 or 1, which rounding would miss.
+    return 0.0 if correct == 0 else center - half, 1.0 if correct == total else center + half
 
 
 def evaluate(

@@ -54,6 +54,12 @@ def test_wilson_interval_is_that_of_scipy(correct, total, confidence):
     assert wilson_interval(correct, total, confidence) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
+@pytest.mark.parametrize("total", [1, 8, 250, 500, 1000])
+def test_interval_holds_the_share_at_both_ends(total):
+    assert wilson_interval(0, total)[0] == 0.0
+    assert wilson_interval(total, total)[1] == 1.0
+
+
 def test_no_trial_says_nothing():
     assert wilson_interval(0, 0) == (0.0, 1.0)
 
