@@ -2,7 +2,7 @@
 The paper's two experiments at small scale, from learning rates to claims.
 
     python benchmarks/evidence.py sweep --jobs 2     # learning rates, on a seed of their own; 25 minutes on 2 cores
-    python benchmarks/evidence.py run --jobs 2       # both experiments, 5 seeds × 4 methods; 50 minutes on 2 cores
+    python benchmarks/evidence.py run --jobs 2       # the experiments, 5 seeds × 4 methods; 1 hour on 2 cores
     python benchmarks/evidence.py collect            # runs/evidence → benchmarks/evidence/, without the models
     python benchmarks/evidence.py report             # benchmarks/evidence/ → benchmarks/results/experiment*, claims.md
 
@@ -32,6 +32,9 @@ KEPT = Path("benchmarks/evidence")
 RESULTS = Path("benchmarks/results")
 
 EXPERIMENTS = ("experiment1", "experiment2")
+# Experiment 2 once more, with DAPO's dynamic sampling for every method: what is left is the objectives' difference.
+EQUAL_SAMPLING = "experiment2_equal_sampling"
+COLLECTED = (*EXPERIMENTS, EQUAL_SAMPLING)
 METHODS = ("grpo", "gspo", "dapo", "opo")
 SEEDS = (1, 2, 3, 4, 5)
 SWEEP_SEED = 0
@@ -71,15 +74,20 @@ def sweep(jobs: int) -> None:
 
 
 def run(jobs: int) -> None:
-    """Both experiments, as far as they are missing."""
+    """Both experiments, and the second one with equal sampling, as far as they are missing."""
     seeds = ["--seeds", *map(str, SEEDS), "--jobs", str(jobs)]
     for experiment in EXPERIMENTS:
         compare(*recipes(experiment), *seeds, "--output", str(RUNS / experiment))
+    dapo = ROOT / RUNS / EQUAL_SAMPLING / "runs" / "dapo"
+    if not dapo.exists():  # whose sampling is dynamic anyway
+        shutil.copytree(ROOT / RUNS / "experiment2" / "runs" / "dapo", dapo)
+    rounds = ["--max_sampling_rounds", "4"]
+    compare(*recipes("experiment2"), *seeds, "--output", str(RUNS / EQUAL_SAMPLING), *rounds)
 
 
 def collect() -> None:
     """Keep what a comparison reads of each run; paths become those of the repository, and the platform its name."""
-    for experiment in EXPERIMENTS:
+    for experiment in COLLECTED:
         shutil.rmtree(ROOT / KEPT / experiment, ignore_errors=True)
         for source in find_runs(ROOT / RUNS / experiment / "runs"):
             target = ROOT / KEPT / experiment / source.relative_to(ROOT / RUNS / experiment / "runs")
@@ -94,7 +102,7 @@ def report() -> None:
     """Compare the collected runs, and set them beside the paper's claims."""
     from claims import write_claims
 
-    for experiment in EXPERIMENTS:
+    for experiment in COLLECTED:
         compare(str(KEPT / experiment), "--output", str(RESULTS / experiment))
     write_claims(ROOT / KEPT, sweep_table(), ROOT / RESULTS / "claims.md")
 

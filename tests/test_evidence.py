@@ -23,7 +23,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("experiment", evidence.EXPERIMENTS)
+@pytest.mark.parametrize("experiment", evidence.COLLECTED)
 def test_report_of_the_committed_runs_is_the_committed_one(experiment, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert compare([str(evidence.KEPT / experiment), "--output", str(tmp_path)]) == 0
@@ -42,7 +42,7 @@ def test_regime_report_of_the_committed_runs_is_the_committed_one(tmp_path):
 
 
 def test_every_seed_of_every_method_is_there():
-    for experiment in evidence.EXPERIMENTS:
+    for experiment in evidence.COLLECTED:
         runs = claims.load(ROOT / evidence.KEPT / experiment)
         assert {method: [run.seed for run in members] for method, members in runs.items()} == {
             method: list(evidence.SEEDS) for method in evidence.METHODS
