@@ -145,6 +145,19 @@ class OPOConfig(RolloutConfig):
         ratio_form (`str`, *optional*, defaults to `"log"`):
             Coordinate of the loss: `"log"`: u = Δ, the paper's surrogate; `"exact"`: u = π/π_k − 1.
 
+        > Parameters that control the work of an optimizer step, and not its gradient
+
+        plan_micro_batches (`bool`, *optional*, defaults to `True`):
+            Whether to order the rows of an optimizer step by length before they are cut into micro-batches, and to
+            trim each micro-batch to its longest row.
+        max_tokens_per_micro_batch (`int`, *optional*):
+            Most tokens of a micro-batch, with padding: it then has fewer rows where they are long. A longer row has a
+            micro-batch of its own. Needs `plan_micro_batches`.
+        skip_inert_rows (`bool`, *optional*, defaults to `True`):
+            Whether to leave completions without a drive out of the optimizer step in which the log-ratio is still 0:
+            their gradient there is exactly 0. They count in every mean, except that of `entropy`. Without effect where
+            a KL term or an entropy bonus acts on them, or a later iteration needs them.
+
     Raises:
         `ValueError`: a value out of its range, `mu` together with `chi2_radius`, or a parameter of the parent that
         the objective does not use. The message names the field, the value and what to do.
@@ -186,6 +199,15 @@ class OPOConfig(RolloutConfig):
         default=None, metadata={"help": "Bound on the absolute log-ratio. 20 for 'sum' and 5 for 'mean' when not set."}
     )
     ratio_form: RatioForm = field(default="log", metadata={"help": "Coordinate of the loss."})
+    plan_micro_batches: bool = field(
+        default=True, metadata={"help": "Order rows by length, and trim each micro-batch to its longest row."}
+    )
+    max_tokens_per_micro_batch: int | None = field(
+        default=None, metadata={"help": "Most tokens of a micro-batch, with padding."}
+    )
+    skip_inert_rows: bool = field(
+        default=True, metadata={"help": "Leave rows whose gradient is exactly 0 out of forward and backward."}
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -222,6 +244,13 @@ class OPOConfig(RolloutConfig):
             low_high,
             "two positive numbers, the lower first",
         )
+        budget = self.max_tokens_per_micro_batch
+        _require(budget is None or budget > 0, "max_tokens_per_micro_batch", budget, "a positive number of tokens")
+        if budget is not None and not self.plan_micro_batches:
+            raise ValueError(
+                f"max_tokens_per_micro_batch={budget} needs planned micro-batches. Set `plan_micro_batches` to True, "
+                "or leave `max_tokens_per_micro_batch` out."
+            )
         _require(0 < self.positivity_epsilon < 1, "positivity_epsilon", self.positivity_epsilon, "a number in (0, 1)")
         for name, choices in _CHOICES.items():
             _require(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")

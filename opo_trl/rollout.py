@@ -63,7 +63,7 @@ def optimizer_step_of_rows(n_rows: int, n_steps: int, *, seed: int, rollout: int
     return np.random.default_rng((seed, rollout)).permuted(blocks, axis=1).reshape(-1)
 
 
-def micro_batches(
+def rows_of_steps(
     rollout: Mapping[str, Any],
     *,
     steps_per_generation: int,
@@ -74,13 +74,13 @@ def micro_batches(
     processes: int,
 ) -> list[dict[str, Any]]:
     """
-    Cut this process's rows of a rollout into micro-batches, so that each optimizer step gets its rows.
+    Give each optimizer step its rows of a rollout, of those that this process holds.
 
     Args:
         rollout (`Mapping[str, Any]`):
             Rows of this process, in the order of the prompts: TRL's tensors and lists.
         steps_per_generation (`int`):
-            Number of micro-batches.
+            Number of micro-batches that the rollout will be cut into.
         gradient_accumulation_steps (`int`):
             Micro-batches per optimizer step. Where it does not divide `steps_per_generation`, rows are kept together
             in the largest runs of micro-batches that divide both.
@@ -90,7 +90,7 @@ def micro_batches(
             Index of this process, and their number.
 
     Returns:
-        `list[dict[str, Any]]`: `steps_per_generation` micro-batches of equally many rows.
+        `list[dict[str, Any]]`: equally many rows each.
     """
     rows = split_pixel_values_by_grid(dict(rollout))
     n_local = len(rows["completion_ids"])
@@ -99,16 +99,29 @@ def micro_batches(
     n_steps = steps_per_generation // math.gcd(steps_per_generation, gradient_accumulation_steps)
     step_of_row = optimizer_step_of_rows(n_local * processes, n_steps, seed=seed, rollout=index)
     order = np.argsort(step_of_row[process * n_local : (process + 1) * n_local], kind="stable")
-    batches: list[Any] = split_tensor_dict(
-        {name: _take(value, order) for name, value in rows.items()}, steps_per_generation
-    )
+    steps: list[Any] = split_tensor_dict(_in_order(rows, order), n_steps)
+    return [unsplit_pixel_values_by_grid(step) for step in steps]
+
+
+def micro_batches(rows: Mapping[str, Any], n_batches: int) -> list[dict[str, Any]]:
+    """Cut the rows of an optimizer step into micro-batches of equally many rows, in their order."""
+    split: Any = split_pixel_values_by_grid(dict(rows))
+    batches: list[Any] = split_tensor_dict(split, n_batches)
     return [unsplit_pixel_values_by_grid(batch) for batch in batches]
 
 
-def _take(value: Any, order: np.ndarray) -> Any:
-    if isinstance(value, list):
-        return [value[i] for i in order]
-    return value[torch.from_numpy(order)] if isinstance(value, torch.Tensor) and value.ndim else value
+def take_rows(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:
+    """Some rows of a rollout, in a given order; values of the whole rollout stay."""
+    return unsplit_pixel_values_by_grid(_in_order(split_pixel_values_by_grid(dict(rows)), order))
+
+
+def _in_order(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:
+    def taken(value: Any) -> Any:
+        if isinstance(value, list):
+            return [value[i] for i in order]
+        return value[torch.from_numpy(order)] if isinstance(value, torch.Tensor) and value.ndim else value
+
+    return {name: taken(value) for name, value in rows.items()}
 
 
 def completion_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:

@@ -29,7 +29,7 @@ from .config import RolloutConfig
 from .dynamic_sampling import PromptStream
 from .objective import gradient_response_efficiency
 from .plan import training_plan
-from .rollout import EpochSampler, micro_batches
+from .rollout import EpochSampler, micro_batches, rows_of_steps
 from .weights import FrozenBase
 
 
@@ -140,7 +140,7 @@ class RolloutTrainer(GRPOTrainer):
         args = self.args
         rollout, position = divmod(self._step, args.micro_steps_per_rollout)
         if position == 0:
-            self._buffered_inputs = micro_batches(
+            steps = rows_of_steps(
                 self._generate_and_score_completions(generation_batch),
                 steps_per_generation=args.steps_per_generation,
                 gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -149,7 +149,13 @@ class RolloutTrainer(GRPOTrainer):
                 process=self.accelerator.process_index,
                 processes=self.accelerator.num_processes,
             )
+            self._buffered_inputs = self._micro_batches(steps)
         return self._buffered_inputs[self._step % args.steps_per_generation]
+
+    def _micro_batches(self, steps: list[dict[str, Any]]) -> list:
+        """One entry a micro-step, from the rows of each optimizer step."""
+        n_batches = self.args.steps_per_generation // len(steps)
+        return [batch for rows in steps for batch in micro_batches(rows, n_batches)]
 
     def _generate(self, prompts: list):
         if not (self.use_vllm and is_peft_model(self.model)):

@@ -15,8 +15,10 @@ Rollouts and checkpoints are those of [`RolloutTrainer`], which stands between t
 
 import textwrap
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
@@ -25,7 +27,8 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from . import objective
 from .config import OPOConfig
-from .rollout import completion_tokens
+from .planning import parts_needed, parts_of_rows, row_lengths, spread
+from .rollout import completion_tokens, micro_batches, take_rows
 from .rollout_trainer import RolloutTrainer
 
 
@@ -110,8 +113,55 @@ class OPOTrainer(RolloutTrainer):
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}
         self._step_rows: list[Tensor] = []  # what the micro-batches of the current optimizer step have to report
         self._low_ess_rollouts = 0
+        self._anchor_deferred = False
 
     # 1. The drive joins the rollout
+
+    def _micro_batches(self, steps: list[dict[str, Any]]) -> list:
+        """
+        One entry a micro-step: the parts that it passes through the model one by one.
+
+        The anchor's log-probabilities are computed here, before the policy moves, and only of rows that are needed
+        after it has moved: in the optimizer step at hand the anchor is the policy itself.
+        """
+        args = self.args
+        n_batches = args.steps_per_generation // len(steps)
+        until_update = args.gradient_accumulation_steps - self._step % args.gradient_accumulation_steps
+        planned = []
+        for number, rows in enumerate(steps):
+            on_policy = (number + 1) * n_batches <= until_update
+            if on_policy:
+                rows.pop("old_per_token_logps", None)
+            parts = self._parts(rows, on_policy) if args.plan_micro_batches else micro_batches(rows, n_batches)
+            if not on_policy and "old_per_token_logps" not in rows:
+                for part in parts:
+                    part["old_per_token_logps"], _ = self._anchor_pass(part)
+            planned += spread(parts, n_batches)
+        return planned
+
+    def _parts(self, rows: dict[str, Any], on_policy: bool) -> list[dict[str, Any]]:
+        """The rows of an optimizer step in parts: equally many on every process, as each is a collective call."""
+        args, accelerator = self.args, self.accelerator
+        skip = on_policy and self._may_skip
+        inert = (rows["opo_target"] == 0).cpu().numpy() if skip else np.zeros(len(rows["opo_target"]), dtype=bool)
+        needed = parts_needed(
+            row_lengths(rows)[~inert],
+            max_rows=args.per_device_train_batch_size,
+            max_tokens=args.max_tokens_per_micro_batch,
+        )
+        n_parts = int(accelerator.gather(torch.tensor([needed], device=accelerator.device)).max())
+        # A process with fewer rows than parts fills up with rows that have no effect.
+        kept, skipped = np.split(np.argsort(inert, kind="stable"), [max((~inert).sum(), n_parts)])
+        multiple: Any = self.pad_to_multiple_of
+        parts = parts_of_rows(take_rows(rows, kept), n_parts, multiple)
+        parts[-1]["opo_skipped"] = rows["opo_valid"][skipped]
+        return parts
+
+    @property
+    def _may_skip(self) -> bool:
+        """Whether a row without a drive has nothing to do while the log-ratio is 0, and is not needed again."""
+        idle = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
+        return self.args.skip_inert_rows and idle and self.num_iterations == 1
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         rollout = super()._generate_and_score_completions(inputs)
@@ -128,6 +178,20 @@ class OPOTrainer(RolloutTrainer):
             mask = completion_tokens(rollout) & rollout["opo_valid"].unsqueeze(1)
             rollout["opo_steering"] = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         return rollout
+
+    def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        sampler_weights = self.use_vllm and self.vllm_importance_sampling_correction  # of every row
+        self._anchor_deferred = self._mode == "train" and not self.args.is_on_policy and not sampler_weights
+        try:
+            return super()._generate_once(inputs)
+        finally:
+            self._anchor_deferred = False
+
+    def _get_per_token_logps_and_entropies(self, model, *inputs, **options):
+        if self._anchor_deferred:  # TRL's first pass over a rollout, which `_micro_batches` makes where it is needed
+            self._anchor_deferred = False
+            return None, None, None
+        return super()._get_per_token_logps_and_entropies(model, *inputs, **options)
 
     @torch.no_grad()
     def _anchor_pass(self, rollout: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -263,6 +327,29 @@ class OPOTrainer(RolloutTrainer):
         """Mean OPO loss of the rows at hand, over the number of micro-batches of the optimizer step."""
         if return_outputs:
             raise ValueError("OPOTrainer does not support returning outputs")
+        if isinstance(inputs, Mapping):  # of an evaluation
+            return self._part_loss(model, inputs, last=True)
+        if not inputs:  # all rows of the optimizer step fit into its other micro-steps
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        *parts, last = inputs
+        done = [self._add_gradient(model, part) for part in parts]
+        return self._part_loss(model, last, last=True) + sum(done)
+
+    def _add_gradient(self, model, part: dict[str, Any]) -> Tensor:
+        """Pass a part through the model and back, without the exchange of gradients that comes with the last one."""
+        accelerator = self.accelerator
+        exchanges = accelerator.sync_gradients
+        options = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}  # as in Transformers' training step
+        with accelerator.no_sync(model) if exchanges else nullcontext():
+            accelerator.gradient_state._set_sync_gradients(False)
+            with self.compute_loss_context_manager():
+                loss = self._part_loss(model, part, last=False)
+            accelerator.backward(loss, **options)
+            accelerator.gradient_state._set_sync_gradients(exchanges)
+        return loss.detach()
+
+    def _part_loss(self, model, inputs: Any, *, last: bool) -> Tensor:
+        """Loss of some rows of an optimizer step; `last` ones of a micro-step report what the step did."""
         args = self.args
         # Without a token that counts, a completion that takes no part has no ratio, no KL term and no entropy bonus.
         mask = completion_tokens(inputs) & inputs["opo_valid"].unsqueeze(1)
@@ -272,6 +359,8 @@ class OPOTrainer(RolloutTrainer):
         # Without stored anchor values the rollout serves this optimizer step only, and its policy is the current one.
         anchor = inputs.get("old_per_token_logps")
         anchor = logps.detach() if anchor is None else anchor
+        if self.num_iterations > 1:
+            inputs["old_per_token_logps"] = anchor
         steered, bonus_mask = logps, mask
         if "opo_steering" in inputs:
             bonus_mask = inputs["opo_steering"]
@@ -289,26 +378,36 @@ class OPOTrainer(RolloutTrainer):
             rows = rows + self.beta * kl
         if self._entropy_bonus_enabled:
             rows = rows - self._entropy_bonus_coef() * objective.token_mean(entropies, bonus_mask)
-        loss = rows.mean()
+        loss = rows.sum()
         if self.aux_loss_enabled:
-            loss = loss + self.router_aux_loss_coef * aux_loss
+            loss = loss + self.router_aux_loss_coef * aux_loss * len(rows)
             self._metrics[self._mode]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
         whole, _ = objective.sequence_log_ratio(logps.detach(), anchor, mask, reduction="sum", clamp=_WHOLE_CLAMP)
-        self._report_rows(
-            log_ratio=log_ratio,
-            target=inputs["opo_target"],
-            mu=inputs["opo_mu"],
-            weights=weights,
-            clamped=clamped,
-            age=self.state.global_step - inputs["opo_step"],
-            whole_log_ratio=whole,
-            kl=kl if args.log_ratio_reduction == "sum" else kl * mask.sum(dim=1),
-            entropy=torch.where(mask, entropies, 0.0).sum(dim=1),
-            tokens=mask.sum(dim=1),
-            bonus_entropy=torch.where(bonus_mask, entropies, 0.0).sum(dim=1),
-            bonus_tokens=bonus_mask.sum(dim=1),
+        self._step_rows.append(
+            _table(
+                log_ratio=log_ratio,
+                target=inputs["opo_target"],
+                mu=inputs["opo_mu"],
+                weights=weights,
+                clamped=clamped,
+                age=self.state.global_step - inputs["opo_step"],
+                whole_log_ratio=whole,
+                kl=kl if args.log_ratio_reduction == "sum" else kl * mask.sum(dim=1),
+                entropy=torch.where(mask, entropies, 0.0).sum(dim=1),
+                tokens=mask.sum(dim=1),
+                bonus_entropy=torch.where(bonus_mask, entropies, 0.0).sum(dim=1),
+                bonus_tokens=bonus_mask.sum(dim=1),
+                computed=torch.ones_like(rows),
+            )
         )
-        return loss / self.current_gradient_accumulation_steps if self._mode == "train" else loss
+        if "opo_skipped" in inputs:
+            self._step_rows.append(_table(mu=inputs["opo_mu"].max(), weights=inputs["opo_skipped"]))
+        if self._mode == "eval":
+            self._report_rows()
+            return loss / len(rows)
+        if last and self.accelerator.sync_gradients:
+            self._report_rows()
+        return loss / (args.per_device_train_batch_size * self.current_gradient_accumulation_steps)
 
     def _compute_loss(self, model, inputs):
         # TRL's own loss must never be trained by accident, whoever calls this.
@@ -348,14 +447,11 @@ class OPOTrainer(RolloutTrainer):
     # 3. What happened
 
     @torch.no_grad()
-    def _report_rows(self, **columns: Tensor):
-        """Keep the rows of a micro-batch; at the end of the optimizer step, gather them once and log."""
-        self._step_rows.append(torch.stack([column.float() for column in columns.values()], dim=1))
-        if self._mode == "train" and not self.accelerator.sync_gradients:
-            return
+    def _report_rows(self):
+        """Gather what the rows of an optimizer step have to report, once, and log it."""
         table = self.accelerator.gather(torch.cat(self._step_rows))
         self._step_rows = []
-        self._log_step(dict(zip(columns, table.T, strict=True)))
+        self._log_step(dict(zip(_COLUMNS, table.T, strict=True)))
 
     def _log_step(self, rows: dict[str, Tensor]):
         mode, args = self._mode, self.args
@@ -374,6 +470,7 @@ class OPOTrainer(RolloutTrainer):
             )
             step["sequence_chi2"] = whole["chi2"]
         step["off_policy_steps"] = rows["age"].max()
+        step["frac_skipped"] = 1 - rows["computed"].mean()
         values = {**self._drive_metrics[mode], **{name: value.item() for name, value in step.items()}}
         for name, value in values.items():
             self._metrics[mode][f"opo/{name}"].append(value)
@@ -393,3 +490,29 @@ class OPOTrainer(RolloutTrainer):
         step = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
         self.entropy_coef = min(max(self.entropy_coef + step, args.entropy_coef_min), args.entropy_coef_max)
         self._last_world_entropy = entropy
+
+
+# What a row reports of an optimizer step, in this order; a row that was left out has zeros but for its mu and weight.
+_COLUMNS = (
+    "log_ratio",
+    "target",
+    "mu",
+    "weights",
+    "clamped",
+    "age",
+    "whole_log_ratio",
+    "kl",
+    "entropy",
+    "tokens",
+    "bonus_entropy",
+    "bonus_tokens",
+    "computed",
+)
+
+
+@torch.no_grad()
+def _table(**columns: Tensor) -> Tensor:
+    """`[B, columns]`: a row for each completion."""
+    like = columns["weights"].float()
+    rows = [columns.get(name, torch.zeros_like(like)).float().expand_as(like) for name in _COLUMNS]
+    return torch.stack(rows, dim=1)

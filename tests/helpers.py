@@ -164,6 +164,8 @@ class Recording:
         rollout["row"] = torch.arange(n) + n * self.accelerator.process_index
         rollout["rollout"] = torch.full((n,), len(self.rollouts))
         if self.inject is not None:
+            if not self.args.is_on_policy and "old_per_token_logps" not in rollout:
+                rollout["old_per_token_logps"], _ = self._anchor_pass(rollout)
             self.inject(rollout)
         self.rollouts.append(SimpleNamespace(policy=policy, **rollout))
         return rollout
@@ -171,7 +173,7 @@ class Recording:
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self.model.training:
-            self._batches.append(inputs)
+            self._batches += inputs if isinstance(inputs, list) else [inputs]
             self._losses.append(loss.item())
         return loss
 
@@ -243,6 +245,8 @@ def make_trainer(
         "disable_tqdm": True,
         **overrides,
     }
+    if issubclass(trainer_class, OPOTrainer):
+        options = {"skip_inert_rows": False, **options}  # the reference asks for every row
     pairs = ((OPOTrainer, OPOConfig), (RolloutTrainer, RolloutConfig), (GRPOTrainer, GRPOConfig))
     config_class = next(config for trainer, config in pairs if issubclass(trainer_class, trainer))
     return trainer_class(model=model, args=config_class(**options), **arguments).record(inject)

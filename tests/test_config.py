@@ -192,6 +192,9 @@ def test_defaults(config):
         "log_ratio_clamp": 20.0,
         "ratio_form": "log",
         "max_sampling_rounds": 1,
+        "plan_micro_batches": True,
+        "max_tokens_per_micro_batch": None,
+        "skip_inert_rows": True,
     }
 
 
@@ -289,6 +292,9 @@ CHANGED = {
     "log_ratio_clamp": 3.0,
     "ratio_form": "exact",
     "max_sampling_rounds": 3,
+    "plan_micro_batches": True,
+    "max_tokens_per_micro_batch": 4096,
+    "skip_inert_rows": False,
 }
 
 

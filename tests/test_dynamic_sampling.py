@@ -122,8 +122,7 @@ def test_replaced_rows_are_those_of_the_further_round(tiny_model, tmp_path):
     trainer.model.load_state_dict(rollout.policy)
     before = logps_under(trainer, rollout)
     assert not torch.allclose(before[mask], after[mask], atol=1e-4)
-    for name in ("old_per_token_logps", "ref_per_token_logps"):
-        assert torch.allclose(vars(rollout)[name][mask], before[mask], atol=1e-5)
+    assert torch.allclose(rollout.ref_per_token_logps[mask], before[mask], atol=1e-5)
     assert rollout.num_items_in_batch == rollout.completion_mask.sum()
     assert rollout.opo_target[G:].abs().min() > 0.1
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl.trainer.utils import RepeatSampler
 
-from opo_trl.rollout import EpochSampler, micro_batches, optimizer_step_of_rows
+from opo_trl.rollout import EpochSampler, micro_batches, optimizer_step_of_rows, rows_of_steps, take_rows
 
 
 @given(
@@ -49,7 +49,7 @@ def rows(first: int, n: int) -> dict:
 
 def cut(n_rows: int, process: int, processes: int, steps_per_generation: int, accumulation: int) -> list[dict]:
     n_local = n_rows // processes
-    return micro_batches(
+    steps = rows_of_steps(
         rows(process * n_local, n_local),
         steps_per_generation=steps_per_generation,
         gradient_accumulation_steps=accumulation,
@@ -58,6 +58,7 @@ def cut(n_rows: int, process: int, processes: int, steps_per_generation: int, ac
         process=process,
         processes=processes,
     )
+    return [batch for step in steps for batch in micro_batches(step, steps_per_generation // len(steps))]
 
 
 def members_of_steps(n_rows: int, processes: int, steps_per_generation: int, accumulation: int) -> list[set]:
@@ -100,10 +101,10 @@ def test_images_stay_with_their_row():
         "image_grid_thw": torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 1], [1, 3, 1]]),
         "pixel_values": torch.cat([torch.full((n, 2), row) for row, n in [(0, 2), (2, 4), (2, 1), (3, 3)]]).float(),
     }
-    batches = micro_batches(
+    steps = rows_of_steps(
         batch, steps_per_generation=2, gradient_accumulation_steps=1, seed=0, index=0, process=0, processes=1
     )
-    for micro_batch in batches:
+    for micro_batch in [*steps, *micro_batches(batch, 2), take_rows(batch, np.array([3, 0]))]:
         grid, start = micro_batch["image_grid_thw"].prod(1).tolist(), 0
         assert micro_batch["num_images"] == [images[i] for i in micro_batch["row"]]
         owners = [i for i in micro_batch["row"].tolist() for _ in range(images[i])]
