@@ -117,13 +117,14 @@ COMMON: dict[str, Any] = {
 
 
 def runs() -> Iterator[dict[str, Any]]:
-    """All runs, a whole map for each seed before the next: whatever is there early is balanced."""
+    """All runs: the short list of variants, then a whole map for each seed before the next."""
     for seed in SEEDS:
-        for k, rate, method in itertools.product(STEPS_PER_ROLLOUT, LEARNING_RATES, METHODS):
-            yield {"method": method, "variant": "", "steps_per_rollout": k, "learning_rate": rate, "seed": seed}
         for k, variant in ((k, variant) for k, variants in VARIANTS.items() for variant in variants):
             fields = {"steps_per_rollout": k, "learning_rate": ABLATION_RATE, "seed": seed}
             yield {"method": "OPO", "variant": variant, **fields}
+    for seed in SEEDS:
+        for k, rate, method in itertools.product(STEPS_PER_ROLLOUT, LEARNING_RATES, METHODS):
+            yield {"method": method, "variant": "", "steps_per_rollout": k, "learning_rate": rate, "seed": seed}
 
 
 def folder(run: dict[str, Any]) -> Path:
