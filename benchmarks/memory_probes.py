@@ -169,6 +169,7 @@ def make_trainer(model: Any, *, rows: int, lora: int = 0, zero: dict[str, Any] |
         per_device_train_batch_size=rows,
         num_generations=max(rows, 2),
         max_completion_length=8,
+        skip_inert_rows=False,  # random completions have no spread of rewards
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,

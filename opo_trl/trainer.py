@@ -330,7 +330,8 @@ class OPOTrainer(RolloutTrainer):
         if isinstance(inputs, Mapping):  # of an evaluation
             return self._part_loss(model, inputs, last=True)
         if not inputs:  # all rows of the optimizer step fit into its other micro-steps
-            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+            # A result and not a leaf: DeepSpeed takes no other loss.
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True).clone()
         *parts, last = inputs
         done = [self._add_gradient(model, part) for part in parts]
         return self._part_loss(model, last, last=True) + sum(done)

@@ -365,11 +365,6 @@ def test_same_budget_in_another_cut_and_further_rewards_are_comparable(one_figur
     assert "steps_per_generation" in names
 
 
-def test_embedded_model_is_the_same_wherever_the_package_is(one_figure, runs, tmp_path):
-    edit(runs / "opo" / "seed-1", model_name_or_path="/elsewhere/opo_trl/arithmetic/base")
-    assert "/elsewhere" not in report_of(tmp_path, runs)
-
-
 def test_fields_without_effect_in_opo_are_not_said_to_differ(one_figure, runs, tmp_path):
     for seed in (1, 2, 3):
         edit(runs / "grpo" / f"seed-{seed}", trainer="grpo", loss_type="grpo", epsilon_high=0.28)

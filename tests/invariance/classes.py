@@ -27,6 +27,10 @@ LORA = replace(ONE, name="LoRA, 1 process", lora=True)
 # The second of three groups has no spread of rewards: a second round of generation replaces it.
 DYNAMIC = replace(ONE, name="dynamic sampling, 8 × 1", options={"max_sampling_rounds": 3})
 
+# Nothing but the drive acts on a row here, and each rollout is used once, so that rows without one may be left out.
+_SKIPPING = {"beta": 0.0, "num_iterations": 1}
+WHOLE = replace(ONE, name="whole, 8 × 1", options={**_SKIPPING, "plan_micro_batches": False})
+
 FURTHER = replace(
     ONE,
     name="all terms, 8 × 1",
@@ -123,6 +127,19 @@ CLASSES = (
             Form("zero3, 4 processes", rows=2, processes=4, config="zero3", options=DYNAMIC.options),
         ),
         quick=(0, 1),
+    ),
+    EquivalenceClass(
+        "rows left out, micro-batches planned",
+        WHOLE,
+        (
+            Form("planned, 8 × 1", options=_SKIPPING),
+            Form("planned, 2 × 4, 16 tokens", rows=2, options={**_SKIPPING, "max_tokens_per_micro_batch": 16}),
+            *(
+                Form(f"{config}, 4 processes, 1 × 2", rows=1, processes=4, config=config, options=_SKIPPING)
+                for config in ("ddp", "zero2", "zero3", "fsdp2")
+            ),
+        ),
+        quick=(0, 1, 2, 3, 4, 5),
     ),
     EquivalenceClass("LoRA", LORA, (replace(LORA, name="2 × 4", rows=2), *_sharded(lora=True)), quick=(0, 4)),
     EquivalenceClass(
