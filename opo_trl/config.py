@@ -155,8 +155,9 @@ class OPOConfig(RolloutConfig):
             micro-batch of its own. Needs `plan_micro_batches`.
         skip_inert_rows (`bool`, *optional*, defaults to `True`):
             Whether to leave completions without a drive out of the optimizer step in which the log-ratio is still 0:
-            their gradient there is exactly 0. They count in every mean, except that of `entropy`. Without effect where
-            a KL term or an entropy bonus acts on them, or a later iteration needs them.
+            their gradient there is exactly 0. They count in every mean but `entropy`, which such a step does not log
+            unless all are on-policy. Without effect where a KL term or an entropy bonus acts on them, or a later
+            iteration needs them.
 
     Raises:
         `ValueError`: a value out of its range, `mu` together with `chi2_radius`, or a parameter of the parent that

@@ -476,7 +476,9 @@ class OPOTrainer(RolloutTrainer):
         for name, value in values.items():
             self._metrics[mode][f"opo/{name}"].append(value)
         tokens = rows["tokens"].sum().clamp(min=1)
-        self._metrics[mode]["entropy"].append((rows["entropy"].sum() / tokens).item())
+        if rows["computed"].all() or args.is_on_policy:
+            # A mean without the rows that were left out, whose groups are the surest, would go up and down by step.
+            self._metrics[mode]["entropy"].append((rows["entropy"].sum() / tokens).item())
         if self.beta != 0.0:
             self._metrics[mode]["kl"].append((rows["kl"].sum() / tokens).item())
         if mode == "train" and self._entropy_bonus_enabled:
