@@ -116,7 +116,9 @@ def _best_table(cells: Cells) -> list[str]:
 def _against(runs: list[Run], baseline: list[Run]) -> str:
     if runs is baseline:
         return ""
-    difference = paired_difference(_accuracies(runs), _accuracies(baseline))
+    others = {run["seed"]: run for run in baseline}
+    paired = [(run, others[run["seed"]]) for run in runs if run["seed"] in others]
+    difference = paired_difference(*(_accuracies(list(side)) for side in zip(*paired, strict=True)))
     mark = {"higher": " ▲", "lower": " ▼", "undecided": ""}[difference.verdict]
     return f"{difference.estimate.mean:+.1f}{mark}"
 
