@@ -23,7 +23,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from .rollout import completion_tokens
+from .rollout import COMPLETION_COLUMNS, PROMPT_COLUMNS, completion_tokens
 
 
 if TYPE_CHECKING:
@@ -34,18 +34,7 @@ logger = get_logger(__name__)
 
 Rollout = dict[str, Any]
 
-# Entries of a rollout, one row a completion, by the side on which TRL pads them.
-_PADDED_LEFT = ("prompt_ids", "prompt_mask")
-_PADDED_RIGHT = (
-    "completion_ids",
-    "completion_mask",
-    "tool_mask",
-    "old_per_token_logps",
-    "ref_per_token_logps",
-    "sampling_per_token_logps",
-    "importance_sampling_ratio",
-)
-_ROWS = (*_PADDED_LEFT, *_PADDED_RIGHT, "advantages")
+_ROWS = (*PROMPT_COLUMNS, *COMPLETION_COLUMNS, "advantages")
 
 
 class PromptStream:
@@ -189,7 +178,7 @@ def _replace(
     merged = dict(rollout)
     for name in rollout.keys() & set(_ROWS):
         pad = trainer._tokenizer.pad_token_id if name in ("prompt_ids", "completion_ids") else 0
-        left = name in _PADDED_LEFT
+        left = name in PROMPT_COLUMNS
         # Every process pads to its own longest row, and holds rows that another one has a place for.
         theirs = accelerator.pad_across_processes(further[name], dim=1, pad_index=pad, pad_first=left)
         theirs = accelerator.gather(theirs)

@@ -14,23 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .rollout import take_rows
+from .rollout import COMPLETION_COLUMNS, PROMPT_COLUMNS, take_rows
 
 
 Rows = dict[str, Any]
-
-# Entries of a rollout with a column per token, by the side on which they are padded.
-_PROMPT = ("prompt_ids", "prompt_mask")
-_COMPLETION = (
-    "completion_ids",
-    "completion_mask",
-    "tool_mask",
-    "old_per_token_logps",
-    "ref_per_token_logps",
-    "sampling_per_token_logps",
-    "importance_sampling_ratio",
-    "opo_steering",
-)
 
 # Entries of models with images that have a column per token of prompt and completion together.
 _WHOLE_WIDTH = {"token_type_ids", "mm_token_type_ids"}
@@ -60,9 +47,9 @@ def trim(rows: Mapping[str, Any], multiple: int | None = None) -> Rows:
         return trimmed
     prompt, completion = (_width(rows[name], multiple) for name in ("prompt_mask", "completion_mask"))
     full = rows["completion_mask"].size(1)
-    for name in _PROMPT:
+    for name in PROMPT_COLUMNS:
         trimmed[name] = rows[name][:, rows[name].size(1) - prompt :]
-    for name in _COMPLETION:
+    for name in (*COMPLETION_COLUMNS, "opo_steering"):
         if name in rows and rows[name].size(1) == full:  # a weight per sequence has a single column
             trimmed[name] = rows[name][:, :completion]
     return trimmed

@@ -19,6 +19,19 @@ from trl.trainer.utils import (
 )
 
 
+# Entries of a rollout with a column per token: of prompts, padded on the left, and of completions, on the right.
+PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
+COMPLETION_COLUMNS = (
+    "completion_ids",
+    "completion_mask",
+    "tool_mask",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "sampling_per_token_logps",
+    "importance_sampling_ratio",
+)
+
+
 class EpochSampler(RepeatSampler):
     """
     TRL's sampler, with its order, which can start in any epoch.
