@@ -46,9 +46,11 @@ METHODS: dict[str, dict[str, Any]] = {
         "mask_truncated_completions": True,
         "max_sampling_rounds": 4,
     },
-    "OPO": {"trainer": "opo"},  # the defaults: sum, log form, alpha = 0.4, mu = 1
+    # The defaults: sum, log form, alpha = 0.4, mu = 1. Rows without a gradient are computed, for their entropy.
+    "OPO": {"trainer": "opo", "skip_inert_rows": False},
     "OPO mean": {  # the paper's experiments, as the Qwen3 recipes have them
         "trainer": "opo",
+        "skip_inert_rows": False,
         "log_ratio_reduction": "mean",
         "log_ratio_clamp": 5.0,
         "escort_temperature": 0.5,
