@@ -158,6 +158,9 @@ class OPOConfig(RolloutConfig):
             their gradient there is exactly 0. They count in every mean but `entropy`, which such a step does not log
             unless all are on-policy. Without effect where a KL term or an entropy bonus acts on them, or a later
             iteration needs them.
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Whether to compute the rows of a micro-batch one after the other in one row without padding. For models
+            of text with flash attention; other attention gives the same gradient, without saving anything.
 
     Raises:
         `ValueError`: a value out of its range, `mu` together with `chi2_radius`, or a parameter of the parent that
@@ -208,6 +211,9 @@ class OPOConfig(RolloutConfig):
     )
     skip_inert_rows: bool = field(
         default=True, metadata={"help": "Leave rows whose gradient is exactly 0 out of forward and backward."}
+    )
+    padding_free: bool = field(
+        default=False, metadata={"help": "Pack the rows of a micro-batch into one row; for flash attention."}
     )
 
     def __post_init__(self):

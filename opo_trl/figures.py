@@ -23,6 +23,14 @@ _COLOR, _SECOND = "#1f5fa8", "#c8552d"
 
 Row = dict[str, Any]
 
+_PHASE_COLORS = {
+    "generate": "#0072b2",
+    "score": "#56b4e9",
+    "anchor": "#e69f00",
+    "update": "#d55e00",
+    "sync": "#009e73",
+}
+
 # Panel title, metric, which rows of the log it is read from.
 _PANELS: tuple[tuple[str, str, Callable[[Row], bool]], ...] = (
     ("training reward (mean of a rollout)", "reward", lambda row: True),
@@ -44,7 +52,8 @@ def draw_run(folder: Path) -> list[Path]:
 
     Returns:
         `list[Path]`: the files written: `training.*` (reward, validation accuracy, entropy, gradient norm, χ² and
-        gradient response efficiency over optimizer steps) and `accuracy.*` (before and after, with 95 % intervals).
+        gradient response efficiency over optimizer steps), `time.*` (seconds of an optimizer step by phase) and
+        `accuracy.*` (before and after, with 95 % intervals).
 
     Raises:
         `ValueError`: the folder has no log.
@@ -55,6 +64,8 @@ def draw_run(folder: Path) -> list[Path]:
     plt.switch_backend("Agg")  # files only: no display is needed
     with plt.rc_context(_STYLE):
         figures = {"training": _training_figure(log)}
+        if timed := [row for row in log if "opo/time/update" in row]:
+            figures["time"] = _time_figure(timed)
         summary = read_json(folder / SUMMARY)
         if "after" in summary:
             figures["accuracy"] = _accuracy_figure(summary)
@@ -108,6 +119,22 @@ def _validation_curve(axis: Axes, log: list[Row]):
     axis.fill_between(steps, low, high, color=_SECOND, alpha=0.2, linewidth=0)
     axis.plot(steps, accuracy, color=_SECOND, marker="o", markersize=3, linewidth=1.5)
     axis.set_ylim(0, 1.02)
+
+
+def _time_figure(steps: list[Row]) -> Figure:
+    """Mean seconds of an optimizer step by phase, those that generate and those that reuse a rollout together."""
+    figure, axis = plt.subplots(figsize=(8, 1.9), layout="constrained")
+    left = 0.0
+    for phase, color in _PHASE_COLORS.items():
+        seconds = float(np.mean([row[f"opo/time/{phase}"] for row in steps]))
+        if seconds > 0:
+            axis.barh(0, seconds, left=left, color=color, label=f"{phase}, {seconds:.3g} s")
+            left += seconds
+    axis.set_yticks([])
+    axis.set_xlabel("seconds per optimizer step")
+    axis.set_title(f"{steps[-1]['opo/tokens_per_second']:,.0f} tokens per second")
+    figure.legend(loc="outside lower center", ncols=len(_PHASE_COLORS), frameon=False)
+    return figure
 
 
 def _say_nothing_logged(axis: Axes):

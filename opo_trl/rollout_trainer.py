@@ -7,12 +7,13 @@ comparison differs in nothing else. What is added to TRL's:
 1. The order of the prompts, and the optimizer step that a completion serves, are functions of the seed (`rollout`).
 2. Dynamic sampling replaces groups without spread of rewards (`dynamic_sampling`), as DAPO does.
 3. A checkpoint holds all that the rest of the run depends on, the rollout in use among it (`checkpoint`).
+4. The log says where the time of a step goes (`step_clock`).
 """
 
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from .dynamic_sampling import PromptStream
 from .objective import gradient_response_efficiency
 from .plan import training_plan
 from .rollout import EpochSampler, micro_batches, rows_of_steps
+from .step_clock import StepClock
 from .weights import FrozenBase
 
 
@@ -89,6 +91,11 @@ class RolloutTrainer(GRPOTrainer):
         self._warned_of_bound = False
         self._frozen_base: FrozenBase | None = None
         self._sampler: EpochSampler | None = None  # Transformers asks for it when training starts; not for a stream
+        self._clock = StepClock(self.accelerator.device)
+        self.add_callback(self._clock)
+        if args.use_vllm:
+            engine: Any = self.vllm_generation
+            engine.sync_weights = self._clock.phase("sync")(engine.sync_weights)
         if args.max_sampling_rounds > 1:
             if not isinstance(self.train_dataset, Dataset):
                 raise ValueError(
@@ -158,13 +165,15 @@ class RolloutTrainer(GRPOTrainer):
         return [batch for rows in steps for batch in micro_batches(rows, n_batches)]
 
     def _generate(self, prompts: list):
-        if not (self.use_vllm and is_peft_model(self.model)):
-            return super()._generate(prompts)
-        if self._frozen_base is None:
-            self._frozen_base = FrozenBase(self.model)
-        generated = super()._generate(prompts)
-        self._frozen_base.restore()
-        return generated
+        with self._clock.phase("generate"):
+            if not (self.use_vllm and is_peft_model(self.model)):
+                return super()._generate(prompts)
+            if self._frozen_base is None:
+                self._frozen_base = FrozenBase(self.model)
+            generated = super()._generate(prompts)
+            with self._clock.phase("sync"):
+                self._frozen_base.restore()
+            return generated
 
     # 2. A rollout
 
@@ -197,19 +206,31 @@ class RolloutTrainer(GRPOTrainer):
         kept.update(counts)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        return self._rewards_per_func
+        with self._clock.phase("score"):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._rewards_per_func = rewards
+        return rewards
+
+    def _get_per_token_logps_and_entropies(self, *inputs, **options):
+        with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
+            return super()._get_per_token_logps_and_entropies(*inputs, **options)
+
+    # 3. Where the time goes
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "grad_norm" in logs:
             metrics = self._metrics["train"]
+            for phase, seconds in self._clock.seconds_per_step().items():
+                metrics[f"opo/time/{phase}"].append(seconds)
+            tokens_per_second = self._clock.tokens_per_second(self.state.num_input_tokens_seen)
+            metrics["opo/tokens_per_second"].append(tokens_per_second)
             metrics["opo/advantage_range"].append(self._advantage_range)
             metrics["opo/gradient_response_efficiency"].append(
                 gradient_response_efficiency(logs["grad_norm"], self._advantage_range)
             )
         super().log(logs, start_time)
 
-    # 3. What a checkpoint holds
+    # 4. What a checkpoint holds
 
     def _save_checkpoint(self, model, trial):
         folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

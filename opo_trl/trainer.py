@@ -25,7 +25,7 @@ from torch import Tensor
 from trl.extras.profiling import profiling_decorator
 from trl.models.utils import disable_gradient_checkpointing
 
-from . import objective
+from . import objective, packing
 from .config import OPOConfig
 from .planning import parts_needed, parts_of_rows, row_lengths, spread
 from .rollout import completion_tokens, micro_batches, take_rows
@@ -86,7 +86,8 @@ class OPOTrainer(RolloutTrainer):
 
     Raises:
         `TypeError`: `args` is a configuration of another trainer.
-        `ValueError`: a quantized base model is to be generated from by vLLM.
+        `ValueError`: a quantized base model is to be generated from by vLLM, or `padding_free` is set for a model
+            whose rows cannot be packed.
     """
 
     _tag_names = ["trl", "opo"]  # noqa: RUF012 (TRL declares these as class attributes)
@@ -114,6 +115,8 @@ class OPOTrainer(RolloutTrainer):
         self._step_rows: list[Tensor] = []  # what the micro-batches of the current optimizer step have to report
         self._low_ess_rollouts = 0
         self._anchor_deferred = False
+        if args.padding_free:
+            packing.check(self.accelerator.unwrap_model(self.model))
 
     # 1. The drive joins the rollout
 
@@ -191,6 +194,7 @@ class OPOTrainer(RolloutTrainer):
         if self._anchor_deferred:  # TRL's first pass over a rollout, which `_micro_batches` makes where it is needed
             self._anchor_deferred = False
             return None, None, None
+        model = packing.Packed(model) if self.args.padding_free else model
         return super()._get_per_token_logps_and_entropies(model, *inputs, **options)
 
     @torch.no_grad()

@@ -264,6 +264,17 @@ def logged(trainer: Recording) -> list[dict]:
     return [entry for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
+def without_times(entry: dict) -> dict:
+    """A log entry without what a clock measured, and without `train_loss`, the mean of the latest call's steps."""
+    return {
+        name: value
+        for name, value in entry.items()
+        if name not in ("step_time", "train_runtime", "train_loss")
+        and "per_second" not in name
+        and not name.startswith("opo/time/")
+    }
+
+
 # The reference
 
 

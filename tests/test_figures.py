@@ -7,6 +7,7 @@ import pytest
 from opo_trl.cli import main
 from opo_trl.figures import draw_run
 from opo_trl.run_folder import append_lines, write_json
+from opo_trl.step_clock import PHASES
 
 
 @pytest.fixture
@@ -15,6 +16,7 @@ def run(tmp_path):
     for step in range(1, 41):
         row = {"step": step, "grad_norm": 1 + step % 3, "entropy": 1 / step, "opo/off_policy_steps": (step - 1) % 2}
         row |= {"opo/chi2": 0.1 * ((step - 1) % 2), "opo/gradient_response_efficiency": 0.5}
+        row |= {f"opo/time/{phase}": 0.25 * (phase != "sync") for phase in PHASES} | {"opo/tokens_per_second": 1234.0}
         rows.append(row | ({"reward": step / 40} if step % 2 else {}))
         if step % 10 == 0:
             rows.append(
@@ -27,15 +29,20 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_both_figures_are_drawn_as_png_and_svg_and_labelled(run):
+def test_figures_are_drawn_as_png_and_svg_and_labelled(run):
     files = {path.name: path for path in draw_run(run)}
-    assert files.keys() == {"training.png", "training.svg", "accuracy.png", "accuracy.svg"}
+    assert files.keys() == {
+        f"{name}.{suffix}" for name in ("training", "time", "accuracy") for suffix in ("png", "svg")
+    }
     assert all(path.read_bytes()[:4] == b"\x89PNG" for name, path in files.items() if name.endswith("png"))
     svg = files["training.svg"].read_text()
     for title in ("training reward", "validation accuracy", "entropy", "gradient norm", "χ²", "response efficiency"):
         assert f"<!-- {title}" in svg or title in svg, title
     assert "not logged" not in svg
     assert "Level 3, greedy" in files["accuracy.svg"].read_text()
+    for label in ("generate, 0.25 s", "update, 0.25 s", "1,234 tokens per second"):
+        assert label in files["time.svg"].read_text()
+    assert "sync" not in files["time.svg"].read_text()
 
 
 def test_same_log_gives_the_same_files(run):

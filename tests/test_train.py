@@ -55,7 +55,7 @@ def test_run_folder_holds_what_was_asked_what_happened_and_what_came_out(run):
         "checkpoint-4",
     }
     assert {path.name for path in (run / "figures").iterdir()} == {
-        f"{name}.{ending}" for name in ("training", "accuracy") for ending in ("png", "svg")
+        f"{name}.{ending}" for name in ("training", "time", "accuracy") for ending in ("png", "svg")
     }
     log = read_lines(run / "log.jsonl")
     assert [line["step"] for line in log if "grad_norm" in line] == [1, 2, 3, 4]

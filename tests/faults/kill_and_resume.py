@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from helpers import without_times
 from invariance.canonical import STEPS, WEIGHTS, Form, make_trainer
 from invariance.launch import launch, logs
 from safetensors.torch import load_file
@@ -58,9 +59,6 @@ FORMS = (
     replace(ZERO3, name="fsdp2, 4 processes", config="fsdp2"),
     replace(ZERO3, name="ddp, 4 processes", config="ddp"),
 )
-
-# Measured times, and what is computed from them.
-_TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second")
 
 
 @dataclass(frozen=True)
@@ -163,8 +161,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def _log(folder: Path) -> list[dict]:
     entries = json.loads((folder / "log.json").read_text())
-    # train_loss is the mean over the steps of the last call.
-    return [{k: v for k, v in entry.items() if k not in (*_TIMES, "train_loss")} for entry in entries]
+    return [without_times(entry) for entry in entries]
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import without_times
 from invariance.launch import launch, logs, server
 from safetensors.torch import load_file
 
@@ -38,14 +39,7 @@ def lines(folder: Path) -> list[dict]:
     """The run's log without measured times."""
     path = folder / "log.jsonl"
     entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [
-        {
-            k: v
-            for k, v in e.items()
-            if k not in ("step_time", "train_loss") and "_per_second" not in k and k != "train_runtime"
-        }
-        for e in entries
-    ]
+    return [without_times(entry) for entry in entries]
 
 
 def accuracies(folder: Path) -> dict:

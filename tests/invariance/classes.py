@@ -134,12 +134,13 @@ CLASSES = (
         (
             Form("planned, 8 × 1", options=_SKIPPING),
             Form("planned, 2 × 4, 16 tokens", rows=2, options={**_SKIPPING, "max_tokens_per_micro_batch": 16}),
+            Form("packed, 8 × 1", options={**_SKIPPING, "padding_free": True}),
             *(
                 Form(f"{config}, 4 processes, 1 × 2", rows=1, processes=4, config=config, options=_SKIPPING)
                 for config in ("ddp", "zero2", "zero3", "fsdp2")
             ),
         ),
-        quick=(0, 1, 2, 3, 4, 5),
+        quick=(0, 1, 2, 3, 4, 5, 6),
     ),
     EquivalenceClass("LoRA", LORA, (replace(LORA, name="2 × 4", rows=2), *_sharded(lora=True)), quick=(0, 4)),
     EquivalenceClass(

@@ -1,0 +1,78 @@
+"""Padding-free forward passes: the rows of a micro-batch one after the other, in one row without padding."""
+
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils.generic import is_flash_attention_requested
+
+
+logger = get_logger(__name__)
+
+# Layers that tell the rows apart by their position ids. Recurrent ones would carry their state into the next row.
+_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class Packed:
+    """
+    A model with TRL's fused head, called as TRL calls it, that computes no padding.
+
+    Transformers tells packed rows apart by their position ids, which begin again with each, if there is no attention
+    mask: flash attention then computes every row by itself; other implementations compute attention between all
+    tokens and mask what is not of the same row.
+
+    Args:
+        model:
+            The model, or DDP's, DeepSpeed's or PEFT's wrapper around it.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **options: Any) -> Any:
+        """Outputs for padded rows `[B, L]`, per token `[B, L - 1]` as without packing."""
+        real = attention_mask.bool()
+        positions = attention_mask.cumsum(dim=1) - 1
+        outputs = self.model(
+            **{name: rows[real].unsqueeze(0) for name, rows in (("input_ids", input_ids), ("labels", labels))},
+            position_ids=positions[real].unsqueeze(0),
+            **options,
+        )
+        for name in ("log_probs", "entropy"):
+            # The head has one value less than tokens. The first of a row, which follows the row before, has no label.
+            values = torch.nn.functional.pad(getattr(outputs, name), (1, 0))
+            outputs[name] = values.new_zeros(real.shape).masked_scatter(real, values)[:, 1:]
+        return outputs
+
+
+def check(model: PreTrainedModel) -> None:
+    """
+    Check that a model's rows can be packed, and warn where that saves nothing.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model to train.
+
+    Raises:
+        `ValueError`: the model takes images, or has layers that carry a state from token to token.
+    """
+    config = model.config.get_text_config()
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
+    reason = None
+    if config is not model.config:
+        reason = "a model of images and text"
+    elif others or getattr(model, "_is_stateful", False):
+        reason = f"a model with {', '.join(others) or 'recurrent'} layers, which carry a state from row to row"
+    if reason is not None:
+        raise ValueError(
+            f"padding_free=True is for attention over text, and {config.model_type!r} is {reason}. Leave "
+            "`padding_free` out."
+        )
+    if not is_flash_attention_requested(config):
+        logger.warning(
+            f"padding_free=True saves little or costs more with attn_implementation={config._attn_implementation!r}, "
+            "which computes attention between the rows of a micro-batch, too. The gradient is the same. Set "
+            "`attn_implementation` to 'flash_attention_2', or leave `padding_free` out."
+        )

@@ -1,0 +1,95 @@
+"""Where the seconds of an optimizer step go."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+
+# Of one optimizer step, in this order. `anchor` is every forward pass without a gradient, that of a reference model
+# too; `sync` hands the weights to vLLM; `update` is the rest: forward and backward passes, the exchange of gradients,
+# the optimizer, and all that the host does in between.
+PHASES = ("generate", "score", "anchor", "update", "sync")
+
+
+class StepClock(TrainerCallback):
+    """
+    Adds up the seconds of optimizer steps by phase; a phase inside another one is not counted in that one, too.
+
+    On a GPU the phases end where its stream gets there, which is read only when the seconds are asked for: no phase
+    waits for the device.
+
+    Args:
+        device (`torch.device`):
+            Device that does the work.
+    """
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._phase: str | None = None
+        self._since: Any = None  # seconds, or an event of the GPU
+        self._laps: list[tuple[str, Any, Any]] = []  # phase, beginning and end
+        self._steps = 0
+        self._seconds, self._first_token = 0.0, 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._seconds, self._first_token = 0.0, state.num_input_tokens_seen
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._enter("update")
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._enter(None)  # what comes now, such as a validation, is no part of the step
+        self._steps += 1
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what happens inside as one of `PHASES`, if it belongs to an optimizer step."""
+        outer = self._phase
+        if outer is None:
+            yield
+            return
+        self._enter(name)
+        try:
+            yield
+        finally:
+            self._enter(outer)
+
+    def seconds_per_step(self) -> dict[str, float]:
+        """Seconds of every phase, per optimizer step since the last call."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for name, start, end in self._laps:
+            seconds[name] += start.elapsed_time(end) / 1000 if self._on_gpu else end - start
+        steps = max(self._steps, 1)
+        self._laps, self._steps = [], 0
+        self._seconds += sum(seconds.values())
+        return {name: value / steps for name, value in seconds.items()}
+
+    def tokens_per_second(self, tokens: float) -> float:
+        """
+        Tokens of all rollouts, prompts included and over all processes, per second of optimizer steps: the mean from
+        the start, or from where the run was resumed, to the last call of [`~StepClock.seconds_per_step`].
+
+        Args:
+            tokens (`float`):
+                Tokens of the run so far (`TrainerState.num_input_tokens_seen`).
+        """
+        return (tokens - self._first_token) / max(self._seconds, 1e-9)
+
+    def _enter(self, name: str | None) -> None:
+        now = self._now()
+        if self._phase is not None:
+            self._laps.append((self._phase, self._since, now))
+        self._phase, self._since = name, now
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
