@@ -34,7 +34,14 @@ RESULTS = Path("benchmarks/results")
 EXPERIMENTS = ("experiment1", "experiment2")
 # Experiment 2 once more, with DAPO's dynamic sampling for every method: what is left is the objectives' difference.
 EQUAL_SAMPLING = "experiment2_equal_sampling"
-COLLECTED = (*EXPERIMENTS, EQUAL_SAMPLING)
+# Experiment 2 once more, with a drive that weighs groups as GRPO's advantages do: what is left is χ² against clipping.
+GROUP_DRIVE = "experiment2_group_drive"
+COLLECTED = (*EXPERIMENTS, EQUAL_SAMPLING, GROUP_DRIVE)
+# Report → the collected runs that it compares.
+REPORTS = {
+    **{name: [KEPT / name] for name in (*EXPERIMENTS, EQUAL_SAMPLING)},
+    GROUP_DRIVE: [KEPT / "experiment2" / "grpo", KEPT / "experiment2" / "opo", KEPT / GROUP_DRIVE],
+}
 METHODS = ("grpo", "gspo", "dapo", "opo")
 SEEDS = (1, 2, 3, 4, 5)
 SWEEP_SEED = 0
@@ -74,7 +81,7 @@ def sweep(jobs: int) -> None:
 
 
 def run(jobs: int) -> None:
-    """Both experiments, and the second one with equal sampling, as far as they are missing."""
+    """Both experiments, and the second one in two more forms, as far as they are missing."""
     seeds = ["--seeds", *map(str, SEEDS), "--jobs", str(jobs)]
     for experiment in EXPERIMENTS:
         compare(*recipes(experiment), *seeds, "--output", str(RUNS / experiment))
@@ -83,6 +90,11 @@ def run(jobs: int) -> None:
         shutil.copytree(ROOT / RUNS / "experiment2" / "runs" / "dapo", dapo)
     rounds = ["--max_sampling_rounds", "4"]
     compare(*recipes("experiment2"), *seeds, "--output", str(RUNS / EQUAL_SAMPLING), *rounds)
+    group = ROOT / RUNS / GROUP_DRIVE / "runs" / "opo_group"
+    if not group.exists():
+        recipe, place = str(RECIPES / "experiment2" / "opo.yaml"), str(RUNS / GROUP_DRIVE)
+        compare(recipe, *seeds, "--output", place, "--drive_scaling", "group")
+        group.with_name("opo").rename(group)
 
 
 def collect() -> None:
@@ -102,8 +114,8 @@ def report() -> None:
     """Compare the collected runs, and set them beside the paper's claims."""
     from claims import write_claims
 
-    for experiment in COLLECTED:
-        compare(str(KEPT / experiment), "--output", str(RESULTS / experiment))
+    for name, folders in REPORTS.items():
+        compare(*map(str, folders), "--output", str(RESULTS / name))
     write_claims(ROOT / KEPT, sweep_table(), ROOT / RESULTS / "claims.md")
 
 

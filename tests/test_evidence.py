@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import claims  # noqa: E402
 import evidence  # noqa: E402
+import group_weights  # noqa: E402
 import regime  # noqa: E402
 import regime_report  # noqa: E402
 
@@ -23,11 +24,11 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("experiment", evidence.COLLECTED)
-def test_report_of_the_committed_runs_is_the_committed_one(experiment, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", evidence.REPORTS)
+def test_report_of_the_committed_runs_is_the_committed_one(name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert compare([str(evidence.KEPT / experiment), "--output", str(tmp_path)]) == 0
-    assert files(tmp_path) == files(RESULTS / experiment)
+    assert compare([*map(str, evidence.REPORTS[name]), "--output", str(tmp_path)]) == 0
+    assert files(tmp_path) == files(RESULTS / name)
 
 
 def test_claims_of_the_committed_runs_are_the_committed_ones(tmp_path):
@@ -43,10 +44,16 @@ def test_regime_report_of_the_committed_runs_is_the_committed_one(tmp_path):
 
 def test_every_seed_of_every_method_is_there():
     for experiment in evidence.COLLECTED:
-        runs = claims.load(ROOT / evidence.KEPT / experiment)
-        assert {method: [run.seed for run in members] for method, members in runs.items()} == {
-            method: list(evidence.SEEDS) for method in evidence.METHODS
-        }
+        methods = ["opo_group"] if experiment == evidence.GROUP_DRIVE else evidence.METHODS
+        folders = {path.parent.name: path for path in (ROOT / evidence.KEPT / experiment).glob("*/seed-1")}
+        assert folders.keys() == set(methods)
+        for method in methods:
+            seeds = {path.name for path in folders[method].parent.iterdir()}
+            assert seeds == {f"seed-{seed}" for seed in evidence.SEEDS}
+
+
+def test_weights_of_groups_are_the_committed_ones():
+    assert group_weights.main() == group_weights.RESULT.read_text()
 
 
 def test_learning_rates_are_the_best_of_the_sweep():

@@ -1,0 +1,75 @@
+"""
+How much a group counts, by how many of its completions are right: OPO's escort weights beside GRPO's advantages.
+
+    python benchmarks/group_weights.py      # → results/group_weights.md, from the objective itself; a second
+
+With two-valued rewards a group's on-policy gradient is `W · (mean score function of the right completions − that of the
+wrong ones)`, whatever the method: its per-completion weights sum to 0, so W, the sum of the right ones' weights, is all
+that a method decides. AdamW divides a common factor away; what is left is W relative to other groups.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from opo_trl.objective import escort_weights, project
+
+
+RESULT = Path(__file__).resolve().parent / "results" / "group_weights.md"
+G = 6
+
+Weights = Callable[[Tensor], Tensor]  # rewards of a group → weights of its completions
+
+
+def grpo(rewards: Tensor) -> Tensor:
+    """GRPO's advantages."""
+    return (rewards - rewards.mean()) / rewards.std()
+
+
+def opo(*, alpha: float = 0.4, temperature: float = 1.0, scaling: str = "none") -> Weights:
+    """OPO's drive."""
+
+    def drive(rewards: Tensor) -> Tensor:
+        omega = escort_weights(grpo(rewards), alpha=alpha, temperature=temperature, num_generations=G)
+        return project(omega, num_generations=G, scaling=scaling)[0]
+
+    return drive
+
+
+METHODS: dict[str, Weights] = {
+    "GRPO, GSPO, DAPO: z-scored advantages": grpo,
+    "OPO, defaults: α = 0.4, τ = 1": opo(),
+    "OPO, τ = 0.5, as the experiments begin": opo(temperature=0.5),
+    "OPO, τ = 0.3, as they end": opo(temperature=0.3),
+    "OPO, α = 0.9, τ = 1": opo(alpha=0.9),
+    "OPO, any α < 1 and τ, `drive_scaling: group`": opo(scaling="group"),
+}
+
+
+def group_weight(weights: Weights, right: int) -> float:
+    """W for a group with so many right completions."""
+    rewards = torch.tensor([1.0] * right + [0.0] * (G - right), dtype=torch.float64)
+    return weights(rewards)[:right].sum().item()
+
+
+def main() -> str:
+    """The page."""
+    lines = [
+        "# How much a group counts",
+        "",
+        "`python benchmarks/group_weights.py` makes this page; its docstring says what W is. Groups of 6 with rewards of 0",
+        "and 1; W relative to that of a group with 3 right.",
+        "",
+        "| right of 6 | " + " | ".join(map(str, range(1, G))) + " |",
+        "| --- |" + " ---: |" * (G - 1),
+    ]
+    for name, weights in METHODS.items():
+        row = [group_weight(weights, right) / group_weight(weights, G // 2) for right in range(1, G)]
+        lines.append(f"| {name} | " + " | ".join(f"{value:.2f}" for value in row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    RESULT.write_text(main())
