@@ -105,6 +105,17 @@ def test_escort_weights_have_mean_one_and_an_unscaled_drive_conserves_probabilit
 
 
 @every_example
+@given(group=st.integers(2, 9), data=st.data(), alpha=st.floats(0, 0.99), temperature=st.floats(0.1, 10))
+def test_scaled_by_group_the_drive_of_two_valued_rewards_is_the_z_scored_advantage(group, data, alpha, temperature):
+    right = data.draw(st.integers(1, group - 1))
+    rewards = torch.tensor([1.0] * right + [0.0] * (group - right), dtype=torch.float64)
+    advantages = (rewards - rewards.mean()) / rewards.std()
+    omega = escort_weights(advantages, alpha=alpha, num_generations=group, temperature=temperature)
+    drive, _ = project(omega, num_generations=group, scaling="group")
+    assert_close(drive, advantages)
+
+
+@every_example
 @given(rollouts(), st.floats(-4, 2))
 def test_target_of_a_chi2_radius_has_that_radius(r, log_radius):
     radius, keep = 10**log_radius, keep_of(r)
