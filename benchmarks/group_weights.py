@@ -4,8 +4,8 @@ How much a group counts, by how many of its completions are right: OPO's escort 
     python benchmarks/group_weights.py      # → results/group_weights.md, from the objective itself; a second
 
 With two-valued rewards a group's on-policy gradient is `W · (mean score function of the right completions − that of
-the wrong ones)`, whatever the method: its per-completion weights sum to 0, so W, the sum of the right ones' weights, is
-all that a method decides. AdamW divides a common factor away; what is left is W relative to other groups.
+the wrong ones)`, whatever the method: its per-completion weights sum to 0, so W, the sum of the right ones' weights,
+is all that a method decides. AdamW divides a common factor away; what is left is W relative to other groups.
 """
 
 from collections.abc import Callable

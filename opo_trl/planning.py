@@ -1,9 +1,9 @@
 """
 How the rows of an optimizer step are cut into micro-batches, so that the same gradient costs the least.
 
-TRL pads every completion to the longest of the whole rollout. Here the rows of a step are ordered by length, cut, and
-each part is trimmed to its own longest row; rows without any effect on the gradient are left out. None of this changes
-which rows an optimizer step has, nor what they are divided by.
+TRL pads every completion to the longest of the whole rollout. Here the rows of a step are ordered by length, cut where
+that leaves the least padding, and each part is trimmed to its own longest row; rows without any effect on the gradient
+are left out. None of this changes which rows an optimizer step has, nor what they are divided by.
 """
 
 import itertools
@@ -24,8 +24,8 @@ _WHOLE_WIDTH = {"token_type_ids", "mm_token_type_ids"}
 
 
 def row_lengths(rows: Mapping[str, Any]) -> np.ndarray:
-    """Tokens of each row, prompt and completion: `[B]`."""
-    return (rows["prompt_mask"].sum(dim=1) + rows["completion_mask"].sum(dim=1)).cpu().numpy()
+    """Tokens of each row, of its prompt and of its completion: `[B, 2]`."""
+    return torch.stack([rows[name].sum(dim=1) for name in ("prompt_mask", "completion_mask")], dim=1).cpu().numpy()
 
 
 def trim(rows: Mapping[str, Any], multiple: int | None = None) -> Rows:
@@ -64,26 +64,79 @@ def _width(mask: torch.Tensor, multiple: int | None) -> int:
 
 def parts_needed(lengths: np.ndarray, *, max_rows: int, max_tokens: int | None) -> int:
     """
-    The least number of parts of a step's rows, at least one: none has more than `max_rows` rows or `max_tokens` padded
-    tokens.
+    The least number of parts of a step's rows, at least one, with which [`cut`] keeps to `max_rows` and `max_tokens`.
 
-    A single row longer than `max_tokens` is a part of its own.
+    Args:
+        lengths (`np.ndarray`):
+            Tokens of prompts and of completions, `[B, 2]`.
+        max_rows (`int`):
+            Most rows of a part.
+        max_tokens (`int`, *optional*):
+            Most tokens of a part, with padding; a single longer row is a part of its own.
     """
-    n_parts = max(math.ceil(len(lengths) / max_rows), 1)
-    descending = np.sort(lengths)[::-1]
-
-    def widest() -> int:
-        return max((len(part) * part[0] for part in np.array_split(descending, n_parts) if len(part) > 1), default=0)
-
-    while max_tokens is not None and widest() > max_tokens:
+    lengths = lengths[longest_first(lengths)]
+    n_parts, start = 0, 0
+    while start < len(lengths):
+        sizes = np.arange(1, max_rows + 1)[: len(lengths) - start]
+        padded = sizes * np.maximum.accumulate(lengths[start : start + max_rows]).sum(axis=1)
+        start += max_rows if max_tokens is None else max((padded <= max_tokens).sum(), 1)
         n_parts += 1
-    return n_parts
+    return max(n_parts, 1)
 
 
-def parts_of_rows(rows: Mapping[str, Any], n_parts: int, multiple: int | None = None) -> list[Rows]:
-    """Cut rows into parts of about equally many, long ones with long ones, each trimmed to its longest."""
-    order = np.argsort(-row_lengths(rows), kind="stable")
-    return [trim(take_rows(rows, part), multiple) for part in np.array_split(order, n_parts)]
+def longest_first(lengths: np.ndarray) -> np.ndarray:
+    """Order of rows by their tokens, prompt and completion together."""
+    return np.argsort(-lengths.sum(axis=1), kind="stable")
+
+
+def cut(lengths: np.ndarray, n_parts: int, *, max_rows: int, max_tokens: int | None) -> list[int]:
+    """
+    Cut rows, as they are ordered, into parts with the fewest padded tokens in all, by dynamic programming.
+
+    Args:
+        lengths (`np.ndarray`):
+            Tokens of prompts and of completions, `[B, 2]`, longest first.
+        n_parts (`int`):
+            Number of parts, from [`parts_needed`] to B.
+        max_rows (`int`), max_tokens (`int`, *optional*):
+            As in [`parts_needed`].
+
+    Returns:
+        `list[int]`: where each part but the first begins.
+    """
+    n_rows = len(lengths)
+    # Padded tokens of `size` rows from each row on, infinite where they are too many: [max_rows, B].
+    padded = np.full((max_rows, n_rows), np.inf)
+    widest = np.zeros_like(lengths)
+    for size in range(1, min(max_rows, n_rows) + 1):
+        widest = np.maximum(widest[: n_rows - size + 1], lengths[size - 1 :])
+        tokens = size * widest.sum(axis=1)
+        most = np.inf if max_tokens is None or size == 1 else max_tokens
+        padded[size - 1, : len(tokens)] = np.where(tokens <= most, tokens, np.inf)
+    # The fewest padded tokens of the first i rows in so many parts, and the size of the last of these.
+    fewest = np.full(n_rows + 1, np.inf)
+    fewest[0] = 0
+    last = []
+    for _ in range(n_parts):
+        options = np.full((max_rows, n_rows + 1), np.inf)
+        for size in range(1, min(max_rows, n_rows) + 1):
+            options[size - 1, size:] = (fewest[:-1] + padded[size - 1])[: n_rows + 1 - size]
+        last.append(options.argmin(axis=0) + 1)
+        fewest = options.min(axis=0)
+    bounds = [n_rows]
+    for sizes in reversed(last):
+        bounds.append(bounds[-1] - int(sizes[bounds[-1]]))
+    return bounds[-2:0:-1]
+
+
+def parts_of_rows(
+    rows: Mapping[str, Any], n_parts: int, *, max_rows: int, max_tokens: int | None, multiple: int | None = None
+) -> list[Rows]:
+    """Cut rows into parts, long ones with long ones, each trimmed to its longest; see [`cut`] and [`trim`]."""
+    lengths = row_lengths(rows)
+    order = longest_first(lengths)
+    bounds = cut(lengths[order], n_parts, max_rows=max_rows, max_tokens=max_tokens)
+    return [trim(take_rows(rows, part), multiple) for part in np.split(order, bounds)]
 
 
 def spread(parts: list[Rows], n_steps: int) -> list[list[Rows]]:

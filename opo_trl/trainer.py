@@ -147,16 +147,13 @@ class OPOTrainer(RolloutTrainer):
         args, accelerator = self.args, self.accelerator
         skip = on_policy and self._may_skip
         inert = (rows["opo_target"] == 0).cpu().numpy() if skip else np.zeros(len(rows["opo_target"]), dtype=bool)
-        needed = parts_needed(
-            row_lengths(rows)[~inert],
-            max_rows=args.per_device_train_batch_size,
-            max_tokens=args.max_tokens_per_micro_batch,
-        )
+        limits = {"max_rows": args.per_device_train_batch_size, "max_tokens": args.max_tokens_per_micro_batch}
+        needed = parts_needed(row_lengths(rows)[~inert], **limits)
         n_parts = int(accelerator.gather(torch.tensor([needed], device=accelerator.device)).max())
         # A process with fewer rows than parts fills up with rows that have no effect.
         kept, skipped = np.split(np.argsort(inert, kind="stable"), [max((~inert).sum(), n_parts)])
         multiple: Any = self.pad_to_multiple_of
-        parts = parts_of_rows(take_rows(rows, kept), n_parts, multiple)
+        parts = parts_of_rows(take_rows(rows, kept), n_parts, multiple=multiple, **limits)
         parts[-1]["opo_skipped"] = rows["opo_valid"][skipped]
         return parts
 

@@ -1,5 +1,7 @@
 """How the rows of an optimizer step are cut changes its cost and not its gradient."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from helpers import EXACT, RecordingOPO, Script, distance, logged, norm, snapsho
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opo_trl.planning import parts_needed, parts_of_rows, row_lengths, spread, trim
+from opo_trl.planning import cut, parts_needed, parts_of_rows, row_lengths, spread, trim
 
 
 def rows_of(lengths: list[tuple[int, int]], prompt: int = 5, completion: int = 9) -> dict:
@@ -56,35 +58,57 @@ def test_rows_without_any_token_keep_a_column():
     assert trim(rows_of([(0, 0)]))["completion_ids"].shape == (1, 1)
 
 
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
-    max_rows=st.integers(1, 10),
-    max_tokens=st.one_of(st.none(), st.integers(1, 300)),
-)
-def test_parts_stay_within_rows_and_tokens_and_are_as_few_as_that_takes(lengths, max_rows, max_tokens):
-    def fits(n_parts: int) -> bool:
-        parts = np.array_split(np.sort(lengths)[::-1], n_parts)
-        return all(
-            len(part) <= max_rows and (max_tokens is None or len(part) <= 1 or len(part) * part[0] <= max_tokens)
+@st.composite
+def steps(draw):
+    """Lengths of a step's rows, longest first, and limits."""
+    rows = draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 50)), min_size=1, max_size=9))
+    lengths = np.array(sorted(rows, key=sum, reverse=True))
+    return lengths, draw(st.integers(1, 5)), draw(st.one_of(st.none(), st.integers(1, 300)))
+
+
+def padded_tokens(part: np.ndarray) -> int:
+    return len(part) * int(part.max(axis=0).sum())
+
+
+def all_cuts(lengths: np.ndarray, n_parts: int, max_rows: int, max_tokens: int | None) -> list[int]:
+    """Padded tokens of every way to cut the rows within the limits."""
+    ways = (np.split(lengths, bounds) for bounds in combinations(range(1, len(lengths)), n_parts - 1))
+    return [
+        sum(map(padded_tokens, parts))
+        for parts in ways
+        if all(
+            len(part) <= max_rows and (max_tokens is None or len(part) == 1 or padded_tokens(part) <= max_tokens)
             for part in parts
         )
+    ]
 
-    needed = parts_needed(np.array(lengths), max_rows=max_rows, max_tokens=max_tokens)
-    assert fits(needed)
-    assert needed == 1 or not fits(needed - 1)
+
+@given(step=steps(), data=st.data())
+def test_cuts_keep_to_the_limits_with_the_fewest_padded_tokens(step, data):
+    lengths, max_rows, max_tokens = step
+    limits = {"max_rows": max_rows, "max_tokens": max_tokens}
+    needed = parts_needed(data.draw(st.permutations(lengths.tolist()).map(np.array)), **limits)
+    assert needed == 1 or not all_cuts(lengths, needed - 1, **limits)
+    n_parts = data.draw(st.integers(needed, len(lengths)))
+    parts = np.split(lengths, cut(lengths, n_parts, **limits))
+    assert len(parts) == n_parts
+    assert sum(map(padded_tokens, parts)) == min(all_cuts(lengths, n_parts, **limits))
+    for part in parts:
+        assert 1 <= len(part) <= max_rows
+        assert max_tokens is None or len(part) == 1 or padded_tokens(part) <= max_tokens
 
 
 def test_no_rows_need_one_part():
-    assert parts_needed(np.array([], dtype=int), max_rows=4, max_tokens=100) == 1
+    assert parts_needed(np.zeros((0, 2), dtype=int), max_rows=4, max_tokens=100) == 1
 
 
 def test_parts_hold_every_row_once_and_long_ones_together():
     rows = rows_of([(1, 1), (5, 9), (2, 2), (4, 8), (1, 2)])
-    parts = parts_of_rows(rows, 2)
-    assert [part["names"] for part in parts] == [["1", "3", "2"], ["4", "0"]]
-    assert [part["opo_target"].tolist() for part in parts] == [[1, 3, 2], [4, 0]]
-    assert parts[1]["completion_ids"].shape == (2, 2)
-    assert row_lengths(parts[1]).tolist() == [3, 2]
+    parts = parts_of_rows(rows, 2, max_rows=3, max_tokens=None)
+    assert [part["names"] for part in parts] == [["1", "3"], ["2", "4", "0"]]
+    assert [part["opo_target"].tolist() for part in parts] == [[1, 3], [2, 4, 0]]
+    assert parts[1]["completion_ids"].shape == (3, 2)
+    assert row_lengths(parts[1]).tolist() == [[2, 2], [1, 2], [1, 1]]
 
 
 @given(n_parts=st.integers(1, 30), n_steps=st.integers(1, 12))
@@ -190,5 +214,4 @@ def test_no_micro_batch_exceeds_its_budget(tiny_model, tmp_path):
     for step in planned.steps:
         for batch in step.batches:
             width = batch["prompt_ids"].size(1) + batch["completion_ids"].size(1)
-            assert len(batch["prompt_ids"]) == 1 or row_lengths(batch).max() * len(batch["prompt_ids"]) <= 60
-            assert width <= max(row_lengths(batch)) + 30
+            assert len(batch["prompt_ids"]) == 1 or width * len(batch["prompt_ids"]) <= 60
