@@ -61,8 +61,8 @@ STEPS_PER_ROLLOUT = (1, 2, 4, 8, 16)
 LEARNING_RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
 SEEDS = (1, 2, 3)
 
-# OPO's fields one by one, by optimizer steps per rollout: where a rollout is reused little, and where it is a lot.
-ABLATION_RATE = 2e-4
+# OPO's fields one by one, at a learning rate that is too large for the defaults: what makes it bearable, and what not?
+LARGE_RATE = 2e-4
 _STIFFNESS: dict[str, dict[str, Any]] = {
     "defaults": {},
     **{f"mu = {mu:g}": {"mu": mu} for mu in (0.1, 0.3, 3.0)},
@@ -72,9 +72,21 @@ _STIFFNESS: dict[str, dict[str, Any]] = {
     "no momentum": {"adam_beta1": 0.0},
     "no momentum, mean": {"adam_beta1": 0.0, "log_ratio_reduction": "mean"},
 }
-VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
-    2: _STIFFNESS,
-    8: {
+# At the rate that is the best for GRPO and for the defaults: do these choices cost anything, or bring something?
+BEST_RATE = 1e-4
+_RADII: dict[str, dict[str, Any]] = {
+    **{f"mu = {mu:g}": {"mu": mu} for mu in (0.1, 0.3)},
+    **{f"chi2_radius = {radius:g}": {"chi2_radius": radius} for radius in (1.0, 3.0, 10.0)},
+    # A smaller drive has a nearer target: only at the same radius does alpha change the direction alone.
+    **{f"alpha = {alpha:g}, chi2_radius = 3": {"alpha": alpha, "chi2_radius": 3.0} for alpha in (0.0, 0.8)},
+    "drive group, chi2_radius = 3": {"drive_scaling": "group", "chi2_radius": 3.0},
+    "mean, mu = 5": {"log_ratio_reduction": "mean", "mu": 5.0},
+}
+# Optimizer steps per rollout and learning rate → OPO's fields.
+VARIANTS: dict[tuple[int, float], dict[str, dict[str, Any]]] = {
+    **{(k, BEST_RATE): _RADII for k in (2, 8, 16)},
+    (2, LARGE_RATE): _STIFFNESS,
+    (8, LARGE_RATE): {
         **_STIFFNESS,
         **{f"alpha = {alpha:g}": {"alpha": alpha} for alpha in (0.0, 0.2, 0.6, 0.8, 0.95)},
         "anchor length_normalized": {"anchor_correction": "length_normalized"},
@@ -121,9 +133,9 @@ COMMON: dict[str, Any] = {
 def runs() -> Iterator[dict[str, Any]]:
     """All runs: the short list of variants, then a whole map for each seed before the next."""
     for seed in SEEDS:
-        for k, variant in ((k, variant) for k, variants in VARIANTS.items() for variant in variants):
-            fields = {"steps_per_rollout": k, "learning_rate": ABLATION_RATE, "seed": seed}
-            yield {"method": "OPO", "variant": variant, **fields}
+        for (k, rate), variants in VARIANTS.items():
+            fields = {"steps_per_rollout": k, "learning_rate": rate, "seed": seed}
+            yield from ({"method": "OPO", "variant": variant, **fields} for variant in variants)
     for seed in SEEDS:
         for k, rate, method in itertools.product(STEPS_PER_ROLLOUT, LEARNING_RATES, METHODS):
             yield {"method": method, "variant": "", "steps_per_rollout": k, "learning_rate": rate, "seed": seed}
@@ -140,7 +152,7 @@ def command_line(run: dict[str, Any]) -> list[str]:
     fields = {
         **COMMON,
         **METHODS[run["method"]],
-        **(VARIANTS[run["steps_per_rollout"]][run["variant"]] if run["variant"] else {}),
+        **(VARIANTS[run["steps_per_rollout"], run["learning_rate"]][run["variant"]] if run["variant"] else {}),
         "steps_per_generation": run["steps_per_rollout"],
         "learning_rate": run["learning_rate"],
         "seed": run["seed"],

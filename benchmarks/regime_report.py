@@ -20,10 +20,10 @@ _COLORS = {"GRPO": "#0072b2", "GSPO": "#b03a86", "DAPO": "#56b4e9", "OPO": "#d55
 def write_report(runs: list[Run], folder: Path) -> None:
     """Write `regime.md`, `regime_map.png` and `regime_cost.png`."""
     cells: Cells = defaultdict(list)
-    variants: dict[int, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    variants: dict[tuple[int, float], dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in sorted(runs, key=lambda run: run["seed"]):
         if run["variant"]:
-            variants[run["steps_per_rollout"]][run["variant"]].append(run)
+            variants[run["steps_per_rollout"], run["learning_rate"]][run["variant"]].append(run)
         else:
             cells[run["method"], run["steps_per_rollout"], run["learning_rate"]].append(run)
     lines = _introduction(runs)
@@ -37,8 +37,9 @@ def write_report(runs: list[Run], folder: Path) -> None:
             "",
             "The map over learning rates is not complete yet: `python benchmarks/regime.py run` goes on with it.",
         ]
-    for k in sorted(variants):
-        lines += _variant_table(k, variants[k])
+    for k, rate in sorted(variants, key=lambda place: (place[1], place[0])):
+        map_cells = {name: cells[method, k, rate] for name, method in (("GRPO", "GRPO"), ("defaults", "OPO"))}
+        lines += _variant_table(k, rate, map_cells | variants[k, rate])
     (folder / "regime.md").write_text("\n".join(lines) + "\n")
 
 
@@ -123,13 +124,12 @@ def _against(runs: list[Run], baseline: list[Run]) -> str:
     return f"{difference.estimate.mean:+.1f}{mark}"
 
 
-def _variant_table(k: int, variants: dict[str, list[Run]]) -> list[str]:
+def _variant_table(k: int, rate: float, variants: dict[str, list[Run]]) -> list[str]:
     lines = [
         "",
-        f"## OPO's fields one by one: {k} optimizer steps per rollout",
+        f"## OPO's fields one by one: {k} optimizer steps per rollout, learning rate {rate:g}",
         "",
-        f"At a learning rate of {variants['defaults'][0]['learning_rate']:g}, everything else at its default. The",
-        "difference is that from the defaults, paired by seed.",
+        "Everything else at its default. The difference is that from the defaults, paired by seed.",
         "",
         "| | accuracy | difference | largest gradient norm | entropy at the end |",
         "| --- | ---: | ---: | ---: | ---: |",
