@@ -82,9 +82,22 @@ _RADII: dict[str, dict[str, Any]] = {
     "drive group, chi2_radius = 3": {"drive_scaling": "group", "chi2_radius": 3.0},
     "mean, mu = 5": {"log_ratio_reduction": "mean", "mu": 5.0},
 }
+# Does the best radius depend on the length of completions? They have 9, 18, 30 and 45 tokens on these levels.
+_LENGTHS: dict[str, dict[str, Any]] = {
+    f"{level}, chi2_radius = {radius:g}": {
+        "levels": level,
+        "report_levels": level,
+        "max_completion_length": 60,
+        "chi2_radius": radius,
+    }
+    for level in ("Level 2", "Level 3", "Level 4", "Level 5")
+    for radius in (0.3, 3.0, 30.0)
+}
 # Optimizer steps per rollout and learning rate → OPO's fields.
 VARIANTS: dict[tuple[int, float], dict[str, dict[str, Any]]] = {
-    **{(k, BEST_RATE): _RADII for k in (2, 8, 16)},
+    (2, BEST_RATE): _RADII,
+    (8, BEST_RATE): _RADII | _LENGTHS,
+    (16, BEST_RATE): _RADII,
     (2, LARGE_RATE): _STIFFNESS,
     (8, LARGE_RATE): {
         **_STIFFNESS,
@@ -206,12 +219,13 @@ def collect() -> None:
         log = [json.loads(line) for line in (folder(run) / "log.jsonl").read_text().splitlines()]
         steps = [entry for entry in log if "grad_norm" in entry]
         summary = json.loads((folder(run) / "summary.json").read_text())
+        before, after = (next(iter(summary[time].values())) for time in ("before", "after"))  # of the only level
         lines.append(
             {
                 **run,
-                "accuracy": summary["after"]["Level 3"]["sampled"]["accuracy"],
-                "greedy": summary["after"]["Level 3"]["greedy"]["accuracy"],
-                "before": summary["before"]["Level 3"]["sampled"]["accuracy"],
+                "accuracy": after["sampled"]["accuracy"],
+                "greedy": after["greedy"]["accuracy"],
+                "before": before["sampled"]["accuracy"],
                 "seconds": summary["train_seconds"],
                 "completions": max(entry.get("completions/generated", 0) for entry in steps),
                 "reward": [

@@ -39,7 +39,9 @@ def write_report(runs: list[Run], folder: Path) -> None:
         ]
     for k, rate in sorted(variants, key=lambda place: (place[1], place[0])):
         map_cells = {name: cells[method, k, rate] for name, method in (("GRPO", "GRPO"), ("defaults", "OPO"))}
-        lines += _variant_table(k, rate, map_cells | variants[k, rate])
+        lengths = {name: runs for name, runs in variants[k, rate].items() if name.startswith("Level")}
+        lines += _variant_table(k, rate, map_cells | {n: r for n, r in variants[k, rate].items() if n not in lengths})
+        lines += _length_table(lengths) if lengths else []
     (folder / "regime.md").write_text("\n".join(lines) + "\n")
 
 
@@ -60,7 +62,7 @@ def _text(value: Estimate) -> str:
 
 def _introduction(runs: list[Run]) -> list[str]:
     seeds = sorted({run["seed"] for run in runs})
-    before = estimate(_accuracies([{"accuracy": run["before"]} for run in runs])).mean
+    before = np.mean([100 * run["before"] for run in runs if not run["variant"].startswith("Level")])
     return [
         "# Regime map",
         "",
@@ -139,6 +141,28 @@ def _variant_table(k: int, rate: float, variants: dict[str, list[Run]]) -> list[
         entropy = np.mean([run["entropy"][-1] for run in runs])
         cells = (_text(estimate(_accuracies(runs))), _against(runs, variants["defaults"]))
         lines.append(f"| {name} | {cells[0]} | {cells[1]} | {largest:.3g} | {entropy:.3f} |")
+    return lines
+
+
+def _length_table(variants: dict[str, list[Run]]) -> list[str]:
+    """A row for each level, a column for each radius; a variant's name has both."""
+    table: dict[str, dict[str, list[Run]]] = defaultdict(dict)
+    for name, runs in variants.items():
+        level, radius = name.split(", ")
+        table[level][radius] = runs
+    lines = [
+        "",
+        "### Completions of other lengths",
+        "",
+        "The same on levels whose completions have 9, 18, 30 and 45 tokens: accuracy on the level that is trained.",
+        "",
+        "| | before | " + " | ".join(next(iter(table.values()))) + " |",
+        "| --- | ---: |" + " ---: |" * len(next(iter(table.values()))),
+    ]
+    for level, by_radius in table.items():
+        before = np.mean([100 * run["before"] for runs in by_radius.values() for run in runs])
+        cells = [_text(estimate(_accuracies(runs))) for runs in by_radius.values()]
+        lines.append(f"| {level} | {before:.1f} | " + " | ".join(cells) + " |")
     return lines
 
 
