@@ -64,8 +64,8 @@ METHODS: dict[str, tuple[type, dict[str, Any]]] = {
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
     ),
     "DAPO": (GRPOTrainer, {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28}),
-    "OPO": (OPOTrainer, {}),
-    "OPO, mean": (OPOTrainer, {"log_ratio_reduction": "mean"}),
+    "OPO": (OPOTrainer, {"mu": 1.0}),
+    "OPO, mean": (OPOTrainer, {"mu": 1.0, "log_ratio_reduction": "mean"}),
 }
 # Which gradient leads away from the anchor.
 WALKERS: dict[str, tuple[type, dict[str, Any]]] = {

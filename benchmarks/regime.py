@@ -46,7 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "mask_truncated_completions": True,
         "max_sampling_rounds": 4,
     },
-    # The defaults: sum, log form, alpha = 0.4, mu = 1. Rows without a gradient are computed, for their entropy.
+    # Sum, log form, alpha = 0.4, and `PAPERS_MU`. Rows without a gradient are computed, for their entropy.
     "OPO": {"trainer": "opo", "skip_inert_rows": False},
     "OPO mean": {  # the paper's experiments, as the Qwen3 recipes have them
         "trainer": "opo",
@@ -57,6 +57,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "adaptive_temperature": True,
     },
 }
+PAPERS_MU = 1.0
 STEPS_PER_ROLLOUT = (1, 2, 4, 8, 16)
 LEARNING_RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
 SEEDS = (1, 2, 3)
@@ -65,10 +66,10 @@ CONFIRMATION_SEEDS = tuple(range(11, 19))
 CONFIRMED = (("GRPO", ""), ("GSPO", ""), ("DAPO", ""), ("OPO", "mu = 0.3"), ("OPO", "mean, mu = 5"))
 CONFIRMED_STEPS = (8, 16)
 
-# OPO's fields one by one, at a learning rate that is too large for the defaults: what makes it bearable, and what not?
+# OPO's fields one by one, at a learning rate that is too large for most: what makes it bearable, and what not?
 LARGE_RATE = 2e-4
 _STIFFNESS: dict[str, dict[str, Any]] = {
-    "defaults": {},
+    "mu = 1": {},
     **{f"mu = {mu:g}": {"mu": mu} for mu in (0.1, 0.3, 3.0)},
     **{f"chi2_radius = {radius:g}": {"chi2_radius": radius} for radius in (0.03, 0.3, 3.0)},
     **{f"mean, mu = {mu:g}": {"log_ratio_reduction": "mean", "mu": mu} for mu in (1.0, 5.0, 18.0)},
@@ -76,7 +77,7 @@ _STIFFNESS: dict[str, dict[str, Any]] = {
     "no momentum": {"adam_beta1": 0.0},
     "no momentum, mean": {"adam_beta1": 0.0, "log_ratio_reduction": "mean"},
 }
-# At the rate that is the best for GRPO and for the defaults: do these choices cost anything, or bring something?
+# At the rate that is the best for GRPO and for mu = 1: do these choices cost anything, or bring something?
 BEST_RATE = 1e-4
 _RADII: dict[str, dict[str, Any]] = {
     **{f"mu = {mu:g}": {"mu": mu} for mu in (0.1, 0.3)},
@@ -97,11 +98,13 @@ _LENGTHS: dict[str, dict[str, Any]] = {
     for level in ("Level 2", "Level 3", "Level 4", "Level 5")
     for radius in (0.3, 3.0, 30.0)
 }
-# Optimizer steps per rollout and learning rate → OPO's fields.
+# As many choices for GRPO's clip range, where reuse is heaviest.
+_CLIPPING = {f"GRPO, epsilon = {epsilon:g}": {"epsilon": epsilon} for epsilon in (0.05, 0.1, 0.4)}
+# Optimizer steps per rollout and learning rate → OPO's fields, and GRPO's.
 VARIANTS: dict[tuple[int, float], dict[str, dict[str, Any]]] = {
     (2, BEST_RATE): _RADII,
     (8, BEST_RATE): _RADII | _LENGTHS,
-    (16, BEST_RATE): _RADII,
+    (16, BEST_RATE): _RADII | _CLIPPING,
     (2, LARGE_RATE): _STIFFNESS,
     (8, LARGE_RATE): {
         **_STIFFNESS,
@@ -152,7 +155,8 @@ def runs() -> Iterator[dict[str, Any]]:
     for seed in SEEDS:
         for (k, rate), variants in VARIANTS.items():
             fields = {"steps_per_rollout": k, "learning_rate": rate, "seed": seed}
-            yield from ({"method": "OPO", "variant": variant, **fields} for variant in variants)
+            for variant in variants:
+                yield {"method": "GRPO" if variant in _CLIPPING else "OPO", "variant": variant, **fields}
     for seed, k, (method, variant) in itertools.product(CONFIRMATION_SEEDS, CONFIRMED_STEPS, CONFIRMED):
         fields = {"steps_per_rollout": k, "learning_rate": BEST_RATE, "seed": seed}
         yield {"method": method, "variant": variant, **fields}
@@ -169,15 +173,18 @@ def folder(run: dict[str, Any]) -> Path:
 
 def command_line(run: dict[str, Any]) -> list[str]:
     """Its command line for `opo_trl.train`."""
+    variant = VARIANTS[run["steps_per_rollout"], run["learning_rate"]][run["variant"]] if run["variant"] else {}
     fields = {
         **COMMON,
         **METHODS[run["method"]],
-        **(VARIANTS[run["steps_per_rollout"], run["learning_rate"]][run["variant"]] if run["variant"] else {}),
+        **variant,
         "steps_per_generation": run["steps_per_rollout"],
         "learning_rate": run["learning_rate"],
         "seed": run["seed"],
         "output_dir": folder(run),
     }
+    if fields["trainer"] == "opo" and "chi2_radius" not in fields:
+        fields.setdefault("mu", PAPERS_MU)
     return list(itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in fields.items()))
 
 

@@ -42,7 +42,7 @@ def write_report(runs: list[Run], folder: Path) -> None:
             "The map over learning rates is not complete yet: `python benchmarks/regime.py run` goes on with it.",
         ]
     for k, rate in sorted(variants, key=lambda place: (place[1], place[0])):
-        map_cells = {name: cells[method, k, rate] for name, method in (("GRPO", "GRPO"), ("defaults", "OPO"))}
+        map_cells = {name: cells[method, k, rate] for name, method in (("GRPO", "GRPO"), ("mu = 1", "OPO"))}
         lengths = {name: runs for name, runs in variants[k, rate].items() if name.startswith("Level")}
         lines += _variant_table(k, rate, map_cells | {n: r for n, r in variants[k, rate].items() if n not in lengths})
         lines += _length_table(lengths) if lengths else []
@@ -136,7 +136,8 @@ def _variant_table(k: int, rate: float, variants: dict[str, list[Run]]) -> list[
         "",
         f"## OPO's fields one by one: {k} optimizer steps per rollout, learning rate {rate:g}",
         "",
-        "Everything else at its default. The difference is that from the defaults, paired by seed.",
+        "Everything else at its default, with μ = 1 where no `chi2_radius` is given. The difference is that from",
+        "μ = 1 alone, paired by seed.",
         "",
         "| | accuracy | difference | largest gradient norm | entropy at the end |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -144,7 +145,7 @@ def _variant_table(k: int, rate: float, variants: dict[str, list[Run]]) -> list[
     for name, runs in variants.items():
         largest = max(max(run["grad_norm"]) for run in runs)
         entropy = np.mean([run["entropy"][-1] for run in runs])
-        cells = (_text(estimate(_accuracies(runs))), _against(runs, variants["defaults"]))
+        cells = (_text(estimate(_accuracies(runs))), _against(runs, variants["mu = 1"]))
         lines.append(f"| {name} | {cells[0]} | {cells[1]} | {largest:.3g} | {entropy:.3f} |")
     return lines
 

@@ -126,8 +126,9 @@ class OPOConfig(RolloutConfig):
         > Parameters that control the optimization geometry
 
         mu (`float`, *optional*):
-            Stiffness μ of the χ² penalty, positive; 1.0 when neither `mu` nor `chi2_radius` is set. Without effect
-            while a rollout serves a single optimizer step.
+            Stiffness μ of the χ² penalty, positive; 0.3 when neither `mu` nor `chi2_radius` is set (the paper has 1,
+            which is too stiff where a rollout serves many optimizer steps: `docs/evidence.md`). Without effect while
+            it serves one.
         chi2_radius (`float`, *optional*):
             Wanted χ² radius ε of the target, positive: each rollout then uses μ = √(mean(g²)/ε). Excludes `mu`.
         positivity (`str`, *optional*, defaults to `"none"`):
@@ -186,7 +187,7 @@ class OPOConfig(RolloutConfig):
         metadata={"help": "Scope of the drive's standardization."},
     )
     mu: float | None = field(
-        default=None, metadata={"help": "Stiffness of the chi2 penalty, positive. 1.0 unless `chi2_radius` is set."}
+        default=None, metadata={"help": "Stiffness of the chi2 penalty, positive. 0.3 unless `chi2_radius` is set."}
     )
     chi2_radius: float | None = field(
         default=None, metadata={"help": "Wanted chi2 radius of the target, positive. Excludes `mu`."}
@@ -221,7 +222,7 @@ class OPOConfig(RolloutConfig):
         self._reject_unused_fields()
         self._check_own_fields()
         if self.mu is None and self.chi2_radius is None:
-            self.mu = 1.0
+            self.mu = 0.3
         if self.log_ratio_clamp is None:
             self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
 

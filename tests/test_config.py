@@ -184,7 +184,7 @@ def test_defaults(config):
         "temperature_range": [0.2, 1.5],
         "anchor_correction": "absorbed",
         "drive_scaling": "none",
-        "mu": 1.0,
+        "mu": 0.3,
         "chi2_radius": None,
         "positivity": "none",
         "positivity_epsilon": 1e-3,
@@ -195,6 +195,7 @@ def test_defaults(config):
         "plan_micro_batches": True,
         "max_tokens_per_micro_batch": None,
         "skip_inert_rows": True,
+        "padding_free": False,
     }
 
 

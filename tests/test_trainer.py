@@ -466,7 +466,7 @@ def test_rollout_without_signal_has_no_gradient_response_efficiency(tiny_model, 
 @pytest.mark.parametrize(
     ("options", "said", "unsaid"),
     [
-        ({}, ["on-policy", "inert", "mu = 1 has no effect"], ["off-policy after"]),
+        ({}, ["on-policy", "inert", "mu = 0.3 has no effect"], ["off-policy after"]),
         ({"chi2_radius": 0.1}, ["on-policy", "inert", "chi2_radius = 0.1 has no effect"], ["off-policy after"]),
         ({"steps_per_generation": 4}, ["2 optimizer steps per rollout", "off-policy after"], ["inert"]),
         ({"num_iterations": 3, "mu": 0.5}, ["3 optimizer steps", "off-policy after", "mu = 0.5"], ["inert"]),
