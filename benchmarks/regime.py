@@ -63,7 +63,14 @@ LEARNING_RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
 SEEDS = (1, 2, 3)
 # On seeds that no choice was made on, at the rate that is the best for all: what heavy reuse of a rollout comes to.
 CONFIRMATION_SEEDS = tuple(range(11, 19))
-CONFIRMED = (("GRPO", ""), ("GSPO", ""), ("DAPO", ""), ("OPO", "mu = 0.3"), ("OPO", "mean, mu = 5"))
+CONFIRMED = (
+    ("GRPO", ""),
+    ("GRPO", "GRPO, epsilon = 0.4"),
+    ("GSPO", ""),
+    ("DAPO", ""),
+    ("OPO", "mu = 0.3"),
+    ("OPO", "mean, mu = 5"),
+)
 CONFIRMED_STEPS = (8, 16)
 
 # OPO's fields one by one, at a learning rate that is too large for most: what makes it bearable, and what not?
@@ -98,12 +105,12 @@ _LENGTHS: dict[str, dict[str, Any]] = {
     for level in ("Level 2", "Level 3", "Level 4", "Level 5")
     for radius in (0.3, 3.0, 30.0)
 }
-# As many choices for GRPO's clip range, where reuse is heaviest.
-_CLIPPING = {f"GRPO, epsilon = {epsilon:g}": {"epsilon": epsilon} for epsilon in (0.05, 0.1, 0.4)}
+# GRPO's clip range, where reuse is heavy: what is tuned for one method is tuned for the other. 100 is no clipping.
+_CLIPPING = {f"GRPO, epsilon = {epsilon:g}": {"epsilon": epsilon} for epsilon in (0.05, 0.1, 0.4, 0.8, 100.0)}
 # Optimizer steps per rollout and learning rate → OPO's fields, and GRPO's.
 VARIANTS: dict[tuple[int, float], dict[str, dict[str, Any]]] = {
     (2, BEST_RATE): _RADII,
-    (8, BEST_RATE): _RADII | _LENGTHS,
+    (8, BEST_RATE): _RADII | _LENGTHS | _CLIPPING,
     (16, BEST_RATE): _RADII | _CLIPPING,
     (2, LARGE_RATE): _STIFFNESS,
     (8, LARGE_RATE): {

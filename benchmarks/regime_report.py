@@ -24,7 +24,7 @@ def write_report(runs: list[Run], folder: Path) -> None:
     confirmation: dict[int, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in sorted(runs, key=lambda run: run["seed"]):
         if run["seed"] in CONFIRMATION_SEEDS:
-            name = ", ".join(filter(None, (run["method"], run["variant"])))
+            name = f"OPO, {run['variant']}" if run["method"] == "OPO" else run["variant"] or run["method"]
             confirmation[run["steps_per_rollout"]][name].append(run)
         elif run["variant"]:
             variants[run["steps_per_rollout"], run["learning_rate"]][run["variant"]].append(run)
