@@ -11,14 +11,24 @@ from regime import BEST_RATE, CONFIRMATION_SEEDS, LEARNING_RATES, METHODS, STEPS
 from opo_trl.comparison.intervals import Estimate, estimate, paired_difference
 
 
+# What the confirmation is compared with.
+_BASELINES = ("GRPO", "GRPO, epsilon = 0.4", "DAPO")
+
 Run = dict[str, Any]
 Cells = dict[tuple[str, int, float], list[Run]]  # method, optimizer steps per rollout, learning rate → seeds
 
-_COLORS = {"GRPO": "#0072b2", "GSPO": "#b03a86", "DAPO": "#56b4e9", "OPO": "#d55e00", "OPO mean": "#009e73"}
+_COLORS = {
+    "GRPO": "#0072b2",
+    "GSPO": "#b03a86",
+    "DAPO": "#56b4e9",
+    "OPO": "#e69f00",
+    "OPO mean": "#009e73",
+    "OPO, μ = 0.3": "#d55e00",
+}
 
 
 def write_report(runs: list[Run], folder: Path) -> None:
-    """Write `regime.md`, `regime_map.png` and `regime_cost.png`."""
+    """Write `regime.md`, `regime_map.png` and `regime_reuse.png`."""
     cells: Cells = defaultdict(list)
     variants: dict[tuple[int, float], dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     confirmation: dict[int, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
@@ -34,7 +44,8 @@ def write_report(runs: list[Run], folder: Path) -> None:
     if len(cells) == len(METHODS) * len(STEPS_PER_ROLLOUT) * len(LEARNING_RATES):
         plt.switch_backend("Agg")
         _draw_map(cells, folder / "regime_map.png")
-        _draw_cost(cells, folder / "regime_cost.png")
+        softer = {("OPO", k, rate): runs["mu = 0.3"] for (k, rate), runs in variants.items() if rate == BEST_RATE}
+        _draw_reuse(cells, softer, folder / "regime_reuse.png")
         lines += [*_map_tables(cells), *_best_table(cells)]
     else:
         lines += [
@@ -79,7 +90,12 @@ def _introduction(runs: list[Run]) -> list[str]:
 
 def _map_tables(cells: Cells) -> list[str]:
     methods, steps, rates = (_axis(cells, position) for position in range(3))
-    lines = ["", "![Accuracy over steps per rollout and learning rate](regime_map.png)"]
+    lines = [
+        "",
+        "![Accuracy over steps per rollout and learning rate](regime_map.png)",
+        "",
+        "![Accuracy over steps per rollout, each method at its best learning rate](regime_reuse.png)",
+    ]
     for method in methods:
         lines += [
             "",
@@ -121,14 +137,15 @@ def _best_table(cells: Cells) -> list[str]:
     return lines
 
 
-def _against(runs: list[Run], baseline: list[Run]) -> str:
+def _against(runs: list[Run], baseline: list[Run], *, half: bool = False) -> str:
     if runs is baseline:
         return ""
     others = {run["seed"]: run for run in baseline}
     paired = [(run, others[run["seed"]]) for run in runs if run["seed"] in others]
     difference = paired_difference(*(_accuracies(list(side)) for side in zip(*paired, strict=True)))
     mark = {"higher": " ▲", "lower": " ▼", "undecided": ""}[difference.verdict]
-    return f"{difference.estimate.mean:+.1f}{mark}"
+    low, high = difference.estimate.interval or (0, 0)
+    return f"{difference.estimate.mean:+.1f}" + (f" ± {(high - low) / 2:.1f}" if half else "") + mark
 
 
 def _variant_table(k: int, rate: float, variants: dict[str, list[Run]]) -> list[str]:
@@ -156,16 +173,17 @@ def _confirmation_table(confirmation: dict[int, dict[str, list[Run]]]) -> list[s
         "## Heavy reuse, on other seeds",
         "",
         f"Seeds {CONFIRMATION_SEEDS[0]} to {CONFIRMATION_SEEDS[-1]}, on which nothing was chosen, at a learning rate",
-        f"of {BEST_RATE:g}. The difference is that from GRPO, paired by seed.",
+        f"of {BEST_RATE:g}. Differences are paired by seed, ± half of the 95 % t interval.",
         "",
-        "| steps per rollout | | accuracy | difference | completions |",
-        "| ---: | --- | ---: | ---: | ---: |",
+        "| steps per rollout | | accuracy | completions | from " + " | from ".join(_BASELINES) + " |",
+        "| ---: | --- | ---: | ---: |" + " ---: |" * len(_BASELINES),
     ]
     for k, methods in sorted(confirmation.items()):
         for name, runs in methods.items():
-            accuracy, against = _text(estimate(_accuracies(runs))), _against(runs, methods["GRPO"])
             completions = np.mean([run["completions"] for run in runs])
-            lines.append(f"| {k} | {name} | {accuracy} | {against} | {completions:,.0f} |")
+            cells = [_text(estimate(_accuracies(runs))), f"{completions:,.0f}"]
+            cells += [_against(runs, methods[baseline], half=True) for baseline in _BASELINES]
+            lines.append(f"| {k} | {name} | {' | '.join(cells)} |")
     return lines
 
 
@@ -210,22 +228,21 @@ def _draw_map(cells: Cells, path: Path) -> None:
     plt.close(figure)
 
 
-def _draw_cost(cells: Cells, path: Path) -> None:
-    """Accuracy of the best cells, against the steps per rollout and against the completions generated."""
+def _draw_reuse(cells: Cells, softer: Cells, path: Path) -> None:
+    """Accuracy over the steps per rollout: methods at their best rate, and OPO with a softer χ² at `BEST_RATE`."""
     methods, steps, _ = (_axis(cells, position) for position in range(3))
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
-    for method in methods:
-        best = [best_cell(cells, method, k) for k in steps]
-        means = [estimate(_accuracies(runs)) for runs in best]
-        spread = np.array([(e.interval[1] - e.interval[0]) / 2 if e.interval else 0 for e in means])
-        heights = np.array([e.mean for e in means])
-        completions = [np.mean([run["completions"] for run in runs]) for runs in best]
-        axes[0].errorbar(steps, heights, spread, label=method, color=_COLORS[method], marker="o", capsize=2)
-        axes[1].plot(completions, heights, color=_COLORS[method], marker="o", linestyle="none")
-    axes[0].set(xscale="log", xlabel="optimizer steps per rollout", ylabel="accuracy after training, %")
-    axes[0].set_xticks(steps, [str(k) for k in steps])
-    axes[0].minorticks_off()
-    axes[0].legend(frameon=False, fontsize=8)
-    axes[1].set(xlabel="completions generated", xscale="log")
+    curves = {method: [(k, best_cell(cells, method, k)) for k in steps] for method in methods}
+    curves["OPO, μ = 0.3"] = [(k, runs) for (_, k, _), runs in sorted(softer.items())]
+    figure, axis = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for i, (name, points) in enumerate(curves.items()):
+        means = [estimate(_accuracies(runs)) for _, runs in points]
+        spread = [(e.interval[1] - e.interval[0]) / 2 if e.interval else 0 for e in means]
+        places = [k * 1.03 ** (i - 2.5) for k, _ in points]  # side by side
+        heights, label = [e.mean for e in means], name if name not in ("OPO", "OPO mean") else f"{name}, μ = 1"
+        axis.errorbar(places, heights, spread, label=label, color=_COLORS[name], marker="o", markersize=4, capsize=2)
+    axis.set(xscale="log", xlabel="optimizer steps per rollout", ylabel="accuracy after training, %", ylim=(60, 96))
+    axis.set_xticks(steps, [str(k) for k in steps])
+    axis.minorticks_off()
+    axis.legend(frameon=False, fontsize=8, ncols=2, loc="lower left")
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
