@@ -2,7 +2,7 @@
 The paper's two experiments at small scale, from learning rates to claims.
 
     python benchmarks/evidence.py sweep --jobs 2     # learning rates, on a seed of their own; 25 minutes on 2 cores
-    python benchmarks/evidence.py run --jobs 2       # the experiments, 5 seeds × 4 methods; 1 hour on 2 cores
+    python benchmarks/evidence.py run --jobs 2       # the experiments, 5 seeds × 4 methods; 75 minutes, 2 cores
     python benchmarks/evidence.py collect            # runs/evidence → benchmarks/evidence/, without the models
     python benchmarks/evidence.py report             # benchmarks/evidence/ → benchmarks/results/experiment*, claims.md
 
@@ -34,13 +34,19 @@ RESULTS = Path("benchmarks/results")
 EXPERIMENTS = ("experiment1", "experiment2")
 # Experiment 2 once more, with DAPO's dynamic sampling for every method: what is left is the objectives' difference.
 EQUAL_SAMPLING = "experiment2_equal_sampling"
-# Experiment 2 once more, with a drive that weighs groups as GRPO's advantages do: what is left is χ² against clipping.
-GROUP_DRIVE = "experiment2_group_drive"
-COLLECTED = (*EXPERIMENTS, EQUAL_SAMPLING, GROUP_DRIVE)
+# Experiment 2 once more, with OPO in other forms: with a drive that weighs groups as GRPO's advantages do, and with a
+# χ² term that acts.
+FORMS = "experiment2_forms"
+FIELDS_OF_FORMS = {
+    "opo_group": ["--drive_scaling", "group"],
+    "opo_mu5": ["--mu", "5"],
+    "opo_group_mu5": ["--drive_scaling", "group", "--mu", "5"],
+}
+COLLECTED = (*EXPERIMENTS, EQUAL_SAMPLING, FORMS)
 # Report → the collected runs that it compares.
 REPORTS = {
     **{name: [KEPT / name] for name in (*EXPERIMENTS, EQUAL_SAMPLING)},
-    GROUP_DRIVE: [KEPT / "experiment2" / "grpo", KEPT / "experiment2" / "opo", KEPT / GROUP_DRIVE],
+    FORMS: [KEPT / "experiment2" / "grpo", KEPT / "experiment2" / "opo", KEPT / FORMS],
 }
 METHODS = ("grpo", "gspo", "dapo", "opo")
 SEEDS = (1, 2, 3, 4, 5)
@@ -81,7 +87,7 @@ def sweep(jobs: int) -> None:
 
 
 def run(jobs: int) -> None:
-    """Both experiments, and the second one in two more forms, as far as they are missing."""
+    """Both experiments, and the second one with equal sampling and with other forms of OPO, as far as missing."""
     seeds = ["--seeds", *map(str, SEEDS), "--jobs", str(jobs)]
     for experiment in EXPERIMENTS:
         compare(*recipes(experiment), *seeds, "--output", str(RUNS / experiment))
@@ -90,11 +96,11 @@ def run(jobs: int) -> None:
         shutil.copytree(ROOT / RUNS / "experiment2" / "runs" / "dapo", dapo)
     rounds = ["--max_sampling_rounds", "4"]
     compare(*recipes("experiment2"), *seeds, "--output", str(RUNS / EQUAL_SAMPLING), *rounds)
-    group = ROOT / RUNS / GROUP_DRIVE / "runs" / "opo_group"
-    if not group.exists():
-        recipe, place = str(RECIPES / "experiment2" / "opo.yaml"), str(RUNS / GROUP_DRIVE)
-        compare(recipe, *seeds, "--output", place, "--drive_scaling", "group")
-        group.with_name("opo").rename(group)
+    for name, fields in FIELDS_OF_FORMS.items():
+        form = ROOT / RUNS / FORMS / "runs" / name
+        if not form.exists():
+            compare(str(RECIPES / "experiment2" / "opo.yaml"), *seeds, "--output", str(RUNS / FORMS), *fields)
+            form.with_name("opo").rename(form)
 
 
 def collect() -> None:

@@ -1,7 +1,7 @@
 """
 The regime map: what every method reaches, over optimizer steps per rollout and learning rate, and OPO over its fields.
 
-    python benchmarks/regime.py run --jobs 2        # all that is missing, into runs/regime; about 1.5 hours on 2 cores
+    python benchmarks/regime.py run --jobs 2        # all that is missing, into runs/regime; about 2.5 hours on 2 cores
     python benchmarks/regime.py collect             # runs/regime → benchmarks/results/regime.jsonl.gz
     python benchmarks/regime.py report              # results/regime.jsonl.gz → results/regime.md and regime_*.png
 

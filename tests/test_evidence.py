@@ -44,7 +44,7 @@ def test_regime_report_of_the_committed_runs_is_the_committed_one(tmp_path):
 
 def test_every_seed_of_every_method_is_there():
     for experiment in evidence.COLLECTED:
-        methods = ["opo_group"] if experiment == evidence.GROUP_DRIVE else evidence.METHODS
+        methods = evidence.FIELDS_OF_FORMS if experiment == evidence.FORMS else evidence.METHODS
         folders = {path.parent.name: path for path in (ROOT / evidence.KEPT / experiment).glob("*/seed-1")}
         assert folders.keys() == set(methods)
         for method in methods:
