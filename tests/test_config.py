@@ -202,10 +202,10 @@ def test_defaults(config):
 @pytest.mark.parametrize(
     ("given", "mu", "clamp"),
     [
-        ({"log_ratio_reduction": "mean"}, 1.0, 5.0),
-        ({"log_ratio_reduction": "mean", "log_ratio_clamp": 3.0}, 1.0, 3.0),
+        ({"log_ratio_reduction": "mean"}, 0.3, 5.0),
+        ({"log_ratio_reduction": "mean", "log_ratio_clamp": 3.0}, 0.3, 3.0),
         ({"chi2_radius": 0.1}, None, 20.0),
-        ({"mu": 0.3}, 0.3, 20.0),
+        ({"mu": 0.7}, 0.7, 20.0),
     ],
 )
 def test_defaults_that_depend_on_other_fields(config, given, mu, clamp):
@@ -296,6 +296,7 @@ CHANGED = {
     "plan_micro_batches": True,
     "max_tokens_per_micro_batch": 4096,
     "skip_inert_rows": False,
+    "padding_free": True,
 }
 
 
