@@ -23,6 +23,7 @@ import torch
 import transformers
 import trl
 from memory_probes import COMPONENTS, build, make_config, measure_loss, measure_ops, measure_ranks
+from shapes import QWEN3_1_7B
 
 from opo_trl.memory import HEADROOM, Precision, decoder, memory_plan
 
@@ -31,18 +32,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "memory.json"
 PAGE = ROOT / "docs" / "memory.md"
 
-QWEN3_1_7B = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40960,
-}
 SMALL = QWEN3_1_7B | {
     "vocab_size": 4096,
     "hidden_size": 256,

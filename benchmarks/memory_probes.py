@@ -11,12 +11,13 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -187,6 +188,20 @@ def make_trainer(model: Any, *, rows: int, lora: int = 0, zero: dict[str, Any] |
     )
 
 
+def profiled(step: Callable[[], Any]) -> Any:
+    """Events of PyTorch's profiler while `step` is called, with those of its CPU allocator."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    return profiler.profiler.kineto_results.events()
+
+
+def held_bytes(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """Each time, in nanoseconds, at which memory was taken or given back, and the bytes held since the beginning."""
+    memory = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
+    held = itertools.accumulate(event.nbytes() for event in memory)
+    return zip((event.start_ns() for event in memory), held, strict=True)
+
+
 def measure_loss(
     shape: Shape,
     *,
@@ -200,8 +215,6 @@ def measure_loss(
     Bytes that PyTorch's CPU allocator hands out for `OPOTrainer.compute_loss` and its backward pass, beside weights
     and gradients: peaks until the LM head's backward is through, and after it.
     """
-    from torch.profiler import ProfilerActivity, profile
-
     model = AutoModelForCausalLM.from_config(make_config(shape), dtype=getattr(torch, weights))
     with tempfile.TemporaryDirectory() as folder:
         options = {"output_dir": folder, "use_cpu": True, "bf16": autocast, "gradient_checkpointing": checkpointing}
@@ -225,15 +238,12 @@ def measure_loss(
         "opo_step": torch.zeros(rows),
     }
     trainer.accelerator.backward(trainer.compute_loss(model, inputs))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        trainer.accelerator.backward(trainer.compute_loss(model, inputs))
-    events = profiler.profiler.kineto_results.events()
+    events = profiled(lambda: trainer.accelerator.backward(trainer.compute_loss(model, inputs)))
     (head,) = (event for event in events if event.name() == "ChunkedLogProbFunctionBackward")
-    held, peaks = 0, {"LM head": 0, "layers": 0}
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        moment = "LM head" if event.start_ns() < head.start_ns() + head.duration_ns() else "layers"
-        peaks[moment] = max(peaks[moment], held)
+    peaks = {"LM head": 0, "layers": 0}
+    for moment, held in held_bytes(events):
+        name = "LM head" if moment < head.start_ns() + head.duration_ns() else "layers"
+        peaks[name] = max(peaks[name], held)
     return peaks
 
 

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from memory import COMPLETION, LORA_RANK, PROMPT, QWEN3_1_7B, RESULTS, plan_run
+from memory import COMPLETION, LORA_RANK, PROMPT, RESULTS, plan_run
 from memory_probes import make_config, make_trainer
+from shapes import QWEN3_1_7B
 
 
 CASES: dict[str, dict[str, Any]] = {

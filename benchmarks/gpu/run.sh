@@ -37,8 +37,9 @@ part() {  # $1: name; the rest: arguments of its python
 
 tiny=${TINY:+--tiny}
 # The short ones first: what is left of the limit, 30 minutes less 2 to spare, is for the runs of the four methods.
-[ -e "$out/speed.done" ] ||
-    { part speed -m benchmarks.gpu.speed --output "$out/speed.json" $tiny && touch "$out/speed.done"; }
+[ -e "$out/update_phase.done" ] ||
+    { part update_phase -m benchmarks.gpu.update_phase --output "$out/update_phase.json" $tiny &&
+        touch "$out/update_phase.done"; }
 [ -n "$tiny" ] || [ -e "$out/gpu_memory.json" ] ||
     { part memory benchmarks/gpu/memory.py && cp benchmarks/results/gpu_memory.json "$out/"; }
 part word_arithmetic -m benchmarks.gpu.word_arithmetic --output "$out/word_arithmetic" \

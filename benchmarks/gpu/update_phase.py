@@ -1,0 +1,154 @@
+"""
+What an update of Qwen3-0.6B and Qwen3-1.7B costs, with random weights: OPOTrainer beside TRL's GRPOTrainer.
+
+    python -m benchmarks.gpu.update_phase --output runs/gpu/update_phase.json     a GPU of 80 GB or more, 10 minutes
+    python -m benchmarks.gpu.update_phase --output runs/gpu/tiny.json --tiny      a CPU, a minute
+
+The comparison of `benchmarks/update_phase.py` at full length, in bfloat16: with gradient checkpointing and without,
+with no dead groups and with 40 %. Both trainers use the fused LM head that TRL builds in. Tokens, peak memory and the
+split of the time are those of a trainer alone on the device; then both are there, and their phases alternate, so that
+a device that slows down slows both.
+"""
+
+import argparse
+import gc
+import statistics
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opo_trl.run_folder import write_json
+
+from ..replay import (
+    TRAINERS,
+    Pass,
+    Rollout,
+    Split,
+    count_tokens,
+    counted_passes,
+    draw_rollout,
+    make_trainer,
+    phase,
+    ratio,
+    take_turns,
+)
+from ..shapes import QWEN3_0_6B, QWEN3_1_7B, small_qwen3
+from .record import origin, peak_memory, reset_peak_memory
+
+
+SHAPES = {"qwen3-0.6b": QWEN3_0_6B, "qwen3-1.7b": QWEN3_1_7B}
+TINY_SHAPES = {"tiny": small_qwen3(64, 512)}
+GROUPS, GENERATIONS, ROWS, STEPS = 10, 8, 8, 2
+DEAD = (0.0, 0.4)
+REPEATS, TINY_REPEATS = 5, 1
+TINY_SHORTER = 32  # what lengths are divided by on a CPU
+
+# Operations per second in dense bfloat16: NVIDIA's data sheet of the H200 (SXM) says 1,979 TFLOPS with sparsity, which
+# is twice as many.
+PEAK = {"NVIDIA H200": 989e12}
+
+
+def model_flops(passes: Iterable[Pass], shape: Mapping[str, Any], parameters: int) -> int:
+    """
+    Floating-point operations that the passes need, recomputed activations not among them.
+
+    A forward pass of B rows × S columns, of which K tokens are scored, takes `2·(P − H)·B·S + 2·H·K + 2·L·D·B·S²`, and
+    one with gradient three times as much: P parameters, of which H in the LM head (tied to the embedding, which is
+    looked up), L layers, D columns of all heads; the last term is causal attention, half of `4·L·D·B·S²`.
+    """
+    head = shape["vocab_size"] * shape["hidden_size"]
+    attention = shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"]
+    return sum(
+        (3 if one.gradient else 1)
+        * 2
+        * ((parameters - head) * one.padded + head * one.scored + attention * one.padded * one.columns)
+        for one in passes
+    )
+
+
+def measure_alone(method: str, shape: Mapping[str, Any], rollout: Rollout, **options: Any) -> dict[str, Any]:
+    """Tokens, operations, bytes at the peak and seconds by part, of a trainer that is alone."""
+    trainer = make_trainer(method, shape, rollout, **options)
+    with counted_passes(trainer.model) as passes:
+        phase(trainer)  # also the one that makes the moments
+    reset_peak_memory()
+    phase(trainer)
+    peak = peak_memory()
+    split = Split(trainer)
+    whole = phase(trainer)
+    parts = dict(split.seconds)
+    return {
+        "tokens": count_tokens(passes),
+        "flops": model_flops(passes, shape, trainer.model.num_parameters()),
+        "peak_memory": peak,
+        "parts": parts | {"rest": whole - sum(parts.values())},
+    }
+
+
+def measure(shape: Mapping[str, Any], rollout: Rollout, *, repeats: int, **options: Any) -> dict[str, Any]:
+    """What each trainer costs, and OPO's time relative to GRPO's."""
+    result: dict[str, Any] = {}
+    for method in TRAINERS:
+        result[method] = measure_alone(method, shape, rollout, **options)
+        free()
+    trainers = {method: make_trainer(method, shape, rollout, **options) for method in TRAINERS}
+    take_turns(trainers, 1)
+    seconds = take_turns(trainers, repeats)
+    peak = PEAK.get(origin()["device"])
+    for method, own in result.items():
+        middle = statistics.median(seconds[method])
+        own |= {
+            "seconds": seconds[method],
+            "median": middle,
+            "tokens_per_second": round(rollout.tokens / middle),
+            "share_of_peak": own["flops"] / middle / peak if peak else None,
+        }
+    return result | {"ratio": ratio(seconds["OPO"], seconds["GRPO"])}
+
+
+def free() -> None:
+    """Give back the memory of trainers that nothing holds any more."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="file to write")
+    parser.add_argument("--tiny", action="store_true", help="everything as small as it gets, on a CPU")
+    args = parser.parse_args(argv)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")  # names that TRL still uses
+    if not args.tiny and not torch.cuda.is_available():
+        raise SystemExit("No GPU. `--tiny` tries the same code on a CPU.")
+    repeats, shorter = (TINY_REPEATS, TINY_SHORTER) if args.tiny else (REPEATS, 1)
+    results: dict[str, Any] = {**origin(), "rows": ROWS, "steps": STEPS, "cases": {}}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    for name, shape in (TINY_SHAPES if args.tiny else SHAPES).items():
+        for dead in DEAD:
+            rollout = draw_rollout(
+                "math",
+                groups=GROUPS,
+                generations=GENERATIONS,
+                vocab_size=shape["vocab_size"],
+                dead=dead,
+                shorter=shorter,
+            )
+            for checkpointing in (True, False):
+                case = f"{name}, {dead:.0%} dead, {'' if checkpointing else 'no '}checkpointing"
+                options = {"rows": ROWS, "steps": STEPS, "checkpointing": checkpointing}
+                try:
+                    results["cases"][case] = measure(shape, rollout, repeats=repeats, **options)
+                except torch.OutOfMemoryError:
+                    results["cases"][case] = "out of memory"
+                free()
+                write_json(args.output, results)
+                print(case, results["cases"][case], flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

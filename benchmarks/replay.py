@@ -1,0 +1,369 @@
+"""
+A fixed rollout in place of generation, and what an update phase on it costs: shared by the benchmarks of an update.
+
+An update phase is all that follows generation: rewards and advantages, log-probabilities of the anchor, and the
+forward and backward passes and optimizer steps that the rollout serves.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from opo_trl import OPOConfig, OPOTrainer
+from opo_trl.arithmetic import base_model_path
+
+from .memory_probes import held_bytes, profiled
+
+
+MATH_LENGTHS = Path(__file__).resolve().parent / "results" / "math_lengths.json"
+
+Lengths = Literal["math", "uniform", "equal"]
+
+
+# The rollout
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """
+    A fixed rollout, in groups.
+
+    Args:
+        prompts: token ids of each completion's prompt; those of a group are the same.
+        completions: token ids of each completion.
+        generations: completions in a group.
+    """
+
+    prompts: list[list[int]]
+    completions: list[list[int]]
+    generations: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts and completions."""
+        return sum(map(len, self.prompts)) + sum(map(len, self.completions))
+
+
+def draw_rollout(
+    lengths: Lengths, *, groups: int, generations: int, vocab_size: int, dead: float = 0.0, shorter: int = 1
+) -> Rollout:
+    """
+    A rollout of random tokens, the same one on every call; its lengths are evenly spaced quantiles, in random order.
+
+    Args:
+        lengths (`str`):
+            Of the completions. `"math"`: as MATH's solutions have (`math_lengths.json`), without the longest
+            hundredth, which a bound on the length would cut. `"uniform"`: from 2 to the longest of these. `"equal"`:
+            the longest of these. Prompts always have the lengths of MATH's problems.
+        groups (`int`), generations (`int`):
+            Number of prompts, and of completions of each.
+        vocab_size (`int`):
+            Tokens to choose from.
+        dead (`float`, *optional*, defaults to 0):
+            Share of the groups in which [`parity`] gives every completion the same reward; in the others it gives 0
+            and 1 in turns.
+        shorter (`int`, *optional*, defaults to 1):
+            What every length is divided by.
+    """
+    rng = random.Random(0)
+    eos = tokenizer().eos_token_id
+    percentiles = {
+        name: [max(length // shorter, 2) for length in values[:100]]
+        for name, values in json.loads(MATH_LENGTHS.read_text())["percentiles"].items()
+    }
+    longest = percentiles["solution"][-1]
+    distributions = {"math": percentiles["solution"], "uniform": range(2, longest + 1), "equal": [longest]}
+
+    def spread(values: Sequence[int], n: int) -> list[int]:
+        evenly = [values[int((i + 0.5) / n * len(values))] for i in range(n)]
+        return rng.sample(evenly, n)
+
+    def tokens(n: int) -> list[int]:
+        return [rng.randrange(eos + 1, vocab_size) for _ in range(n)]
+
+    prompts = [tokens(length) for length in spread(percentiles["problem"], groups)]
+    completions = []
+    for row, length in enumerate(spread(distributions[lengths], groups * generations)):
+        alive = row // generations >= round(dead * groups)
+        first = 2 * rng.randrange(eos // 2 + 1, vocab_size // 2) + row % 2 * alive
+        completions.append([first, *tokens(length - 2), eos])
+    return Rollout([ids for ids in prompts for _ in range(generations)], completions, generations)
+
+
+def parity(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """A reward: whether a completion begins with an even token."""
+    return [float(ids[0] % 2 == 0) for ids in completion_ids]
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerBase:
+    """The embedded one: trainers want one, for its special tokens."""
+    return AutoTokenizer.from_pretrained(base_model_path())
+
+
+# The trainers
+
+
+class Replay:
+    """Put before a trainer among the bases: its rollouts are the one in `rollout`, instead of generated ones."""
+
+    rollout: Rollout
+    accelerator: Any
+
+    def _generate(self, prompts: list) -> tuple:
+        start = self.accelerator.process_index * len(prompts)
+        prompt_ids, completion_ids = (
+            rows[start : start + len(prompts)] for rows in (self.rollout.prompts, self.rollout.completions)
+        )
+        return prompt_ids, completion_ids, None, [""] * len(prompts), None, {}, None, []
+
+
+class ReplayingGRPOTrainer(Replay, GRPOTrainer):
+    """TRL's trainer on a fixed rollout."""
+
+
+class ReplayingOPOTrainer(Replay, OPOTrainer):
+    """OPO's trainer on a fixed rollout."""
+
+
+TRAINERS: dict[str, tuple[type, type]] = {
+    "GRPO": (ReplayingGRPOTrainer, GRPOConfig),
+    "OPO": (ReplayingOPOTrainer, OPOConfig),
+}
+
+
+def make_trainer(
+    method: str,
+    shape: Mapping[str, Any],
+    rollout: Rollout,
+    *,
+    rows: int,
+    steps: int,
+    processes: int = 1,
+    checkpointing: bool = False,
+    **options: Any,
+) -> Any:
+    """
+    A trainer of a new random model, which each call of [`phase`] trains on the rollout.
+
+    Args:
+        method (`str`):
+            One of `TRAINERS`.
+        shape (`Mapping`):
+            Arguments of the model's configuration. On a GPU its weights are bfloat16.
+        rollout ([`Rollout`]):
+            The rollout of all processes.
+        rows (`int`):
+            Completions per micro-batch and process.
+        steps (`int`):
+            Optimizer steps that the rollout serves.
+        processes (`int`, *optional*, defaults to 1), checkpointing (`bool`, *optional*, defaults to `False`):
+            Number of processes; whether activations are computed again in the backward pass.
+        **options:
+            Further fields of the trainer's configuration.
+    """
+    on_gpu = torch.cuda.is_available()
+    trainer_class, config_class = TRAINERS[method]
+    micro_batches = len(rollout.completions) // (rows * processes)
+    if micro_batches * rows * processes != len(rollout.completions) or micro_batches % steps:
+        raise ValueError(
+            f"rows={rows} does not cut {len(rollout.completions)} completions on {processes} processes into {steps} "
+            f"equal optimizer steps. Choose a divisor of {len(rollout.completions) / (processes * steps):g}."
+        )
+    torch.manual_seed(0)
+    with torch.device("cuda" if on_gpu else "cpu"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**shape), dtype=torch.bfloat16 if on_gpu else torch.float32
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        args = config_class(
+            output_dir=folder,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=micro_batches // steps,
+            steps_per_generation=micro_batches,
+            max_steps=steps,
+            num_generations=rollout.generations,
+            max_completion_length=max(map(len, rollout.completions)),
+            learning_rate=2e-6,
+            lr_scheduler_type="constant",
+            optim="adamw_torch_fused",
+            beta=0.0,
+            bf16=on_gpu,
+            use_cpu=not on_gpu,
+            gradient_checkpointing=checkpointing,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **options,
+        )
+    trainer = trainer_class(
+        model=model,
+        reward_funcs=parity,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": [str(i) for i in range(len(rollout.completions))]}),
+        processing_class=tokenizer(),
+    )
+    trainer.rollout = rollout
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Stopwatch())
+    return trainer
+
+
+# Time
+
+
+def now() -> float:
+    """
+    Seconds of the processor, which other programs do not lengthen; with a GPU those of the clock, when it is done.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+class Stopwatch(TrainerCallback):
+    """Seconds from the first optimizer step's beginning to the last one's end, of the latest call of `train`."""
+
+    seconds = 0.0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self._started = now()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seconds = now() - self._started
+
+
+def phase(trainer: Any) -> float:
+    """Train on the rollout once; returns the seconds it took."""
+    with contextlib.redirect_stdout(io.StringIO()):  # the training plan, each time again
+        trainer.train()
+    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, Stopwatch)).seconds
+
+
+def take_turns(trainers: Mapping[str, Any], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each trainer's phases, in turns, so that a machine that slows down slows all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    for repeat in range(repeats):
+        for name in list(trainers)[:: -1 if repeat % 2 else 1]:
+            seconds[name].append(phase(trainers[name]))
+    return seconds
+
+
+def ratio(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
+    """Median and range of the ratios of phases to those of the same turn."""
+    ratios = sorted(own / other for own, other in zip(seconds, reference, strict=True))
+    middle = statistics.median(ratios)
+    return {"median": round(middle, 3), "low": round(ratios[0], 3), "high": round(ratios[-1], 3)}
+
+
+# All that OPOTrainer does in an update phase beside passes through the model, and beside what it leaves to TRL. The
+# functions of `opo_trl.objective` are called in the last three.
+OWN_PARTS = {"planning": "_prepare_inputs", "drive": "_drive", "loss": "_part_loss", "report": "_report_rows"}
+
+
+class Split:
+    """
+    Seconds of a trainer's phases by part. What a part spends within another one counts as the inner one's.
+
+    Args:
+        trainer: what is watched from now on.
+
+    Attributes:
+        seconds (`dict[str, float]`): `scoring` of the rollout by TRL, `anchor` (passes without gradient), `forward`
+            and `backward`; and the parts of `OWN_PARTS`, the loss without its forward pass.
+    """
+
+    def __init__(self, trainer: Any):
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inner = [0.0]
+        self._watch(trainer, "_generate_and_score_completions", "scoring")
+        self._watch(trainer, "_get_per_token_logps_and_entropies", "forward", without_gradient="anchor")
+        self._watch(trainer.accelerator, "backward", "backward")
+        if isinstance(trainer, OPOTrainer):
+            for part, name in OWN_PARTS.items():
+                self._watch(trainer, name, part)
+
+    def _watch(self, owner: Any, name: str, part: str, *, without_gradient: str | None = None) -> None:
+        original = getattr(owner, name)
+
+        def timed(*args, **kwargs):
+            which = part if torch.is_grad_enabled() else without_gradient or part
+            began = now()
+            self._inner.append(0.0)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                took = now() - began
+                self.seconds[which] += took - self._inner.pop()
+                self._inner[-1] += took
+
+        setattr(owner, name, timed)
+
+
+# Tokens and memory
+
+
+@dataclass(frozen=True)
+class Pass:
+    """
+    A forward pass: with gradient or without; rows, columns with padding; tokens without padding, and scored ones.
+    """
+
+    gradient: bool
+    rows: int
+    columns: int
+    tokens: int
+    scored: int
+
+    @property
+    def padded(self) -> int:
+        """Tokens with padding."""
+        return self.rows * self.columns
+
+
+@contextlib.contextmanager
+def counted_passes(model: torch.nn.Module) -> Iterator[list[Pass]]:
+    """The forward passes of a model in this context, counted as they happen."""
+    passes: list[Pass] = []
+
+    def count(_, args: tuple, inputs: dict[str, Any]) -> None:
+        rows, columns = inputs["input_ids"].shape
+        tokens, scored = inputs["attention_mask"].sum().item(), (inputs["labels"] != -100).sum().item()
+        passes.append(Pass(torch.is_grad_enabled(), rows, columns, tokens, scored))
+
+    hook = model.register_forward_pre_hook(count, with_kwargs=True)
+    yield passes
+    hook.remove()
+
+
+def count_tokens(passes: Sequence[Pass]) -> dict[str, int]:
+    """Tokens that went through the model, with padding and without: forward only, and forward and backward."""
+    return {
+        f"{name} {column}": sum(getattr(one, column) for one in passes if one.gradient == gradient)
+        for name, gradient in (("forward", False), ("gradient", True))
+        for column in ("padded", "tokens")
+    }
+
+
+def allocated_peak(trainer: Any) -> int:
+    """Bytes that a phase has on the CPU at its peak, beside what there was before: weights and moments."""
+    return max(held for _, held in held_bytes(profiled(lambda: phase(trainer))))

@@ -1,0 +1,34 @@
+"""Shapes of models: arguments of a Transformers configuration."""
+
+from typing import Any
+
+
+QWEN3_1_7B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
+
+
+def small_qwen3(width: int, vocab_size: int = 1024) -> dict[str, Any]:
+    """A Qwen3 of two layers; its LM head has about the share of the parameters that it has in Qwen3-0.6B."""
+    return QWEN3_1_7B | {
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": width // 32,
+        "num_key_value_heads": width // 64,
+        "head_dim": 32,
+    }
