@@ -1,15 +1,15 @@
 """
 What an update costs: OPOTrainer, with each of its options, beside TRL's GRPOTrainer on the same rollout.
 
-    python -m benchmarks.update_phase            → benchmarks/results/update_phase.{json,md,png}; one core, 10 minutes
+    python -m benchmarks.update_phase            → benchmarks/results/update_phase.{json,md,png}; one core, 20 minutes
     python -m benchmarks.update_phase --check    measure again; exit status 1 if a ratio is above the committed one
     python -m benchmarks.update_phase --write    the table and the figure, from update_phase.json
     ... --quick                                  one case alone, once; nothing is written; half a minute
 
 Both trainers get a fixed rollout of random tokens in place of generation: `GROUPS` prompts × `GENERATIONS`
-completions, with the lengths of MATH's problems and solutions divided by `SHORTER`, so that a phase takes seconds: what
-a pass costs whatever its length is then a larger share than in practice. Time is the processor's, which
-other programs do not lengthen. The trainers take turns, and every ratio is to GRPOTrainer's phase of the same turn.
+completions, with the lengths of MATH's problems and solutions divided by `SHORTER`, so that a phase takes seconds:
+what a pass costs whatever its length is then a larger share than in practice. Time is the processor's, which other
+programs do not lengthen. The trainers take turns, and every ratio is to GRPOTrainer's phase of the same turn.
 Tokens are counted where they enter the model. Peak memory is what PyTorch's CPU allocator hands out for a phase,
 beside weights and moments.
 With the extra `figures` installed.
