@@ -40,9 +40,9 @@ class Packed:
             position_ids=positions[real].unsqueeze(0),
             **options,
         )
-        for name in ("log_probs", "entropy"):
+        for name in {"log_probs", "entropy"} & outputs.keys():  # a reference model's head has no entropy
             # The head has one value less than tokens. The first of a row, which follows the row before, has no label.
-            values = torch.nn.functional.pad(getattr(outputs, name), (1, 0))
+            values = torch.nn.functional.pad(outputs[name], (1, 0))
             outputs[name] = values.new_zeros(real.shape).masked_scatter(real, values)[:, 1:]
         return outputs
 
