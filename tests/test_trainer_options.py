@@ -26,6 +26,7 @@ from helpers import (
     relative_error,
     snapshot,
     trained,
+    without_times,
 )
 from peft import LoraConfig, get_peft_model
 from tiny import make_tokenizer
@@ -311,7 +312,7 @@ def test_what_takes_no_part_has_no_influence_whatever_it_holds(tiny_model, tmp_p
     for step, same in zip(clean.steps, poisoned.steps, strict=True):
         assert norm(step.gradient) > 0.1
         assert all(torch.equal(same.gradient[name], gradient) for name, gradient in step.gradient.items())
-    for name, found in logged(poisoned)[1].items():
+    for name, found in without_times(logged(poisoned)[1]).items():
         if name.startswith("opo/") or name in ("entropy", "kl"):
             assert found == pytest.approx(logged(clean)[1][name])
 

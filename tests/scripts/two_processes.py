@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from helpers import Script, logged, trained
+from helpers import Script, logged, trained, without_times
 
 
 ROWS = 12  # of a rollout, over all processes
@@ -45,7 +45,8 @@ def run(model: str, folder: Path) -> dict:
         "parameters": parameters.tolist(),
         "moved": (parameters - initial).norm().item(),
         "logged": [
-            {name: value for name, value in entry.items() if name.startswith("opo/")} for entry in logged(trainer)
+            {name: value for name, value in without_times(entry).items() if name.startswith("opo/")}
+            for entry in logged(trainer)
         ],
         **gathered,
     }
