@@ -115,7 +115,7 @@ class OPOTrainer(RolloutTrainer):
         self._step_rows: list[Tensor] = []  # what the micro-batches of the current optimizer step have to report
         self._low_ess_rollouts = 0
         self._anchor_deferred = False
-        if args.padding_free:
+        if self.args.padding_free:
             packing.check(self.accelerator.unwrap_model(self.model))
 
     # 1. The drive joins the rollout
