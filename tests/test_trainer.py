@@ -528,7 +528,7 @@ def test_configuration_may_be_left_out(tiny_model, tmp_path, monkeypatch, as_mod
     )
     assert isinstance(trainer.args, OPOConfig)
     assert trainer.args.output_dir == f"{Path(tiny_model).name}-OPO"
-    assert (trainer.args.alpha, trainer.args.mu) == (0.4, 1.0)
+    assert (trainer.args.alpha, trainer.args.mu) == (0.4, 0.3)
 
 
 def test_recorded_distance_can_fail(tiny_model, tmp_path):
