@@ -215,8 +215,7 @@ def train(run: dict[str, Any]) -> tuple[str, int]:
 
 def run_missing(jobs: int) -> int:
     """Run what is not finished; the number of runs that failed."""
-    collected = {folder(line) for line in read()}
-    missing = [run for run in runs() if folder(run) not in collected and not is_done(run)]
+    missing = [run for run in runs() if not is_done(run)]
     # Importing takes longer than some of the runs: the server does it once for all.
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["opo_trl.train"])
@@ -230,13 +229,12 @@ def run_missing(jobs: int) -> int:
 
 
 def collect() -> None:
-    """Keep of each finished run what the report reads, and its curves, beside what has been collected before."""
-    collected = {folder(line): line for line in read()}
+    """Keep of each run what the report reads, and its curves; every one has to be finished."""
+    missing = [run for run in runs() if not is_done(run)]
+    if missing:
+        raise SystemExit(f"{len(missing)} runs are not finished. `python benchmarks/regime.py run` goes on with them.")
     lines = []
     for run in runs():
-        if not is_done(run):
-            lines += [collected[folder(run)]] if folder(run) in collected else []
-            continue
         log = [json.loads(line) for line in (folder(run) / "log.jsonl").read_text().splitlines()]
         steps = [entry for entry in log if "grad_norm" in entry]
         summary = json.loads((folder(run) / "summary.json").read_text())
@@ -265,8 +263,6 @@ def collect() -> None:
 
 def read() -> list[dict[str, Any]]:
     """The collected runs."""
-    if not (RESULTS / "regime.jsonl.gz").exists():
-        return []
     return [json.loads(line) for line in gzip.decompress((RESULTS / "regime.jsonl.gz").read_bytes()).splitlines()]
 
 

@@ -36,6 +36,8 @@ class StepClock(TrainerCallback):
         self._seconds, self._first_token = 0.0, 0
 
     def on_train_begin(self, args, state, control, **kwargs):
+        # An earlier run may have ended inside a step.
+        self._phase, self._laps, self._steps = None, [], 0
         self._seconds, self._first_token = 0.0, state.num_input_tokens_seen
 
     def on_step_begin(self, args, state, control, **kwargs):

@@ -53,6 +53,16 @@ def test_tokens_are_counted_from_where_the_run_was_resumed():
     assert clock.tokens_per_second(1500) == pytest.approx(500 / seconds)
 
 
+def test_a_run_that_ended_inside_a_step_leaves_nothing_to_the_next():
+    clock = StepClock(torch.device("cpu"))
+    clock.on_step_begin(None, None, None)
+    time.sleep(PAUSE)
+    clock.on_train_begin(None, TrainerState(), None)
+    clock.on_step_begin(None, None, None)
+    clock.on_optimizer_step(None, None, None)
+    assert sum(clock.seconds_per_step().values()) < PAUSE
+
+
 def test_every_step_of_a_run_logs_its_phases(tiny_model, tmp_path):
     def slow(prompts, **kwargs):
         time.sleep(PAUSE)
