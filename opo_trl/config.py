@@ -51,21 +51,30 @@ class RolloutConfig(GRPOConfig):
             Most rounds of generation for one rollout, at least 1. From 2 on, sampling is dynamic, as in DAPO: groups
             whose completions all have the same reward are replaced by groups of further prompts, until none is left
             or the rounds are used up.
+        max_reward_failure_rate (`float`, *optional*, defaults to `0.1`):
+            Largest share of completions, in `[0, 1]`, that an [`IsolatedReward`] may fail to score: over all
+            processes, and as a moving average in which each round of generation has the weight 0.1. Above it the run
+            ends. 1 lets it go on whatever happens.
 
     Raises:
-        `ValueError`: `max_sampling_rounds` out of its range, or above 1 where advantages are normalized over groups
-        that may yet be replaced.
+        `ValueError`: a value out of its range, or `max_sampling_rounds` above 1 where advantages are normalized over
+        groups that may yet be replaced.
     """
 
     max_sampling_rounds: int = field(
         default=1,
         metadata={"help": "Most rounds of generation for one rollout; from 2 on, groups without spread are replaced."},
     )
+    max_reward_failure_rate: float = field(
+        default=0.1, metadata={"help": "Largest share of completions, in [0, 1], that isolated rewards fail to score."}
+    )
 
     def __post_init__(self):
         super().__post_init__()
         rounds = self.max_sampling_rounds
+        rate = self.max_reward_failure_rate
         _require(rounds >= 1, "max_sampling_rounds", rounds, "a whole number, at least 1")
+        _require(0 <= rate <= 1, "max_reward_failure_rate", rate, "a number in [0, 1]")
         for name, value in (("scale_rewards", "batch"), ("multi_objective_aggregation", "normalize_then_sum")):
             if rounds > 1 and getattr(self, name) == value:
                 raise ValueError(

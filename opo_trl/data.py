@@ -10,14 +10,15 @@ A row that cannot be used is never dropped silently: one warning counts the drop
 """
 
 import logging
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
+
+from .boxes import final_answer, find_boxes
 
 
 logger = logging.getLogger(__name__)
@@ -29,74 +30,6 @@ Style = Literal["chat", "plain"]
 
 _READERS = {".jsonl": "json", ".jsonl.gz": "json", ".json": "json", ".parquet": "parquet"}
 _MAX_NAMED = 10
-
-# A box with its opening brace or, as in `\boxed 2`, with a bare number or letter; and the braces that open and close,
-# with the escaped ones matched apart, because `\{` and `\}` are text. The look-ahead in the last but one line finds
-# the box in `\\boxed{2}` as well, which is what a doubly escaped answer looks like.
-_BRACES = re.compile(
-    r"""\\(?:boxed|fbox)(?![A-Za-z])\s*(?:(?P<open>\{)|(?P<bare>(?:-?\d+(?:[.,]\d+)*|[A-Za-z])(?![\w/^{}+*-]|[.,]\d))|)
-    |\\(?!\\(?:boxed|fbox))[\\{}]
-    |[{}]""",
-    re.VERBOSE,
-)
-
-
-class Box(NamedTuple):
-    r"""
-    One `\boxed` or `\fbox` in a text.
-
-    Args:
-        start (`int`): Index of its backslash.
-        end (`int`): Index behind its last character.
-        content (`str` or `None`): What it holds, without white space around; `None` if its brace is never closed.
-    """
-
-    start: int
-    end: int
-    content: str | None
-
-
-def find_boxes(text: str) -> list[Box]:
-    r"""
-    Find every `\boxed{…}` and `\fbox{…}`, nested braces and nested boxes included, in time linear in the text.
-
-    Args:
-        text (`str`): Any text.
-
-    Returns:
-        `list[Box]`: The boxes in order of their start, complete or not. `\boxed 2` is complete, too.
-    """
-    boxes, open_braces = [], []
-    for match in _BRACES.finditer(text):
-        token = match.group()
-        if token == "{" or match["open"]:
-            open_braces.append(match)
-        elif token == "}" and open_braces:
-            opening = open_braces.pop()
-            if opening["open"]:
-                boxes.append(Box(opening.start(), match.end(), text[opening.end() : match.start()].strip()))
-        elif "box" in token:
-            boxes.append(Box(match.start(), match.end(), match["bare"]))
-    boxes += [Box(match.start(), match.end(), None) for match in open_braces if match["open"]]
-    return sorted(boxes)
-
-
-def final_answer(solution: str) -> str | None:
-    r"""
-    Return what stands in the last complete box of a solution.
-
-    Where the answer is spread over several boxes (`\boxed{-2}$ and $\boxed{1}`, about 20 rows of MATH) this is its
-    last part.
-
-    Args:
-        solution (`str`): Any text.
-
-    Returns:
-        `str` or `None`: The content of the last complete `\boxed{…}`, `\boxed 2` or `\fbox{…}`; `None` if there is no
-        complete box or the last one is empty.
-    """
-    complete = [box.content for box in find_boxes(solution) if box.content is not None]
-    return (complete[-1] or None) if complete else None
 
 
 def load_problems(

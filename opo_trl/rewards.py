@@ -8,24 +8,28 @@ what follows the last `</think>`. A completion that opens `<think>` and never cl
 
 import logging
 import re
+import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.errors import TimeoutException
-from math_verify.utils import timeout
 from sympy import Basic, Expr
 
-from .data import final_answer, find_boxes
+from .boxes import final_answer, find_boxes
 
 
 logger = logging.getLogger(__name__)
 
+# It warns of answers that take long, and that it does not limit the time, which is done here.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
 Completion = str | list[dict[str, str]]
 
-PARSING_TIMEOUT, VERIFYING_TIMEOUT = 5, 5  # seconds
+PARSING_LIMIT, VERIFYING_LIMIT = 5.0, 5.0  # seconds of processor time
 
 # A longer answer counts as none, since the parser takes long on it. The longest one in MATH has 159 characters.
 MAX_ANSWER_LENGTH = 300
@@ -52,7 +56,8 @@ _REWRITES = [
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"(?<!\\)%", r"\\%"),
         # Thousands: `10,\!000`, `10{,}000`, `10\,000`. math-verify reads `10,000`, and knows the pair in `(10,000)`.
-        (r"(?<=\d)(?:\\!)*(?:,\\!|\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d))", ""),
+        (r"(?<=\d)(?:\\!)*(?:,\\!\s*|\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d))", ""),
+        (r"^(-?\d{1,3}) (\d{3})(?: (\d{3}))?$", r"\1\2\3"),
         (r"(?<!\\)\\[!,;: ]|\\q?quad(?![A-Za-z])|~", " "),  # but `\\ ` starts a row of a matrix
         (r"\\[hv]?phantom\s*(?:\{[^{}]*\}|\S)", ""),
         (r"\\[dtc]?frac\s*" + _TOKEN + r"\s*" + _TOKEN, r"\\frac{\1}{\2}"),
@@ -61,7 +66,7 @@ _REWRITES = [
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\sqrt\s*" + _TOKEN, r"\\sqrt{\1}"),
         (r"[\s.,;:]+(?=\}*$)", ""),
-        (r"^(?:\s|\\approx(?![A-Za-z])|=)+", ""),
+        (r"^(?:\s|(?:[A-Za-z]\s*)?\\approx(?![A-Za-z])|=)+", ""),
         (r"\s*\\approx(?![A-Za-z])[^()\[\]]*$", ""),  # the exact value comes first
     )
 ]
@@ -156,8 +161,8 @@ def score(completion: str, solution: str) -> float | None:
     r"""
     Score one completion against one solution. Never raises on any text.
 
-    math-verify limits its time by `signal.alarm`, which only the main thread can set: in any other thread a pair that
-    takes forever takes forever.
+    Parsing and comparison may take 5 seconds of processor time each. Only the main thread can limit them: in any other
+    one, and in native code, a pair that takes forever takes forever. [`IsolatedReward`] ends these as well.
 
     Args:
         completion (`str`):
@@ -248,14 +253,12 @@ def _parse(latex: str) -> list[Any]:
     if not latex:
         return []
     boxed = f"\\boxed{{{latex}}}"
-    limit = _timeout(PARSING_TIMEOUT)
-    return _or_none(parse, boxed, [_LATEX], fallback_mode="no_fallback", parsing_timeout=limit) or []
+    return _or_none(PARSING_LIMIT, parse, boxed, [_LATEX], fallback_mode="no_fallback", parsing_timeout=None) or []
 
 
 def _verify(gold: list[Any], answer: list[Any]) -> bool:
-    limit = _timeout(VERIFYING_TIMEOUT)
-    same = _or_none(verify, gold, answer, allow_set_relation_comp=True, timeout_seconds=limit)
-    return bool(same and _or_none(timeout(limit)(_relatively_close), gold[0], answer[0]))
+    same = _or_none(VERIFYING_LIMIT, verify, gold, answer, allow_set_relation_comp=True, timeout_seconds=None)
+    return bool(same and _or_none(VERIFYING_LIMIT, _relatively_close, gold[0], answer[0]))
 
 
 def _relatively_close(gold: Basic, answer: Basic) -> bool:
@@ -270,14 +273,30 @@ def _relatively_close(gold: Basic, answer: Basic) -> bool:
     return bool(abs((gold - answer).evalf()) <= 1e-4 * abs(gold.evalf()) + 1e-100)
 
 
-def _timeout(seconds: int) -> int | None:
-    return seconds if threading.current_thread() is threading.main_thread() else None
-
-
-def _or_none(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _or_none(seconds: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        return function(*args, **kwargs)
+        with _processor_time(seconds):
+            return function(*args, **kwargs)
     # A parser that meets whatever a model writes can fail in any way. The time-out is not an `Exception`.
     except (Exception, TimeoutException):
         logger.debug("math-verify failed on %.200r", args, exc_info=True)
         return None
+
+
+@contextmanager
+def _processor_time(seconds: float) -> Iterator[None]:
+    """math-verify's own limits are on the wall clock, and fail right answers where many workers share a processor."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutException
+
+    previous = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)

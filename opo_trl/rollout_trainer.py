@@ -6,8 +6,9 @@ comparison differs in nothing else. What is added to TRL's:
 
 1. The order of the prompts, and the optimizer step that a completion serves, are functions of the seed (`rollout`).
 2. Dynamic sampling replaces groups without spread of rewards (`dynamic_sampling`), as DAPO does.
-3. A checkpoint holds all that the rest of the run depends on, the rollout in use among it (`checkpoint`).
+3. Completions that cannot be scored are counted, and end the run when they are too many (`scoring`).
 4. The log says where the time of a step goes (`step_clock`).
+5. A checkpoint holds all that the rest of the run depends on, the rollout in use among it (`checkpoint`).
 """
 
 import shutil
@@ -31,9 +32,13 @@ from .dynamic_sampling import PromptStream
 from .objective import gradient_response_efficiency
 from .plan import training_plan
 from .rollout import EpochSampler, micro_batches, rows_of_steps
+from .scoring import IsolatedReward
 from .step_clock import StepClock
 from .weights import FrozenBase
 
+
+# Weight of a round of generation in the moving average of what rewards fail to score: about ten rounds count.
+_FAILURE_WEIGHT = 0.1
 
 trl_contract.check()
 
@@ -52,6 +57,7 @@ class RolloutTrainer(GRPOTrainer):
         `TypeError`: `args` is a configuration of another trainer.
         `ValueError`: a quantized base model is to be generated from by vLLM, or `max_sampling_rounds` is above 1 and
             the prompts come from a stream.
+        `RuntimeError`: in training, isolated rewards fail to score more than `max_reward_failure_rate`.
     """
 
     config_class: type[RolloutConfig] = RolloutConfig
@@ -67,6 +73,8 @@ class RolloutTrainer(GRPOTrainer):
         "_globalstep_last_logged",
         "entropy_coef",
         "_last_world_entropy",
+        "_reward_failures",
+        "_reward_failure_rate",
     )
 
     def __init__(self, model, reward_funcs=None, args: RolloutConfig | None = None, *further, **named):
@@ -88,6 +96,8 @@ class RolloutTrainer(GRPOTrainer):
         self._rewards_per_func = torch.empty(0)  # [N, number of reward functions], over all processes
         self._advantage_range = 0.0  # of the rollout in use, over all processes
         self._completions_generated = 0  # for training, over all processes
+        self._reward_failures: dict[str, float] = {}  # by kind, since the last log, over all processes
+        self._reward_failure_rate = 0.0
         self._warned_of_bound = False
         self._frozen_base: FrozenBase | None = None
         self._sampler: EpochSampler | None = None  # Transformers asks for it when training starts; not for a stream
@@ -207,15 +217,33 @@ class RolloutTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         with self._clock.phase("score"):
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._rewards_per_func = rewards
-        return rewards
+            self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        isolated = [reward for reward in self.reward_funcs if isinstance(reward, IsolatedReward)]
+        if isolated:
+            self._count_failures(isolated, len(completions))
+        return self._rewards_per_func
+
+    def _count_failures(self, rewards: list[IsolatedReward], n_completions: int):
+        counts = [sum(r.timeouts for r in rewards), sum(r.errors for r in rewards), len(rewards) * n_completions]
+        gathered = self.accelerator.gather(torch.tensor([counts], device=self.accelerator.device))
+        timeouts, errors, n_scores = gathered.sum(dim=0).tolist()
+        for kind, count in (("reward/timeouts", timeouts), ("reward/errors", errors)):
+            self._reward_failures[kind] = self._reward_failures.get(kind, 0) + count
+        self._reward_failure_rate += _FAILURE_WEIGHT * ((timeouts + errors) / n_scores - self._reward_failure_rate)
+        limit = self.args.max_reward_failure_rate
+        if self._reward_failure_rate > limit:
+            raise RuntimeError(
+                f"max_reward_failure_rate={limit} is exceeded: {self._reward_failure_rate:.1%} of the completions of "
+                f"about the last {1 / _FAILURE_WEIGHT:.0f} rounds of generation could not be scored, {timeouts} of "
+                f"{n_scores} in the last one by running out of time and {errors} by errors. The warnings above say "
+                "why: mend the reward function, give it more time or memory, or raise `max_reward_failure_rate`."
+            )
 
     def _get_per_token_logps_and_entropies(self, *inputs, **options):
         with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
             return super()._get_per_token_logps_and_entropies(*inputs, **options)
 
-    # 3. Where the time goes
+    # 3. What is logged
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "grad_norm" in logs:
@@ -228,6 +256,9 @@ class RolloutTrainer(GRPOTrainer):
             metrics["opo/gradient_response_efficiency"].append(
                 gradient_response_efficiency(logs["grad_norm"], self._advantage_range)
             )
+            for kind in self._reward_failures:
+                metrics[kind].append(self._reward_failures[kind])
+                self._reward_failures[kind] = 0
         super().log(logs, start_time)
 
     # 4. What a checkpoint holds

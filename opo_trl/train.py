@@ -38,6 +38,7 @@ from .data import INSTRUCTION, drop_long_prompts, load_problems, to_prompts, wit
 from .evaluate import Decoding, evaluate
 from .rewards import accuracy_reward, format_reward
 from .rollout_trainer import RolloutTrainer
+from .scoring import IsolatedReward
 from .trainer import OPOTrainer
 
 
@@ -68,6 +69,14 @@ class OPOScriptArguments(ScriptArguments):
             Reward functions: `accuracy_reward`, `format_reward`, `arithmetic_reward`, TRL's
             `reasoning_accuracy_reward`, `think_format_reward` and `soft_overlong_punishment`, or dotted import paths.
             The first one decides what counts as solved in every accuracy.
+        reward_workers (`int`, *optional*, defaults to `4`):
+            Worker processes of a node that score completions by `accuracy_reward`, shared by its training processes,
+            at least one each; 0 scores in the training processes. The other rewards always do, but for functions that
+            are an [`IsolatedReward`] of their own.
+        reward_timeout (`float`, *optional*, defaults to `30.0`):
+            Seconds that a worker has for one completion, which is else unscorable, not wrong.
+        reward_memory (`int`, *optional*, defaults to `2048`):
+            Memory that a worker may allocate for it in MiB; see [`IsolatedReward`].
         overlong_cache (`int`, *optional*):
             Tokens before `max_completion_length` over which `soft_overlong_punishment` falls from 0 to -1.
         reward_model_name_or_path (`str`, *optional*):
@@ -108,6 +117,9 @@ class OPOScriptArguments(ScriptArguments):
         default_factory=lambda: ["accuracy_reward"], metadata={"help": "Reward functions, by name or dotted path."}
     )
     reward_model_name_or_path: str | None = field(default=None, metadata={"help": "Reward model to add."})
+    reward_workers: int = field(default=4, metadata={"help": "Worker processes for accuracy_reward; 0 for none."})
+    reward_timeout: float = field(default=30.0, metadata={"help": "Seconds that a worker has for one completion."})
+    reward_memory: int = field(default=2048, metadata={"help": "Memory of a worker in MiB."})
     overlong_cache: int | None = field(
         default=None, metadata={"help": "Tokens over which soft_overlong_punishment falls to -1."}
     )
@@ -277,6 +289,10 @@ def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
         get_soft_overlong_punishment(length, cache) if name == "soft_overlong_punishment" else load_reward(name)
         for name in script.reward_funcs
     ]
+    if script.reward_workers:
+        workers = max(script.reward_workers // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+        limits: Any = {"timeout": script.reward_timeout, "memory": script.reward_memory}
+        found = [IsolatedReward(f, workers=workers, **limits) if f is accuracy_reward else f for f in found]
     return [*found, script.reward_model_name_or_path] if script.reward_model_name_or_path else found
 
 
@@ -434,6 +450,17 @@ def _draw_figures(folder: Path):
 _SELECTIONS = ("levels", "fraction", "validation_levels", "report_levels")
 
 
+_POSITIVE = (
+    "validation_steps",
+    "validation_size",
+    "report_size",
+    "report_samples",
+    "max_prompt_length",
+    "reward_timeout",
+    "reward_memory",
+)
+
+
 def _check_script(script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig):
     if not model_config.model_name_or_path:
         raise ValueError("model_name_or_path is not set. Set it to a model's Hub id or folder.")
@@ -452,10 +479,12 @@ def _check_script(script: OPOScriptArguments, args: RolloutConfig, model_config:
                 f"{name}=True does not go with use_vllm=True: TRL hands vLLM the packed weights, which it refuses "
                 "(huggingface/trl#4973). Remove one of them."
             )
-    for name in ("validation_steps", "validation_size", "report_size", "report_samples", "max_prompt_length"):
+    for name in _POSITIVE:
         value = getattr(script, name)
-        if value is not None and value < 1:
+        if value is not None and value <= 0:
             raise ValueError(f"{name}={value} is not allowed. Set `{name}` to a positive number, or leave it out.")
+    if script.reward_workers < 0:
+        raise ValueError(f"reward_workers={script.reward_workers} is not allowed. Set `reward_workers` to 0 or more.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from math_verify.errors import TimeoutException
 
 from opo_trl import rewards
-from opo_trl.data import final_answer
+from opo_trl.boxes import final_answer
 from opo_trl.rewards import accuracy_reward, format_reward, score
 
 
@@ -53,6 +53,8 @@ EQUAL = [
     # thousands
     ("10,000", "10000"),
     ("10000", r"10{,}000"),
+    ("1234567", "1 234 567"),
+    ("11111111100", r"11,\! 111,\! 111,\! 100"),
     (r"10,\!000", r"10\,000"),
     (r"1,\!296,\!540", "1296540"),
     (r"\frac{12}{5,\!525}", r"\frac{12}{5525}"),
@@ -97,6 +99,7 @@ EQUAL = [
     ("[-2,7]", r"-2 \le x \le 7"),
     (r"(-\infty,2)\cup(3,\infty)", r"(3,\infty)\cup(-\infty,2)"),
     (r"\approx 8.24 \text{ mph}", "8.24"),
+    ("11", r"x\approx11"),
     (r"\frac{2}{3}", r"\frac{2}{3} \approx 0.67"),
     (r"\frac{1}{2^{98}}", "2^{-98}"),
 ]
@@ -174,6 +177,85 @@ DIFFERENT = [
 ]
 
 
+def tower(base: str, height: int) -> str:
+    return "^{".join([base] * height) + "}" * (height - 1)
+
+
+# What a model under training writes, by pattern: completion, gold answer, verdict. docs/rewards.md has the same table.
+ADVERSARIAL = {
+    "nested exponents": [(box(tower("9", height)), "5", 0.0) for height in (3, 5, 40)],
+    "nested exponents of a variable": [(box(tower("x", 30)), "x", 0.0)],
+    "factorials": [(box("9!!!!"), "5", 0.0), (box("(10^{9})!"), "5", 0.0)],
+    "boxes that are never closed": [("\\boxed{" * 10_000, "5", 0.0), ("\\boxed{" * 10_000 + "5", "5", 0.0)],
+    "boxes in boxes": [("\\boxed{" * 10_000 + "5" + "}" * 10_000, "5", 1.0)],
+    "number of 100,000 digits": [(box("7" * 100_000), "7", 0.0), ("7" * 100_000, "7", 0.0)],
+    "gold answer of 100,000 digits": [(box("7"), "7" * 100_000, None)],
+    "deep brackets": [
+        (box("((5))"), "5", 1.0),
+        (box("(" * 140 + "5" + ")" * 140), "5", 0.0),
+        (box("{" * 10_000), "5", 0.0),
+    ],
+    "unbalanced LaTeX": [
+        (r"\boxed{\frac{1}{2}", r"\frac{1}{2}", 0.0),
+        (r"\boxed{\frac{1}{2}}}}}", r"\frac{1}{2}", 1.0),
+        (box(r"\left(1, 2"), "(1,2)", 0.0),
+        (box(r"\sqrt{"), "2", 0.0),
+    ],
+    "Unicode": [
+        (box("−5"), "-5", 1.0),
+        (box("2π"), r"2\pi", 1.0),
+        (box("３"), "3", 0.0),
+        (box("½"), r"\frac{1}{2}", 0.0),
+        (box("x²"), "x^2", 0.0),
+        (box("五"), "5", 0.0),
+        (box("\u200b5\u200b"), "5", 0.0),
+        (box("5\x00"), "5", 0.0),
+    ],
+    "empty": [("", "5", 0.0), (" \n", "5", 0.0), (box(""), "5", 0.0), (box(r"\,"), "5", 0.0)],
+    "100 kB of one character": [
+        (text, "5", 0.0)
+        for character in ("a", "5", "{", "}", "\\", "$", " ", "\n", "(", "^", "_", "🙂", "\x00")
+        for text in (character * 100_000, box(character * 100_000))
+    ],
+    "several boxes": [
+        (r"First \boxed{2}, no: \boxed{3}", "3", 1.0),
+        (r"First \boxed{3}, no: \boxed{2}", "3", 0.0),
+        (r"$\boxed{1}$ and $\boxed{2}$", "1, 2", 1.0),
+        (r"$\boxed{1}$ and $\boxed{2}$", "2", 0.0),
+    ],
+    "answer behind the final box": [
+        (r"\boxed{2}. No, the answer is 3.", "3", 0.0),
+        (r"\boxed{2} \text{or rather } 3", "3", 0.0),
+        (r"\boxed{2} <!-- 3 -->", "3", 0.0),
+    ],
+    "all options": [
+        (box("A, B, C, D"), r"\text{B}", 0.0),
+        (box(r"\text{A or B or C or D}"), r"\text{B}", 0.0),
+        (r"\boxed{A}, \boxed{C}, \boxed{B}", r"\text{B}", 0.0),
+        (r"\boxed{1} or \boxed{2} or \boxed{3}", "3", 0.0),
+        (box("1, 2, 3, 4, 5"), "3", 0.0),
+        (box(r"1 \text{ or } 3"), "3", 0.0),
+        (box(r"\pm 3"), "3", 0.0),
+        (box(r"x \in \mathbb{R}"), "3", 0.0),
+        (box(r"(-\infty, \infty)"), "3", 0.0),
+    ],
+    "a free variable": [
+        (box("x"), "5", 0.0),
+        (box("x = x"), "5", 0.0),
+        (box("x"), "x = 5", 0.0),
+        (box("n"), "12", 0.0),
+        ("The answer is x.", "5", 0.0),
+    ],
+    "the question in the box": [
+        (box("What is 2 + 3?"), "5", 0.0),
+        (box(r"\text{the value of } 2 + 3"), "5", 0.0),
+        (box("? = 5"), "4", 0.0),
+        (box("x + 2 = 5"), "3", 0.0),
+        (box("2 + 3"), "5", 1.0),  # a term that equals the answer is right, whoever wrote it
+    ],
+}
+
+
 TOKENS = r"""
 \frac \sqrt \text \boxed \left \begin{pmatrix} \\ \{ { } ( ) [ ] , .
 0 1 23 x y i - + = ^ _ & % $ cm \pi \cup \infty \in \le \circ </think>
@@ -212,6 +294,13 @@ class TestScore:
     )
     def test_the_answer_is_what_stands_in_the_last_box_of_the_answer_proper(self, completion: str, expected: float):
         assert score(completion, "3") == expected
+
+    @pytest.mark.parametrize("pattern", ADVERSARIAL)
+    def test_what_a_model_under_training_writes(self, pattern: str):
+        scored = [
+            (completion[:80], gold[:80], score(completion, gold)) for completion, gold, _ in ADVERSARIAL[pattern]
+        ]
+        assert scored == [(completion[:80], gold[:80], verdict) for completion, gold, verdict in ADVERSARIAL[pattern]]
 
     def test_gold_may_be_a_whole_solution(self):
         assert score(box("3"), r"Since $1 + 2 = 3$, it is $\boxed{3}$.") == 1.0
@@ -269,10 +358,10 @@ class TestFailingMathVerify:
         assert score(box("1/2"), "0.5") == 0.0
 
     def test_an_endless_comparison_is_wrong_in_time(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(rewards, "VERIFYING_TIMEOUT", 1)
-        start = time.monotonic()
+        monkeypatch.setattr(rewards, "VERIFYING_LIMIT", 1.0)
+        start = time.process_time()
         assert score(box(r"\sum_{n=1}^{10^9} \frac{1}{n}"), "5") == 0.0
-        assert 0.9 < time.monotonic() - start < 20
+        assert 0.9 < time.process_time() - start < 5
 
 
 class TestAccuracyReward:

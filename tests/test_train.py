@@ -173,6 +173,9 @@ def test_without_a_drive_nothing_is_learned(tmp_path):
         ({"trainer": "ppo"}, "trainer='ppo' does not exist. Set `trainer` to one of opo, grpo"),
         ({"trainer": "grpo"}, "belongs to `trainer: opo`"),
         ({"report_samples": 0}, "report_samples=0 is not allowed"),
+        ({"reward_workers": -1}, "reward_workers=-1 is not allowed"),
+        ({"reward_timeout": 0}, "reward_timeout=0.0 is not allowed"),
+        ({"reward_memory": 0}, "reward_memory=0 is not allowed"),
     ],
 )
 def test_recipe_that_cannot_be_run_ends_with_status_2_and_no_folder(tmp_path, capsys, overrides, message):

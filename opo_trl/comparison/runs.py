@@ -58,6 +58,7 @@ _INCIDENTAL = (
     "disable_tqdm",
     "report_to",
     "local_rank",
+    "reward_workers",
 )
 
 

@@ -1,0 +1,86 @@
+r"""Final answers in `\boxed{…}`. Needs nothing but the standard library: the workers of `scoring` import it."""
+
+import itertools
+import re
+from typing import NamedTuple
+
+
+# A box with its opening brace or, as in `\boxed 2`, with a bare number or letter; and the braces that open and close,
+# with the escaped ones matched apart, because `\{` and `\}` are text. The look-ahead in the last but one line finds
+# the box in `\\boxed{2}` as well, which is what a doubly escaped answer looks like.
+_BRACES = re.compile(
+    r"""\\(?:boxed|fbox)(?![A-Za-z])\s*(?:(?P<open>\{)|(?P<bare>(?:-?\d+(?:[.,]\d+)*|[A-Za-z])(?![\w/^{}+*-]|[.,]\d))|)
+    |\\(?!\\(?:boxed|fbox))[\\{}]
+    |[{}]""",
+    re.VERBOSE,
+)
+
+
+# What joins boxes to one answer. Not an empty line: the second box is then the answer given anew.
+_JOINT = re.compile(r"(?:[ \t,;$]|\n(?!\s*\n)|and|or|\\text\s*\{[^{}]*\b(?:and|or)\s*\}|\\q?quad|\\[,;:!() ])*")
+
+
+class Box(NamedTuple):
+    r"""
+    One `\boxed` or `\fbox` in a text.
+
+    Args:
+        start (`int`): Index of its backslash.
+        end (`int`): Index behind its last character.
+        content (`str` or `None`): What it holds, without white space around; `None` if its brace is never closed.
+    """
+
+    start: int
+    end: int
+    content: str | None
+
+
+def find_boxes(text: str) -> list[Box]:
+    r"""
+    Find every `\boxed{…}` and `\fbox{…}`, nested braces and nested boxes included, in time linear in the text.
+
+    Args:
+        text (`str`): Any text.
+
+    Returns:
+        `list[Box]`: The boxes in order of their start, complete or not. `\boxed 2` is complete, too.
+    """
+    boxes, open_braces = [], []
+    for match in _BRACES.finditer(text):
+        token = match.group()
+        if token == "{" or match["open"]:
+            open_braces.append(match)
+        elif token == "}" and open_braces:
+            opening = open_braces.pop()
+            if opening["open"]:
+                boxes.append(Box(opening.start(), match.end(), text[opening.end() : match.start()].strip()))
+        elif "box" in token:
+            boxes.append(Box(match.start(), match.end(), match["bare"]))
+    boxes += [Box(match.start(), match.end(), None) for match in open_braces if match["open"]]
+    return sorted(boxes)
+
+
+def final_answer(solution: str) -> str | None:
+    r"""
+    Return the final answer of a solution: what stands in its last complete box, or in its last boxes.
+
+    Boxes with nothing between them but commas, "and", "or", `$` and space are one answer, the list of what they hold:
+    `\boxed{-2}$ and $\boxed{1}` is `-2, 1`, as in about 20 rows of MATH. A completion that offers several answers has
+    therefore not given one of them.
+
+    Args:
+        solution (`str`): Any text.
+
+    Returns:
+        `str` or `None`: The content of the last complete `\boxed{…}`, `\boxed 2` or `\fbox{…}`, after that of the
+        boxes joined to it, without repetitions; `None` if there is no complete box or the last one is empty.
+    """
+    complete = [box for box in find_boxes(solution) if box.content is not None]
+    if not complete or not complete[-1].content:
+        return None
+    parts = [complete[-1].content]
+    for box, following in reversed([*itertools.pairwise(complete)]):
+        if not _JOINT.fullmatch(solution, box.end, following.start):
+            break
+        parts.append(box.content)
+    return ", ".join(dict.fromkeys(filter(None, reversed(parts))))

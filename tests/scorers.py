@@ -1,0 +1,72 @@
+"""Reward functions that fail in every way. They import next to nothing, so that a worker starts at once."""
+
+import ctypes
+import hashlib
+import os
+import signal
+import sys
+import time
+
+
+class Unpicklable(Exception):
+    def __init__(self, one, two):
+        super().__init__("cannot be rebuilt from one argument")
+
+
+def by_fate(completions: list, fate: list[str], **kwargs) -> list[float | None]:
+    """A number is the score; a word is what happens."""
+    return [_meet(word) for word in fate]
+
+
+def _meet(word: str) -> float | None:
+    match word:
+        case "unscorable":
+            return None
+        case "hang in native code":
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+        case "sleep":
+            time.sleep(3600)
+        case "allocate":
+            bytearray(3 * 2**30)
+        case "raise":
+            raise Unpicklable(1, 2)
+        case "exit":
+            sys.exit(0)
+        case "be killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "crash":
+            ctypes.string_at(0)
+    return float(word)
+
+
+def seen(completions: list, **columns) -> list[float]:
+    """What a worker is given, as a score: one completion, and one entry of the columns."""
+    assert len(completions) == 1
+    assert columns == {"level": ["Level 3"]}
+    return [float(len(completions[0]))]
+
+
+def process_id(completions: list, **kwargs) -> list[float]:
+    time.sleep(0.01)
+    return [float(os.getpid())] * len(completions)
+
+
+def loaded(completions: list[str], **kwargs) -> list[float]:
+    """Whether the worker has imported the modules that the completions name."""
+    return [float(name in sys.modules) for name in completions]
+
+
+def text_of(completion) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def none_for_every_third_length(completions: list, **kwargs) -> list[float | None]:
+    lengths = [len(text_of(completion)) for completion in completions]
+    return [None if length % 3 == 0 else float(length % 5) for length in lengths]
+
+
+def raise_for_every_third_length(completions: list, **kwargs) -> list[float | None]:
+    scores = none_for_every_third_length(completions)
+    if None in scores:
+        raise ValueError("three")
+    return scores

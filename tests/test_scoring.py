@@ -1,0 +1,295 @@
+"""Isolated rewards: what a failing scorer costs, and that it is counted."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+import scorers
+import torch
+from datasets import Dataset
+from helpers import PROMPTS, RecordingBaseline, RecordingOPO, logged, make_trainer, trained
+from test_rewards import ADVERSARIAL
+
+from opo_trl import OPOConfig
+from opo_trl.rewards import accuracy_reward, format_reward
+from opo_trl.scoring import IsolatedReward
+from opo_trl.train import OPOScriptArguments, load_rewards
+
+
+ROOTS = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+
+@pytest.fixture(scope="module")
+def by_fate() -> Iterator[IsolatedReward]:
+    reward = IsolatedReward(scorers.by_fate, workers=2, timeout=2.0)
+    yield reward
+    reward.close()
+
+
+def score(reward: IsolatedReward, fates: list[str]) -> list[float | None]:
+    return reward(["…"] * len(fates), fate=fates)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def none_alive(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+
+
+# What happens to a completion
+
+
+@pytest.mark.parametrize(
+    ("fate", "timeouts", "errors"),
+    [
+        ("hang in native code", 1, 0),
+        ("sleep", 1, 0),
+        ("allocate", 0, 1),
+        ("raise", 0, 1),
+        ("exit", 0, 1),
+        ("unscorable", 0, 0),
+    ],
+)
+def test_failure_costs_its_completion_and_no_other(by_fate, fate, timeouts, errors):
+    start = time.monotonic()
+    assert score(by_fate, ["1", fate, "0", "0.5"]) == [1.0, None, 0.0, 0.5]
+    assert (by_fate.timeouts, by_fate.errors) == (timeouts, errors)
+    assert time.monotonic() - start < 60
+    assert score(by_fate, ["1", "0"]) == [1.0, 0.0]
+    assert (by_fate.timeouts, by_fate.errors) == (0, 0)
+
+
+@pytest.mark.parametrize("fate", ["be killed", "crash"])
+def test_worker_that_dies_costs_one_completion(by_fate, fate):
+    assert score(by_fate, ["1", fate, "0", "0.5"]) == [1.0, None, 0.0, 0.5]
+    assert by_fate.errors + by_fate.timeouts == 1
+
+
+def test_warning_says_how_many_failed_and_why(by_fate, caplog):
+    score(by_fate, ["sleep", "raise", "1"])
+    assert "by_fate could not score 2 of 3 completions: 1 took longer than 2.0 seconds, 1 failed" in caplog.text
+    assert "Unpicklable: cannot be rebuilt" in caplog.text
+
+
+def test_workers_that_keep_dying_are_all_replaced():
+    reward = IsolatedReward(scorers.by_fate, workers=2)
+    assert score(reward, ["be killed", "1", "crash"] * 10) == [None, 1.0, None] * 10
+    assert reward.errors + reward.timeouts == 20
+    reward.close()
+
+
+def test_worker_gets_one_completion_and_its_columns():
+    reward = IsolatedReward(scorers.seen, workers=1)
+    assert reward(["a", "bcd"], level=["Level 3"] * 2, trainer_state=object(), log_metric=print) == [1.0, 3.0]
+    reward.close()
+
+
+def test_workers_import_neither_torch_nor_trl():
+    reward = IsolatedReward(scorers.loaded, workers=1)
+    assert reward(["opo_trl.scoring", "torch", "trl", "datasets", "transformers"]) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    reward.close()
+
+
+def test_idle_workers_may_be_killed():
+    reward = IsolatedReward(scorers.process_id, workers=2)
+    for _ in range(2):
+        for pid in {int(pid) for pid in reward(["…"] * 50)}:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.3)
+    assert None not in reward(["…"] * 4)
+    reward.close()
+
+
+# What it takes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": 0}, "workers=0 is not allowed"),
+        ({"timeout": 0}, "timeout=0 is not allowed"),
+        ({"memory": -1}, "memory=-1 is not allowed"),
+        ({"reward": lambda completions, **kwargs: [0.0]}, "cannot be sent to a worker"),
+    ],
+)
+def test_argument_out_of_range_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        IsolatedReward(**{"reward": scorers.by_fate, **options})
+
+
+SCRIPT = """
+import sys
+import scorers
+from opo_trl.scoring import IsolatedReward
+
+def own(completions, **kwargs): return [0.0 for _ in completions]
+
+print("imported", flush=True)
+what = sys.argv[1]
+if what == "own":
+    IsolatedReward(own, workers=1)(["…"])
+reward = IsolatedReward(scorers.process_id, workers=2)
+print(*(int(pid) for pid in reward(["…"] * 50)), flush=True)
+reward = IsolatedReward(scorers.by_fate, workers=1, timeout=1.0 if what == "killed" else 5.0)
+reward(["…"], fate=["1"])
+if what == "raises":
+    raise SystemExit(7)
+if what == "killed":
+    reward(["…"] * 100, fate=["hang in native code"] * 100)
+"""
+
+
+def start(tmp_path: Path, what: str) -> subprocess.Popen:
+    """A script without a guard, as people write them."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*ROOTS, *sys.path])}
+    command = [sys.executable, str(tmp_path / "script.py"), what]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(("what", "status"), [("returns", 0), ("raises", 7)])
+def test_script_is_not_imported_by_workers_and_leaves_none_behind(tmp_path, what, status):
+    script = start(tmp_path, what)
+    out, err = script.communicate(timeout=60)
+    assert script.returncode == status, err
+    assert out.count("imported") == 1
+    assert wait_until(lambda: none_alive([int(pid) for pid in out.split()[1:]]), 10)
+
+
+def test_killed_script_leaves_no_worker_behind_that_hangs_in_native_code(tmp_path):
+    script = start(tmp_path, "killed")
+    script.stdout.readline()
+    script.stdout.readline()
+    time.sleep(0.5)
+    left = [child.pid for child in psutil.Process(script.pid).children(recursive=True)]
+    assert len(left) >= 3
+    script.kill()
+    script.communicate()
+    assert wait_until(lambda: none_alive(left), 60)
+
+
+def test_function_of_the_script_itself_is_refused_with_the_fix(tmp_path):
+    script = start(tmp_path, "own")
+    _, err = script.communicate(timeout=60)
+    assert script.returncode == 1
+    assert "cannot be sent to a worker process" in err
+    assert "a module other than the script that is run" in err
+
+
+def test_workers_that_cannot_start_are_an_error():
+    # Only this process has the module.
+    sys.modules["nowhere"] = module = ModuleType("nowhere")
+    exec("def reward(completions, **kwargs): ...", vars(module))
+    with pytest.raises(RuntimeError, match="worker processes of reward do not start"):
+        IsolatedReward(module.reward, workers=1)(["…"])
+
+
+def test_reward_that_is_no_longer_used_ends_its_workers():
+    reward = IsolatedReward(scorers.process_id, workers=2)
+    pids = [int(pid) for pid in reward(["…"] * 50)]
+    del reward
+    gc.collect()
+    assert wait_until(lambda: none_alive(pids), 10)
+
+
+@pytest.mark.parametrize("workers", [1, 8])
+def test_scores_do_not_depend_on_the_number_of_workers(workers):
+    answers = [("0.5", r"\frac{1}{2}", 1.0), (r"\{2,1\}", r"\{1,2\}", 1.0), ("(x-1)(x+1)", "x^2-1", 1.0)]
+    cases = [(rf"So $\boxed{{{answer}}}$.", gold, verdict) for answer, gold, verdict in answers] * 8
+    completions, golds, verdicts = zip(*cases, *(rows[0] for rows in ADVERSARIAL.values()), strict=True)
+    # So many workers may share a slow processor that the limit on the wall clock must not decide.
+    reward = IsolatedReward(accuracy_reward, workers=workers, timeout=300.0)
+    assert reward(completions, solution=golds) == list(verdicts)
+    reward.close()
+
+
+@pytest.mark.parametrize(("processes", "workers"), [("1", 4), ("2", 2), ("8", 1)])
+def test_recipe_isolates_accuracy_reward_and_shares_the_workers_of_a_node(monkeypatch, processes, workers):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    script = OPOScriptArguments(
+        dataset_name="…", reward_funcs=["accuracy_reward", "format_reward"], reward_timeout=9, reward_memory=99
+    )
+    isolated, plain = load_rewards(script, OPOConfig("…", use_cpu=True, bf16=False))
+    assert isolated.reward is accuracy_reward
+    assert (isolated.workers, isolated.timeout, isolated.memory) == (workers, 9, 99)
+    assert plain is format_reward
+
+
+def test_recipe_may_score_in_the_process_itself():
+    script = OPOScriptArguments(dataset_name="…", reward_workers=0)
+    assert load_rewards(script, OPOConfig("…", use_cpu=True, bf16=False)) == [accuracy_reward]
+
+
+# In a run
+
+
+@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+def test_run_goes_on_as_if_the_failed_completions_had_no_score(tiny_model, tmp_path, trainer_class):
+    def run(reward: Callable, name: str):
+        return trained(
+            tiny_model,
+            tmp_path / name,
+            trainer_class=trainer_class,
+            trainer_arguments={"reward_funcs": reward},
+            max_steps=3,
+            max_reward_failure_rate=1.0,
+        )
+
+    plain = run(scorers.none_for_every_third_length, "plain")
+    isolated = run(IsolatedReward(scorers.raise_for_every_third_length, workers=2), "isolated")
+    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), isolated.model.parameters(), strict=True))
+    errors = [entry["reward/errors"] for entry in logged(isolated)]
+    assert sum(errors) > 3
+    assert all(0 < count < 8 for count in errors)
+    assert [entry["reward/timeouts"] for entry in logged(isolated)] == [0, 0, 0]
+    assert not any("reward/errors" in entry for entry in logged(plain))
+
+
+FATES = ["1", "0", "raise", "0.5", "hang in native code", "1", "0", "1"]
+
+
+def fated(tiny_model: str, tmp_path: Path, reward: IsolatedReward, fates: list[str] = FATES, **options):
+    data = Dataset.from_dict({"prompt": PROMPTS, "fate": fates})
+    arguments = {"reward_funcs": reward, "train_dataset": data}
+    options = {"trainer_class": RecordingBaseline, "max_steps": 4, "shuffle_dataset": False, **options}
+    return make_trainer(tiny_model, tmp_path / "run", trainer_arguments=arguments, **options)
+
+
+def test_failures_are_summed_over_the_rollouts_of_a_log_entry(tiny_model, tmp_path, by_fate):
+    trainer = fated(tiny_model, tmp_path, by_fate, max_reward_failure_rate=0.5, logging_steps=2)
+    trainer.train()
+    entries = [(entry["reward/errors"], entry["reward/timeouts"]) for entry in logged(trainer)]
+    assert entries == [(4, 0), (0, 4)]
+
+
+def test_failures_that_become_too_many_end_the_run(tiny_model, tmp_path, by_fate):
+    trainer = fated(tiny_model, tmp_path, by_fate, fates=["1", "0", "1", "0", *["raise"] * 4], max_steps=8)
+    with pytest.raises(RuntimeError, match=r"max_reward_failure_rate=0.1 is exceeded: 19.0%.*8 by errors"):
+        trainer.train()
+    assert trainer.state.global_step == 3  # two rollouts without a failure, and one that is all failures
+
+
+def test_processes_agree_on_the_end(tiny_model, tmp_path):
+    script = Path(__file__).parent / "scripts" / "failing_rewards.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*ROOTS, *sys.path])}
+    done = subprocess.run(
+        [*command, tiny_model, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    ends = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert ends[0] == ends[1]
+    assert "0 of 8 in the last one by running out of time and 4 by errors" in ends[0]
