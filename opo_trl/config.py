@@ -158,8 +158,9 @@ class OPOConfig(RolloutConfig):
         > Parameters that control the work of an optimizer step, and not its gradient
 
         plan_micro_batches (`bool`, *optional*, defaults to `True`):
-            Whether to order the rows of an optimizer step by length before they are cut into micro-batches, and to
-            trim each micro-batch to its longest row.
+            Whether to order the rows of an optimizer step by length before they are cut into micro-batches, to trim
+            each micro-batch to its longest row, and to exchange rows so that processes have equally much to compute.
+            There are as many micro-batches as cost the least: a further one is worth 256 tokens of padding.
         max_tokens_per_micro_batch (`int`, *optional*):
             Most tokens of a micro-batch, with padding: it then has fewer rows where they are long. A longer row has a
             micro-batch of its own. Needs `plan_micro_batches`.

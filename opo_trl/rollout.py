@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from trl.trainer.utils import (
     RepeatSampler,
     split_pixel_values_by_grid,
@@ -126,6 +127,17 @@ def micro_batches(rows: Mapping[str, Any], n_batches: int) -> list[dict[str, Any
 def take_rows(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:
     """Some rows of a rollout, in a given order; values of the whole rollout stay."""
     return unsplit_pixel_values_by_grid(_in_order(split_pixel_values_by_grid(dict(rows)), order))
+
+
+def gather_rows(rows: Mapping[str, Any], accelerator: Accelerator) -> dict[str, Any]:
+    """The rows of all processes, which have equally many, padded to the longest of them all; lists stay."""
+
+    def gathered(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        return accelerator.gather(accelerator.pad_across_processes(value, dim=1, pad_first=name in PROMPT_COLUMNS))
+
+    return {name: gathered(name, value) for name, value in rows.items()}
 
 
 def _in_order(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from . import objective, packing
 from .config import OPOConfig
-from .planning import parts_needed, parts_of_rows, row_lengths, spread
-from .rollout import completion_tokens, micro_batches, take_rows
+from .planning import best_number, parts_of_rows, row_lengths, shares, spread
+from .rollout import completion_tokens, gather_rows, micro_batches, take_rows
 from .rollout_trainer import RolloutTrainer
 
 
@@ -145,11 +145,14 @@ class OPOTrainer(RolloutTrainer):
     def _parts(self, rows: dict[str, Any], on_policy: bool) -> list[dict[str, Any]]:
         """The rows of an optimizer step in parts: equally many on every process, as each is a collective call."""
         args, accelerator = self.args, self.accelerator
-        skip = on_policy and self._may_skip
-        inert = (rows["opo_target"] == 0).cpu().numpy() if skip else np.zeros(len(rows["opo_target"]), dtype=bool)
+        if accelerator.num_processes > 1 and not rows.keys() & set(_MULTIMODAL_KEYS):
+            rows = gather_rows(rows, accelerator)
+            dealt = shares(row_lengths(rows), self._inert(rows, on_policy), accelerator.num_processes)
+            rows = take_rows(rows, dealt[accelerator.process_index])
+        inert = self._inert(rows, on_policy)
         limits = {"max_rows": args.per_device_train_batch_size, "max_tokens": args.max_tokens_per_micro_batch}
-        needed = parts_needed(row_lengths(rows)[~inert], **limits)
-        n_parts = int(accelerator.gather(torch.tensor([needed], device=accelerator.device)).max())
+        wanted = best_number(row_lengths(rows)[~inert], **limits)
+        n_parts = int(accelerator.gather(torch.tensor([wanted], device=accelerator.device)).max())
         # A process with fewer rows than parts fills up with rows that have no effect.
         kept, skipped = np.split(np.argsort(inert, kind="stable"), [max((~inert).sum(), n_parts)])
         multiple: Any = self.pad_to_multiple_of
@@ -157,11 +160,11 @@ class OPOTrainer(RolloutTrainer):
         parts[-1]["opo_skipped"] = rows["opo_valid"][skipped]
         return parts
 
-    @property
-    def _may_skip(self) -> bool:
-        """Whether a row without a drive has nothing to do while the log-ratio is 0, and is not needed again."""
+    def _inert(self, rows: Mapping[str, Any], on_policy: bool) -> np.ndarray:
+        """Which rows, `[B]`, have nothing to do in this optimizer step, and are not needed in another."""
+        without_drive = (rows["opo_target"] == 0).cpu().numpy()  # and with a log-ratio of 0, on-policy
         idle = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
-        return self.args.skip_inert_rows and idle and self.num_iterations == 1
+        return without_drive & (self.args.skip_inert_rows and on_policy and idle and self.num_iterations == 1)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         rollout = super()._generate_and_score_completions(inputs)

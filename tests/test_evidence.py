@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import balance  # noqa: E402
 import claims  # noqa: E402
 import evidence  # noqa: E402
 import group_weights  # noqa: E402
@@ -54,6 +55,10 @@ def test_every_seed_of_every_method_is_there():
 
 def test_weights_of_groups_are_the_committed_ones():
     assert group_weights.main() == group_weights.RESULT.read_text()
+
+
+def test_balance_of_processes_is_the_committed_one():
+    assert balance.main() == (RESULTS / "balance.md").read_text()
 
 
 def test_learning_rates_are_the_best_of_the_sweep():

@@ -9,7 +9,7 @@ from helpers import EXACT, RecordingOPO, Script, distance, logged, norm, snapsho
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opo_trl.planning import cut, parts_needed, parts_of_rows, row_lengths, spread, trim
+from opo_trl.planning import best_number, cut, parts_of_rows, row_lengths, shares, spread, trim
 
 
 def rows_of(lengths: list[tuple[int, int]], prompt: int = 5, completion: int = 9) -> dict:
@@ -87,9 +87,8 @@ def all_cuts(lengths: np.ndarray, n_parts: int, max_rows: int, max_tokens: int |
 def test_cuts_keep_to_the_limits_with_the_fewest_padded_tokens(step, data):
     lengths, max_rows, max_tokens = step
     limits = {"max_rows": max_rows, "max_tokens": max_tokens}
-    needed = parts_needed(data.draw(st.permutations(lengths.tolist()).map(np.array)), **limits)
-    assert needed == 1 or not all_cuts(lengths, needed - 1, **limits)
-    n_parts = data.draw(st.integers(needed, len(lengths)))
+    best = best_number(data.draw(st.permutations(lengths.tolist()).map(np.array)), **limits)
+    n_parts = data.draw(st.integers(best, len(lengths)))
     parts = np.split(lengths, cut(lengths, n_parts, **limits))
     assert len(parts) == n_parts
     assert sum(map(padded_tokens, parts)) == min(all_cuts(lengths, n_parts, **limits))
@@ -98,8 +97,20 @@ def test_cuts_keep_to_the_limits_with_the_fewest_padded_tokens(step, data):
         assert max_tokens is None or len(part) == 1 or padded_tokens(part) <= max_tokens
 
 
+@given(step=steps())
+def test_number_of_parts_weighs_padding_against_passes(step):
+    lengths, max_rows, max_tokens = step
+    lengths = 20 * lengths
+    limits = {"max_rows": max_rows, "max_tokens": max_tokens and 20 * max_tokens}
+    costs = {
+        n_parts: min(all_cuts(lengths, n_parts, **limits), default=np.inf) + 256 * n_parts
+        for n_parts in range(1, len(lengths) + 1)
+    }
+    assert costs[best_number(lengths, **limits)] == min(costs.values())
+
+
 def test_no_rows_need_one_part():
-    assert parts_needed(np.zeros((0, 2), dtype=int), max_rows=4, max_tokens=100) == 1
+    assert best_number(np.zeros((0, 2), dtype=int), max_rows=4, max_tokens=100) == 1
 
 
 def test_parts_hold_every_row_once_and_long_ones_together():
@@ -118,6 +129,19 @@ def test_parts_are_spread_evenly_in_order_and_the_last_step_has_one(n_parts, n_s
     assert len(steps) == n_steps
     assert steps[-1]
     assert max(map(len, steps)) - min(map(len, steps)) <= 1
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 50), st.booleans()), min_size=1, max_size=6),
+    n_shares=st.integers(1, 4),
+)
+def test_no_process_is_dealt_much_more_to_compute_than_the_mean(rows, n_shares):
+    rows = np.array(rows * n_shares)
+    lengths, inert = rows[:, :2], rows[:, 2].astype(bool)
+    dealt = shares(lengths, inert, n_shares)
+    assert sorted(dealt.flatten()) == list(range(len(rows)))
+    tokens = np.where(inert, 0, lengths.sum(axis=1))
+    assert tokens[dealt].sum(axis=1).max() <= tokens.mean() * dealt.shape[1] + tokens.max()
 
 
 # In training

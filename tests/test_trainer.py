@@ -362,6 +362,9 @@ def test_groups_across_two_processes(tiny_model, tmp_path):
         assert two[name] == pytest.approx(one[name], abs=1e-6)
     assert two["valid"] == one["valid"] == [row not in (3, 5) for row in range(12)]
     assert max(map(abs, one["target"])) > 0.1
+    longest = 9
+    assert sum(two["tokens"]) == sum(two["held"])
+    assert abs(two["tokens"][0] - two["tokens"][1]) <= longest < abs(two["held"][0] - two["held"][1])
     for logged_by_two, logged_by_one in zip(two["logged"], one["logged"], strict=True):
         assert logged_by_two == pytest.approx(logged_by_one, rel=1e-3, abs=1e-5)
     # After three SGD steps, two of them on a reused rollout, the parameters agree to float32 rounding.

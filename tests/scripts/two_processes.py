@@ -38,6 +38,7 @@ def run(model: str, folder: Path) -> dict:
     rollout = trainer.rollouts[0]
     columns = {"target": rollout.opo_target, "valid": rollout.opo_valid, "mu": rollout.opo_mu}
     gathered = {name: trainer.accelerator.gather(column).tolist() for name, column in columns.items()}
+    tokens = torch.stack([batch["completion_mask"].sum() for batch in trainer.steps[0].batches]).sum()
     parameters = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
     initial = torch.cat([trainer.initial[name].flatten() for name, _ in trainer.model.named_parameters()])
     return {
@@ -48,6 +49,8 @@ def run(model: str, folder: Path) -> dict:
             {name: value for name, value in without_times(entry).items() if name.startswith("opo/")}
             for entry in logged(trainer)
         ],
+        "tokens": trainer.accelerator.gather(tokens[None]).tolist(),
+        "held": trainer.accelerator.gather(rollout.completion_mask.sum()[None]).tolist(),
         **gathered,
     }
 

@@ -1,0 +1,70 @@
+"""
+How long processes wait for the one with the most tokens, with and without exchanging rows; counted, not timed.
+
+    python benchmarks/balance.py      # → results/balance.md, from the planning itself; a few seconds
+
+Rows have the lengths of MATH's solutions. Processes hold consecutive groups of 8, as TRL deals them, and some groups
+have no spread of rewards: the first optimizer step over a rollout leaves their rows out. A step lasts as long as the
+process takes that has the most padded tokens. The figures are that process's, over the real tokens of a mean process.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from opo_trl.planning import best_number, cut, longest_first, shares
+
+
+RESULTS = Path(__file__).resolve().parent / "results"
+GROUP, ROWS_PER_PROCESS, MICRO_BATCH = 8, 16, 4
+TRIALS = 200
+
+
+def padded_tokens(lengths: np.ndarray, n_parts: int) -> int:
+    """Tokens that a process passes through the model for rows `[B, 2]`, longest first, in planned micro-batches."""
+    if len(lengths) <= n_parts:
+        return int(lengths.sum())
+    parts = np.split(lengths, cut(lengths, n_parts, max_rows=MICRO_BATCH, max_tokens=None))
+    return sum(len(part) * int(part.max(axis=0).sum()) for part in parts)
+
+
+def busiest(processes: int, dead: float, exchange: bool) -> float:
+    """Padded tokens of the busiest process over the real ones of the mean process, on average."""
+    percentiles = json.loads((RESULTS / "math_lengths.json").read_text())["percentiles"]
+    random = np.random.default_rng(0)
+    n = processes * ROWS_PER_PROCESS
+    most, mean = 0.0, 0.0
+    for _ in range(TRIALS):
+        problems = np.repeat(random.choice(percentiles["problem"], n // GROUP), GROUP)
+        lengths = np.stack([problems, random.choice(percentiles["solution"], n)], axis=1)
+        inert = np.repeat(random.random(n // GROUP) < dead, GROUP)
+        dealt = shares(lengths, inert, processes) if exchange else np.arange(n).reshape(processes, -1)
+        active = [lengths[rows][~inert[rows]] for rows in dealt]
+        n_parts = max(best_number(rows, max_rows=MICRO_BATCH, max_tokens=None) for rows in active)
+        most += max(padded_tokens(rows[longest_first(rows)], n_parts) for rows in active)
+        mean += lengths[~inert].sum() / processes
+    return most / mean
+
+
+def main() -> str:
+    """The page."""
+    lines = [
+        "# Processes waiting for the busiest",
+        "",
+        "`python benchmarks/balance.py` makes this page; its docstring says what is counted. "
+        f"{ROWS_PER_PROCESS} completions per",
+        f"process and optimizer step, groups of {GROUP}, micro-batches of {MICRO_BATCH}, means of {TRIALS} rollouts.",
+        "",
+        "| processes | groups without spread | rows stay | rows are exchanged |",
+        "| ---: | ---: | ---: | ---: |",
+    ]
+    for processes in (2, 4, 8):
+        for dead in (0.0, 0.4):
+            stay, exchanged = (busiest(processes, dead, exchange) for exchange in (False, True))
+            lines.append(f"| {processes} | {dead:.0%} | {stay:.2f} | {exchanged:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    (RESULTS / "balance.md").write_text(main())
