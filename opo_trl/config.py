@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from trl import GRPOConfig
 
 from .objective import DriveScaling, Positivity, RatioForm, Reduction
+from .watches import Watches
 
 
 AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
@@ -55,10 +56,17 @@ class RolloutConfig(GRPOConfig):
             Largest share of completions, in `[0, 1]`, that an [`IsolatedReward`] may fail to score: over all
             processes, and as a moving average in which each round of generation has the weight 0.1. Above it the run
             ends. 1 lets it go on whatever happens.
+        max_skipped_steps (`int`, *optional*, defaults to `10`):
+            Optimizer steps in a row, at least 1, that may have a gradient that is not finite. Such a step is skipped
+            on all processes, and its rows are kept in `skipped_step_{process}.pt`; after so many the run ends, with a
+            checkpoint.
+        watches (`list[str]`, *optional*):
+            Bounds on metrics of the log, such as `"warn if entropy < 0.1"` or `"stop if opo/chi2 > 2"`; see
+            [`~watches.Watches`].
 
     Raises:
-        `ValueError`: a value out of its range, or `max_sampling_rounds` above 1 where advantages are normalized over
-        groups that may yet be replaced.
+        `ValueError`: a value out of its range, a watch that cannot be read, or `max_sampling_rounds` above 1 where
+        advantages are normalized over groups that may yet be replaced.
     """
 
     max_sampling_rounds: int = field(
@@ -68,13 +76,21 @@ class RolloutConfig(GRPOConfig):
     max_reward_failure_rate: float = field(
         default=0.1, metadata={"help": "Largest share of completions, in [0, 1], that isolated rewards fail to score."}
     )
+    max_skipped_steps: int = field(
+        default=10, metadata={"help": "Optimizer steps in a row without a finite gradient that end the run."}
+    )
+    watches: list[str] = field(
+        default_factory=list, metadata={"help": "Bounds on metrics, such as 'stop if opo/chi2 > 2'."}
+    )
 
     def __post_init__(self):
         super().__post_init__()
         rounds = self.max_sampling_rounds
-        rate = self.max_reward_failure_rate
+        rate, skipped = self.max_reward_failure_rate, self.max_skipped_steps
         _require(rounds >= 1, "max_sampling_rounds", rounds, "a whole number, at least 1")
         _require(0 <= rate <= 1, "max_reward_failure_rate", rate, "a number in [0, 1]")
+        _require(skipped >= 1, "max_skipped_steps", skipped, "a whole number, at least 1")
+        Watches(self.watches)
         for name, value in (("scale_rewards", "batch"), ("multi_objective_aggregation", "normalize_then_sum")):
             if rounds > 1 and getattr(self, name) == value:
                 raise ValueError(

@@ -5,12 +5,14 @@
 comparison differs in nothing else. What is added to TRL's:
 
 1. The order of the prompts, and the optimizer step that a completion serves, are functions of the seed (`rollout`).
-2. Dynamic sampling replaces groups without spread of rewards (`dynamic_sampling`), as DAPO does.
-3. Completions that cannot be scored are counted, and end the run when they are too many (`scoring`).
-4. The log says where the time of a step goes (`step_clock`).
+2. Dynamic sampling replaces groups without spread of rewards (`dynamic_sampling`), as DAPO does. Completions that
+   cannot be scored are counted, and end the run when they are too many (`scoring`).
+3. The log says where the time of a step goes (`step_clock`), and may be watched (`watches`).
+4. A step whose gradient is not finite is skipped, and its rows are kept.
 5. A checkpoint holds all that the rest of the run depends on, the rollout in use among it (`checkpoint`).
 """
 
+import math
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -34,8 +37,11 @@ from .plan import training_plan
 from .rollout import EpochSampler, micro_batches, rows_of_steps
 from .scoring import IsolatedReward
 from .step_clock import StepClock
+from .watches import Watches
 from .weights import FrozenBase
 
+
+logger = get_logger(__name__)
 
 # Weight of a round of generation in the moving average of what rewards fail to score: about ten rounds count.
 _FAILURE_WEIGHT = 0.1
@@ -73,6 +79,8 @@ class RolloutTrainer(GRPOTrainer):
         "_globalstep_last_logged",
         "entropy_coef",
         "_last_world_entropy",
+        "_skipped_in_a_row",
+        "_skipped_steps",
         "_reward_failures",
         "_reward_failure_rate",
     )
@@ -99,10 +107,12 @@ class RolloutTrainer(GRPOTrainer):
         self._reward_failures: dict[str, float] = {}  # by kind, since the last log, over all processes
         self._reward_failure_rate = 0.0
         self._warned_of_bound = False
+        self._skipped_steps = self._skipped_in_a_row = 0
         self._frozen_base: FrozenBase | None = None
         self._sampler: EpochSampler | None = None  # Transformers asks for it when training starts; not for a stream
         self._clock = StepClock(self.accelerator.device)
         self.add_callback(self._clock)
+        self.add_callback(Watches(args.watches))
         if args.use_vllm:
             engine: Any = self.vllm_generation
             engine.sync_weights = self._clock.phase("sync")(engine.sync_weights)
@@ -217,11 +227,23 @@ class RolloutTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         with self._clock.phase("score"):
-            self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._rewards_per_func = self._finite_rewards(rewards)
         isolated = [reward for reward in self.reward_funcs if isinstance(reward, IsolatedReward)]
         if isolated:
             self._count_failures(isolated, len(completions))
         return self._rewards_per_func
+
+    def _finite_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Rewards `[N, number of reward functions]` with infinite ones as if their function could not score."""
+        infinite = rewards.isinf()
+        if infinite.any():
+            names = [self.reward_func_names[i] for i in infinite.any(dim=0).nonzero().flatten()]
+            logger.warning(
+                f"Of {len(rewards)} completions, {int(infinite.any(dim=1).sum())} have an infinite reward, by "
+                f"{', '.join(names)}: they count as unscorable. Mend the function, or have it return None."
+            )
+        return rewards.masked_fill(infinite, torch.nan)
 
     def _count_failures(self, rewards: list[IsolatedReward], n_completions: int):
         counts = [sum(r.timeouts for r in rewards), sum(r.errors for r in rewards), len(rewards) * n_completions]
@@ -259,9 +281,54 @@ class RolloutTrainer(GRPOTrainer):
             for kind in self._reward_failures:
                 metrics[kind].append(self._reward_failures[kind])
                 self._reward_failures[kind] = 0
+            metrics["opo/skipped_steps"].append(self._skipped_steps)
         super().log(logs, start_time)
 
-    # 4. What a checkpoint holds
+    # 4. Numbers that go wrong
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        # Over all processes, so that they agree. DeepSpeed has skipped the step by now, and kept the norm of another.
+        if self.is_deepspeed_enabled:
+            skipped = self.accelerator.optimizer_step_was_skipped
+        else:
+            skipped = not math.isfinite(grad_norm)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            model.zero_grad()  # optimizers leave parameters without a gradient alone
+            if self.is_deepspeed_enabled:  # which holds the schedule as well
+                self.lr_scheduler.step()
+            self._skipped_steps += 1
+            kept = self._keep_rows_of_step()
+            logger.warning(
+                f"Step {self.state.global_step + 1} is skipped: its gradient is not finite. Its rows are kept in "
+                f"{str(kept)!r} and its like of the other processes."
+            )
+        return math.nan if skipped else grad_norm
+
+    def _keep_rows_of_step(self) -> Path:
+        end = (self._step - 1) % self.args.steps_per_generation + 1
+        buffered: Any = self._buffered_inputs
+        rows = buffered[max(end - self.current_gradient_accumulation_steps, 0) : end]
+        path = Path(self.args.output_dir) / f"skipped_step_{self.accelerator.process_index}.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"step": self.state.global_step + 1, "micro_batches": rows}, path)
+        return path
+
+    def _maybe_log_save_evaluate(self, *args, **named):
+        too_many = self._skipped_in_a_row >= self.args.max_skipped_steps
+        if too_many:
+            self.control.should_log = self.control.should_save = True
+        super()._maybe_log_save_evaluate(*args, **named)
+        if too_many:
+            raise RuntimeError(
+                f"max_skipped_steps={self.args.max_skipped_steps} is reached: as many optimizer steps in a row had a "
+                f"gradient that is not finite. The checkpoint of step {self.state.global_step} has the weights from "
+                "before them. Look at the rows in `skipped_step_*.pt`; often a lower `learning_rate`, or bfloat16 in "
+                "place of float16, helps."
+            )
+
+    # 5. What a checkpoint holds
 
     def _save_checkpoint(self, model, trial):
         folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

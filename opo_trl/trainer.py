@@ -13,6 +13,7 @@ TRL owns generation, rewards, sharding, the optimizer and checkpoints. What is a
 Rollouts and checkpoints are those of [`RolloutTrainer`], which stands between the two.
 """
 
+import math
 import textwrap
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -493,6 +494,8 @@ class OPOTrainer(RolloutTrainer):
 
     def _adapt_entropy_coef(self, entropy: float):
         """TRL's controller: one step up while entropy is at or below its target, one step down above it."""
+        if not math.isfinite(entropy):  # of a step that will be skipped
+            return
         args = self.args
         step = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
         self.entropy_coef = min(max(self.entropy_coef + step, args.entropy_coef_min), args.entropy_coef_max)

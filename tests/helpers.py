@@ -57,13 +57,14 @@ class Script:
     truncated: Sequence[int] = ()
     tool_tokens: dict[int, Sequence[int]] = field(default_factory=dict)
     seed: int = 0
+    min_length: int = 3
     max_length: int = 9
     functions: int = 1
     calls: list = field(default_factory=list)
 
     def completion(self, call: int, row: int, eos: int) -> list[int]:
         draw = random.Random(f"{self.seed} {call} {row}")
-        tokens = [draw.randrange(3, 259) for _ in range(draw.randint(3, self.max_length))]
+        tokens = [draw.randrange(3, 259) for _ in range(draw.randint(self.min_length, self.max_length))]
         return tokens if row in self.truncated else [*tokens[:-1], eos]
 
     def reward(self, call: int, row: int, function: int) -> float | None:

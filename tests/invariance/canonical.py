@@ -46,6 +46,7 @@ class Form:
         config: accelerate configuration in `recipes/accelerate`; `None` for a single process.
         lora: whether to train an adapter.
         sampled: whether the policy samples its completions; else they are scripted.
+        poisoned: whether a target of the second rollout is infinite, so that two optimizer steps have to be skipped.
         options: further fields of `OPOConfig`.
     """
 
@@ -55,6 +56,7 @@ class Form:
     config: str | None = None
     lora: bool = False
     sampled: bool = False
+    poisoned: bool = False
     options: dict = field(default_factory=dict)
 
     @property
@@ -67,8 +69,20 @@ def even_tokens(completion_ids: list[list[int]], **kwargs) -> list[float]:
     return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
 
 
+class Poisoned(OPOTrainer):
+    """Makes the target of the last row of the second rollout infinite."""
+
+    def _generate_and_score_completions(self, inputs):
+        rollout = super()._generate_and_score_completions(inputs)
+        last_process = self.accelerator.process_index == self.accelerator.num_processes - 1
+        if last_process and self._step == self.args.micro_steps_per_rollout:
+            rollout["opo_target"][-1] = torch.inf
+        return rollout
+
+
 def make_trainer(form: Form, model: str, folder: Path, trainer_class: type = OPOTrainer) -> OPOTrainer:
     """A trainer of the canonical run."""
+    trainer_class = Poisoned if form.poisoned else trainer_class
     if form.config == "fsdp2":
         _fsdp_on_cpu()
     script = Script(REWARDS, truncated=(3,))

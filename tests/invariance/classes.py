@@ -8,6 +8,7 @@ move. [`TOLERANCE`] leaves a factor of ten.
 """
 
 import json
+import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,9 @@ TOLERANCE = 1e-4
 
 ONE = Form("1 process, 8 × 1")  # rows × accumulation
 LORA = replace(ONE, name="LoRA, 1 process", lora=True)
+
+# A gradient that is not finite.
+POISONED = replace(ONE, name="poisoned, 8 × 1", poisoned=True)
 
 # The second of three groups has no spread of rewards: a second round of generation replaces it.
 DYNAMIC = replace(ONE, name="dynamic sampling, 8 × 1", options={"max_sampling_rounds": 3})
@@ -142,6 +146,15 @@ CLASSES = (
         ),
         quick=(0, 1, 2, 3, 4, 5, 6),
     ),
+    EquivalenceClass(
+        "steps skipped",
+        POISONED,
+        (
+            Form("2 processes, 4 × 1", rows=4, processes=2, config="ddp", poisoned=True),
+            *_sharded(poisoned=True),
+        ),
+        quick=(0, 2, 3, 4, 5),
+    ),
     EquivalenceClass("LoRA", LORA, (replace(LORA, name="2 × 4", rows=2), *_sharded(lora=True)), quick=(0, 4)),
     EquivalenceClass(
         "sampled by the policy",  # which depends on the random state of each process, so on their number
@@ -204,9 +217,14 @@ def train(form: Form, model: str, folder: Path) -> Trained:
 
 def compare(one: Trained, reference: Trained) -> Difference:
     """How far a form is from its reference."""
-    pairs = list(zip(one.steps, reference.steps, strict=True))
+    for name in ("loss", "grad_norm"):
+        if [math.isfinite(step[name]) for step in one.steps] != [
+            math.isfinite(step[name]) for step in reference.steps
+        ]:
+            return Difference(math.inf, math.inf, math.inf)
+    pairs = [(a, b) for a, b in zip(one.steps, reference.steps, strict=True) if math.isfinite(b["grad_norm"])]
     return Difference(
-        loss=max(abs(a["loss"] - b["loss"]) for a, b in pairs) / max(abs(b["loss"]) for b in reference.steps),
+        loss=max(abs(a["loss"] - b["loss"]) for a, b in pairs) / max(abs(b["loss"]) for _, b in pairs),
         gradient_norm=max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs),
         parameters=difference(one.end, reference.end) / difference(reference.end, reference.start),
     )

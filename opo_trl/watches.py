@@ -1,0 +1,92 @@
+"""Watches: bounds on what is logged, which warn or end a run."""
+
+import difflib
+import operator
+import re
+from dataclasses import dataclass
+
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from transformers import TrainerCallback
+
+
+logger = get_logger(__name__)
+
+# A single entry is noise; a metric that is not in the first entries is misspelt.
+_ENTRIES_IN_A_ROW = 3
+_ENTRIES_WITHOUT = 10
+
+_WATCH = re.compile(r"(?P<action>warn|stop) if (?P<metric>\S+) (?P<side>[<>]) (?P<bound>\S+)")
+_SIDES = {"<": operator.lt, ">": operator.gt}
+
+
+@dataclass
+class Watch:
+    """
+    A bound on a metric of the log.
+
+    Args:
+        text (`str`): `"warn if METRIC < NUMBER"`; or `stop` for `warn`, and `>` for `<`.
+
+    Attributes:
+        in_a_row (`int`): entries of the log, up to the last, that were beyond the bound.
+        without (`int`): entries that did not have the metric, while none has had it; −1 from the first that has it.
+
+    Raises:
+        `ValueError`: the text is not of this form.
+    """
+
+    text: str
+    in_a_row: int = 0
+    without: int = 0
+
+    def __post_init__(self):
+        found = _WATCH.fullmatch(str(self.text).strip())
+        try:
+            self.stops, self.metric = found["action"] == "stop", found["metric"]
+            self.bound, self.beyond = float(found["bound"]), _SIDES[found["side"]]
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"watches holds {self.text!r}, which is no watch. Write it as 'warn if entropy < 0.1' or "
+                "'stop if opo/chi2 > 2', with any metric of the log."
+            ) from None
+
+
+class Watches(TrainerCallback):
+    """
+    Warn, or end the run with a checkpoint, where a metric is beyond its bound in three entries of the log in a row.
+
+    Args:
+        watches (`list[str]`): see [`Watch`].
+    """
+
+    def __init__(self, watches: list[str]):
+        self.watches = [Watch(text) for text in watches]
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        fired = [watch for watch in self.watches if self._fires(watch, logs)]
+        for watch in fired:
+            logger.warning(
+                f"Watch '{watch.text}': {watch.metric} was {logs[watch.metric]:.4g} in step {state.global_step}, and "
+                f"beyond the bound in {_ENTRIES_IN_A_ROW} entries of the log in a row."
+            )
+        # Some metrics are measured on each process by itself.
+        if any(watch.stops for watch in self.watches) and any(gather_object([any(watch.stops for watch in fired)])):
+            logger.warning(f"The run ends at step {state.global_step}, with a checkpoint.")
+            control.should_training_stop = control.should_save = True
+
+    def _fires(self, watch: Watch, logs: dict[str, float]) -> bool:
+        if watch.metric not in logs:
+            if watch.without >= 0 and "grad_norm" in logs:
+                watch.without += 1
+            if watch.without == _ENTRIES_WITHOUT:
+                watch.without = -1
+                near = ", ".join(difflib.get_close_matches(watch.metric, logs, n=3, cutoff=0.3)) or "none"
+                logger.warning(
+                    f"Watch '{watch.text}': the first {_ENTRIES_WITHOUT} entries of the log have no {watch.metric!r}. "
+                    f"The nearest metrics: {near}."
+                )
+            return False
+        watch.without = -1
+        watch.in_a_row = watch.in_a_row + 1 if watch.beyond(logs[watch.metric], watch.bound) else 0
+        return watch.in_a_row == _ENTRIES_IN_A_ROW

@@ -1,0 +1,45 @@
+"""Rollouts without a signal, in one process or several."""
+
+import json
+from pathlib import Path
+
+import torch
+from helpers import RecordingOPO, Script, logged, snapshot, trained
+
+
+ROLLOUTS = {
+    "none can be scored": {"script": Script([None] * 8)},
+    "all are cut short": {"script": Script(truncated=range(16)), "mask_truncated_completions": True},
+    "all rewards are the same": {"script": Script([1.0] * 8)},
+    "all are empty": {"script": Script([0.0] * 8, min_length=1, max_length=1)},
+}
+
+
+def run(model: str, folder: str, processes: int) -> None:
+    """Train on each kind; this process writes what came of it."""
+    rank, outcomes = 0, {}
+    for name, options in ROLLOUTS.items():
+        trainer = trained(
+            model,
+            Path(folder) / name,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=8 // processes,
+            steps_per_generation=16 // processes,
+            max_steps=2,
+            optim="adamw_torch",
+            **options,
+        )
+        rank = trainer.accelerator.process_index
+        outcomes[name] = outcome(trainer)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(outcomes))
+
+
+def outcome(trainer: RecordingOPO) -> dict:
+    """What two optimizer steps on one rollout changed, and what they logged."""
+    model = snapshot(trainer.accelerator.unwrap_model(trainer.model))
+    names = ("loss", "grad_norm", "opo/skipped_steps")
+    return {
+        "processes": trainer.accelerator.num_processes,
+        "moved": not all(torch.equal(tensor, trainer.initial[name]) for name, tensor in model.items()),
+        "logged": [[entry[name] for name in names] for entry in logged(trainer)],
+    }
