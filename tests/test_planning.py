@@ -144,6 +144,11 @@ def test_no_process_is_dealt_much_more_to_compute_than_the_mean(rows, n_shares):
     assert tokens[dealt].sum(axis=1).max() <= tokens.mean() * dealt.shape[1] + tokens.max()
 
 
+def test_rows_without_an_effect_are_no_load():
+    lengths = np.array([[0, 50], [0, 10], [0, 10], [0, 9]])
+    assert [sorted(rows) for rows in shares(lengths, np.array([True, False, False, True]), 2)] == [[0, 1], [2, 3]]
+
+
 # In training
 
 REWARDS = [0, 1, 1, 0, 1, 1, 1, 1, 0.5, 0.2, 0.1, 0.7, 0, 0, 0, 0]

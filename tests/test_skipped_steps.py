@@ -82,9 +82,20 @@ def load_file_like(state: dict, folder) -> dict:
     return {name: state[name] for name in load_file(folder / "model.safetensors")}
 
 
-def test_skipped_step_has_no_influence_on_the_controller_of_the_entropy_bonus(tiny_model, tmp_path):
+class NotANumberOnce(RecordingOPO):
+    """Whose model gives nothing but NaN in the second optimizer step."""
+
+    def _token_logps(self, *inputs, **options):
+        logps, entropies, aux_loss = super()._token_logps(*inputs, **options)
+        factor = torch.nan if self.state.global_step == 1 else 1.0
+        return logps * factor, entropies * factor, aux_loss
+
+
+def test_log_probabilities_that_are_no_numbers_reach_neither_policy_nor_entropy_controller(tiny_model, tmp_path):
     controlled = {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_coef_max": 0.5, "entropy_target": 100.0}
-    trainer = trained(tiny_model, tmp_path, inject=poison(1), max_steps=3, **controlled)
+    trainer = trained(tiny_model, tmp_path, trainer_class=NotANumberOnce, max_steps=3, **controlled)
+    assert [entry["opo/skipped_steps"] for entry in logged(trainer)] == [0, 1, 1]
+    assert all(tensor.isfinite().all() for tensor in snapshot(trainer.model).values())
     assert math.isfinite(trainer._last_world_entropy)
 
 

@@ -57,7 +57,7 @@ def test_run_ends_with_a_checkpoint(tiny_model, tmp_path, caplog):
 
 
 def test_metric_that_does_not_exist_is_told_with_those_that_do(tiny_model, tmp_path, caplog):
-    trained(tiny_model, tmp_path, max_steps=12, watches=["stop if opo/chi > 2"])
+    trained(tiny_model, tmp_path, max_steps=25, watches=["stop if opo/chi > 2"])
     warnings = [record.getMessage() for record in caplog.records if "Watch" in record.getMessage()]
     assert len(warnings) == 1
     assert "the first 10 entries of the log have no 'opo/chi'. The nearest metrics: opo/chi2" in warnings[0]
