@@ -11,9 +11,9 @@ worker processes that die now and then (`soak_reward.py`). Every process of it i
 
 import argparse
 import json
+import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -70,8 +70,8 @@ def soak(steps: int, seconds: float) -> list[dict[str, Any]]:
             "checkpoints": len([*folder.glob("checkpoint-*")]),
             "failed_scores": sum(row.get("reward/errors", 0) + row.get("reward/timeouts", 0) for row in log),
         }
-    training_samples = [one for one in samples if one["step"] > 0]
-    return [{"origin": origin(), **outcome}, *training_samples[:: len(training_samples) // SAMPLES + 1]]
+    while_training = [one for one in samples if 0 < one["step"] < steps]  # neither the start nor the report
+    return [{"origin": origin(), **outcome}, *while_training[:: len(while_training) // SAMPLES + 1]]
 
 
 def step_of(log: Path) -> int:
@@ -127,12 +127,12 @@ class Verdict(NamedTuple):
 
 # Quantity → its label, the largest and the smallest ratio of late to early.
 BOUNDS = {
-    "uss": ("memory, unshared (MiB)", 1.05, 0),
-    "rss": ("memory, resident (MiB)", 1.05, 0),
-    "handles": ("open file descriptors", 1, 0),
-    "threads": ("threads", 1, 0),
-    "processes": ("processes", 1, 0),
-    "speed": ("steps per second of the trainer's processor time", float("inf"), 0.95),
+    "uss": ("memory, unshared (MiB)", 1.05, 0.0),
+    "rss": ("memory, resident (MiB)", 1.05, 0.0),
+    "handles": ("open file descriptors", 1.0, 0.0),
+    "threads": ("threads", 1.0, 0.0),
+    "processes": ("processes", 1.0, 0.0),
+    "speed": ("steps per second of the trainer's processor time", math.inf, 0.95),
 }
 
 
@@ -151,7 +151,7 @@ def judge(samples: Sequence[Sample]) -> dict[str, Verdict]:
 
 
 def with_speed(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with their `speed`, over a twentieth of the run around each: a validation takes longer than a step."""
+    """The samples with their `speed`, over a twentieth of the run around each, validations included."""
     reach = max(len(samples) // 40, 1)
     rows = []
     for i, one in enumerate(samples):
@@ -170,11 +170,10 @@ def page(header: dict[str, Any], samples: Sequence[Sample]) -> str:
         f"By `{made['command']}` ({made['cpu_cores']} cores of a {made['device']}, {made['date']}, commit"
         f" {made['git_commit']}; Python {made['python']}, {versions}).",
         f"{len(samples)} samples of all processes of `opo-trl train` on the arithmetic recipe, with rewards in workers,",
-        f"of which {header['failed_scores']:.0f} died of their completion and were replaced; {header['checkpoints']}"
-        " checkpoints were left.",
+        f"of which {header['failed_scores']:.0f} died and were replaced; {header['checkpoints']} checkpoints were left.",
         "",
-        "Early and late are the medians over the second and the last tenth of the steps; the first one is warm-up. The",
-        "slope is that of a straight line fitted to all but the first tenth.",
+        "Early and late are the medians over the second and the last tenth of the steps; the first one is warm-up.",
+        "The slope is that of a straight line fitted to all but the first tenth.",
         "",
         "| | early | late | late ÷ early | bound | slope per 1,000 steps | holds |",
         "| --- | ---: | ---: | ---: | :---: | ---: | :---: |",
@@ -221,11 +220,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps")
     args = parser.parse_args(argv)
     if args.quick:
-        header, *samples = soak(60, seconds=0.5)
+        header, *samples = soak(60, seconds=0.1)
         print(page(header, samples))
         return 0
     if not args.write:
-        rows = soak(args.steps, seconds=2)
+        rows = soak(args.steps, seconds=1)
         RESULTS.unlink(missing_ok=True)
         append_lines(RESULTS, rows)
     header, *samples = read_lines(RESULTS)

@@ -32,14 +32,17 @@ TOKENS = r"""
 <think> </think> √ ² ½ − π ∞
 """
 ALPHABET = [*TOKENS.split(), " ", "\n"]
-ATOMS = r"0 1 2 3 5 7 12 100 10,000 0.5 .\overline{3} x y n e i \pi \infty \theta \mathbb{R} \emptyset A \text{even}".split()
 # `@` is a formula.
-FORMS = r"""
-\frac{@}{@} \frac@@ \sqrt{@} \sqrt[@]{@} @^{@} @^@ @_{@} @+@ @-@ @\cdot@ @/@ @@ -@ \pm@ @! |@| (@) \left(@\right) (@,@)
-[@,@) (@,@] \{@,@\} \{@\} @,@ @;@ @\cup@ @\cap@ @\setminus@ @\in@ @=@ @\le@ @<@<@ @\ne@ @\approx@ @\% \$@ @^\circ @\text{cm}
-@\text{_and_}@ \text{@} \log_{@}@ \ln@ \sin@ \arctan@ \binom{@}{@} \sum_{n=1}^{@}@ \int_0^@@dx \lim_{x\to@}@
-\lfloor@\rfloor \begin{pmatrix}@\\@\end{pmatrix} \begin{pmatrix}@&@\end{pmatrix} \overline{@} \boxed{@} @:@ @\mod@ @\to@
-""".replace("_and_", " and ").split()
+FORMULAS = r"""
+0 1 2 3 5 7 12 100 10,000 0.5 .\overline{3} x y n e i \pi \infty \theta \mathbb{R} \emptyset A \text{even}
+\frac{@}{@} \frac@@ \sqrt{@} \sqrt[@]{@} @^{@} @^@ @_{@} @+@ @-@ @\cdot@ @/@ @@ -@ \pm@ @! |@| (@) \left(@\right)
+(@,@) [@,@) (@,@] \{@,@\} \{@\} @,@ @;@ @\cup@ @\cap@ @\setminus@ @\in@ @=@ @\le@ @<@<@ @\ne@ @\approx@ @\% \$@
+@^\circ @\text{cm} @\text{~and~}@ \text{@} \log_{@}@ \ln@ \sin@ \arctan@ \binom{@}{@} \sum_{n=1}^{@}@ \int_0^@@dx
+\lim_{x\to@}@ \lfloor@\rfloor \begin{pmatrix}@\\@\end{pmatrix} \begin{pmatrix}@&@\end{pmatrix} \overline{@} \boxed{@}
+@:@ @\mod@ @\to@
+"""
+ATOMS = [form for form in FORMULAS.split() if "@" not in form]
+FORMS = [form for form in FORMULAS.split() if "@" in form]
 GOLDS = ("5", r"\frac{1}{2}", "x^2-1", "(1,2]", r"\{1,2\}", r"\text{even}", r"5\text{ cm}", r"\frac{\pi}{4}, 2")
 
 calls: Counter[str] = Counter()  # of math-verify, for the input at hand
