@@ -6,15 +6,18 @@ Coverage-guided fuzzing of the rewards, by atheris (`pip install atheris`; Linux
 The options are libFuzzer's. An input becomes a completion and a gold answer: formulas, LaTeX tokens in any order, or
 any characters. With 64 bytes, nearly all are shorter than the 300 characters beyond which no answer is parsed.
 What ends the run, with the input in a file `crash-…` or `timeout-…`: an exception out of a reward, a value that is
-none of 0, 1 and `None`, or more processor time than all limits of `score` together. It prints how far inputs came.
+none of 0, 1 and `None`, more processor time than all limits of `score` together, or text that is evaluated as Python
+and is no number (SymPy reads numbers so). It prints how far inputs came.
 """
 
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 import atheris
+import sympy.physics.units  # noqa: F401 - evaluates names of its own when it is first imported
 
 
 # The generated parser is tables and loops, which tell nothing of which formulas it was given.
@@ -45,8 +48,19 @@ ATOMS = [form for form in FORMULAS.split() if "@" not in form]
 FORMS = [form for form in FORMULAS.split() if "@" in form]
 GOLDS = ("5", r"\frac{1}{2}", "x^2-1", "(1,2]", r"\{1,2\}", r"\text{even}", r"5\text{ cm}", r"\frac{\pi}{4}, 2")
 
+# What may be compiled: modules, SymPy's own code, and numbers.
+HARMLESS = re.compile(r"from sympy import \*|(?:def|lambda) .*|-?(?:Integer|Float|Rational) \([^()]*\)\s*", re.DOTALL)
+
+evaluated: list[str] = []  # what is not harmless
 calls: Counter[str] = Counter()  # of math-verify, for the input at hand
 reached: Counter[str] = Counter()  # inputs by how far they came
+
+
+def watch(event: str, arguments: tuple) -> None:
+    if event == "compile" and arguments[0] is not None and arguments[1] == "<string>":
+        source = arguments[0].decode() if isinstance(arguments[0], bytes) else str(arguments[0])
+        if not HARMLESS.fullmatch(source.strip()):
+            evaluated.append(source)
 
 
 def counted(function: Callable) -> Callable:
@@ -57,6 +71,7 @@ def counted(function: Callable) -> Callable:
     return call
 
 
+sys.addaudithook(watch)
 rewards.parse, rewards.verify = counted(rewards.parse), counted(rewards.verify)
 
 
@@ -92,6 +107,7 @@ def check(raw: bytes) -> None:
     assert rewards.score(completion, gold) in (0.0, 1.0, None)
     assert rewards.format_reward([completion])[0] in (0.0, 1.0)
     assert time.process_time() - start < LIMIT
+    assert not evaluated, evaluated
     reached.update({"inputs": 1, "answers parsed": calls["parse"] > 1, "compared": calls["verify"] > 0})
     if reached["inputs"] % 10_000 == 0:
         print(*(f"{name}: {count}" for name, count in reached.items()), sep=", ", file=sys.stderr)
