@@ -169,8 +169,9 @@ def page(header: dict[str, Any], samples: Sequence[Sample]) -> str:
         "",
         f"By `{made['command']}` ({made['cpu_cores']} cores of a {made['device']}, {made['date']}, commit"
         f" {made['git_commit']}; Python {made['python']}, {versions}).",
-        f"{len(samples)} samples of all processes of `opo-trl train` on the arithmetic recipe, with rewards in workers,",
-        f"of which {header['failed_scores']:.0f} died and were replaced; {header['checkpoints']} checkpoints were left.",
+        f"{len(samples)} samples of all processes of `opo-trl train` on the arithmetic recipe, with rewards in",
+        f"workers. {header['failed_scores']:.0f} of them died and were replaced; at the end there were"
+        f" {header['checkpoints']} checkpoints.",
         "",
         "Early and late are the medians over the second and the last tenth of the steps; the first one is warm-up.",
         "The slope is that of a straight line fitted to all but the first tenth.",
