@@ -79,12 +79,14 @@ def test_state_of_a_rollout_is_read_as_tensors_only(tmp_path):
 
 @pytest.fixture(scope="module")
 def evaluated():
-    """Every string that is compiled. A hook cannot be taken back, so it is switched off."""
+    """Every string that is compiled, but for annotations. A hook cannot be taken back, so it is switched off."""
     codes: list[str] = []
     on = [True]
 
     def watch(event: str, arguments: tuple) -> None:
-        if on and event == "compile" and arguments[0] is not None and arguments[1] == "<string>":
+        if not on or event != "compile" or arguments[0] is None or arguments[1] != "<string>":
+            return
+        if sys._getframe(1).f_globals["__name__"] != "typing":
             codes.append(arguments[0].decode() if isinstance(arguments[0], bytes) else str(arguments[0]))
 
     sys.addaudithook(watch)

@@ -48,7 +48,7 @@ ATOMS = [form for form in FORMULAS.split() if "@" not in form]
 FORMS = [form for form in FORMULAS.split() if "@" in form]
 GOLDS = ("5", r"\frac{1}{2}", "x^2-1", "(1,2]", r"\{1,2\}", r"\text{even}", r"5\text{ cm}", r"\frac{\pi}{4}, 2")
 
-# What may be compiled: modules, SymPy's own code, and numbers.
+# What may be compiled beside annotations of modules imported late: SymPy's own code, and numbers.
 HARMLESS = re.compile(r"from sympy import \*|(?:def|lambda) .*|-?(?:Integer|Float|Rational) \([^()]*\)\s*", re.DOTALL)
 
 evaluated: list[str] = []  # what is not harmless
@@ -57,7 +57,9 @@ reached: Counter[str] = Counter()  # inputs by how far they came
 
 
 def watch(event: str, arguments: tuple) -> None:
-    if event == "compile" and arguments[0] is not None and arguments[1] == "<string>":
+    if event != "compile" or arguments[0] is None or arguments[1] != "<string>":
+        return
+    if sys._getframe(1).f_globals["__name__"] != "typing":
         source = arguments[0].decode() if isinstance(arguments[0], bytes) else str(arguments[0])
         if not HARMLESS.fullmatch(source.strip()):
             evaluated.append(source)
