@@ -3,7 +3,8 @@ A run's folder: what was asked for, what it ran on, what happened, and what came
 
     recipe.yaml          the recipe as run, command-line overrides merged in: `opo-trl train --config` repeats the run
     settings.json        every setting with its resolved value
-    environment.json     versions, hardware, seed, git commit, command
+    environment.json     main versions, hardware, seed, git commit, command
+    requirements.txt     all versions, as `pip install -r` takes them
     log.jsonl            one line per logged step: all metrics
     completions.jsonl    completions of the validation problems, as training went on
     summary.json         accuracies before and after, with intervals
@@ -17,15 +18,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from packaging.utils import canonicalize_name
 
 
 RECIPE, SETTINGS, ENVIRONMENT = "recipe.yaml", "settings.json", "environment.json"
+REQUIREMENTS = "requirements.txt"
 LOG, COMPLETIONS, SUMMARY = "log.jsonl", "completions.jsonl", "summary.json"
 
 _PACKAGES = (
@@ -82,10 +85,11 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapping[str, Any], seed: int) -> None:
-    """Write `recipe.yaml`, `settings.json` and `environment.json`."""
+    """Write `recipe.yaml`, `settings.json`, `environment.json` and `requirements.txt`."""
     (folder / RECIPE).write_text(yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True))
     write_json(folder / SETTINGS, settings)
     write_json(folder / ENVIRONMENT, {"seed": seed, "command": sys.argv, **_environment()})
+    (folder / REQUIREMENTS).write_text("".join(f"{line}\n" for line in _requirements()))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -132,6 +136,12 @@ def _environment() -> dict[str, Any]:
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
         "packages": {name: _version(name) for name in _PACKAGES},
     }
+
+
+def _requirements() -> list[str]:
+    """Every installed distribution but this one, whose commit says more; of two, the one that is imported."""
+    installed = {canonicalize_name(found.name): found.version for found in reversed([*distributions()])}
+    return [f"{name}=={number}" for name, number in sorted(installed.items()) if name != "opo-trl"]
 
 
 def _version(package: str) -> str | None:

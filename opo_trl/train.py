@@ -362,6 +362,7 @@ def make_trainer(
         "revision": model_config.model_revision,
         "attn_implementation": model_config.attn_implementation,
         "dtype": model_config.dtype,
+        "use_safetensors": True,  # never pickled weights, whoever made them
         **given,
     }
     trainer = TRAINERS[script.trainer](

@@ -1,11 +1,16 @@
 """A run's folder is never reused by accident, and its files are whole."""
 
 import json
+from importlib import metadata
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from opo_trl.run_folder import (
     RECIPE,
+    REQUIREMENTS,
     append_lines,
     claim,
     read_json,
@@ -60,6 +65,17 @@ def test_description_names_versions_seed_and_commit(tmp_path):
     assert environment["packages"]["torch"]
     assert "git_commit" in environment
     assert "alpha: 0.4" in (tmp_path / RECIPE).read_text()
+
+
+def test_requirements_are_those_of_the_installed_environment(tmp_path):
+    write_description(tmp_path, recipe={}, settings={}, seed=7)
+    lines = (tmp_path / REQUIREMENTS).read_text().splitlines()
+    requirements = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
+    assert len(requirements) == len(lines)
+    assert "opo-trl" not in requirements
+    needed = [Requirement(line).name for line in metadata.requires("opo_trl") if "extra ==" not in line]
+    for name in [*needed, "safetensors", "latex2sympy2-extended"]:  # and what those need
+        assert requirements[canonicalize_name(name)] == SpecifierSet(f"=={metadata.version(name)}")
 
 
 def test_log_survives_a_kill_in_mid_line_and_rewinds_to_a_checkpoint(tmp_path):

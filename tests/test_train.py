@@ -46,6 +46,7 @@ def test_run_folder_holds_what_was_asked_what_happened_and_what_came_out(run):
         "recipe.yaml",
         "settings.json",
         "environment.json",
+        "requirements.txt",
         "log.jsonl",
         "completions.jsonl",
         "summary.json",

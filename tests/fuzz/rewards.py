@@ -1,23 +1,32 @@
 r"""
 Coverage-guided fuzzing of the rewards, by atheris (`pip install atheris`; Linux, Python 3.11 to 3.13).
 
-    python tests/fuzz/rewards.py -runs=1000000 -max_len=200 -len_control=0 -timeout=60 [CORPUS_FOLDER]
+    python tests/fuzz/rewards.py -runs=1000000 -max_len=64 -len_control=0 -timeout=60 [CORPUS_FOLDER]
 
-The options are libFuzzer's. An input becomes a completion and a gold answer, of LaTeX tokens or of any characters.
+The options are libFuzzer's. An input becomes a completion and a gold answer: formulas, LaTeX tokens in any order, or
+any characters. With 64 bytes, nearly all are shorter than the 300 characters beyond which no answer is parsed.
 What ends the run, with the input in a file `crash-…` or `timeout-…`: an exception out of a reward, a value that is
-none of 0, 1 and `None`, or more processor time than all limits of `score` together.
+none of 0, 1 and `None`, more processor time than all limits of `score` together, or text that is evaluated as Python
+and is no number (SymPy reads numbers so). It prints how far inputs came.
 """
 
+import re
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import atheris
+import sympy.physics.units  # noqa: F401 - evaluates names of its own when it is first imported
 
 
-with atheris.instrument_imports(include=["opo_trl", "math_verify"]):
-    from opo_trl.rewards import PARSING_LIMIT, VERIFYING_LIMIT, format_reward, score
+# The generated parser is tables and loops, which tell nothing of which formulas it was given.
+GENERATED = [f"latex2sympy2_extended.gen.antlr4_13_2.{name}" for name in ("PSLexer", "PSParser", "PSListener")]
 
-LIMIT = 2 * (PARSING_LIMIT + VERIFYING_LIMIT) + 5  # seconds, with 5 for what has no limit of its own
+with atheris.instrument_imports(include=["opo_trl", "math_verify", "latex2sympy2_extended"], exclude=GENERATED):
+    from opo_trl import rewards
+
+LIMIT = 2 * (rewards.PARSING_LIMIT + rewards.VERIFYING_LIMIT) + 5  # seconds, with 5 for what has no limit of its own
 
 TOKENS = r"""
 \frac \dfrac \sqrt \text{ \boxed{ \boxed \fbox{ \left \right \begin{pmatrix} \end{pmatrix} \\ \{ \} { } ( ) [ ] , . ; :
@@ -26,24 +35,84 @@ TOKENS = r"""
 <think> </think> √ ² ½ − π ∞
 """
 ALPHABET = [*TOKENS.split(), " ", "\n"]
+# `@` is a formula.
+FORMULAS = r"""
+0 1 2 3 5 7 12 100 10,000 0.5 .\overline{3} x y n e i \pi \infty \theta \mathbb{R} \emptyset A \text{even}
+\frac{@}{@} \frac@@ \sqrt{@} \sqrt[@]{@} @^{@} @^@ @_{@} @+@ @-@ @\cdot@ @/@ @@ -@ \pm@ @! |@| (@) \left(@\right)
+(@,@) [@,@) (@,@] \{@,@\} \{@\} @,@ @;@ @\cup@ @\cap@ @\setminus@ @\in@ @=@ @\le@ @<@<@ @\ne@ @\approx@ @\% \$@
+@^\circ @\text{cm} @\text{~and~}@ \text{@} \log_{@}@ \ln@ \sin@ \arctan@ \binom{@}{@} \sum_{n=1}^{@}@ \int_0^@@dx
+\lim_{x\to@}@ \lfloor@\rfloor \begin{pmatrix}@\\@\end{pmatrix} \begin{pmatrix}@&@\end{pmatrix} \overline{@} \boxed{@}
+@:@ @\mod@ @\to@
+"""
+ATOMS = [form for form in FORMULAS.split() if "@" not in form]
+FORMS = [form for form in FORMULAS.split() if "@" in form]
 GOLDS = ("5", r"\frac{1}{2}", "x^2-1", "(1,2]", r"\{1,2\}", r"\text{even}", r"5\text{ cm}", r"\frac{\pi}{4}, 2")
 
+# What may be compiled beside annotations of modules imported late: SymPy's own code, and numbers.
+HARMLESS = re.compile(r"from sympy import \*|(?:def|lambda) .*|-?(?:Integer|Float|Rational) \([^()]*\)\s*", re.DOTALL)
 
-def text(raw: bytes, of_tokens: bool) -> str:
-    return "".join(ALPHABET[byte % len(ALPHABET)] for byte in raw) if of_tokens else raw.decode(errors="replace")
+evaluated: list[str] = []  # what is not harmless
+calls: Counter[str] = Counter()  # of math-verify, for the input at hand
+reached: Counter[str] = Counter()  # inputs by how far they came
+
+
+def watch(event: str, arguments: tuple) -> None:
+    if event != "compile" or arguments[0] is None or arguments[1] != "<string>":
+        return
+    if sys._getframe(1).f_globals["__name__"] != "typing":
+        source = arguments[0].decode() if isinstance(arguments[0], bytes) else str(arguments[0])
+        if not HARMLESS.fullmatch(source.strip()):
+            evaluated.append(source)
+
+
+def counted(function: Callable) -> Callable:
+    def call(*args, **kwargs):
+        calls[function.__name__] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+sys.addaudithook(watch)
+rewards.parse, rewards.verify = counted(rewards.parse), counted(rewards.verify)
+
+
+def formula(choices: Iterator[int]) -> str:
+    """The formula that a sequence of bytes stands for, which ends in ones when the sequence does."""
+    choice = next(choices, None)
+    if choice is None:
+        return "1"
+    if choice < 96:
+        return ATOMS[choice % len(ATOMS)]
+    first, *others = FORMS[choice % len(FORMS)].split("@")
+    return first + "".join(formula(choices) + other for other in others)
+
+
+def text(raw: bytes, kind: int) -> str:
+    """Any characters, tokens in any order, or one formula and what may follow it."""
+    if kind == 0:
+        return raw.decode(errors="replace")
+    if kind == 1:
+        return "".join(ALPHABET[byte % len(ALPHABET)] for byte in raw)
+    return formula(iter(raw))
 
 
 def check(raw: bytes) -> None:
     """The first byte says what the others are; the second one where the gold answer ends, if it is one of them."""
     kind, end = (*raw[:2], 0, 0)[:2]
-    boxed, of_tokens, own_gold = kind & 1, kind & 6, kind & 24 == 24
-    gold = text(raw[2 : 2 + end % 32], True) if own_gold else GOLDS[end % len(GOLDS)]
-    answer = text(raw[2 + end % 32 if own_gold else 2 :], bool(of_tokens))
+    boxed, own_gold, rest = kind & 1, kind & 2, raw[2:]
+    gold, rest = (text(rest[: end % 16], 2), rest[end % 16 :]) if own_gold else (GOLDS[end % len(GOLDS)], rest)
+    answer = text(rest, kind >> 2 & 3)
     completion = f"The answer is $\\boxed{{{answer}}}$." if boxed else answer
+    calls.clear()
     start = time.process_time()
-    assert score(completion, gold) in (0.0, 1.0, None)
-    assert format_reward([completion])[0] in (0.0, 1.0)
+    assert rewards.score(completion, gold) in (0.0, 1.0, None)
+    assert rewards.format_reward([completion])[0] in (0.0, 1.0)
     assert time.process_time() - start < LIMIT
+    assert not evaluated, evaluated
+    reached.update({"inputs": 1, "answers parsed": calls["parse"] > 1, "compared": calls["verify"] > 0})
+    if reached["inputs"] % 10_000 == 0:
+        print(*(f"{name}: {count}" for name, count in reached.items()), sep=", ", file=sys.stderr)
 
 
 if __name__ == "__main__":

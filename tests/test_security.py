@@ -1,0 +1,118 @@
+"""What comes from elsewhere is read, and never run: recipes, models, checkpoints, answers (SECURITY.md)."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from pickle import UnpicklingError
+from types import SimpleNamespace
+
+import pytest
+import sympy.physics.units  # noqa: F401 - evaluates names of its own when it is first imported
+import torch
+from safetensors.torch import load_file
+
+from opo_trl.checkpoint import load_state
+from opo_trl.rewards import score
+from opo_trl.train import main, read_recipe
+
+
+ARITHMETIC = Path(__file__).resolve().parents[1] / "recipes" / "arithmetic" / "opo.yaml"
+
+
+class Bomb:
+    """Its pickle creates a folder when it is loaded."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def train(model: Path, tmp_path: Path) -> int:
+    options = {"model_name_or_path": model, "output_dir": tmp_path / "run", "report_size": 2, "max_steps": 1}
+    return main(["--config", str(ARITHMETIC), *(part for k, v in options.items() for part in (f"--{k}", str(v)))])
+
+
+@pytest.fixture
+def model(tiny_model, tmp_path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def test_recipe_with_a_python_tag_is_refused(tmp_path):
+    recipe, harm = tmp_path / "recipe.yaml", tmp_path / "harm"
+    recipe.write_text(f"alpha: !!python/object/apply:os.mkdir [{harm}]\n")
+    with pytest.raises(ValueError, match="not valid YAML"):
+        read_recipe(recipe)
+    assert not harm.exists()
+
+
+@pytest.mark.parametrize("with_bomb", [False, True], ids=["tensors", "bomb"])
+def test_pickled_weights_are_refused(model, tmp_path, with_bomb):
+    weights = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    torch.save(weights | ({"x": Bomb(tmp_path / "harm")} if with_bomb else {}), model / "pytorch_model.bin")
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        train(model, tmp_path)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_code_that_comes_with_a_model_is_not_run(model, tmp_path):
+    config = json.loads((model / "config.json").read_text())
+    classes = {"AutoConfig": "remote.RemoteConfig", "AutoModelForCausalLM": "remote.RemoteModel"}
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "remote", "auto_map": classes}))
+    (model / "remote.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'harm')!r})\n")
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        train(model, tmp_path)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_state_of_a_rollout_is_read_as_tensors_only(tmp_path):
+    torch.save({"plain": Bomb(tmp_path / "harm")}, tmp_path / "rollout_state_0.pt")
+    with pytest.raises(UnpicklingError):
+        load_state(SimpleNamespace(accelerator=SimpleNamespace(process_index=0)), str(tmp_path))
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.fixture(scope="module")
+def evaluated():
+    """Every string that is compiled, but for annotations. A hook cannot be taken back, so it is switched off."""
+    codes: list[str] = []
+    on = [True]
+
+    def watch(event: str, arguments: tuple) -> None:
+        if not on or event != "compile" or arguments[0] is None or arguments[1] != "<string>":
+            return
+        if sys._getframe(1).f_globals["__name__"] != "typing":
+            codes.append(arguments[0].decode() if isinstance(arguments[0], bytes) else str(arguments[0]))
+
+    sys.addaudithook(watch)
+    yield codes
+    on.clear()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "12x + 1.5",  # that it reads numbers so is seen here, too
+        "__import__('os').getcwd()",
+        r"\text{__import__('os').getcwd()}",
+        "(__import__('os'), 2)",
+        "f(__import__('os'))",
+        r"\operatorname{exec}(x)",
+        r"\{().__class__, 2\}",
+        r"\max(lambda x: 1, 2)",
+    ],
+)
+def test_answers_are_not_evaluated_but_for_their_numbers(evaluated, answer):
+    evaluated.clear()
+    score(f"\\boxed{{{answer}}}", r"(1, \infty)")
+    score(r"\boxed{(1, \infty)}", answer)
+    codes = {code.strip() for code in evaluated} - {"from sympy import *"}
+    harmless = r"(Integer|Float) \('?[\d.]+'? \)|(def|lambda) .*"  # a number, or a function that SymPy writes
+    assert not [code for code in codes if not re.fullmatch(harmless, code, re.DOTALL)]
+    if answer == "12x + 1.5":
+        assert "Integer (12 )" in codes
