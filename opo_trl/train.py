@@ -39,6 +39,7 @@ from .evaluate import Decoding, evaluate
 from .rewards import accuracy_reward, format_reward
 from .rollout_trainer import RolloutTrainer
 from .scoring import IsolatedReward
+from .signals import StopOnSignal
 from .trainer import OPOTrainer
 
 
@@ -420,7 +421,8 @@ def run(trainer: RolloutTrainer, script: OPOScriptArguments, data: Data, checkpo
             run_folder.write_json(folder / run_folder.SUMMARY, summary)
     trainer.accelerator.print(format_report(summary["before"]))
     started = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with StopOnSignal(trainer):
+        trainer.train(resume_from_checkpoint=checkpoint)
     summary |= {
         "optimizer_steps": trainer.state.global_step,
         "train_seconds": round(time.perf_counter() - started, 1),

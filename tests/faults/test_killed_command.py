@@ -1,17 +1,31 @@
-"""A killed `opo-trl train` goes on with `--resume_from_checkpoint auto`, and leaves the folder of an unkilled one."""
+"""
+A killed or interrupted `opo-trl train` goes on with `--resume_from_checkpoint auto`, and leaves the folder of one that
+was not.
+"""
 
 import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from helpers import without_times
-from invariance.launch import launch, logs, server
+from invariance.canonical import make_trainer
+from invariance.launch import launch, logs
 from safetensors.torch import load_file
 
+from opo_trl import OPOTrainer
+from opo_trl.checkpoint import fault
+from opo_trl.signals import StopOnSignal
 from opo_trl.train import main
+
+from .kill_and_resume import ONE
+
+
+# A run takes a few.
+SECONDS = 120.0
 
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "arithmetic" / "opo.yaml"
@@ -57,15 +71,72 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("step", [2, 5], ids=["before the first checkpoint", "inside the second rollout"])
 def test_killed_command_goes_on(uninterrupted: Path, tmp_path: Path, step: int):
+    assert stopped(tmp_path, signal.SIGKILL, step) == -signal.SIGKILL
+    assert_goes_on(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_interrupted_command_saves_first(uninterrupted: Path, tmp_path: Path, number: signal.Signals):
     folder = tmp_path / "run"
-    process = server().Process(target=train, args=(folder,))
-    process.start()
-    while process.is_alive() and not any(entry["step"] == step for entry in lines_so_far(folder)):
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert launch(train, folder, "--resume_from_checkpoint", "auto", folder=tmp_path) == [0], logs(tmp_path)
+    assert stopped(tmp_path, number, 1) == 128 + number
+    (saved,) = folder.glob("checkpoint-*")
+    step = int(saved.name.removeprefix("checkpoint-"))
+    assert step in (2, 3)  # after the one at hand, and none more
+    assert fault(saved) is None
+    assert lines(folder)[-1]["step"] == step
+    assert not accuracies(folder).keys() & {"after", "optimizer_steps"}
+    assert not (folder / "model.safetensors").exists()
+    log = logs(tmp_path)
+    assert f"{number.name}: the run saves a checkpoint after this optimizer step and ends" in log
+    assert f"Ended by {number.name} after optimizer step {step}" in log
+    assert_goes_on(tmp_path, uninterrupted)
+
+
+def test_second_interrupt_ends_at_once(tiny_model: str, tmp_path: Path):
+    def interrupt_thrice(processes):
+        (process,) = processes
+        wait_until(lambda: (tmp_path / "in the step").exists())
+        for _ in range(2):  # one Ctrl-C, from the terminal and from the launcher
+            os.kill(process.pid, signal.SIGINT)
+        process.join(2)
+        assert process.is_alive()
+        os.kill(process.pid, signal.SIGINT)
+
+    status = launch(
+        train_slowly, tiny_model, str(tmp_path), folder=tmp_path, meanwhile=interrupt_thrice, limit=SECONDS
+    )
+    assert status == [-signal.SIGINT]
+
+
+class Slow(OPOTrainer):
+    """Whose optimizer steps take for ever."""
+
+    def training_step(self, *args, **kwargs):
+        (Path(self.args.output_dir) / "in the step").touch()
+        time.sleep(600)
+
+
+def train_slowly(model: str, folder: str) -> None:
+    trainer = make_trainer(ONE, model, Path(folder), Slow)
+    with StopOnSignal(trainer):
+        trainer.train()
+
+
+def stopped(place: Path, number: signal.Signals, step: int) -> int:
+    """Exit status of a run in `place / "run"` that gets a signal after `step`."""
+
+    def stop(processes):
+        wait_until(lambda: any(entry["step"] == step for entry in lines_so_far(place / "run")))
+        os.kill(processes[0].pid, number)
+
+    (status,) = launch(train, place / "run", folder=place, meanwhile=stop, limit=SECONDS)
+    return status
+
+
+def assert_goes_on(place: Path, uninterrupted: Path):
+    folder = place / "run"
+    again = launch(train, folder, "--resume_from_checkpoint", "auto", folder=place, limit=SECONDS)
+    assert again == [0], logs(place)
     one, other = load_file(folder / "model.safetensors"), load_file(uninterrupted / "model.safetensors")
     assert all(one[name].equal(other[name]) for name in other)
     assert lines(folder) == lines(uninterrupted)
@@ -78,3 +149,11 @@ def lines_so_far(folder: Path) -> list[dict]:
         return lines(folder)
     except json.JSONDecodeError:
         return []
+
+
+def wait_until(condition: Callable[[], bool]):
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("It never came.")
+        time.sleep(0.005)
