@@ -504,7 +504,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.process_index == 0:
             folder = Path(args.output_dir)
             resume = checkpoint is not None or (args.resume_from_checkpoint == "auto" and run_folder.is_run(folder))
-            run_folder.claim(folder, resume=resume, overwrite=script.overwrite)
+            claimed = run_folder.claim(folder, resume=resume, overwrite=script.overwrite)
             settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
             run_folder.write_description(folder, recipe=recipe, settings=settings, seed=args.seed)
     except ValueError as error:
@@ -515,6 +515,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run(trainer, script, data, checkpoint)
     if args.process_index == 0:
         _draw_figures(Path(args.output_dir))
+        claimed.close()
     return 0
 
 
