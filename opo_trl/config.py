@@ -11,6 +11,7 @@ from .objective import DriveScaling, Positivity, RatioForm, Reduction
 
 
 AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
+SaveFailure = Literal["stop", "continue"]
 
 
 # Fields of the parent that shape a loss OPO does not compute, and what to use in their place. A value other than the
@@ -55,10 +56,14 @@ class RolloutConfig(GRPOConfig):
             Largest share of completions, in `[0, 1]`, that an [`IsolatedReward`] may fail to score: over all
             processes, and as a moving average in which each round of generation has the weight 0.1. Above it the run
             ends. 1 lets it go on whatever happens.
+        save_failure (`str`, *optional*, defaults to `"stop"`):
+            What follows when a checkpoint cannot be written, as on a full disk: `"stop"`: the run ends with an error;
+            `"continue"`: it goes on, with a warning. Earlier checkpoints stay as they are in both cases. With several
+            processes it can go on only where the lack of space was seen before the save began.
 
     Raises:
-        `ValueError`: a value out of its range, or `max_sampling_rounds` above 1 where advantages are normalized over
-        groups that may yet be replaced.
+        `ValueError`: a value out of its range, `max_sampling_rounds` above 1 where advantages are normalized over
+        groups that may yet be replaced, or `enable_jit_checkpoint`, which saves in the middle of an optimizer step.
     """
 
     max_sampling_rounds: int = field(
@@ -68,6 +73,9 @@ class RolloutConfig(GRPOConfig):
     max_reward_failure_rate: float = field(
         default=0.1, metadata={"help": "Largest share of completions, in [0, 1], that isolated rewards fail to score."}
     )
+    save_failure: SaveFailure = field(
+        default="stop", metadata={"help": "Whether the run goes on when a checkpoint cannot be written."}
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -75,6 +83,14 @@ class RolloutConfig(GRPOConfig):
         rate = self.max_reward_failure_rate
         _require(rounds >= 1, "max_sampling_rounds", rounds, "a whole number, at least 1")
         _require(0 <= rate <= 1, "max_reward_failure_rate", rate, "a number in [0, 1]")
+        choices = get_args(SaveFailure)
+        _require(self.save_failure in choices, "save_failure", self.save_failure, f"one of {', '.join(choices)}")
+        if self.enable_jit_checkpoint:
+            raise ValueError(
+                "enable_jit_checkpoint=True is not allowed: it saves in the middle of an optimizer step, which cannot "
+                "be resumed exactly. Remove it; `opo-trl train` saves on SIGTERM, and so does a script that trains in "
+                "the context `opo_trl.signals.StopOnSignal(trainer)`."
+            )
         for name, value in (("scale_rewards", "batch"), ("multi_objective_aggregation", "normalize_then_sum")):
             if rounds > 1 and getattr(self, name) == value:
                 raise ValueError(

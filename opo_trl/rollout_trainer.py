@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset
+from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
@@ -57,7 +58,8 @@ class RolloutTrainer(GRPOTrainer):
         `TypeError`: `args` is a configuration of another trainer.
         `ValueError`: a quantized base model is to be generated from by vLLM, or `max_sampling_rounds` is above 1 and
             the prompts come from a stream.
-        `RuntimeError`: in training, isolated rewards fail to score more than `max_reward_failure_rate`.
+        `RuntimeError`: in training, isolated rewards fail to score more than `max_reward_failure_rate`, or a
+            checkpoint cannot be written (`save_failure`).
     """
 
     config_class: type[RolloutConfig] = RolloutConfig
@@ -268,8 +270,11 @@ class RolloutTrainer(GRPOTrainer):
         if self.args.should_save:
             # What an earlier attempt left here would make a half-written checkpoint look whole.
             shutil.rmtree(folder, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
+        try:
+            checkpoint.check_room(self, folder)
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            checkpoint.give_up(self, folder, error)
 
     def _save_rng_state(self, output_dir: str):
         super()._save_rng_state(output_dir)

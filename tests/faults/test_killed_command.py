@@ -6,6 +6,7 @@ was not.
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,25 @@ def test_interrupted_command_saves_first(uninterrupted: Path, tmp_path: Path, nu
     assert_goes_on(tmp_path, uninterrupted)
 
 
+def test_second_run_in_the_same_folder_is_refused(tmp_path: Path):
+    refused = []
+
+    def start_another(processes):
+        wait_until(lambda: bool(lines_so_far(tmp_path / "run")))
+        refused.extend(launch(train_or_exit, tmp_path / "run", folder=tmp_path / "second", limit=SECONDS))
+        processes[0].kill()
+
+    assert launch(train, tmp_path / "run", folder=tmp_path, meanwhile=start_another, limit=SECONDS) == [
+        -signal.SIGKILL
+    ]
+    assert refused == [2]
+    assert "is in use by another run, process" in logs(tmp_path / "second")
+
+
+def train_or_exit(folder: Path) -> None:
+    sys.exit(main(["--config", str(RECIPE), "--output_dir", str(folder), "--resume_from_checkpoint", "auto"]))
+
+
 def test_second_interrupt_ends_at_once(tiny_model: str, tmp_path: Path):
     def interrupt_thrice(processes):
         (process,) = processes
@@ -151,8 +171,8 @@ def lines_so_far(folder: Path) -> list[dict]:
         return []
 
 
-def wait_until(condition: Callable[[], bool]):
-    deadline = time.monotonic() + SECONDS
+def wait_until(condition: Callable[[], bool], limit: float = SECONDS):
+    deadline = time.monotonic() + limit
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError("It never came.")
