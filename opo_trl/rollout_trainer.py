@@ -35,6 +35,7 @@ from .plan import training_plan
 from .rollout import EpochSampler, micro_batches, rows_of_steps
 from .scoring import IsolatedReward
 from .step_clock import StepClock
+from .vllm_server import watched
 from .weights import FrozenBase
 
 
@@ -108,6 +109,9 @@ class RolloutTrainer(GRPOTrainer):
         if args.use_vllm:
             engine: Any = self.vllm_generation
             engine.sync_weights = self._clock.phase("sync")(engine.sync_weights)
+            if args.vllm_mode == "server" and self.accelerator.is_main_process:
+                watch = watched(engine.vllm_client.base_url)
+                engine.sync_weights, engine.generate = watch(engine.sync_weights), watch(engine.generate)
         if args.max_sampling_rounds > 1:
             if not isinstance(self.train_dataset, Dataset):
                 raise ValueError(

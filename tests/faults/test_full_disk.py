@@ -142,13 +142,6 @@ def test_file_that_cannot_be_written(tiny_model: str, tmp_path: Path, limit: int
         assert not (tmp_path / "checkpoint-2").exists()
 
 
-def test_unknown_way_to_go_on_is_refused(tiny_model: str, tmp_path: Path):
-    with pytest.raises(
-        ValueError, match=r"save_failure='ignore' is not allowed\. Set `save_failure` to one of stop, co"
-    ):
-        make_trainer(tiny_model, tmp_path, save_failure="ignore")
-
-
 # Two processes
 
 
