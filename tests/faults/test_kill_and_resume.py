@@ -33,9 +33,9 @@ def uninterrupted(tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
         pytest.param(Kill(micro_step=11), id="in its second iteration"),
         pytest.param(Kill(micro_step=12), id="at the beginning of the second rollout"),
         pytest.param(Kill(micro_step=27), id="in the second epoch"),
-        pytest.param(Kill(save=1, seconds=0.003), id="early in a save"),
-        pytest.param(Kill(save=4, seconds=0.015), id="in a save"),
-        pytest.param(Kill(save=8, seconds=0.03), id="late in the last save"),
+        pytest.param(Kill(save=1, seconds=0.003), id="early in a save", marks=pytest.mark.slow),
+        pytest.param(Kill(save=4, seconds=0.015), id="in a save", marks=pytest.mark.slow),
+        pytest.param(Kill(save=8, seconds=0.03), id="late in the last save", marks=pytest.mark.slow),
     ],
 )
 def test_resumed_run_is_the_uninterrupted_one(uninterrupted, tiny_model: str, tmp_path: Path, kill: Kill):
@@ -44,7 +44,9 @@ def test_resumed_run_is_the_uninterrupted_one(uninterrupted, tiny_model: str, tm
     assert differences(tmp_path, uninterrupted(ONE)) == []
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [place if i % 2 else pytest.param(place, marks=pytest.mark.slow) for i, place in enumerate(PLACES)]
+)
 def test_there_is_a_whole_checkpoint_at_every_moment_of_a_save(uninterrupted, tiny_model: str, tmp_path: Path, place):
     assert start(ONE, tiny_model, tmp_path, Kill(save=4, place=place)) == [-9]
     new_is_whole = list(PLACES).index(place) > list(PLACES).index("after the manifest")
