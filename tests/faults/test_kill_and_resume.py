@@ -44,8 +44,16 @@ def test_resumed_run_is_the_uninterrupted_one(uninterrupted, tiny_model: str, tm
     assert differences(tmp_path, uninterrupted(ONE)) == []
 
 
+QUICK = {
+    "after the model",
+    "after the manifest",
+    "before an old one is deleted",
+    "after a file of an old one is deleted",
+}
+
+
 @pytest.mark.parametrize(
-    "place", [place if i % 2 else pytest.param(place, marks=pytest.mark.slow) for i, place in enumerate(PLACES)]
+    "place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES]
 )
 def test_there_is_a_whole_checkpoint_at_every_moment_of_a_save(uninterrupted, tiny_model: str, tmp_path: Path, place):
     assert start(ONE, tiny_model, tmp_path, Kill(save=4, place=place)) == [-9]

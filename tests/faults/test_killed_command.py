@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers import without_times
-from invariance.canonical import make_trainer
+from invariance.canonical import Form, make_trainer
 from invariance.launch import launch, logs
 from safetensors.torch import load_file
 
@@ -122,9 +122,8 @@ def test_second_interrupt_ends_at_once(tiny_model: str, tmp_path: Path):
         assert process.is_alive()
         os.kill(process.pid, signal.SIGINT)
 
-    status = launch(
-        train_slowly, tiny_model, str(tmp_path), folder=tmp_path, meanwhile=interrupt_thrice, limit=SECONDS
-    )
+    where = {"folder": tmp_path, "meanwhile": interrupt_thrice, "limit": SECONDS}
+    status = launch(train_with, Slow, ONE, tiny_model, str(tmp_path), **where)
     assert status == [-signal.SIGINT]
 
 
@@ -136,10 +135,34 @@ class Slow(OPOTrainer):
         time.sleep(600)
 
 
-def train_slowly(model: str, folder: str) -> None:
-    trainer = make_trainer(ONE, model, Path(folder), Slow)
+def train_with(trainer_class: type, form: Form, model: str, folder: str) -> None:
+    trainer = make_trainer(form, model, Path(folder), trainer_class)
     with StopOnSignal(trainer):
         trainer.train()
+
+
+def test_signal_to_one_process_stops_all(tiny_model: str, tmp_path: Path):
+    form = Form("2 processes", rows=4, processes=2, config="ddp", sampled=True, options={"max_steps": 10_000})
+
+    def stop_one(processes):
+        wait_until(lambda: (tmp_path / "in the step").exists())
+        os.kill(processes[1].pid, signal.SIGTERM)
+
+    where = {"config": "ddp", "processes": 2, "folder": tmp_path, "meanwhile": stop_one, "limit": SECONDS}
+    status = launch(train_with, Marking, form, tiny_model, str(tmp_path), **where)
+    assert 128 + signal.SIGTERM in status, logs(tmp_path)
+    (saved,) = tmp_path.glob("checkpoint-*")
+    assert fault(saved) is None
+    log = (tmp_path / "process_0.log").read_text()
+    assert f"Ended by SIGTERM after optimizer step {saved.name.removeprefix('checkpoint-')}." in log
+
+
+class Marking(OPOTrainer):
+    """Which says when it trains."""
+
+    def training_step(self, *args, **kwargs):
+        (Path(self.args.output_dir) / "in the step").touch()
+        return super().training_step(*args, **kwargs)
 
 
 def stopped(place: Path, number: signal.Signals, step: int) -> int:
