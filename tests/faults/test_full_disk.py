@@ -146,7 +146,7 @@ def test_file_that_cannot_be_written(tiny_model: str, tmp_path: Path, limit: int
 
 
 TWO = Form("2 processes", rows=4, processes=2, config="ddp", options={"save_strategy": "steps", "save_steps": 1})
-SECONDS = 120.0
+SECONDS = 240.0
 
 
 def train(form: Form, model: str, folder: str, trainer_class: type = OPOTrainer) -> None:
