@@ -118,6 +118,7 @@ def test_second_interrupt_ends_at_once(tiny_model: str, tmp_path: Path):
         wait_until(lambda: (tmp_path / "in the step").exists())
         for _ in range(2):  # one Ctrl-C, from the terminal and from the launcher
             os.kill(process.pid, signal.SIGINT)
+            time.sleep(0.3)
         process.join(2)
         assert process.is_alive()
         os.kill(process.pid, signal.SIGINT)
