@@ -79,7 +79,7 @@ def test_killed_command_goes_on(uninterrupted: Path, tmp_path: Path, step: int):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_interrupted_command_saves_first(uninterrupted: Path, tmp_path: Path, number: signal.Signals):
     folder = tmp_path / "run"
-    assert stopped(tmp_path, number, 1) == 128 + number
+    assert stopped(tmp_path, number, 1, "--save_steps", "1000") == 128 + number
     (saved,) = folder.glob("checkpoint-*")
     step = int(saved.name.removeprefix("checkpoint-"))
     assert step in (2, 3)  # after the one at hand, and none more
@@ -166,14 +166,14 @@ class Marking(OPOTrainer):
         return super().training_step(*args, **kwargs)
 
 
-def stopped(place: Path, number: signal.Signals, step: int) -> int:
+def stopped(place: Path, number: signal.Signals, step: int, *further: str) -> int:
     """Exit status of a run in `place / "run"` that gets a signal after `step`."""
 
     def stop(processes):
         wait_until(lambda: any(entry["step"] == step for entry in lines_so_far(place / "run")))
         os.kill(processes[0].pid, number)
 
-    (status,) = launch(train, place / "run", folder=place, meanwhile=stop, limit=SECONDS)
+    (status,) = launch(train, place / "run", *further, folder=place, meanwhile=stop, limit=SECONDS)
     return status
 
 

@@ -29,7 +29,7 @@ class Launched:
     def __init__(self, folder: Path, processes: int, *further: str):
         self.folder, self.log = folder / "run", folder / "log"
         command = [sys.executable, "-m", "opo_trl.cli", "train", "--config", str(RECIPE), *further]
-        for name, value in {**OPTIONS, "max_steps": 1000, "output_dir": self.folder}.items():
+        for name, value in {**OPTIONS, "max_steps": 1000, "save_steps": 1000, "output_dir": self.folder}.items():
             command += [f"--{name}", str(value)]
         if processes > 1:
             batch = str(OPTIONS["per_device_train_batch_size"] // processes)
