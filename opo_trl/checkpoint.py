@@ -10,6 +10,7 @@ What a process that is killed leaves behind lacks one of them, or a file that th
 """
 
 import json
+import shutil
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -142,6 +143,73 @@ def seal(folder: Path) -> None:
     """Write the manifest of a checkpoint, once every process has written its part."""
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2))
+
+
+class NoRoom(RuntimeError):
+    """There is too little space for a checkpoint, and every process knows it before any has written."""
+
+
+def check_room(trainer: "RolloutTrainer", folder: Path) -> None:
+    """
+    Let all processes agree that there is room for a checkpoint, and wait for each other.
+
+    Raises:
+        `NoRoom`: in every process, if there is not.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    missing = 0
+    if trainer.args.should_save:
+        missing = max(_least_bytes(trainer, folder.parent) - shutil.disk_usage(folder.parent).free, 0)
+    agreed = trainer.accelerator.reduce(torch.tensor(missing, device=trainer.accelerator.device), reduction="max")
+    if agreed:
+        raise NoRoom("no space left on device")
+
+
+def give_up(trainer: "RolloutTrainer", folder: Path, error: Exception) -> None:
+    """
+    Remove a checkpoint that cannot be written, and say why.
+
+    Raises:
+        `RuntimeError`: unless training is to go on without it, and can.
+    """
+    written, free = _bytes(folder), shutil.disk_usage(folder.parent).free
+    last = last_whole(str(folder.parent))
+    size = _bytes(Path(last)) if last else _least_bytes(trainer, folder.parent)
+    missing = f": {_mib(size - written - free)} are missing" if size > written + free else ""
+    shutil.rmtree(folder, ignore_errors=True)
+    message = (
+        f"{folder} cannot be saved ({error}). A checkpoint takes about {_mib(size)}, {_mib(written)} were written, "
+        f"and {_mib(free)} are free{missing}. The last whole checkpoint is {last}."
+    )
+    # The other processes of a save that has begun wait for this one.
+    agreed = isinstance(error, NoRoom) or trainer.accelerator.num_processes == 1
+    if trainer.args.save_failure == "stop" or not agreed:
+        raise RuntimeError(
+            f"{message} Make room and continue with `--resume_from_checkpoint last`; keep fewer checkpoints "
+            "(`save_total_limit`); or let training go on without this one (`save_failure: continue`)."
+        ) from error
+    logger.warning(f"{message} Training goes on, as `save_failure` says.")
+
+
+def _least_bytes(trainer: "RolloutTrainer", run: Path) -> int:
+    """What a checkpoint takes: as much as the last one without its rollout, or what this process knows to write."""
+    last = None if trainer.args.save_only_model else last_whole(str(run))
+    if last is not None:
+        return _bytes(Path(last)) - sum(path.stat().st_size for path in Path(last).glob("rollout_state_*"))
+    tensors = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    # Where they are sharded, each process writes some of them, somewhere else in memory.
+    if not (trainer.args.save_only_model or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
+        states = trainer.optimizer.state.values()
+        tensors += [value for state in states for value in state.values() if torch.is_tensor(value)]
+    return sum(local_part(tensor).nbytes for tensor in tensors)
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 def fault(folder: Path) -> str | None:

@@ -9,6 +9,7 @@ The `opo-trl` command.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -55,6 +56,7 @@ def _train(argv: list[str]) -> int:
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from .signals import passed_on
     from .train import find_accelerate_config, make_parser, read_recipe
 
     fields = list(argv)
@@ -73,13 +75,25 @@ def _train(argv: list[str]) -> int:
     launch = [*(["--config_file", config_file] if config_file else []), *for_accelerate]
     script = ["-m", "opo_trl.train", *_without(argv, for_accelerate)]
     try:
-        launch_command(launch_command_parser().parse_args([*launch, *script]))
-    except subprocess.CalledProcessError as error:  # the process has said why
-        return error.returncode
-    except ChildFailedError as error:  # and so have several
-        status = error.get_first_failure()[1].exitcode
-        return status if status > 0 else 128 - status  # a signal, as shells count it
+        with passed_on():
+            launch_command(launch_command_parser().parse_args([*launch, *script]))
+    except subprocess.CalledProcessError as error:
+        return _status("the training process", error.returncode)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _status(f"training process {rank}", failure.exitcode)
     return 0
+
+
+def _status(process: str, code: int) -> int:
+    """Exit status of a process that failed: it has said why, unless a signal ended it."""
+    if code >= 0:
+        return code
+    name = signal.Signals(-code).name
+    hint = ", as the kernel does where memory runs out" if name == "SIGKILL" else ""
+    advice = "Continue with `--resume_from_checkpoint auto`."
+    print(f"opo-trl train: error: {process} was ended by {name}{hint}. {advice}", file=sys.stderr)
+    return 128 - code  # as shells count it
 
 
 def _without(items: list[str], removed: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ from .watches import Watches
 
 
 AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
+SaveFailure = Literal["stop", "continue"]
 
 
 # Fields of the parent that shape a loss OPO does not compute, and what to use in their place. A value other than the
@@ -63,10 +64,15 @@ class RolloutConfig(GRPOConfig):
         watches (`list[str]`, *optional*):
             Bounds on metrics of the log, such as `"warn if entropy < 0.1"` or `"stop if opo/chi2 > 2"`; see
             [`~watches.Watches`].
+        save_failure (`str`, *optional*, defaults to `"stop"`):
+            What follows when a checkpoint cannot be written, as on a full disk: `"stop"`: the run ends with an error;
+            `"continue"`: it goes on, with a warning. Earlier checkpoints stay as they are in both cases. With several
+            processes it can go on only where the lack of space was seen before the save began.
 
     Raises:
-        `ValueError`: a value out of its range, a watch that cannot be read, or `max_sampling_rounds` above 1 where
-        advantages are normalized over groups that may yet be replaced.
+        `ValueError`: a value out of its range, a watch that cannot be read, `max_sampling_rounds` above 1 where
+        advantages are normalized over groups that may yet be replaced, or `enable_jit_checkpoint`, which saves in the
+        middle of an optimizer step.
     """
 
     max_sampling_rounds: int = field(
@@ -82,6 +88,9 @@ class RolloutConfig(GRPOConfig):
     watches: list[str] = field(
         default_factory=list, metadata={"help": "Bounds on metrics, such as 'stop if opo/chi2 > 2'."}
     )
+    save_failure: SaveFailure = field(
+        default="stop", metadata={"help": "Whether the run goes on when a checkpoint cannot be written."}
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -91,6 +100,14 @@ class RolloutConfig(GRPOConfig):
         _require(0 <= rate <= 1, "max_reward_failure_rate", rate, "a number in [0, 1]")
         _require(skipped >= 1, "max_skipped_steps", skipped, "a whole number, at least 1")
         Watches(self.watches)
+        choices = get_args(SaveFailure)
+        _require(self.save_failure in choices, "save_failure", self.save_failure, f"one of {', '.join(choices)}")
+        if self.enable_jit_checkpoint:
+            raise ValueError(
+                "enable_jit_checkpoint=True is not allowed: it saves in the middle of an optimizer step, which cannot "
+                "be resumed exactly. Remove it; `opo-trl train` saves on SIGTERM, and so does a script that trains in "
+                "the context `opo_trl.signals.StopOnSignal(trainer)`."
+            )
         for name, value in (("scale_rewards", "batch"), ("multi_objective_aggregation", "normalize_then_sum")):
             if rounds > 1 and getattr(self, name) == value:
                 raise ValueError(

@@ -24,6 +24,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset
+from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
@@ -37,6 +38,7 @@ from .plan import training_plan
 from .rollout import EpochSampler, micro_batches, rows_of_steps
 from .scoring import IsolatedReward
 from .step_clock import StepClock
+from .vllm_server import watched
 from .watches import Watches
 from .weights import FrozenBase
 
@@ -63,7 +65,8 @@ class RolloutTrainer(GRPOTrainer):
         `TypeError`: `args` is a configuration of another trainer.
         `ValueError`: a quantized base model is to be generated from by vLLM, or `max_sampling_rounds` is above 1 and
             the prompts come from a stream.
-        `RuntimeError`: in training, isolated rewards fail to score more than `max_reward_failure_rate`.
+        `RuntimeError`: in training, isolated rewards fail to score more than `max_reward_failure_rate`, or a
+            checkpoint cannot be written (`save_failure`).
     """
 
     config_class: type[RolloutConfig] = RolloutConfig
@@ -116,6 +119,9 @@ class RolloutTrainer(GRPOTrainer):
         if args.use_vllm:
             engine: Any = self.vllm_generation
             engine.sync_weights = self._clock.phase("sync")(engine.sync_weights)
+            if args.vllm_mode == "server" and self.accelerator.is_main_process:
+                watch = watched(engine.vllm_client.base_url)
+                engine.sync_weights, engine.generate = watch(engine.sync_weights), watch(engine.generate)
         if args.max_sampling_rounds > 1:
             if not isinstance(self.train_dataset, Dataset):
                 raise ValueError(
@@ -335,8 +341,11 @@ class RolloutTrainer(GRPOTrainer):
         if self.args.should_save:
             # What an earlier attempt left here would make a half-written checkpoint look whole.
             shutil.rmtree(folder, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
+        try:
+            checkpoint.check_room(self, folder)
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            checkpoint.give_up(self, folder, error)
 
     def _save_rng_state(self, output_dir: str):
         super()._save_rng_state(output_dir)

@@ -9,18 +9,22 @@ A run's folder: what was asked for, what it ran on, what happened, and what came
     completions.jsonl    completions of the validation problems, as training went on
     summary.json         accuracies before and after, with intervals
     figures/             drawn from log.jsonl and summary.json
+    _lock                locked while a run writes here; holds its process and machine
     checkpoint-*/, model.safetensors, …   as Transformers saves them
 """
 
+import fcntl
 import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import yaml
@@ -30,6 +34,7 @@ from packaging.utils import canonicalize_name
 RECIPE, SETTINGS, ENVIRONMENT = "recipe.yaml", "settings.json", "environment.json"
 REQUIREMENTS = "requirements.txt"
 LOG, COMPLETIONS, SUMMARY = "log.jsonl", "completions.jsonl", "summary.json"
+LOCK = "_lock"  # files whose names begin so are not pushed to the Hub
 
 _PACKAGES = (
     "opo_trl",
@@ -50,9 +55,9 @@ def is_run(folder: Path) -> bool:
     return (folder / RECIPE).is_file()
 
 
-def claim(folder: Path, *, resume: bool, overwrite: bool) -> None:
+def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
     """
-    Make sure that a run may write into a folder, and create it.
+    Make sure that a run may write into a folder, create it, and keep other runs out of it.
 
     Args:
         folder (`Path`):
@@ -62,11 +67,16 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> None:
         overwrite (`bool`):
             Whether an earlier run in this folder may be deleted.
 
+    Returns:
+        `IO[str]`: an open file. Until it is closed, or this process ends in whatever way, the folder cannot be claimed
+        again.
+
     Raises:
-        `ValueError`: the folder holds something that this run would overwrite, or nothing to resume. Nothing has been
-        written or deleted then.
+        `ValueError`: another run writes into the folder, or it holds something that this run would overwrite, or
+        nothing to resume. Nothing has been written or deleted then.
     """
-    occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    lock = _lock(folder) if (folder / LOCK).exists() else None
+    occupied = folder.exists() and (not folder.is_dir() or any(entry.name != LOCK for entry in folder.iterdir()))
     if resume and not is_run(folder):
         raise ValueError(f"output_dir={str(folder)!r} holds no run to resume. Remove `resume_from_checkpoint`.")
     if occupied and not resume:
@@ -80,8 +90,31 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> None:
                 f"output_dir={str(folder)!r} is not empty and holds no {RECIPE}, so it is not a run of this program "
                 "and will not be deleted. Choose another `output_dir`."
             )
-        shutil.rmtree(folder)
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != LOCK:
+                entry.unlink()
     folder.mkdir(parents=True, exist_ok=True)
+    return lock or _lock(folder)
+
+
+def _lock(folder: Path) -> IO[str]:
+    file = (folder / LOCK).open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        raise ValueError(
+            f"output_dir={str(folder)!r} is in use by another run, {file.read()}. Choose another `output_dir`, or end "
+            "that run first."
+        ) from error
+    except OSError as error:
+        warnings.warn(f"{folder} cannot be locked ({error}): nothing keeps a second run out of it.", stacklevel=2)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.flush()
+    return file
 
 
 def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapping[str, Any], seed: int) -> None:

@@ -35,6 +35,10 @@ START_LIMIT = 120  # seconds that a worker may take to start, imports from a slo
 Row = dict[str, list[Any]]  # what the reward function is called with for one completion
 
 _TIMED_OUT = object()
+
+# A scheduler that wants a job to save and end tells all of its processes, workers and fork server, too: not their
+# completion's fault. 255 stands for whatever code, where the fork server is gone.
+_TOLD_TO_END = (-signal.SIGTERM, 255)
 _hiding = threading.Lock()
 
 
@@ -134,6 +138,9 @@ class IsolatedReward:
                     outcome = futures[i].result(self.timeout + START_LIMIT)
                 except ProcessExpired as error:
                     outcome = f"its worker ending with code {error.exitcode}"
+                    if error.exitcode in _TOLD_TO_END and tries == 1:
+                        futures[i : i + 1] = self._schedule(rows[i : i + 1])
+                        continue
                 except (BrokenProcessPool, CancelledError, TimeoutError) as error:
                     outcome = _TIMED_OUT
                     if not (isinstance(error, TimeoutError) and futures[i].done()):

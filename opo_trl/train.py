@@ -39,6 +39,7 @@ from .evaluate import Decoding, evaluate
 from .rewards import accuracy_reward, format_reward
 from .rollout_trainer import RolloutTrainer
 from .scoring import IsolatedReward
+from .signals import StopOnSignal
 from .trainer import OPOTrainer
 
 
@@ -421,7 +422,8 @@ def run(trainer: RolloutTrainer, script: OPOScriptArguments, data: Data, checkpo
             run_folder.write_json(folder / run_folder.SUMMARY, summary)
     trainer.accelerator.print(format_report(summary["before"]))
     started = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with StopOnSignal(trainer):
+        trainer.train(resume_from_checkpoint=checkpoint)
     summary |= {
         "optimizer_steps": trainer.state.global_step,
         "train_seconds": round(time.perf_counter() - started, 1),
@@ -503,7 +505,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.process_index == 0:
             folder = Path(args.output_dir)
             resume = checkpoint is not None or (args.resume_from_checkpoint == "auto" and run_folder.is_run(folder))
-            run_folder.claim(folder, resume=resume, overwrite=script.overwrite)
+            claimed = run_folder.claim(folder, resume=resume, overwrite=script.overwrite)
             settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
             run_folder.write_description(folder, recipe=recipe, settings=settings, seed=args.seed)
     except ValueError as error:
@@ -514,6 +516,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run(trainer, script, data, checkpoint)
     if args.process_index == 0:
         _draw_figures(Path(args.output_dir))
+        claimed.close()
     return 0
 
 

@@ -193,6 +193,7 @@ def test_defaults(config):
         "ratio_form": "log",
         "max_sampling_rounds": 1,
         "max_reward_failure_rate": 0.1,
+        "save_failure": "stop",
         "plan_micro_batches": True,
         "max_tokens_per_micro_batch": None,
         "skip_inert_rows": True,
@@ -239,6 +240,7 @@ def test_ends_of_the_escort_path_are_allowed(config, alpha):
         ("positivity_epsilon", 0.0, "(0, 1)"),
         ("positivity_epsilon", 1.0, "(0, 1)"),
         *[("max_reward_failure_rate", value, "[0, 1]") for value in (-0.1, 1.1, math.nan)],
+        ("save_failure", "ignore", "stop, continue"),
         ("anchor_correction", "token", "absorbed, length_normalized, sequence"),
         ("drive_scaling", "rollout", "none, group, batch"),
         ("positivity", "clamp", "none, stiffen, clip, project"),
@@ -251,6 +253,11 @@ def test_value_out_of_range_is_refused_with_field_value_and_fix(config, name, va
         config(**{name: value})
     for text in (f"{name}={value!r}", f"Set `{name}`", fix):
         assert text in str(error.value)
+
+
+def test_checkpoints_inside_an_optimizer_step_are_refused(config):
+    with pytest.raises(ValueError, match=r"enable_jit_checkpoint=True is not allowed.*StopOnSignal"):
+        config(enable_jit_checkpoint=True)
 
 
 def test_mu_and_radius_together_are_refused(config):
@@ -296,6 +303,7 @@ CHANGED = {
     "ratio_form": "exact",
     "max_sampling_rounds": 3,
     "max_reward_failure_rate": 0.3,
+    "save_failure": "continue",
     "plan_micro_batches": True,
     "max_tokens_per_micro_batch": 4096,
     "skip_inert_rows": False,

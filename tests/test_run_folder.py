@@ -1,6 +1,9 @@
 """A run's folder is never reused by accident, and its files are whole."""
 
+import errno
+import fcntl
 import json
+import os
 from importlib import metadata
 
 import pytest
@@ -9,6 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from opo_trl.run_folder import (
+    LOCK,
     RECIPE,
     REQUIREMENTS,
     append_lines,
@@ -54,7 +58,32 @@ def test_overwrite_deletes_an_earlier_run_and_resume_keeps_it(tmp_path):
     claim(tmp_path, resume=True, overwrite=False)
     assert (tmp_path / RECIPE).exists()
     claim(tmp_path, resume=False, overwrite=True)
-    assert not any(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
+@pytest.mark.parametrize("options", [{}, {"resume": True}, {"overwrite": True}], ids=str)
+@pytest.mark.parametrize("begun", [False, True])
+def test_folder_of_a_run_that_goes_on_is_refused(tmp_path, options, begun):
+    options = {"resume": False, "overwrite": False, **options}
+    held = claim(tmp_path, resume=False, overwrite=False)
+    if begun or options["resume"]:
+        (tmp_path / RECIPE).write_text("alpha: 0.4\n")
+    before = content(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"in use by another run, process {os.getpid()} on .*end that run first"):
+            claim(tmp_path, **options)
+    assert content(tmp_path) == before
+    held.close()
+    claim(tmp_path, resume=options["resume"], overwrite=True).close()
+
+
+def test_folder_that_cannot_be_locked_is_taken_with_a_warning(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(UserWarning, match="cannot be locked .*No locks available.*second run"):
+        claim(tmp_path, resume=False, overwrite=False).close()
 
 
 def test_description_names_versions_seed_and_commit(tmp_path):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,6 +102,17 @@ def test_workers_import_neither_torch_nor_trl():
     reward = IsolatedReward(scorers.loaded, workers=1)
     assert reward(["opo_trl.scoring", "torch", "trl", "datasets", "transformers"]) == [1.0, 0.0, 0.0, 0.0, 0.0]
     reward.close()
+
+
+@pytest.mark.parametrize("told", ["workers", "fork server"])
+def test_workers_that_a_scheduler_tells_to_end_cost_no_score(by_fate, told):
+    assert score(by_fate, ["1"]) == [1.0]
+    server = next(p for p in psutil.Process().children() if any("forkserver" in word for word in p.cmdline()))
+    to_end = server.children() if told == "workers" else [*server.children(), server]
+    timer = threading.Timer(0.5, lambda: [process.terminate() for process in to_end])
+    timer.start()
+    assert score(by_fate, ["take a second"] * 4) == [1.0] * 4
+    assert (by_fate.timeouts, by_fate.errors) == (0, 0)
 
 
 def test_idle_workers_may_be_killed():

@@ -42,10 +42,17 @@ elif [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     fields=(--resume_from_checkpoint auto "${fields[@]}")
 fi
 
-# Near the time limit (sbatch's --signal): back into the queue, unless the next attempt would repeat this one.
+# Near the time limit (sbatch's --signal): training saves and ends, and the job goes back into the queue, unless the
+# next attempt would repeat this one.
 requeue() {
+    local step=${server:+1} second # the server is the job's step 0, if there is one
+    scancel --signal=TERM "$SLURM_JOB_ID.${step:-0}" || true
+    for ((second = 0; second < ${SAVE_TIMEOUT:-240}; second++)); do
+        kill -0 "$training" 2>/dev/null || break
+        sleep 1
+    done
     [ "$(newest_checkpoint)" != "$started_from" ] ||
-        fail "out of time without a new checkpoint, so not requeued: lower save_steps or raise --time"
+        fail "out of time without a new checkpoint, so not requeued: raise --time"
     scontrol requeue "$SLURM_JOB_ID"
     exit 0
 }

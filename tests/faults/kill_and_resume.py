@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import transformers.trainer
 from helpers import without_times
 from invariance.canonical import STEPS, WEIGHTS, Form, make_trainer
 from invariance.launch import launch, logs
@@ -39,6 +40,18 @@ SAVING = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_total_limit"
 
 # About as long as a save of the tiny model takes.
 _SAVE_SECONDS = {1: 0.03, 4: 0.3}
+
+# What a save does, in this order: which call, and whether death comes before it or after.
+PLACES = {
+    "before the model": (OPOTrainer, "save_model", "before"),
+    "after the model": (OPOTrainer, "save_model", "after"),
+    "after the optimizer": (OPOTrainer, "_save_optimizer_and_scheduler", "after"),
+    "before the manifest": (checkpoint, "seal", "before"),
+    "after the manifest": (checkpoint, "seal", "after"),
+    "before an old one is deleted": (transformers.trainer, "rotate_checkpoints", "before"),
+    "after a file of an old one is deleted": (os, "unlink", "after"),
+    "after an old one is deleted": (transformers.trainer, "rotate_checkpoints", "after"),
+}
 
 ONE = Form("1 process", rows=4, sampled=True, options=SAVING)
 LORA = replace(ONE, name="LoRA, 1 process", lora=True)
@@ -69,13 +82,15 @@ class Kill:
     Args:
         micro_step: number of the micro-step, from 0, before which one process kills itself; or
         save: number of the save, from 0, that kills it …
-        seconds: … so long after it began.
+        seconds: … so long after it began, …
+        place: … or at one of `PLACES`.
         process: which one; the launcher ends the others.
     """
 
     micro_step: int | None = None
     save: int | None = None
     seconds: float = 0.0
+    place: str | None = None
     process: int = 0
 
     def __str__(self) -> str:
@@ -105,7 +120,9 @@ class Mortal(OPOTrainer):
     def _save_checkpoint(self, *args, **kwargs):
         doomed = self._doomed and self.saves == self.kill.save
         self.saves += 1
-        if doomed:
+        if doomed and self.kill.place:
+            self._die_at(*PLACES[self.kill.place])
+        elif doomed:
             death = threading.Thread(target=self._die_later, daemon=True)
             death.start()
         super()._save_checkpoint(*args, **kwargs)
@@ -115,6 +132,16 @@ class Mortal(OPOTrainer):
     @property
     def _doomed(self) -> bool:
         return self.kill is not None and self.accelerator.process_index == self.kill.process
+
+    def _die_at(self, owner: object, name: str, when: str):
+        call = getattr(owner, name)
+
+        def die(*args, **kwargs):
+            if when == "after":
+                call(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(owner, name, die)
 
     def _die_later(self):
         time.sleep(self.kill.seconds)

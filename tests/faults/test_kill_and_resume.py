@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from .kill_and_resume import DYNAMIC, LORA, ONE, SAVING, ZERO3, Kill, differences, start, train_without_state
+from opo_trl.checkpoint import fault, last_whole
+
+from .kill_and_resume import DYNAMIC, LORA, ONE, PLACES, SAVING, ZERO3, Kill, differences, start, train_without_state
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +33,37 @@ def uninterrupted(tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
         pytest.param(Kill(micro_step=11), id="in its second iteration"),
         pytest.param(Kill(micro_step=12), id="at the beginning of the second rollout"),
         pytest.param(Kill(micro_step=27), id="in the second epoch"),
-        pytest.param(Kill(save=1, seconds=0.003), id="early in a save"),
-        pytest.param(Kill(save=4, seconds=0.015), id="in a save"),
-        pytest.param(Kill(save=8, seconds=0.03), id="late in the last save"),
+        pytest.param(Kill(save=1, seconds=0.003), id="early in a save", marks=pytest.mark.slow),
+        pytest.param(Kill(save=4, seconds=0.015), id="in a save", marks=pytest.mark.slow),
+        pytest.param(Kill(save=8, seconds=0.03), id="late in the last save", marks=pytest.mark.slow),
     ],
 )
 def test_resumed_run_is_the_uninterrupted_one(uninterrupted, tiny_model: str, tmp_path: Path, kill: Kill):
     assert start(ONE, tiny_model, tmp_path, kill) == [-9]
+    start(ONE, tiny_model, tmp_path)
+    assert differences(tmp_path, uninterrupted(ONE)) == []
+
+
+QUICK = {
+    "after the model",
+    "after the manifest",
+    "before an old one is deleted",
+    "after a file of an old one is deleted",
+}
+
+
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES]
+)
+def test_there_is_a_whole_checkpoint_at_every_moment_of_a_save(uninterrupted, tiny_model: str, tmp_path: Path, place):
+    assert start(ONE, tiny_model, tmp_path, Kill(save=4, place=place)) == [-9]
+    new_is_whole = list(PLACES).index(place) > list(PLACES).index("after the manifest")
+    assert last_whole(str(tmp_path)) == str(tmp_path / ("checkpoint-10" if new_is_whole else "checkpoint-8"))
+    old = tmp_path / "checkpoint-6"
+    assert fault(old) is None or "old one is deleted" in place
+    if "file of an old one" in place:
+        assert old.exists()
+        assert fault(old) is not None
     start(ONE, tiny_model, tmp_path)
     assert differences(tmp_path, uninterrupted(ONE)) == []
 

@@ -1,17 +1,32 @@
-"""A killed `opo-trl train` goes on with `--resume_from_checkpoint auto`, and leaves the folder of an unkilled one."""
+"""
+A killed or interrupted `opo-trl train` goes on with `--resume_from_checkpoint auto`, and leaves the folder of one that
+was not.
+"""
 
 import json
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from helpers import without_times
-from invariance.launch import launch, logs, server
+from invariance.canonical import Form, make_trainer
+from invariance.launch import launch, logs
 from safetensors.torch import load_file
 
+from opo_trl import OPOTrainer
+from opo_trl.checkpoint import fault
+from opo_trl.signals import StopOnSignal
 from opo_trl.train import main
+
+from .kill_and_resume import ONE
+
+
+# A run takes a few.
+SECONDS = 240.0
 
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "arithmetic" / "opo.yaml"
@@ -57,15 +72,115 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("step", [2, 5], ids=["before the first checkpoint", "inside the second rollout"])
 def test_killed_command_goes_on(uninterrupted: Path, tmp_path: Path, step: int):
+    assert stopped(tmp_path, signal.SIGKILL, step) == -signal.SIGKILL
+    assert_goes_on(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_interrupted_command_saves_first(uninterrupted: Path, tmp_path: Path, number: signal.Signals):
     folder = tmp_path / "run"
-    process = server().Process(target=train, args=(folder,))
-    process.start()
-    while process.is_alive() and not any(entry["step"] == step for entry in lines_so_far(folder)):
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert launch(train, folder, "--resume_from_checkpoint", "auto", folder=tmp_path) == [0], logs(tmp_path)
+    assert stopped(tmp_path, number, 1, "--save_steps", "1000") == 128 + number
+    (saved,) = folder.glob("checkpoint-*")
+    step = int(saved.name.removeprefix("checkpoint-"))
+    assert step in (2, 3)  # after the one at hand, and none more
+    assert fault(saved) is None
+    assert lines(folder)[-1]["step"] == step
+    assert not accuracies(folder).keys() & {"after", "optimizer_steps"}
+    assert not (folder / "model.safetensors").exists()
+    log = logs(tmp_path)
+    assert f"{number.name}: the run saves a checkpoint after this optimizer step and ends" in log
+    assert f"Ended by {number.name} after optimizer step {step}" in log
+    assert_goes_on(tmp_path, uninterrupted)
+
+
+def test_second_run_in_the_same_folder_is_refused(tmp_path: Path):
+    refused = []
+
+    def start_another(processes):
+        wait_until(lambda: bool(lines_so_far(tmp_path / "run")))
+        refused.extend(launch(train_or_exit, tmp_path / "run", folder=tmp_path / "second", limit=SECONDS))
+        processes[0].kill()
+
+    assert launch(train, tmp_path / "run", folder=tmp_path, meanwhile=start_another, limit=SECONDS) == [
+        -signal.SIGKILL
+    ]
+    assert refused == [2]
+    assert "is in use by another run, process" in logs(tmp_path / "second")
+
+
+def train_or_exit(folder: Path) -> None:
+    sys.exit(main(["--config", str(RECIPE), "--output_dir", str(folder), "--resume_from_checkpoint", "auto"]))
+
+
+def test_second_interrupt_ends_at_once(tiny_model: str, tmp_path: Path):
+    def interrupt_thrice(processes):
+        (process,) = processes
+        wait_until(lambda: (tmp_path / "in the step").exists())
+        for _ in range(2):  # one Ctrl-C, from the terminal and from the launcher
+            os.kill(process.pid, signal.SIGINT)
+            time.sleep(0.3)
+        process.join(2)
+        assert process.is_alive()
+        os.kill(process.pid, signal.SIGINT)
+
+    where = {"folder": tmp_path, "meanwhile": interrupt_thrice, "limit": SECONDS}
+    status = launch(train_with, Slow, ONE, tiny_model, str(tmp_path), **where)
+    assert status == [-signal.SIGINT]
+
+
+class Slow(OPOTrainer):
+    """Whose optimizer steps take for ever."""
+
+    def training_step(self, *args, **kwargs):
+        (Path(self.args.output_dir) / "in the step").touch()
+        time.sleep(600)
+
+
+def train_with(trainer_class: type, form: Form, model: str, folder: str) -> None:
+    trainer = make_trainer(form, model, Path(folder), trainer_class)
+    with StopOnSignal(trainer):
+        trainer.train()
+
+
+def test_signal_to_one_process_stops_all(tiny_model: str, tmp_path: Path):
+    form = Form("2 processes", rows=4, processes=2, config="ddp", sampled=True, options={"max_steps": 10_000})
+
+    def stop_one(processes):
+        wait_until(lambda: (tmp_path / "in the step").exists())
+        os.kill(processes[1].pid, signal.SIGTERM)
+
+    where = {"config": "ddp", "processes": 2, "folder": tmp_path, "meanwhile": stop_one, "limit": SECONDS}
+    status = launch(train_with, Marking, form, tiny_model, str(tmp_path), **where)
+    assert 128 + signal.SIGTERM in status, logs(tmp_path)
+    (saved,) = tmp_path.glob("checkpoint-*")
+    assert fault(saved) is None
+    log = (tmp_path / "process_0.log").read_text()
+    assert f"Ended by SIGTERM after optimizer step {saved.name.removeprefix('checkpoint-')}." in log
+
+
+class Marking(OPOTrainer):
+    """Which says when it trains."""
+
+    def training_step(self, *args, **kwargs):
+        (Path(self.args.output_dir) / "in the step").touch()
+        return super().training_step(*args, **kwargs)
+
+
+def stopped(place: Path, number: signal.Signals, step: int, *further: str) -> int:
+    """Exit status of a run in `place / "run"` that gets a signal after `step`."""
+
+    def stop(processes):
+        wait_until(lambda: any(entry["step"] == step for entry in lines_so_far(place / "run")))
+        os.kill(processes[0].pid, number)
+
+    (status,) = launch(train, place / "run", *further, folder=place, meanwhile=stop, limit=SECONDS)
+    return status
+
+
+def assert_goes_on(place: Path, uninterrupted: Path):
+    folder = place / "run"
+    again = launch(train, folder, "--resume_from_checkpoint", "auto", folder=place, limit=SECONDS)
+    assert again == [0], logs(place)
     one, other = load_file(folder / "model.safetensors"), load_file(uninterrupted / "model.safetensors")
     assert all(one[name].equal(other[name]) for name in other)
     assert lines(folder) == lines(uninterrupted)
@@ -78,3 +193,11 @@ def lines_so_far(folder: Path) -> list[dict]:
         return lines(folder)
     except json.JSONDecodeError:
         return []
+
+
+def wait_until(condition: Callable[[], bool], limit: float = SECONDS):
+    deadline = time.monotonic() + limit
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("It never came.")
+        time.sleep(0.005)

@@ -7,7 +7,9 @@ Processes are forked from a server that has imported everything once: the import
 import multiprocessing
 import os
 import socket
+import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,13 @@ def environment(config: str | None, processes: int, folder: Path) -> dict[str, s
 
 
 def launch(
-    target: Callable[..., None], *arguments: Any, config: str | None = None, processes: int = 1, folder: Path
+    target: Callable[..., None],
+    *arguments: Any,
+    config: str | None = None,
+    processes: int = 1,
+    folder: Path,
+    meanwhile: Callable[[list[BaseProcess]], None] = lambda started: None,
+    limit: float = 600.0,
 ) -> list[int]:
     """
     Run `target(*arguments)` in every process of a launch.
@@ -57,9 +65,14 @@ def launch(
         config: name of a configuration in `recipes/accelerate`; none for a single process.
         processes: number of processes.
         folder: where `process_*.log` go.
+        meanwhile: what to do to the processes while they run.
+        limit: seconds after which they are killed.
 
     Returns:
         Exit status of each process; −9 for one that was killed.
+
+    Raises:
+        TimeoutError: they have not ended within the limit.
     """
     folder.mkdir(parents=True, exist_ok=True)
     env = environment(config, processes, folder)
@@ -74,12 +87,17 @@ def launch(
         process = server().Process(target=_run, args=(target, arguments, own, folder / f"process_{rank}.log"))
         process.start()
         started.append(process)
+    deadline = time.monotonic() + limit
+    meanwhile(started)
     while any(process.is_alive() for process in started):
         for process in started:
             process.join(0.05)
-        if any(process.exitcode for process in started):  # the others would wait for it
+        late = time.monotonic() > deadline
+        if late or any(process.exitcode for process in started):  # the others would wait for it
             for process in started:
                 process.kill()
+        if late:
+            raise TimeoutError(f"The processes still ran after {limit} seconds.\n{logs(folder)}")
     return [process.exitcode for process in started]
 
 

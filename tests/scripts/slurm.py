@@ -1,7 +1,8 @@
 """
-Stand-ins on one machine for what the Slurm scripts call: `srun`, `scontrol`, and `trl` and `opo-trl` that pretend.
+Stand-ins on one machine for what the Slurm scripts call: `srun`, `scancel`, `scontrol`, and `trl` and `opo-trl` that
+pretend.
 
-    python tests/scripts/slurm.py srun|scontrol|trl|opo-trl ARGUMENT …
+    python tests/scripts/slurm.py srun|scancel|scontrol|trl|opo-trl ARGUMENT …
 
 A node is an address of the loopback network, and is listed in $HOSTS. Each call is a line of the file $CALLS. How the
 server and training behave is said by $SERVER and $TRAINING.
@@ -45,10 +46,12 @@ def srun(argv: list[str]) -> int:
                 )
             )
 
+    steps = Path(os.environ["CALLS"]).parent
+    step = steps / f"step-{len(list(steps.glob('step-*')))}"
+    step.write_text(" ".join(str(task.pid) for task in tasks))
+
     def send(number: int):
-        for task in tasks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(task.pid, number)
+        signal_step(step, number)
 
     signal.signal(signal.SIGTERM, lambda *_: send(signal.SIGTERM))
     told = False
@@ -59,6 +62,22 @@ def srun(argv: list[str]) -> int:
         time.sleep(0.1)
     send(signal.SIGKILL)  # a step leaves nothing behind
     return max(status if status >= 0 else 128 - status for status in statuses)
+
+
+def signal_step(step: Path, number: int):
+    for pid in step.read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(int(pid), number)
+
+
+def scancel(argv: list[str]) -> int:
+    """Send a signal to a step of the job: to all of its processes, as Slurm does."""
+    number = signal.Signals[f"SIG{argv[0].removeprefix('--signal=')}"]
+    job, step = argv[1].split(".")
+    if job != os.environ["SLURM_JOB_ID"]:
+        raise ValueError(f"There is no job {job}.")
+    signal_step(Path(os.environ["CALLS"]).parent / f"step-{step}", number)
+    return 0
 
 
 def scontrol(argv: list[str]) -> int:
@@ -90,7 +109,7 @@ def trl(argv: list[str]) -> int:
 
 
 def opo_trl(argv: list[str]) -> int:
-    """Training: ends with the status that $TRAINING holds, `fails on one node`, `saves` a checkpoint, or goes on."""
+    """Training: ends with the status $TRAINING, `fails on one node`, `saves`, `saves when told`, or `goes on`."""
     if "--vllm_server_host" in argv:
         url = f"http://{value(argv, '--vllm_server_host')}:{value(argv, '--vllm_server_port')}/health"
         urlopen(url).close()  # raises if the server is not ready, and asks $http_proxy unless told not to
@@ -98,10 +117,22 @@ def opo_trl(argv: list[str]) -> int:
         return int(os.environ["TRAINING"])
     if os.environ["TRAINING"] == "fails on one node" and os.environ["SLURM_NODEID"] == "1":
         return 7
-    if os.environ["TRAINING"] == "saves":
+
+    def save(*_):
         checkpoint = Path(value(argv, "--output_dir")) / "checkpoint-100"
         checkpoint.mkdir(parents=True, exist_ok=True)
         (checkpoint / "trainer_state.json").touch()
+
+    def save_and_end(*_):
+        time.sleep(0.5)
+        save()
+        sys.exit(143)
+
+    if os.environ["TRAINING"] == "saves":
+        save()
+    if os.environ["TRAINING"] == "saves when told":
+        signal.signal(signal.SIGTERM, save_and_end)
+    (Path(os.environ["CALLS"]).parent / "trains").touch()
     time.sleep(600)
     return 0
 
@@ -110,4 +141,4 @@ if __name__ == "__main__":
     name, *argv = sys.argv[1:]
     with open(os.environ["CALLS"], "a") as calls:
         calls.write(json.dumps({"name": name, "argv": argv, "node": os.environ.get("SLURM_NODEID")}) + "\n")
-    sys.exit({"srun": srun, "scontrol": scontrol, "trl": trl, "opo-trl": opo_trl}[name](argv))
+    sys.exit({"srun": srun, "scancel": scancel, "scontrol": scontrol, "trl": trl, "opo-trl": opo_trl}[name](argv))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -76,9 +77,10 @@ def place(
         server = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
     try:
         wait_for_server(server, port, log)
-        yield {"mode": "server", "port": port, "group_port": group_port}
+        yield {"mode": "server", "port": port, "group_port": group_port, "pid": server.pid}
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
         server.wait()
 
 

@@ -1,12 +1,16 @@
 """
 Train with vLLM and write what came of it to `result.json`; `test_with_vllm.py` runs this in processes of their own.
 
-    python run.py sync|replay|lora FOLDER '{"mode": "colocate", …}'
+    python run.py sync|replay|lora|killed FOLDER '{"mode": "colocate", …}'
 """
 
 import contextlib
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -201,12 +205,36 @@ def lora(model: str, folder: Path, options: dict) -> dict:
     }
 
 
+def killed(model: str, folder: Path, options: dict) -> dict:
+    """Train, and kill the server while it generates for the second time."""
+    trainer = make(model, folder, max_steps=5, max_completion_length=64, **vllm_options(options))
+    client = trainer.vllm_generation.vllm_client
+    generate, at = client.generate, []
+
+    def kill():
+        at.append(time.monotonic())
+        os.killpg(options["pid"], signal.SIGKILL)
+
+    def generate_and_die(**arguments: Any) -> dict:
+        if trainer.state.global_step == 1:
+            threading.Timer(0.05, kill).start()
+        return generate(**arguments)
+
+    client.generate = generate_and_die
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        return {"step": trainer.state.global_step, "error": str(error), "seconds": time.monotonic() - at[0]}
+
+
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         import cpu_shim
 
         cpu_shim.patch_client()
     command, folder, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    result = {"sync": sync, "replay": replay, "lora": lora}[command](options["model"], folder, options)
+    result = {"sync": sync, "replay": replay, "lora": lora, "killed": killed}[command](
+        options["model"], folder, options
+    )
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         (folder / "result.json").write_text(json.dumps(result))

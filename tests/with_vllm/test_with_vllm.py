@@ -75,6 +75,15 @@ def test_in_trl_the_base_drifts(run):
     assert result["logits"] > 1e-3
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize("place", ["server"], indirect=True)
+def test_server_that_is_killed_ends_the_run(run, place):
+    result = run("killed", **place)
+    assert result["step"] == 1
+    assert f"The vLLM server at http://127.0.0.1:{place['port']} does not answer any more" in result["error"]
+    assert result["seconds"] < 120
+
+
 def test_without_vllm_the_package_trains(tiny_model, tmp_path):
     script = f"""
 import sys

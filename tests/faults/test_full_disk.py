@@ -1,0 +1,211 @@
+"""A save that fails, on a disk that is really full: earlier checkpoints stay, and the run stops or goes on."""
+
+import logging
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import RecordingOPO, logged, make_trainer
+from invariance.canonical import Form
+from invariance.canonical import make_trainer as make_canonical_trainer
+from invariance.launch import launch, logs
+
+from opo_trl import OPOTrainer
+from opo_trl.checkpoint import fault, last_whole
+
+
+OPTIONS = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-4}
+ROUNDING = 0.06 * 2**20  # of a size in a message
+
+
+@pytest.fixture(scope="module")
+def size(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> int:
+    """Bytes of a checkpoint."""
+    folder = tmp_path_factory.mktemp("measured")
+    make_trainer(tiny_model, folder, **{**OPTIONS, "max_steps": 1}).train()
+    return bytes_in(folder / "checkpoint-1")
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[float], Path]]:
+    """`disk(bytes)`: folder of a file system of about that size."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(size: float) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={int(size)}", "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"needs the right to mount a small file system: {done.stderr.strip()}")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", "--lazy", str(folder)], capture_output=True, check=False)
+
+
+def test_full_disk_stops_the_run_which_goes_on_when_there_is_room(tiny_model: str, disk, size: int):
+    folder = disk(1.6 * size)
+    trainer = make_trainer(tiny_model, folder, **OPTIONS)
+    with pytest.raises(RuntimeError, match="checkpoint-2 cannot be saved") as raised:
+        trainer.train()
+    assert missing(str(raised.value)) == pytest.approx(size - shutil.disk_usage(folder).free, abs=ROUNDING)
+    assert "(no space left on device)" in str(raised.value)
+    assert "The last whole checkpoint is" in str(raised.value)
+    assert "`save_failure: continue`" in str(raised.value)
+    assert_only_the_first_is_left(folder)
+    subprocess.run(["mount", "-o", f"remount,size={4 * size}", str(folder)], check=True)
+    resumed = make_trainer(tiny_model, folder, **OPTIONS)
+    resumed.train(resume_from_checkpoint="last")
+    assert len(resumed.steps) == 2
+    assert last_whole(str(folder)) == str(folder / "checkpoint-3")
+
+
+def test_full_disk_does_not_stop_a_run_that_is_to_go_on(tiny_model: str, disk, size: int, caplog):
+    folder = disk(1.6 * size)
+    trainer = make_trainer(tiny_model, folder, **OPTIONS, save_failure="continue")
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert [entry["step"] for entry in logged(trainer)] == [1, 2, 3]
+    warnings = [record.message for record in caplog.records if "cannot be saved" in record.message]
+    assert [re.search(r"checkpoint-\d", warning)[0] for warning in warnings] == ["checkpoint-2", "checkpoint-3"]
+    assert missing(warnings[0]) == pytest.approx(size - shutil.disk_usage(folder).free, abs=ROUNDING)
+    assert_only_the_first_is_left(folder)
+
+
+def test_old_checkpoints_that_make_room_are_not_counted_on(tiny_model: str, disk, size: int):
+    """They are deleted when the new one is whole, and not before."""
+    folder = disk(1.6 * size)
+    with pytest.raises(RuntimeError, match="checkpoint-2 cannot be saved"):
+        make_trainer(tiny_model, folder, **OPTIONS, save_total_limit=1).train()
+    assert_only_the_first_is_left(folder)
+
+
+class Crowded(RecordingOPO):
+    """Whose disk is filled by others in the middle of the second save."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str):
+        if self.state.global_step == 2:
+            free = shutil.disk_usage(output_dir).free
+            (Path(self.args.output_dir) / "others").write_bytes(bytes(free - 2**16))
+        super()._save_optimizer_and_scheduler(output_dir)
+
+
+@pytest.mark.parametrize("after", ["stop", "continue"])
+def test_disk_that_fills_up_in_a_save(tiny_model: str, disk, size: int, caplog, after: str):
+    folder = disk(4 * size)
+    trainer = make_trainer(tiny_model, folder, **OPTIONS, save_failure=after, trainer_class=Crowded)
+    if after == "stop":
+        with pytest.raises(RuntimeError, match="checkpoint-2 cannot be saved") as raised:
+            trainer.train()
+        said = str(raised.value)
+    else:
+        with caplog.at_level(logging.WARNING):
+            trainer.train()
+        said = next(record.message for record in caplog.records if "cannot be saved" in record.message)
+    weights = (folder / "checkpoint-1" / "model.safetensors").stat().st_size
+    assert missing(said) == pytest.approx(size - weights - 2**16, abs=ROUNDING + 2**15)
+    assert trainer.state.global_step == (2 if after == "stop" else 3)
+    assert fault(folder / "checkpoint-1") is None
+    assert not (folder / "checkpoint-2").exists()
+    # What the half-written one took is free again: a little too little for the third.
+    assert not (folder / "checkpoint-3").exists()
+
+
+@pytest.mark.parametrize("limit", [100_000, 250_000], ids=["in the model's file", "in the optimizer's"])
+@pytest.mark.parametrize("after", ["stop", "continue"])
+def test_file_that_cannot_be_written(tiny_model: str, tmp_path: Path, limit: int, after: str):
+    """On every machine: a limit on the size of files is in the way."""
+
+    class Limited(RecordingOPO):
+        def _save_checkpoint(self, *args):
+            with limited_files(limit if self.state.global_step == 2 else -1):
+                super()._save_checkpoint(*args)
+
+    trainer = make_trainer(tiny_model, tmp_path, **OPTIONS, save_failure=after, trainer_class=Limited)
+    if after == "stop":
+        with pytest.raises(RuntimeError, match="checkpoint-2 cannot be saved"):
+            trainer.train()
+        assert_only_the_first_is_left(tmp_path)
+    else:
+        trainer.train()
+        assert [fault(tmp_path / f"checkpoint-{step}") for step in (1, 3)] == [None, None]
+        assert not (tmp_path / "checkpoint-2").exists()
+
+
+# Two processes
+
+
+TWO = Form("2 processes", rows=4, processes=2, config="ddp", options={"save_strategy": "steps", "save_steps": 1})
+SECONDS = 240.0
+
+
+def train(form: Form, model: str, folder: str, trainer_class: type = OPOTrainer) -> None:
+    trainer = make_canonical_trainer(form, model, Path(folder), trainer_class)
+    trainer.train()
+    print("trained to the end")
+
+
+@pytest.mark.parametrize("after", ["stop", "continue"])
+def test_processes_agree_on_a_full_disk(tiny_model: str, tmp_path: Path, disk, size: int, after: str):
+    folder = disk(1.6 * size)
+    form = replace(TWO, options={**TWO.options, "save_failure": after, "max_steps": 3})
+    where = {"config": "ddp", "processes": 2, "folder": tmp_path, "limit": SECONDS}
+    status = launch(train, form, tiny_model, str(folder), **where)
+    if after == "stop":
+        assert 1 in status
+        assert 0 not in status
+        assert "checkpoint-2 cannot be saved (no space left on device)" in logs(tmp_path)
+    else:
+        assert status == [0, 0], logs(tmp_path)
+        assert logs(tmp_path).count("trained to the end") == 2
+    assert_only_the_first_is_left(folder)
+
+
+class Failing(OPOTrainer):
+    """Whose second process cannot write its part of the second checkpoint."""
+
+    def _save_rng_state(self, output_dir: str):
+        cut = self.accelerator.process_index == 1 and self.state.global_step == 2
+        with limited_files(1000 if cut else -1):
+            super()._save_rng_state(output_dir)
+
+
+def test_process_that_fails_in_a_save_does_not_leave_the_other_waiting(tiny_model: str, tmp_path: Path):
+    form = replace(TWO, options={**TWO.options, "save_failure": "continue", "max_steps": 3})
+    where = {"config": "ddp", "processes": 2, "folder": tmp_path, "limit": SECONDS}
+    status = launch(train, form, tiny_model, str(tmp_path / "run"), Failing, **where)
+    assert status[1] == 1
+    assert status[0] != 0
+    assert "checkpoint-2 cannot be saved" in (tmp_path / "process_1.log").read_text()
+    assert last_whole(str(tmp_path / "run")) == str(tmp_path / "run" / "checkpoint-1")
+
+
+def missing(message: str) -> float:
+    """The bytes that a message says are missing."""
+    return float(re.search(r"are free: ([\d.]+) MiB are missing", message)[1]) * 2**20
+
+
+def assert_only_the_first_is_left(folder: Path):
+    assert last_whole(str(folder)) == str(folder / "checkpoint-1")
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+@contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """No file may grow beyond this size; −1 for no limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,0 +1,93 @@
+"""`opo-trl train` launches the processes of a run: what becomes of signals to it, and of processes that are killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from test_several_nodes import environment, on_cpu
+
+from opo_trl.checkpoint import last_whole
+from opo_trl.run_folder import read_lines
+
+from .test_killed_command import OPTIONS, RECIPE, wait_until
+
+
+# Most of it is the start.
+SECONDS = 240.0
+
+
+class Launched:
+    """A run that `opo-trl train` has launched, in `folder / "run"`, and that has taken a step."""
+
+    def __init__(self, folder: Path, processes: int, *further: str):
+        self.folder, self.log = folder / "run", folder / "log"
+        command = [sys.executable, "-m", "opo_trl.cli", "train", "--config", str(RECIPE), *further]
+        for name, value in {**OPTIONS, "max_steps": 1000, "save_steps": 1000, "output_dir": self.folder}.items():
+            command += [f"--{name}", str(value)]
+        if processes > 1:
+            batch = str(OPTIONS["per_device_train_batch_size"] // processes)
+            command += [*on_cpu(folder, "ddp"), "--num_processes", str(processes), "--main_process_port", "0"]
+            command += ["--per_device_train_batch_size", batch]
+        before = len(self.steps())
+        with self.log.open("w") as file:
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=file, env=environment(), start_new_session=True
+            )
+        try:
+            wait_until(lambda: len(self.steps()) > before or self.process.poll() is not None, SECONDS)
+        finally:
+            self.training = psutil.Process(self.process.pid).children()
+
+    def steps(self) -> list[int]:
+        return [line["step"] for line in read_lines(self.folder / "log.jsonl") if "grad_norm" in line]
+
+    def said(self) -> str:
+        return self.log.read_text()[-5000:]
+
+    def ends(self) -> int:
+        """Exit status, in bounded time, of a launcher that leaves no process behind."""
+        status = self.process.wait(SECONDS)
+        assert psutil.wait_procs(self.training, 5)[1] == [], self.said()
+        return status
+
+
+@contextmanager
+def launched(*arguments) -> Iterator[Launched]:
+    run = Launched(*arguments)
+    try:
+        assert run.process.poll() is None, run.said()
+        yield run
+    finally:
+        for process in run.training:
+            if process.is_running():
+                process.kill()
+        run.process.kill()
+        run.process.wait()
+
+
+@pytest.mark.parametrize(
+    ("processes", "killed"),
+    [(2, "training process 1"), pytest.param(1, "the training process", marks=pytest.mark.slow)],
+)
+def test_launched_run_is_stopped_goes_on_and_is_killed(tmp_path: Path, processes: int, killed: str):
+    with launched(tmp_path, processes) as run:
+        assert len(run.training) == processes
+        run.process.send_signal(signal.SIGTERM)
+        assert run.ends() == 128 + signal.SIGTERM, run.said()
+        saved = last_whole(str(run.folder))
+        assert saved == str(run.folder / f"checkpoint-{run.steps()[-1]}")
+        assert f"Ended by SIGTERM after optimizer step {run.steps()[-1]}" in run.said()
+    with launched(tmp_path, processes, "--resume_from_checkpoint", "auto") as run:
+        at = time.monotonic()
+        os.kill(next(p.pid for p in run.training if p.environ().get("RANK", "0") == str(processes - 1)), 9)
+        assert run.ends() == 128 + signal.SIGKILL
+        assert time.monotonic() - at < 60
+        assert f"opo-trl train: error: {killed} was ended by SIGKILL" in run.said()
+        assert last_whole(str(run.folder)) is not None
