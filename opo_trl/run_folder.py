@@ -12,11 +12,13 @@ A run's folder: what was asked for, what it ran on, what happened, and what came
 """
 
 import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -47,9 +49,9 @@ def is_run(folder: Path) -> bool:
     return (folder / RECIPE).is_file()
 
 
-def claim(folder: Path, *, resume: bool, overwrite: bool) -> None:
+def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """
-    Make sure that a run may write into a folder, and create it.
+    Make sure that a run may write into a folder.
 
     Args:
         folder (`Path`):
@@ -60,13 +62,18 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> None:
             Whether an earlier run in this folder may be deleted.
 
     Raises:
-        `ValueError`: the folder holds something that this run would overwrite, or nothing to resume. Nothing has been
-        written or deleted then.
+        `ValueError`: the folder holds something that this run would overwrite, or nothing to resume, or cannot be
+            written to. Nothing has been written or deleted then.
     """
-    occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        what = "grants no permission to write" if place.is_dir() else "is not a folder"
+        raise ValueError(
+            f"output_dir={str(folder)!r} cannot be written: {str(place)!r} {what}. Choose another `output_dir`."
+        )
     if resume and not is_run(folder):
         raise ValueError(f"output_dir={str(folder)!r} holds no run to resume. Remove `resume_from_checkpoint`.")
-    if occupied and not resume:
+    if not resume and folder.exists() and any(folder.iterdir()):
         if not overwrite:
             raise ValueError(
                 f"output_dir={str(folder)!r} is not empty. Choose another `output_dir`, continue that run with "
@@ -77,8 +84,27 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> None:
                 f"output_dir={str(folder)!r} is not empty and holds no {RECIPE}, so it is not a run of this program "
                 "and will not be deleted. Choose another `output_dir`."
             )
+
+
+def claim(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Create the folder of a run, or empty it, after [`check`]."""
+    check(folder, resume=resume, overwrite=overwrite)
+    if not resume and folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def left_as_found(folder: Path) -> Iterator[None]:
+    """Remove the empty folders that the block has made on the way to `folder`, if it fails."""
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except Exception:
+        for path in absent:
+            with suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapping[str, Any], seed: int) -> None:
