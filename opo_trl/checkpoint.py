@@ -5,11 +5,12 @@ Held for each process is its part of the rollout in use, the place in it, and wh
 rest of a resumed run is then bit by bit that of an uninterrupted one.
 
 Only a checkpoint that was written to its end will do. It is whole when two files say so: `manifest.json`, written
-when the last process is done, lists what they have written with its size, and `trainer_state.json` is what Transformers
-writes last. What a process that is killed leaves behind lacks one of them, or a file that the manifest names.
+when the last process is done, lists what they have written with its size, and `trainer_state.json` is what
+Transformers writes last. What a process that is killed leaves behind lacks one of them, or a file that the manifest names.
 """
 
 import json
+import os
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -112,15 +113,18 @@ def check_split(trainer: "RolloutTrainer", folder: str) -> None:
     )
 
 
-def check_settings(folder: str, settings: Mapping[str, Any]) -> None:
+def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None:
     """
     Check that a checkpoint is resumed with the model, data and method that it was trained with.
 
     Args:
         folder (`str`):
-            Folder of the checkpoint, in that of its run. One that is not in a run's folder passes.
+            Folder of the checkpoint. What it was trained with is read from the run's folder, in which it lies; of one
+            that lies elsewhere, only the base model of an adapter is known.
         settings (`Mapping[str, Any]`):
             Resolved settings of the run that is to go on.
+        model (`str`):
+            Its base model: folder, or id on the Hub.
 
     Raises:
         `ValueError`: names the fields that differ.
@@ -134,6 +138,12 @@ def check_settings(folder: str, settings: Mapping[str, Any]) -> None:
         raise ValueError(
             f"resume_from_checkpoint={folder!r} is of a run with other settings:\n{lines}\n"
             "Set them as they are there, or choose another `output_dir` and start at the beginning."
+        )
+    base = read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path", model)
+    if not saved and os.path.realpath(base) != os.path.realpath(model):
+        raise ValueError(
+            f"resume_from_checkpoint={folder!r} is an adapter for {base!r}, but model_name_or_path={model!r}. Set "
+            "`model_name_or_path` to that one."
         )
 
 

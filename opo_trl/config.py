@@ -112,7 +112,9 @@ class RolloutConfig(GRPOConfig):
         ):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "a whole number, at least 1")
-        _require(self.num_generations >= 2, "num_generations", self.num_generations, "at least 2: a group to compare")
+        _require(
+            (self.num_generations or 0) >= 2, "num_generations", self.num_generations, "at least 2: a group to compare"
+        )
         _require(0 < self.temperature < math.inf, "temperature", self.temperature, "a positive, finite number")
         _require(0 <= self.learning_rate < math.inf, "learning_rate", self.learning_rate, "0 or more, and finite")
         whole, steps = self.generation_batch_size, self.steps_per_generation

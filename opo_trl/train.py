@@ -28,7 +28,7 @@ from trl.rewards import get_soft_overlong_punishment
 from . import preflight, run_folder
 from .arithmetic import arithmetic_reward, base_model_path
 from .callbacks import LogFile, ProgressBar, Validation
-from .checkpoint import check_settings, check_split
+from .checkpoint import check_same_run, check_split
 from .checkpoint import resolve as find_checkpoint
 from .config import RolloutConfig
 from .data import drop_long_prompts, load_from_hub, load_problems, to_prompts, without_overlap
@@ -69,14 +69,17 @@ def load_reward(name: str) -> Callable:
     module, _, attribute = name.rpartition(".")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        reward = getattr(importlib.import_module(module), attribute)
+        if not callable(reward):
+            raise TypeError(f"{reward!r} is not a function")
+    except Exception as error:  # the module's own code may raise anything
         raise ValueError(
-            f"reward_funcs={name!r} cannot be imported ({error}). Use one of {', '.join(REWARDS)}, or the dotted path "
-            "of a function, such as my_rewards.length_reward."
+            f"reward_funcs={name!r} cannot be imported ({type(error).__name__}: {error}). Use one of "
+            f"{', '.join(REWARDS)}, or the dotted path of a function, such as my_rewards.length_reward."
         ) from error
     finally:
         sys.path.pop(0)
+    return reward
 
 
 def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
@@ -84,7 +87,8 @@ def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
     The reward functions of a run, a reward model last.
 
     Raises:
-        `ValueError`: there is no such function, or one of `soft_overlong_punishment` and `overlong_cache` is alone.
+        `ValueError`: there is no such function, one of `soft_overlong_punishment` and `overlong_cache` is alone, or
+            there are more or fewer weights than rewards.
     """
     overlong = "soft_overlong_punishment" in script.reward_funcs
     length, cache = args.max_completion_length, script.overlong_cache
@@ -97,6 +101,12 @@ def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
         raise ValueError(
             f"overlong_cache={cache} is not allowed. Set `overlong_cache` to a positive number up to "
             f"max_completion_length={length}."
+        )
+    n_rewards = len(script.reward_funcs) + bool(script.reward_model_name_or_path)
+    if args.reward_weights is not None and len(args.reward_weights) != n_rewards:
+        raise ValueError(
+            f"reward_weights={args.reward_weights} does not fit {n_rewards} rewards. Set `reward_weights` to one number "
+            "for each of `reward_funcs`, and one for `reward_model_name_or_path`, or leave it out."
         )
     found: list = [
         get_soft_overlong_punishment(length, cache) if name == "soft_overlong_punishment" else load_reward(name)
@@ -322,7 +332,7 @@ def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, D
     if args.process_index == 0:  # the others may come here when it has made the folder
         run_folder.check(folder, resume=resume, overwrite=script.overwrite)
     if checkpoint is not None:
-        check_settings(checkpoint, settings)
+        check_same_run(checkpoint, settings, model_path(model_config))
     reward_funcs = load_rewards(script, args)
     source: Any = {"revision": model_config.model_revision, "trust_remote_code": args.trust_remote_code}
     config = preflight.check_model("model_name_or_path", model_path(model_config), **source)

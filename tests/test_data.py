@@ -159,7 +159,7 @@ class TestNames:
     def test_a_configuration_is_for_the_hub_only(self, tmp_path: Path):
         for name in ("arithmetic", write(tmp_path / "some.jsonl", ROWS)):
             with pytest.raises(ValueError, match="config='algebra'"):
-                load_problems(name, config="algebra")
+                load_problems(name, dataset_config="algebra")
 
 
 class TestFinalAnswer:
