@@ -6,7 +6,8 @@ rest of a resumed run is then bit by bit that of an uninterrupted one.
 
 Only a checkpoint that was written to its end will do. It is whole when two files say so: `manifest.json`, written
 when the last process is done, lists what they have written with its size, and `trainer_state.json` is what
-Transformers writes last. What a process that is killed leaves behind lacks one of them, or a file that the manifest names.
+Transformers writes last. What a process that is killed leaves behind lacks one of them, or a file that the manifest
+names.
 """
 
 import json

@@ -112,9 +112,8 @@ class RolloutConfig(GRPOConfig):
         ):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "a whole number, at least 1")
-        _require(
-            (self.num_generations or 0) >= 2, "num_generations", self.num_generations, "at least 2: a group to compare"
-        )
+        group, processes = self.num_generations, int(os.environ.get("WORLD_SIZE", 1))
+        _require(group is not None and group >= 2, "num_generations", group, "at least 2: a group to compare")
         _require(0 < self.temperature < math.inf, "temperature", self.temperature, "a positive, finite number")
         _require(0 <= self.learning_rate < math.inf, "learning_rate", self.learning_rate, "0 or more, and finite")
         whole, steps = self.generation_batch_size, self.steps_per_generation
@@ -123,7 +122,6 @@ class RolloutConfig(GRPOConfig):
                 f"generation_batch_size={whole} and steps_per_generation={steps} are both set, but each determines "
                 "the other. Remove one of them."
             )
-        group, processes = self.num_generations, int(os.environ.get("WORLD_SIZE", 1))
         if whole is not None:
             unit = math.lcm(self.per_device_train_batch_size * processes, group)
             nearest = " or ".join(str(unit * n) for n in (whole // unit, whole // unit + 1) if n)

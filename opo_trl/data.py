@@ -92,8 +92,8 @@ def load_from_hub(dataset_name: str, dataset_config: str | None, split: str) -> 
         return load_dataset(dataset_name, dataset_config, split=split)
     except (OSError, ValueError, DatasetGenerationError) as error:
         raise ValueError(
-            f"dataset_name={dataset_name!r} with {split=} cannot be loaded: {error.__cause__ or error}. Set `dataset_name` to a folder "
-            "or a data set on the Hub that exists, and the split to one that it has."
+            f"dataset_name={dataset_name!r} with {split=} cannot be loaded: {error.__cause__ or error}. Set "
+            "`dataset_name` to a folder or a data set on the Hub that exists, and the split to one that it has."
         ) from error
 
 

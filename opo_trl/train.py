@@ -105,8 +105,8 @@ def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
     n_rewards = len(script.reward_funcs) + bool(script.reward_model_name_or_path)
     if args.reward_weights is not None and len(args.reward_weights) != n_rewards:
         raise ValueError(
-            f"reward_weights={args.reward_weights} does not fit {n_rewards} rewards. Set `reward_weights` to one number "
-            "for each of `reward_funcs`, and one for `reward_model_name_or_path`, or leave it out."
+            f"reward_weights={args.reward_weights} does not fit {n_rewards} rewards. Set `reward_weights` to one "
+            "number for each of `reward_funcs`, and one for `reward_model_name_or_path`, or leave it out."
         )
     found: list = [
         get_soft_overlong_punishment(length, cache) if name == "soft_overlong_punishment" else load_reward(name)

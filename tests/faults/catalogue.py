@@ -189,11 +189,7 @@ EXTRAS = {"use_vllm": "vllm", "use_peft": "peft", "load_in_4bit": "bitsandbytes"
 RECIPES = [
     Case("recipe that does not exist", ["config='no.yaml'", "Pass the path"], fields=["--config", "no.yaml"]),
     Case("recipe that is no YAML", ["config='recipe.yaml'", "not valid YAML"], change=write("recipe.yaml", "a: [1")),
-    Case(
-        "recipe that is a list",
-        ["config='recipe.yaml'", "Write one field per line"],
-        change=write("recipe.yaml", "- a"),
-    ),
+    Case("recipe that is a list", ["config='recipe.yaml'", "one field per line"], change=write("recipe.yaml", "- a")),
     Case(
         "recipe that would run code",
         ["config='recipe.yaml'", "not valid YAML", "python/object/apply"],
@@ -215,7 +211,7 @@ RECIPES = [
     Case("fraction for a count", ["max_steps: invalid int value: '2.5'", "Set it to"], {"max_steps": 2.5}),
     Case("list for a number", ["alpha=[0.1, 0.2]", "Set it to"], {"alpha": [0.1, 0.2]}),
     Case("mapping for a number", ["num_generations={'a': 1}", "Set it to"], {"num_generations": {"a": 1}}),
-    Case("nothing for a number", ["num_generations=None", "Set it to"], {"num_generations": None}),
+    Case("nothing for a number", ["num_generations=None", "Set `num_generations`"], {"num_generations": None}),
     Case("word for a switch", ["use_cpu", "maybe", "Set it to"], {"use_cpu": "maybe"}),
     Case("word in a list of numbers", ["temperature_range", "'low'", "Set it to"], {"temperature_range": ["low", 1]}),
     Case("choice that does not exist", ["ratio_form", "'linear'", "'exact'"], {"ratio_form": "linear"}),
@@ -234,7 +230,7 @@ OBJECTIVE = [
     Case("mu and radius", ["mu=1.0", "chi2_radius=0.1", "Remove one"], {"mu": 1, "chi2_radius": 0.1}),
     Case("radius of 0", ["chi2_radius=0.0", "Set `chi2_radius`", "positive"], {"chi2_radius": 0}),
     Case("temperatures upside down", ["[1.5, 0.2]", "the lower first"], {"temperature_range": [1.5, 0.2]}),
-    Case("another loss", ["loss_type='dapo'", "ratio_form", "Remove `loss_type`"], {"loss_type": "dapo"}),
+    Case("another loss", ["loss_type='grpo'", "ratio_form", "Remove `loss_type`"], {"loss_type": "grpo"}),
     Case("a clip range", ["epsilon=0.3", "bound the update with `mu`", "Remove `epsilon`"], {"epsilon": 0.3}),
     Case("a parameter of SAPO", ["sapo_temperature_pos=2.0", "Remove"], {"sapo_temperature_pos": 2.0}),
     Case("sampling at temperature 0", ["temperature=0.0", "Set `temperature`", "positive"], {"temperature": 0}),
@@ -306,7 +302,10 @@ DATA = [
         "prompts without the column that a reward needs",
         ["reward_funcs='accuracy_reward'", "needs the column 'solution'", "only ['prompt', 'answer']"],
         {**DATASET, "reward_funcs": ["accuracy_reward"]},
-        change=write_rows([{"prompt": "1 + 1", "answer": "2"}] * 8),
+        change=both(
+            write_rows([{"prompt": "1 + 1", "answer": "2"}] * 8),
+            write_rows([{"prompt": "2 + 2", "answer": "4"}] * 8, "test.jsonl"),
+        ),
     ),
     Case(
         "mixed types",
@@ -479,11 +478,7 @@ REWARD_FUNCTIONS = [
         ["reward_funcs='my_rewards.no'", "accuracy_reward"],
         {"reward_funcs": ["my_rewards.no"]},
     ),
-    Case(
-        "reward without a name",
-        ["reward_funcs='acuracy_reward'", "accuracy_reward"],
-        {"reward_funcs": ["acuracy_reward"]},
-    ),
+    Case("misspelt reward", ["reward_funcs='accuracy'", "accuracy_reward"], {"reward_funcs": ["accuracy"]}),
     Case(
         "reward that is no function",
         ["reward_funcs='my_rewards.constant'", "not a function", "accuracy_reward"],
@@ -498,7 +493,11 @@ REWARD_FUNCTIONS = [
     Case("no time for a reward", ["reward_timeout=0.0", "positive"], {"reward_timeout": 0}),
     Case("no memory for a reward", ["reward_memory=0", "positive"], {"reward_memory": 0}),
     Case("fewer workers than none", ["reward_workers=-1", "0 or more"], {"reward_workers": -1}),
-    Case("weights of other rewards", ["reward_weights", "2", "1"], {"reward_weights": [1.0, 2.0]}),
+    Case(
+        "weights of other rewards",
+        ["reward_weights=[1.0, 2.0]", "does not fit 1 rewards", "Set `reward_weights`"],
+        {"reward_weights": [1.0, 2.0]},
+    ),
     Case("half of an overlong punishment", ["overlong_cache=2", "Set both, or neither"], {"overlong_cache": 2}),
     Case("failure rate above 1", ["max_reward_failure_rate=2.0", "[0, 1]"], {"max_reward_failure_rate": 2}),
 ]
