@@ -195,16 +195,22 @@ def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_context(
-    prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, args: RolloutConfig
+    prompts: Sequence[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    args: RolloutConfig,
+    max_prompt_length: int | None,
 ) -> None:
-    """Check that every prompt fits into the model's context, together with a whole completion."""
+    """Check that every prompt fits into the model's context together with a completion; none is longer than a limit."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is None:
+        return
+    room = context - (args.max_completion_length or 0)
+    if max_prompt_length is not None and max_prompt_length <= room:
         return
     template_kwargs: Any = args.chat_template_kwargs  # a dict, once parsed
     lengths = prompt_lengths(list(prompts), tokenizer, template_kwargs)
     longest = max(range(len(lengths)), key=lengths.__getitem__)
-    room = context - (args.max_completion_length or 0)
     if lengths[longest] > room:
         raise ValueError(
             f"max_completion_length={args.max_completion_length} does not fit: the longest prompt, row {longest}, has "

@@ -342,7 +342,7 @@ def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, D
     with args.main_process_first(desc="loading the data set"):
         data = load_data(script, args, tokenizer)
     preflight.check_columns(reward_funcs, data.training)
-    preflight.check_context(data.training["prompt"], tokenizer, config, args)
+    preflight.check_context(data.training["prompt"], tokenizer, config, args, script.max_prompt_length)
     check_enough_prompts(len(data.training), args)
     if args.process_index == 0:
         preflight.check_vllm_server(args)
