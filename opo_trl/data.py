@@ -159,7 +159,7 @@ def _read(file: Path) -> Dataset:
     if not rows:
         raise ValueError(f"dataset_name='{file}' cannot be read: it is empty. Restore or replace the file.")
     _check_columns(file, list(dict.fromkeys(name for _, row in rows for name in row)))
-    for column in COLUMNS:
+    for column in ("level", "type"):  # a row of which the others cannot be used is dropped and named
         first: dict[type, int] = {}
         for line, row in rows:
             first.setdefault(type(row.get(column)), line)
@@ -169,7 +169,9 @@ def _read(file: Path) -> Dataset:
                 f"dataset_name='{file}' has mixed types in its column {column!r}: {', '.join(kinds)}. Write all of "
                 "them as strings."
             )
-    return Dataset.from_list([{column: row.get(column) for column in COLUMNS} for _, row in rows])
+    return Dataset.from_list(
+        [{column: row.get(column) for column in COLUMNS} for _, row in rows], on_mixed_types="use_json"
+    )
 
 
 def _json_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:

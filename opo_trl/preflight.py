@@ -201,7 +201,7 @@ def check_context(
     args: RolloutConfig,
     max_prompt_length: int | None,
 ) -> None:
-    """Check that every prompt fits into the model's context together with a completion; none is longer than a limit."""
+    """Check that every prompt, of at most `max_prompt_length` tokens, fits into the context with its completion."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is None:
         return

@@ -312,6 +312,11 @@ DATA = [
         ["dataset_name=", "'level'", "str in line 1, int in line 9", "as strings"],
         change=write_rows([*ROWS, {**ROWS[0], "level": 1}]),
     ),
+    Case(
+        "solutions that are numbers",
+        ["no row that can be used", "its solution is of type int, not a string", "Give other data"],
+        change=write_rows([{**row, "solution": 4} for row in ROWS]),
+    ),
     Case("empty file", ["dataset_name=", "train.jsonl", "is empty"], change=write("data/train.jsonl", "")),
     Case("blank file", ["dataset_name=", "train.jsonl", "is empty"], change=write("data/train.jsonl", "\n \n")),
     Case(
