@@ -183,8 +183,8 @@ def test_every_field_of_the_objective_is_kept_on_resume():
 
 
 def test_trainer_refuses_fewer_prompts_than_a_rollout_takes(tiny_model: str, tmp_path: Path):
+    data = Dataset.from_dict({"prompt": PROMPTS[:3]})
     with pytest.raises(ValueError, match=r"generation_batch_size=16 with num_generations=4 needs 4 prompts.*has 3"):
-        data = Dataset.from_dict({"prompt": PROMPTS[:3]})
         make_trainer(tiny_model, tmp_path, per_device_train_batch_size=8, trainer_arguments={"train_dataset": data})
 
 
