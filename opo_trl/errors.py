@@ -12,7 +12,7 @@ import traceback
 
 def refuse(program: str, error: Exception, *, debug: bool, status: int = 2) -> int:
     """Say in one message why a program ends, with the traceback if `debug`; returns the exit status."""
-    if os.environ.get("RANK", "0") == "0":  # each process of a launch comes here
+    if status == 1 or os.environ.get("RANK", "0") == "0":  # each process of a launch refuses the same
         if debug:
             traceback.print_exception(error)
         print(f"{program}: error: {error}", file=sys.stderr)

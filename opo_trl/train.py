@@ -329,8 +329,7 @@ def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, D
     settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     resume = checkpoint is not None or (args.resume_from_checkpoint == "auto" and run_folder.is_run(folder))
-    if args.process_index == 0:  # the others may come here when it has made the folder
-        run_folder.check(folder, resume=resume, overwrite=script.overwrite)
+    run_folder.check(folder, resume=resume, overwrite=script.overwrite)
     if checkpoint is not None:
         check_same_run(checkpoint, settings, model_path(model_config))
     reward_funcs = load_rewards(script, args)
