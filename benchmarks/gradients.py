@@ -39,13 +39,14 @@ import transformers
 import trl
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoModelForCausalLM, TrainerCallback, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.arithmetic import arithmetic_reward, base_model_path
 from opo_trl.objective import gradient_response_efficiency
-from opo_trl.train import Data, load_data, make_trainer, parse
+from opo_trl.recipe import parse
+from opo_trl.train import Data, load_data, make_trainer
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,7 +106,7 @@ def train(folder: str) -> tuple[dict[int, Tensor], Dataset]:
     """The policies of the recipe's run by step, and the problems that it trains on."""
     script, args, model_config, _ = parse(["--config", str(RECIPE), "--output_dir", folder, "--save_strategy", "no"])
     model_config.model_name_or_path = base_model_path()
-    problems = load_data(script, args, model_config.model_name_or_path).training
+    problems = load_data(script, args, AutoTokenizer.from_pretrained(base_model_path())).training
     data = Data(training=problems, validation=None, report={})
     trainer = make_trainer(script, args, model_config, data, [arithmetic_reward])
     snapshots = Snapshots(trainer.model)

@@ -5,11 +5,13 @@ Held for each process is its part of the rollout in use, the place in it, and wh
 rest of a resumed run is then bit by bit that of an uninterrupted one.
 
 Only a checkpoint that was written to its end will do. It is whole when two files say so: `manifest.json`, written
-when the last process is done, lists what they have written, and `trainer_state.json` is what Transformers writes last.
-What a process that is killed leaves behind lacks one of them, or a file that the manifest names.
+when the last process is done, lists what they have written with its size, and `trainer_state.json` is what
+Transformers writes last. What a process that is killed leaves behind lacks one of them, or a file that the manifest
+names.
 """
 
 import json
+import os
 import shutil
 from collections import deque
 from collections.abc import Mapping
@@ -22,6 +24,8 @@ from accelerate.utils import send_to_device
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
+from .run_folder import SETTINGS, read_json
+from .settings import KEPT_ON_RESUME, MODEL_PREFIX
 from .weights import local_part
 
 
@@ -111,6 +115,40 @@ def check_split(trainer: "RolloutTrainer", folder: str) -> None:
     )
 
 
+def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None:
+    """
+    Check that a checkpoint is resumed with the model, data and method that it was trained with.
+
+    Args:
+        folder (`str`):
+            Folder of the checkpoint. What it was trained with is read from the run's folder, in which it lies; of one
+            that lies elsewhere, only the base model of an adapter is known.
+        settings (`Mapping[str, Any]`):
+            Resolved settings of the run that is to go on.
+        model (`str`):
+            Its base model: folder, or id on the Hub.
+
+    Raises:
+        `ValueError`: names the fields that differ.
+    """
+    saved = read_json(Path(folder).resolve().parent / SETTINGS)
+    asked = json.loads(json.dumps(settings, default=str))
+    names = (*KEPT_ON_RESUME, *(name for name in asked if name.startswith(MODEL_PREFIX)))
+    differing = [name for name in names if saved and saved.get(name) != asked.get(name)]
+    if differing:
+        lines = "\n".join(f"  {name}={saved.get(name)!r} there, {name}={asked.get(name)!r} here" for name in differing)
+        raise ValueError(
+            f"resume_from_checkpoint={folder!r} is of a run with other settings:\n{lines}\n"
+            "Set them as they are there, or choose another `output_dir` and start at the beginning."
+        )
+    base = read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path", model)
+    if not saved and os.path.realpath(base) != os.path.realpath(model):
+        raise ValueError(
+            f"resume_from_checkpoint={folder!r} is an adapter for {base!r}, but model_name_or_path={model!r}. Set "
+            "`model_name_or_path` to that one."
+        )
+
+
 def _split(trainer: "RolloutTrainer") -> dict[str, int]:
     """How a rollout is cut: into processes, micro-batches and passes."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
@@ -141,7 +179,9 @@ def _state_file(folder: Path, process: int) -> Path:
 
 def seal(folder: Path) -> None:
     """Write the manifest of a checkpoint, once every process has written its part."""
-    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    files = {
+        str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
+    }
     (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2))
 
 
@@ -223,9 +263,12 @@ def fault(folder: Path) -> str | None:
             return f"it has no {name}: its writing was cut short, or it holds a model only (`save_only_model`)"
         except json.JSONDecodeError:
             return f"its {name} is cut short"
-        missing = [file for file in content.get("files", ()) if not (folder / file).exists()]
+        missing = [file for file in content.get("files", {}) if not (folder / file).exists()]
         if missing:
             return f"of its files, {', '.join(missing)} is missing"
+        short = [file for file, size in content.get("files", {}).items() if (folder / file).stat().st_size != size]
+        if short:
+            return f"of its files, {', '.join(short)} is cut short"
     return None
 
 

@@ -5,6 +5,8 @@ The `opo-trl` command.
     opo-trl compare RECIPE_OR_RUN … [--seeds 1 2 3] --output FOLDER
     opo-trl figures RUN_FOLDER
     opo-trl figures saturation [--output FILE]
+
+`opo_trl.errors` says what the exit status means; `--debug` shows the traceback of an error as well.
 """
 
 import argparse
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
+from .errors import refuse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures = commands.add_parser("figures", help="draw the figures of a run again, or the toy of gradient saturation")
     figures.add_argument("subject", help="folder of a run, or `saturation`")
     figures.add_argument("--output", type=Path, default=Path("saturation.png"), help="file of the saturation figure")
+    figures.add_argument("--debug", action="store_true", help="show the traceback of an error")
     arguments, _ = parser.parse_known_args(argv[:1] if argv[:1] in (["train"], ["compare"]) else argv)
     try:
         if arguments.command == "train":
@@ -38,9 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return compare(argv[1:])
         return _figures(arguments.subject, arguments.output)
-    except ValueError as error:
-        print(f"opo-trl {arguments.command}: error: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, ImportError) as error:
+        return refuse(f"opo-trl {arguments.command}", error, debug="--debug" in argv)
 
 
 def _figures(subject: str, output: Path) -> int:
@@ -53,30 +56,35 @@ def _figures(subject: str, output: Path) -> int:
 
 def _train(argv: list[str]) -> int:
     """Launch `opo_trl.train` through accelerate; what no field of a recipe is named like goes to accelerate."""
+    from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from .config import check_deepspeed
+    from .recipe import find_accelerate_config, hint_at_field, make_parser, read_recipe, split
     from .signals import passed_on
-    from .train import find_accelerate_config, make_parser, read_recipe
 
-    fields = list(argv)
-    recipe_path = None
-    if "--config" in argv[:-1]:
-        position = fields.index("--config")
-        _, recipe_path = fields[position : position + 2]
-        del fields[position : position + 2]
+    recipe_path, _, fields = split(argv)
     recipe, trainer = read_recipe(recipe_path, fields)
     # Before the launch: OMP_NUM_THREADS and the like are read when a process starts.
     os.environ.update({name: str(value) for name, value in recipe.pop("env", {}).items()})
-    parser = make_parser(trainer, prog="opo-trl train")
-    parser.set_defaults_with_config(**recipe)
-    arguments, for_accelerate = parser.parse_known_args(fields)
+    parser = make_parser(trainer)
+    arguments, for_accelerate = parser.parse_known_args([*parser.take(recipe), *fields])
     config_file = find_accelerate_config(arguments.accelerate_config, recipe_path)
+    if config_file and load_config_from_file(config_file).distributed_type == "DEEPSPEED":
+        check_deepspeed(f"accelerate_config={arguments.accelerate_config!r}")
     launch = [*(["--config_file", config_file] if config_file else []), *for_accelerate]
     script = ["-m", "opo_trl.train", *_without(argv, for_accelerate)]
+    launch_arguments, unknown = launch_command_parser().parse_known_args([*launch, *script])
+    if unknown or launch_arguments.training_script != "opo_trl.train":
+        name = unknown[0] if unknown else launch_arguments.training_script
+        hint = hint_at_field(name.removeprefix("--").split("=")[0], trainer, further=vars(launch_arguments))
+        raise ValueError(
+            f"{' '.join(for_accelerate)}: {name} is neither a field nor an option of accelerate's. {hint}"
+        )
     try:
         with passed_on():
-            launch_command(launch_command_parser().parse_args([*launch, *script]))
+            launch_command(launch_arguments)
     except subprocess.CalledProcessError as error:
         return _status("the training process", error.returncode)
     except ChildFailedError as error:

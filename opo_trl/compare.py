@@ -17,6 +17,7 @@ from pathlib import Path
 from .comparison.jobs import OWN_FIELDS, Job, check_earlier_run, failure, overrides, run_missing
 from .comparison.measures import compare
 from .comparison.runs import Run, by_label, check_comparable, check_same_method, find_runs, read_run
+from .errors import refuse
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,8 +36,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _compare(arguments, fields)
     except ValueError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(parser.prog, error, debug=arguments.debug)
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted. The same command goes on.", file=sys.stderr)
         return 130
@@ -52,6 +52,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", nargs="+", type=int, default=[], help="seeds to run each recipe with")
     parser.add_argument("--output", type=Path, required=True, help="folder of the report, and of the recipes' runs")
     parser.add_argument("--jobs", type=int, default=1, help="how many runs at once (default: 1)")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--baseline", help="method to compare with (default: grpo, or the first one)")
     return parser
 

@@ -2,9 +2,12 @@
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Literal, get_args
 
+import torch
 from trl import GRPOConfig
 
 from .objective import DriveScaling, Positivity, RatioForm, Reduction
@@ -70,9 +73,9 @@ class RolloutConfig(GRPOConfig):
             processes it can go on only where the lack of space was seen before the save began.
 
     Raises:
-        `ValueError`: a value out of its range, a watch that cannot be read, `max_sampling_rounds` above 1 where
-        advantages are normalized over groups that may yet be replaced, or `enable_jit_checkpoint`, which saves in the
-        middle of an optimizer step.
+        `ValueError`: a value out of its range, a watch that cannot be read, batches that do not divide, more processes
+        than devices, `max_sampling_rounds` above 1 where advantages are normalized over groups that may yet be
+        replaced, or `enable_jit_checkpoint`, which saves in the middle of an optimizer step.
     """
 
     max_sampling_rounds: int = field(
@@ -93,6 +96,8 @@ class RolloutConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        self._check_launch()
+        self._check_batches()
         super().__post_init__()
         rounds = self.max_sampling_rounds
         rate, skipped = self.max_reward_failure_rate, self.max_skipped_steps
@@ -114,6 +119,57 @@ class RolloutConfig(GRPOConfig):
                     f"{name}={value!r} does not go with max_sampling_rounds={rounds}: it normalizes over groups that "
                     f"are replaced later. Set `max_sampling_rounds` to 1, or leave `{name}` out."
                 )
+
+    def _check_launch(self):
+        """Before anything takes hold of a device."""
+        if self.deepspeed:
+            check_deepspeed(f"deepspeed={self.deepspeed!r}")
+        elif os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            check_deepspeed("The accelerate configuration")
+        processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.accelerator.device_count()
+        on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU") == "true"
+        if processes > max(devices, 1) and not on_cpu:
+            raise ValueError(
+                f"num_processes={processes} on this machine is more than its {devices} devices. Launch at most one "
+                "process a device, or set `use_cpu` to true."
+            )
+
+    def _check_batches(self):
+        for name in (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "num_iterations",
+            "steps_per_generation",
+            "generation_batch_size",
+            "max_completion_length",
+        ):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "a whole number, at least 1")
+        group, processes = self.num_generations, int(os.environ.get("WORLD_SIZE", 1))
+        _require(group is not None and group >= 2, "num_generations", group, "at least 2: a group to compare")
+        _require(0 < self.temperature < math.inf, "temperature", self.temperature, "a positive, finite number")
+        _require(0 <= self.learning_rate < math.inf, "learning_rate", self.learning_rate, "0 or more, and finite")
+        whole, steps = self.generation_batch_size, self.steps_per_generation
+        if whole is not None and steps is not None:
+            raise ValueError(
+                f"generation_batch_size={whole} and steps_per_generation={steps} are both set, but each determines "
+                "the other. Remove one of them."
+            )
+        if whole is not None:
+            unit = math.lcm(self.per_device_train_batch_size * processes, group)
+            nearest = " or ".join(str(unit * n) for n in (whole // unit, whole // unit + 1) if n)
+            wanted = f"a multiple of num_generations and of the rows of a pass over all processes: {nearest}"
+            _require(whole % unit == 0, "generation_batch_size", whole, wanted)
+            return
+        passes = processes * (steps or self.gradient_accumulation_steps)
+        completions = self.per_device_train_batch_size * passes
+        if completions % group:
+            divisors = ", ".join(str(n) for n in range(2, completions + 1) if completions % n == 0)
+            raise ValueError(
+                f"num_generations={group} does not divide the {completions} completions of a rollout. Set "
+                + (f"`num_generations` to one of {divisors}, or " if divisors else "")
+                + f"`per_device_train_batch_size` to a multiple of {group // math.gcd(passes, group)}."
+            )
 
     @property
     def micro_steps_per_rollout(self) -> int:
@@ -305,6 +361,15 @@ class OPOConfig(RolloutConfig):
         _require(0 < self.positivity_epsilon < 1, "positivity_epsilon", self.positivity_epsilon, "a number in (0, 1)")
         for name, choices in _CHOICES.items():
             _require(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
+
+
+def check_deepspeed(asked_by: str) -> None:
+    """Check that DeepSpeed is installed, which `asked_by` needs."""
+    if find_spec("deepspeed") is None:
+        raise ValueError(
+            f"{asked_by} needs deepspeed, which is not installed. `pip install 'opo_trl[deepspeed]'`, or launch "
+            "without it."
+        )
 
 
 def _require(condition: bool, name: str, value: object, wanted: str):

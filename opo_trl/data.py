@@ -9,13 +9,17 @@ The way from a name to what the trainer takes:
 A row that cannot be used is never dropped silently: one warning counts the dropped rows and names them.
 """
 
+import gzip
+import json
 import logging
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
+from pyarrow import ArrowInvalid
 from transformers import PreTrainedTokenizerBase
 
 from .boxes import final_answer, find_boxes
@@ -28,14 +32,14 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 
 Style = Literal["chat", "plain"]
 
-_READERS = {".jsonl": "json", ".jsonl.gz": "json", ".json": "json", ".parquet": "parquet"}
+_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 _MAX_NAMED = 10
 
 
 def load_problems(
-    name: str,
+    dataset_name: str,
     *,
-    config: str | None = None,
+    dataset_config: str | None = None,
     split: str = "train",
     levels: Sequence[str] | None = None,
     fraction: float = 1.0,
@@ -45,12 +49,12 @@ def load_problems(
     Load problems with their solutions, and select by level and fraction.
 
     Args:
-        name (`str`):
+        dataset_name (`str`):
             Where the problems are: a local file (`.jsonl`, `.jsonl.gz`, `.json` or `.parquet`; `split` then selects
             nothing); a local folder that holds `{split}` with one of these endings, tried in this order;
             `"arithmetic"` for the embedded task; else a data set on the Hub. For MATH use
             `"DigitalLearningGmbH/MATH-lighteval"`.
-        config (`str`, *optional*):
+        dataset_config (`str`, *optional*):
             Configuration of a data set on the Hub.
         split (`str`, *optional*, defaults to `"train"`):
             Split to load.
@@ -69,22 +73,38 @@ def load_problems(
         `ValueError`: if the file or folder does not exist or cannot be read, a column is missing, a level is unknown,
             or no row is left.
     """
-    dataset = _load(name, config, split, levels)
-    missing = [column for column in COLUMNS if column not in dataset.column_names]
-    if missing:
-        raise ValueError(f"name={name!r} has no column {missing}, only {dataset.column_names}. Rename its columns.")
+    dataset = _load(dataset_name, dataset_config, split, levels)
+    _check_columns(dataset_name, dataset.column_names)
     dataset = dataset.select_columns(list(COLUMNS))
     if levels is not None:
         dataset = _select_levels(dataset, levels)
     return _select_fraction(dataset, fraction, seed)
 
 
+def load_from_hub(dataset_name: str, dataset_config: str | None, split: str) -> Dataset:
+    """
+    Load a split of a data set as it is, with [`~datasets.load_dataset`].
+
+    Raises:
+        `ValueError`: it does not exist, cannot be reached or has no such split.
+    """
+    try:
+        return load_dataset(dataset_name, dataset_config, split=split)
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        raise ValueError(
+            f"dataset_name={dataset_name!r} with {split=} cannot be loaded: {error.__cause__ or error}. Set "
+            "`dataset_name` to a folder or a data set on the Hub that exists, and the split to one that it has."
+        ) from error
+
+
 def _load(name: str, config: str | None, split: str, levels: Sequence[str] | None) -> Dataset:
     file = None if name == "arithmetic" else _local_file(name, split)
     if file is None and name != "arithmetic":
-        return load_dataset(name, config, split=split)
+        return load_from_hub(name, config, split)
     if config is not None:
-        raise ValueError(f"config={config!r} has no meaning for name={name!r}, which is not on the Hub. Remove it.")
+        raise ValueError(
+            f"dataset_config={config!r} has no meaning for dataset_name={name!r}, which is not on the Hub. Remove it."
+        )
     if file is not None:
         return _read(file)
     from .arithmetic import make_problems
@@ -92,36 +112,89 @@ def _load(name: str, config: str | None, split: str, levels: Sequence[str] | Non
     return Dataset.from_list(make_problems(split, levels))  # type: ignore[arg-type]  # it checks the split itself
 
 
+def _check_columns(name: str | Path, columns: Sequence[str]) -> None:
+    missing = [column for column in COLUMNS if column not in columns]
+    if missing:
+        raise ValueError(
+            f"dataset_name='{name}' has no column {missing}, only {list(columns)}. Rename its columns, or give other "
+            "data."
+        )
+
+
 def _local_file(name: str, split: str) -> Path | None:
     path = Path(name).expanduser()
-    if path.is_file() and path.name.endswith(tuple(_READERS)):
+    if path.is_file() and path.name.endswith(_ENDINGS):
         return path
     if path.is_dir():
-        candidates = [path / f"{split}{ending}" for ending in _READERS]
+        candidates = [path / f"{split}{ending}" for ending in _ENDINGS]
         for candidate in candidates:
             if candidate.is_file():
                 return candidate
         raise ValueError(
-            f"name={name!r} is a folder without split={split!r}. Put one of {[c.name for c in candidates]} into it, "
+            f"dataset_name={name!r} is a folder without {split=}. Put one of {[c.name for c in candidates]} into it, "
             f"or give another split."
         )
     if path.exists():
-        raise ValueError(f"name={name!r} is not a file that can be read. Convert it to one of {list(_READERS)}.")
+        raise ValueError(
+            f"dataset_name={name!r} is not a file that can be read. Convert it to one of {list(_ENDINGS)}."
+        )
     # A Hub id is `data_set` or `owner/data_set`.
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(tuple(_READERS)):
-        raise ValueError(f"name={name!r} does not exist. Give an existing file or folder, or a data set on the Hub.")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_ENDINGS):
+        raise ValueError(
+            f"dataset_name={name!r} does not exist. Give an existing file or folder, or a data set on the Hub."
+        )
     return None
 
 
 def _read(file: Path) -> Dataset:
-    builder = next(reader for ending, reader in _READERS.items() if file.name.endswith(ending))
     try:
-        return load_dataset(builder, data_files=str(file), split="train")
-    # StopIteration is what an empty file ends in.
-    except (DatasetGenerationError, StopIteration) as error:
+        if file.suffix == ".parquet":
+            return Dataset.from_parquet(str(file))
+        rows = _json_rows(file)
+    except (ArrowInvalid, DatasetGenerationError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
-            f"name='{file}' cannot be read as {builder}: {error.__cause__ or 'it is empty'}. Mend or replace the file."
+            f"dataset_name='{file}' cannot be read: {error.__cause__ or error}. It may be cut short: restore or "
+            "replace the file."
         ) from error
+    if not rows:
+        raise ValueError(f"dataset_name='{file}' cannot be read: it is empty. Restore or replace the file.")
+    _check_columns(file, list(dict.fromkeys(name for _, row in rows for name in row)))
+    for column in ("level", "type"):  # a row of which the others cannot be used is dropped and named
+        first: dict[type, int] = {}
+        for line, row in rows:
+            first.setdefault(type(row.get(column)), line)
+        kinds = [f"{kind.__name__} in line {line}" for kind, line in first.items() if kind is not type(None)]
+        if len(kinds) > 1:
+            raise ValueError(
+                f"dataset_name='{file}' has mixed types in its column {column!r}: {', '.join(kinds)}. Write all of "
+                "them as strings."
+            )
+    return Dataset.from_list(
+        [{column: row.get(column) for column in COLUMNS} for _, row in rows], on_mixed_types="use_json"
+    )
+
+
+def _json_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Number of the line and content of each row; a list in one piece counts its elements instead."""
+    content = (gzip.decompress if file.suffix == ".gz" else bytes)(file.read_bytes())
+    is_list = content.lstrip().startswith(b"[")
+    rows = []
+    for number, line in enumerate([content] if is_list else content.splitlines(), 1):
+        try:
+            rows += [(number, json.loads(line.decode("utf-8")))] if line.strip() else []
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"dataset_name='{file}' cannot be read: line {number} is not JSON in UTF-8 ({error}). Mend that line."
+            ) from error
+    if is_list:
+        rows = list(enumerate(rows[0][1], 1))
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"dataset_name='{file}' cannot be read: line {number} is {row!r}, not an object. Write rows as "
+                '`{"problem": …}`.'
+            )
+    return rows
 
 
 def _select_levels(dataset: Dataset, levels: Sequence[str]) -> Dataset:
@@ -223,6 +296,20 @@ def _without_space(problem: Any) -> str:
     return "".join(str(problem).split())
 
 
+def prompt_lengths(
+    prompts: list[Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None
+) -> list[int]:
+    """Tokens of each prompt as the model gets it; see [`drop_long_prompts`] for the arguments."""
+    if isinstance(prompts[0], str):
+        ids: Any = tokenizer(text=prompts)["input_ids"]
+    else:
+        tokenized: Any = tokenizer.apply_chat_template(
+            prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **(chat_template_kwargs or {})
+        )
+        ids = tokenized["input_ids"]
+    return [len(prompt_ids) for prompt_ids in ids]
+
+
 def drop_long_prompts(
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
@@ -251,16 +338,10 @@ def drop_long_prompts(
         `ValueError`: if no row is left.
     """
     prompts: list[Any] = list(dataset["prompt"])
-    if isinstance(prompts[0], str):
-        ids: Any = tokenizer(text=prompts)["input_ids"]
-    else:
-        tokenized: Any = tokenizer.apply_chat_template(
-            prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **(chat_template_kwargs or {})
-        )
-        ids = tokenized["input_ids"]
-    too_long = [len(prompt_ids) > max_prompt_length for prompt_ids in ids]
+    lengths = prompt_lengths(prompts, tokenizer, chat_template_kwargs)
+    too_long = [length > max_prompt_length for length in lengths]
     named = [
-        _named(i, prompts[i] if isinstance(prompts[i], str) else prompts[i][-1]["content"], f"{len(ids[i])} tokens")
+        _named(i, prompts[i] if isinstance(prompts[i], str) else prompts[i][-1]["content"], f"{lengths[i]} tokens")
         for i, long in enumerate(too_long)
         if long
     ]

@@ -12,6 +12,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from .run_folder import LOG, SUMMARY, read_json, read_lines
@@ -182,7 +183,16 @@ def draw_saturation(output: Path) -> Path:
 
     Returns:
         `Path`: the file written.
+
+    Raises:
+        `ValueError`: the suffix is no format.
     """
+    known = FigureCanvasBase.get_supported_filetypes()
+    if output.suffix.removeprefix(".") not in known:
+        raise ValueError(
+            f"--output {output} is not allowed: {output.suffix!r} is no format of figures. End it in one of "
+            f"{', '.join(f'.{ending}' for ending in sorted(known))}."
+        )
     import torch
 
     from .saturation import gradient, on_policy_gradient

@@ -19,6 +19,8 @@ from trl.trainer.utils import (
     unsplit_pixel_values_by_grid,
 )
 
+from .config import RolloutConfig
+
 
 # Entries of a rollout with a column per token: of prompts, padded on the left, and of completions, on the right.
 PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
@@ -31,6 +33,22 @@ COMPLETION_COLUMNS = (
     "sampling_per_token_logps",
     "importance_sampling_ratio",
 )
+
+
+def check_enough_prompts(available: int, args: RolloutConfig) -> None:
+    """
+    Check that a data set fills one rollout. TRL's sampler leaves an incomplete one out, and would train for no step.
+
+    Raises:
+        `ValueError`: names how many prompts are needed.
+    """
+    needed = args.generation_batch_size // args.num_generations
+    if available < needed:
+        raise ValueError(
+            f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations} needs "
+            f"{needed} prompts for one rollout, but the data set has {available}. Give at least {needed}, or set "
+            "`per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps` lower."
+        )
 
 
 class EpochSampler(RepeatSampler):

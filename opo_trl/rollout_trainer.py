@@ -35,8 +35,8 @@ from .config import RolloutConfig
 from .dynamic_sampling import PromptStream
 from .objective import gradient_response_efficiency
 from .plan import training_plan
-from .rollout import EpochSampler, micro_batches, rows_of_steps
-from .scoring import IsolatedReward
+from .rollout import EpochSampler, check_enough_prompts, micro_batches, rows_of_steps
+from .scoring import IsolatedReward, checked
 from .step_clock import StepClock
 from .vllm_server import watched
 from .watches import Watches
@@ -47,6 +47,9 @@ logger = get_logger(__name__)
 
 # Weight of a round of generation in the moving average of what rewards fail to score: about ten rounds count.
 _FAILURE_WEIGHT = 0.1
+
+# A reward model gives numbers, and an isolated reward counts what it cannot score.
+_NOT_CHECKED = (str, torch.nn.Module, IsolatedReward)
 
 trl_contract.check()
 
@@ -63,10 +66,13 @@ class RolloutTrainer(GRPOTrainer):
 
     Raises:
         `TypeError`: `args` is a configuration of another trainer.
-        `ValueError`: a quantized base model is to be generated from by vLLM, or `max_sampling_rounds` is above 1 and
-            the prompts come from a stream.
-        `RuntimeError`: in training, isolated rewards fail to score more than `max_reward_failure_rate`, or a
-            checkpoint cannot be written (`save_failure`).
+        `ValueError`: a quantized base model is to be generated from by vLLM, the data set has fewer prompts than a
+            rollout needs, or `max_sampling_rounds` is above 1 and the prompts come from a stream.
+        [`RewardError`]: in training, a reward function raises, or does not return one number, or `None`, for each
+            completion.
+        `RuntimeError`: in training, isolated rewards fail to score more than `max_reward_failure_rate`, too many
+            gradients in a row are not finite (`max_skipped_steps`), or a checkpoint cannot be written
+            (`save_failure`).
     """
 
     config_class: type[RolloutConfig] = RolloutConfig
@@ -103,7 +109,12 @@ class RolloutTrainer(GRPOTrainer):
                 "use_vllm=True does not go with a quantized base model: TRL hands vLLM the packed weights, which it "
                 "refuses (huggingface/trl#4973). Set use_vllm=False, or train LoRA on the base as it is."
             )
+        if reward_funcs is not None:
+            reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+            reward_funcs = [f if isinstance(f, _NOT_CHECKED) else checked(f) for f in reward_funcs]
         super().__init__(model, reward_funcs, args, *further, **named)
+        if isinstance(self.train_dataset, Dataset):
+            check_enough_prompts(len(self.train_dataset), args)
         self._rewards_per_func = torch.empty(0)  # [N, number of reward functions], over all processes
         self._advantage_range = 0.0  # of the rollout in use, over all processes
         self._completions_generated = 0  # for training, over all processes

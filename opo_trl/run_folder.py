@@ -21,7 +21,8 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import IO, Any
@@ -55,9 +56,9 @@ def is_run(folder: Path) -> bool:
     return (folder / RECIPE).is_file()
 
 
-def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
+def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """
-    Make sure that a run may write into a folder, create it, and keep other runs out of it.
+    Make sure that a run may write into a folder.
 
     Args:
         folder (`Path`):
@@ -67,19 +68,21 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
         overwrite (`bool`):
             Whether an earlier run in this folder may be deleted.
 
-    Returns:
-        `IO[str]`: an open file. Until it is closed, or this process ends in whatever way, the folder cannot be claimed
-        again.
-
     Raises:
         `ValueError`: another run writes into the folder, or it holds something that this run would overwrite, or
-        nothing to resume. Nothing has been written or deleted then.
+            nothing to resume, or cannot be written to. Nothing has been written or deleted then.
     """
-    lock = _lock(folder) if (folder / LOCK).exists() else None
-    occupied = folder.exists() and (not folder.is_dir() or any(entry.name != LOCK for entry in folder.iterdir()))
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        what = "grants no permission to write" if place.is_dir() else "is not a folder"
+        raise ValueError(
+            f"output_dir={str(folder)!r} cannot be written: {str(place)!r} {what}. Choose another `output_dir`."
+        )
+    if (folder / LOCK).exists():
+        _lock(folder, fcntl.LOCK_SH).close()  # shared: all processes of this run look at the same time
     if resume and not is_run(folder):
         raise ValueError(f"output_dir={str(folder)!r} holds no run to resume. Remove `resume_from_checkpoint`.")
-    if occupied and not resume:
+    if not resume and folder.exists() and any(entry.name != LOCK for entry in folder.iterdir()):
         if not overwrite:
             raise ValueError(
                 f"output_dir={str(folder)!r} is not empty. Choose another `output_dir`, continue that run with "
@@ -90,19 +93,34 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
                 f"output_dir={str(folder)!r} is not empty and holds no {RECIPE}, so it is not a run of this program "
                 "and will not be deleted. Choose another `output_dir`."
             )
-        for entry in folder.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            elif entry.name != LOCK:
-                entry.unlink()
+
+
+def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
+    """
+    Create the folder of a run, or empty it, after [`check`], and keep other runs out of it.
+
+    Returns:
+        `IO[str]`: an open file. Until it is closed, or this process ends in whatever way, the folder cannot be claimed
+        again.
+    """
+    check(folder, resume=resume, overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)
-    return lock or _lock(folder)
+    lock = _lock(folder, fcntl.LOCK_EX)
+    for entry in folder.iterdir() if not resume else ():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != LOCK:
+            entry.unlink()
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {platform.node()}")
+    lock.flush()
+    return lock
 
 
-def _lock(folder: Path) -> IO[str]:
+def _lock(folder: Path, kind: int) -> IO[str]:
     file = (folder / LOCK).open("a+")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.seek(0)
         raise ValueError(
@@ -111,10 +129,20 @@ def _lock(folder: Path) -> IO[str]:
         ) from error
     except OSError as error:
         warnings.warn(f"{folder} cannot be locked ({error}): nothing keeps a second run out of it.", stacklevel=2)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}")
-    file.flush()
     return file
+
+
+@contextmanager
+def left_as_found(folder: Path) -> Iterator[None]:
+    """Remove the empty folders that the block has made on the way to `folder`, if it fails."""
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except Exception:
+        for path in absent:
+            with suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapping[str, Any], seed: int) -> None:

@@ -1,5 +1,6 @@
 """
-Rewards that cannot take the run down: [`IsolatedReward`] scores each completion in a worker process.
+Rewards that cannot take the run down: [`IsolatedReward`] scores each completion in a worker process. A function that
+scores in the training process can, and then says so by its name ([`RewardError`]).
 
 What a model under training writes can make a scorer hang in native code, fill the memory or end its process. In a
 worker that costs one completion its score, and the run nothing.
@@ -9,7 +10,10 @@ of the training process are forked, a killed worker is replaced at once, and all
 the order of sets depends. They never import the script that is run.
 """
 
+import functools
+import inspect
 import logging
+import numbers
 import os
 import pickle
 import signal
@@ -40,6 +44,67 @@ _TIMED_OUT = object()
 # completion's fault. 255 stands for whatever code, where the fork server is gone.
 _TOLD_TO_END = (-signal.SIGTERM, 255)
 _hiding = threading.Lock()
+
+
+class RewardError(RuntimeError):
+    """A reward function has raised, or has not returned one number, or `None`, for each completion."""
+
+
+def checked(reward: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    A reward function that says by its name what is wrong with it.
+
+    Args:
+        reward (`Callable`):
+            Reward function as TRL calls them, asynchronous or not.
+
+    Returns:
+        `Callable`: the same, but that it raises [`RewardError`].
+    """
+    name = getattr(reward, "__name__", type(reward).__name__)
+
+    async def call_async(**inputs: Any) -> Any:
+        with _naming(name):
+            scores = await reward(**inputs)
+        return _numbers(name, scores, len(inputs["completions"]))
+
+    def call(**inputs: Any) -> Any:
+        with _naming(name):
+            scores = reward(**inputs)
+        return _numbers(name, scores, len(inputs["completions"]))
+
+    is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+    wrapper = functools.wraps(reward)(call_async if is_async else call)
+    wrapper.__name__ = name
+    return wrapper
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise RewardError(
+            f"The reward function {name} has raised {type(error).__name__}: {error}. Mend it; where it cannot score a "
+            "completion, let it return None for that one."
+        ) from error
+
+
+def _numbers(name: str, scores: Any, n_completions: int) -> Any:
+    fix = "Let it return a list of one number, or None, for each completion."
+    if not hasattr(scores, "__len__") or isinstance(scores, str):
+        raise RewardError(f"The reward function {name} has returned {scores!r}, not a list. {fix}")
+    if len(scores) != n_completions:
+        raise RewardError(
+            f"The reward function {name} has returned {len(scores)} values for {n_completions} completions. {fix}"
+        )
+    for index, value in enumerate(scores):
+        if not (value is None or isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0):
+            raise RewardError(
+                f"The reward function {name} has returned {value!r} for completion {index}, of type "
+                f"{type(value).__name__}. {fix}"
+            )
+    return scores
 
 
 class IsolatedReward:

@@ -9,36 +9,37 @@ A recipe is a flat YAML file of the fields of [`OPOScriptArguments`], of [`OPOCo
 """
 
 import dataclasses
-import difflib
 import importlib
 import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import trl
-import yaml
-from datasets import Dataset, load_dataset
-from transformers import AutoTokenizer
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config, rewards
+from trl import ModelConfig, get_peft_config, get_quantization_config, rewards
 from trl.rewards import get_soft_overlong_punishment
 
-from . import run_folder
+from . import preflight, run_folder
 from .arithmetic import arithmetic_reward, base_model_path
 from .callbacks import LogFile, ProgressBar, Validation
+from .checkpoint import check_same_run, check_split
 from .checkpoint import resolve as find_checkpoint
 from .config import RolloutConfig
-from .data import INSTRUCTION, drop_long_prompts, load_problems, to_prompts, without_overlap
-from .evaluate import Decoding, evaluate
+from .data import drop_long_prompts, load_from_hub, load_problems, to_prompts, without_overlap
+from .errors import refuse
+from .evaluate import evaluate
+from .recipe import OPOScriptArguments, parse, split
 from .rewards import accuracy_reward, format_reward
+from .rollout import check_enough_prompts
 from .rollout_trainer import RolloutTrainer
-from .scoring import IsolatedReward
+from .scoring import IsolatedReward, RewardError
 from .signals import StopOnSignal
 from .trainer import OPOTrainer
 
@@ -54,195 +55,10 @@ REWARDS: dict[str, Callable] = {
     "think_format_reward": rewards.think_format_reward,
 }
 
+Lock = AbstractContextManager[Any]
+
 # The embedded base model goes by this name in a recipe, wherever the package is installed.
 EMBEDDED_MODEL = "arithmetic"
-
-
-@dataclass
-class OPOScriptArguments(ScriptArguments):
-    """
-    Arguments of the training script, beside those of [`OPOConfig`] and [`~trl.ModelConfig`].
-
-    Args:
-        trainer (`str`, *optional*, defaults to `"opo"`):
-            `"opo"`: [`OPOTrainer`]; `"grpo"`: [`RolloutTrainer`] with TRL's losses, for GRPO, GSPO, DAPO and the like.
-        reward_funcs (`list[str]`, *optional*, defaults to `["accuracy_reward"]`):
-            Reward functions: `accuracy_reward`, `format_reward`, `arithmetic_reward`, TRL's
-            `reasoning_accuracy_reward`, `think_format_reward` and `soft_overlong_punishment`, or dotted import paths.
-            The first one decides what counts as solved in every accuracy.
-        reward_workers (`int`, *optional*, defaults to `4`):
-            Worker processes of a node that score completions by `accuracy_reward`, shared by its training processes,
-            at least one each; 0 scores in the training processes. The other rewards always do, but for functions that
-            are an [`IsolatedReward`] of their own.
-        reward_timeout (`float`, *optional*, defaults to `30.0`):
-            Seconds that a worker has for one completion, which is else unscorable, not wrong.
-        reward_memory (`int`, *optional*, defaults to `2048`):
-            Memory that a worker may allocate for it in MiB; see [`IsolatedReward`].
-        overlong_cache (`int`, *optional*):
-            Tokens before `max_completion_length` over which `soft_overlong_punishment` falls from 0 to -1.
-        reward_model_name_or_path (`str`, *optional*):
-            Reward model to add to the reward functions.
-        levels (`list[str]`, *optional*):
-            Levels of the training problems; `None` takes all.
-        fraction (`float`, *optional*, defaults to `1.0`):
-            Share of these problems to train on, in `(0, 1]`.
-        subset_seed (`int`, *optional*, defaults to `42`):
-            Seed that chooses the share, and the problems of validation and report.
-        prompt_style (`str`, *optional*, defaults to `"chat"`):
-            `"chat"`: a user message of the problem and `instruction`; `"plain"`: the problem as it is; `"dataset"`:
-            the data set has a `prompt` column of its own and is taken as it is.
-        instruction (`str`, *optional*):
-            What the chat prompt asks for.
-        max_prompt_length (`int`, *optional*):
-            Longest prompt in tokens; longer ones are left out and counted.
-        validation_levels (`list[str]`, *optional*), validation_size (`int`, *optional*, defaults to `100`):
-            Levels and number of the test split's problems that are solved every `validation_steps`.
-        validation_steps (`int`, *optional*):
-            Optimizer steps between two validations; `None` validates not at all.
-        validation_decoding (`str`, *optional*, defaults to `"sampled"`):
-            `"greedy"` or `"sampled"`.
-        report_levels (`list[str]`, *optional*), report_size (`int`, *optional*, defaults to `500`):
-            Levels, and number of the test split's problems of each, whose accuracies before and after training are
-            reported, greedy and sampled. `None` reports none.
-        report_samples (`int`, *optional*, defaults to `1`):
-            Completions sampled for each of these problems; from 2 on, pass@k is reported as well.
-        overwrite (`bool`, *optional*, defaults to `False`):
-            Delete an earlier run in `output_dir`.
-        accelerate_config (`str`, *optional*):
-            Accelerate configuration that `opo-trl train` launches with: a file, as seen from the current folder or
-            from the recipe's, or a name of TRL's (`single_gpu`, `multi_gpu`, `zero2`, …).
-    """
-
-    trainer: Literal["opo", "grpo"] = field(default="opo", metadata={"help": "OPO, or TRL's losses."})
-    reward_funcs: list[str] = field(
-        default_factory=lambda: ["accuracy_reward"], metadata={"help": "Reward functions, by name or dotted path."}
-    )
-    reward_model_name_or_path: str | None = field(default=None, metadata={"help": "Reward model to add."})
-    reward_workers: int = field(default=4, metadata={"help": "Worker processes for accuracy_reward; 0 for none."})
-    reward_timeout: float = field(default=30.0, metadata={"help": "Seconds that a worker has for one completion."})
-    reward_memory: int = field(default=2048, metadata={"help": "Memory of a worker in MiB."})
-    overlong_cache: int | None = field(
-        default=None, metadata={"help": "Tokens over which soft_overlong_punishment falls to -1."}
-    )
-    levels: list[str] | None = field(default=None, metadata={"help": "Levels of the training problems."})
-    fraction: float = field(default=1.0, metadata={"help": "Share of the training problems, in (0, 1]."})
-    subset_seed: int = field(default=42, metadata={"help": "Seed that chooses problems."})
-    prompt_style: Literal["chat", "plain", "dataset"] = field(
-        default="chat", metadata={"help": "How a problem becomes a prompt."}
-    )
-    instruction: str = field(default=INSTRUCTION, metadata={"help": "What the chat prompt asks for."})
-    max_prompt_length: int | None = field(default=None, metadata={"help": "Longest prompt in tokens."})
-    validation_levels: list[str] | None = field(default=None, metadata={"help": "Levels of the validation problems."})
-    validation_size: int = field(default=100, metadata={"help": "Number of validation problems."})
-    validation_steps: int | None = field(default=None, metadata={"help": "Optimizer steps between validations."})
-    validation_decoding: Decoding = field(default="sampled", metadata={"help": "Decoding of validation."})
-    report_levels: list[str] | None = field(default=None, metadata={"help": "Levels reported before and after."})
-    report_size: int = field(default=500, metadata={"help": "Problems per reported level."})
-    report_samples: int = field(default=1, metadata={"help": "Completions sampled per reported problem."})
-    overwrite: bool = field(default=False, metadata={"help": "Delete an earlier run in output_dir."})
-    accelerate_config: str | None = field(default=None, metadata={"help": "Accelerate configuration to launch with."})
-
-
-def make_parser(trainer: str, prog: str | None = None) -> TrlParser:
-    """Parser of recipes and command lines, into script, trainer and model arguments."""
-    dataclass_types: Any = _argument_classes(trainer)
-    return TrlParser(dataclass_types, prog=prog)
-
-
-def _argument_classes(trainer: str) -> tuple[type, type, type]:
-    return OPOScriptArguments, TRAINERS[trainer].config_class, ModelConfig
-
-
-def _fields(trainer: str) -> set[str]:
-    return {f.name for arguments in _argument_classes(trainer) for f in dataclasses.fields(arguments)}
-
-
-def read_recipe(path: str | Path | None, argv: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
-    """
-    Read a recipe, and find out which trainer it is for.
-
-    Args:
-        path (`str` or `Path`, *optional*):
-            YAML file.
-        argv (`Sequence[str]`, *optional*):
-            Command line, whose `--trainer` overrides the recipe's.
-
-    Returns:
-        `tuple[dict[str, Any], str]`: field → value, as written; and a key of [`TRAINERS`].
-
-    Raises:
-        `ValueError`: the file does not exist or is no mapping, there is no such trainer, or a key is no field; the
-        message names the key and the nearest field.
-    """
-    recipe = {} if path is None else _read_yaml(path)
-    trainer = recipe.get("trainer", "opo")
-    if "--trainer" in argv[:-1]:
-        trainer = argv[list(argv).index("--trainer") + 1]
-    if trainer not in TRAINERS:
-        raise ValueError(f"trainer={trainer!r} does not exist. Set `trainer` to one of {', '.join(TRAINERS)}.")
-    known = _fields(trainer)
-    for key in recipe.keys() - known - {"env"}:
-        near = difflib.get_close_matches(str(key), known, n=1)
-        hint = f"Did you mean `{near[0]}`?" if near else "Remove it."
-        other = next((name for name in TRAINERS if key in _fields(name)), None)
-        if other:
-            hint = f"It belongs to `trainer: {other}`, and this is for `trainer: {trainer}`."
-        raise ValueError(f"{str(path)!r} sets {key}={recipe[key]!r}, but there is no such field. {hint}")
-    return recipe, trainer
-
-
-def _read_yaml(path: str | Path) -> dict[str, Any]:
-    if not Path(path).is_file():
-        raise ValueError(f"config={str(path)!r} does not exist. Pass the path of a recipe.")
-    try:
-        recipe = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"config={str(path)!r} is not valid YAML: {error}") from error
-    if not isinstance(recipe, dict):
-        raise ValueError(f"config={str(path)!r} holds no `field: value` lines. Write one field per line.")
-    return recipe
-
-
-def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, ModelConfig, dict[str, Any]]:
-    """Parse a command line; the last item of the result is the recipe with the command line's fields merged in."""
-    argv = list(argv)
-    named = {a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")} - {"config"}
-    recipe_path = argv[argv.index("--config") + 1] if "--config" in argv[:-1] else None
-    written, trainer = read_recipe(recipe_path, argv)
-    environment = {"env": written.pop("env")} if "env" in written else {}
-    named |= written.keys()
-    parsed: Any = make_parser(trainer).parse_args_and_config(argv)
-    parsed[0].accelerate_config = find_accelerate_config(parsed[0].accelerate_config, recipe_path)
-    values = {f.name: getattr(part, f.name) for part in reversed(parsed) for f in dataclasses.fields(part)}
-    recipe = {name: _plain(value) for name, value in values.items() if name in named}
-    return *parsed, environment | recipe
-
-
-def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | None:
-    """
-    Find an accelerate configuration: a file, as seen from here or from the recipe's folder, or a name of TRL's.
-
-    Raises:
-        `ValueError`: there is no such file or name.
-    """
-    if name is None:
-        return None
-    places = [Path(name), Path(trl.__file__).parent / "accelerate_configs" / f"{name}.yaml"]
-    if recipe_path is not None:
-        places.insert(1, Path(recipe_path).parent / name)
-    for place in places:
-        if place.is_file():
-            return str(place.resolve())
-    raise ValueError(
-        f"accelerate_config={name!r} is neither a file nor one of TRL's configurations. Looked for "
-        f"{', '.join(map(str, places))}."
-    )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    return dict(value) if isinstance(value, Mapping) else value
 
 
 def load_reward(name: str) -> Callable:
@@ -257,14 +73,17 @@ def load_reward(name: str) -> Callable:
     module, _, attribute = name.rpartition(".")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        reward = getattr(importlib.import_module(module), attribute)
+        if not callable(reward):
+            raise TypeError(f"{reward!r} is not a function")
+    except Exception as error:  # the module's own code may raise anything
         raise ValueError(
-            f"reward_funcs={name!r} cannot be imported ({error}). Use one of {', '.join(REWARDS)}, or the dotted path "
-            "of a function, such as my_rewards.length_reward."
+            f"reward_funcs={name!r} cannot be imported ({type(error).__name__}: {error}). Use one of "
+            f"{', '.join(REWARDS)}, or the dotted path of a function, such as my_rewards.length_reward."
         ) from error
     finally:
         sys.path.pop(0)
+    return reward
 
 
 def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
@@ -272,7 +91,8 @@ def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
     The reward functions of a run, a reward model last.
 
     Raises:
-        `ValueError`: there is no such function, or one of `soft_overlong_punishment` and `overlong_cache` is alone.
+        `ValueError`: there is no such function, one of `soft_overlong_punishment` and `overlong_cache` is alone, or
+            there are more or fewer weights than rewards.
     """
     overlong = "soft_overlong_punishment" in script.reward_funcs
     length, cache = args.max_completion_length, script.overlong_cache
@@ -285,6 +105,12 @@ def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
         raise ValueError(
             f"overlong_cache={cache} is not allowed. Set `overlong_cache` to a positive number up to "
             f"max_completion_length={length}."
+        )
+    n_rewards = len(script.reward_funcs) + bool(script.reward_model_name_or_path)
+    if args.reward_weights is not None and len(args.reward_weights) != n_rewards:
+        raise ValueError(
+            f"reward_weights={args.reward_weights} does not fit {n_rewards} rewards. Set `reward_weights` to one "
+            "number for each of `reward_funcs`, and one for `reward_model_name_or_path`, or leave it out."
         )
     found: list = [
         get_soft_overlong_punishment(length, cache) if name == "soft_overlong_punishment" else load_reward(name)
@@ -312,39 +138,44 @@ class Data:
     report: dict[str, Dataset]
 
 
-def load_data(script: OPOScriptArguments, args: RolloutConfig, model_name: str) -> Data:
+def load_data(script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
     """
     Load the problems of a run: `levels` of the training split, and held-out ones of the test split.
 
     Raises:
-        `ValueError`: the data set cannot be read, or a selection leaves no row.
+        `ValueError`: the data set cannot be read, a selection leaves no row, or a chat prompt has no template.
     """
     training = _problems(script, script.dataset_train_split, script.levels, script.fraction)
+    prompts = _prompts(script, training)
+    preflight.check_template(prompts, tokenizer)
+    if script.max_prompt_length is not None:
+        template_kwargs: Any = args.chat_template_kwargs  # a dict, once parsed
+        prompts = drop_long_prompts(prompts, tokenizer, script.max_prompt_length, template_kwargs)
 
-    def held_out(levels: list[str] | None, size: int) -> Dataset:
-        problems = _problems(script, script.dataset_test_split, levels)
-        if script.prompt_style != "dataset":
-            problems = without_overlap(problems, training)
+    def held_out(field: str, levels: list[str] | None, size: int) -> Dataset:
+        try:
+            problems = _problems(script, script.dataset_test_split, levels)
+            if script.prompt_style != "dataset":
+                problems = without_overlap(problems, training)
+        except ValueError as error:
+            raise ValueError(f"{field}: {error}") from error
         problems = problems.shuffle(seed=script.subset_seed)
         return _prompts(script, problems.select(range(min(size, len(problems)))))
 
-    prompts = _prompts(script, training)
-    if script.max_prompt_length is not None:
-        tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=args.trust_remote_code)
-        template_kwargs: Any = args.chat_template_kwargs  # a dict, once parsed
-        prompts = drop_long_prompts(prompts, tokenizer, script.max_prompt_length, template_kwargs)
-    return Data(
-        training=prompts,
-        validation=held_out(script.validation_levels, script.validation_size) if script.validation_steps else None,
-        report={level: held_out([level], script.report_size) for level in script.report_levels or []},
-    )
+    validation = None
+    if script.validation_steps:
+        validation = held_out("validation_levels", script.validation_levels, script.validation_size)
+    report = {level: held_out("report_levels", [level], script.report_size) for level in script.report_levels or []}
+    return Data(prompts, validation, report)
 
 
 def _problems(script: OPOScriptArguments, split: str, levels: list[str] | None, fraction: float = 1.0) -> Dataset:
     name, config = script.dataset_name, script.dataset_config
     if script.prompt_style == "dataset":
-        return load_dataset(name, config, split=split)
-    return load_problems(name, config=config, split=split, levels=levels, fraction=fraction, seed=script.subset_seed)
+        return load_from_hub(name, config, split)
+    return load_problems(
+        name, dataset_config=config, split=split, levels=levels, fraction=fraction, seed=script.subset_seed
+    )
 
 
 def _prompts(script: OPOScriptArguments, problems: Dataset) -> Dataset:
@@ -490,33 +321,71 @@ def _check_script(script: OPOScriptArguments, args: RolloutConfig, model_config:
         raise ValueError(f"reward_workers={script.reward_workers} is not allowed. Set `reward_workers` to 0 or more.")
 
 
+def _prepare(
+    argv: Sequence[str],
+) -> tuple[RolloutTrainer, OPOScriptArguments, Data, str | None, AbstractContextManager]:
+    """
+    Everything that comes before the first step, the run's folder last, which stays locked within the last result.
+
+    Raises:
+        `ValueError`, `ImportError`: it cannot be run as asked for. No file has been touched then.
+    """
+    script, args, model_config, recipe = parse(argv)
+    _check_script(script, args, model_config)
+    preflight.check_installed(args, model_config)
+    folder = Path(args.output_dir)
+    settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
+    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    resume = checkpoint is not None or (args.resume_from_checkpoint == "auto" and run_folder.is_run(folder))
+    run_folder.check(folder, resume=resume, overwrite=script.overwrite)
+    if checkpoint is not None:
+        check_same_run(checkpoint, settings, model_path(model_config))
+    reward_funcs = load_rewards(script, args)
+    source: Any = {"revision": model_config.model_revision, "trust_remote_code": args.trust_remote_code}
+    given: Any = args.model_init_kwargs or {}  # a dict, once parsed
+    weights = {"pickled": not given.get("use_safetensors", True)}
+    config = preflight.check_model("model_name_or_path", model_path(model_config), **source, **weights)
+    if script.reward_model_name_or_path:
+        preflight.check_model("reward_model_name_or_path", script.reward_model_name_or_path, **source, **weights)
+    tokenizer = preflight.load_tokenizer(model_path(model_config), **source)
+    with args.main_process_first(desc="loading the data set"):
+        data = load_data(script, args, tokenizer)
+    preflight.check_columns(reward_funcs, data.training)
+    preflight.check_context(data.training["prompt"], tokenizer, config, args, script.max_prompt_length)
+    check_enough_prompts(len(data.training), args)
+    if args.process_index == 0:
+        preflight.check_vllm_server(args)
+    with run_folder.left_as_found(folder):
+        trainer = make_trainer(script, args, model_config, data, reward_funcs)
+        if checkpoint is not None:
+            check_split(trainer, checkpoint)
+    lock: Lock = nullcontext()
+    if args.process_index == 0:
+        lock = run_folder.claim(folder, resume=resume, overwrite=script.overwrite)
+        run_folder.write_description(folder, recipe=recipe, settings=settings, seed=args.seed)
+    return trainer, script, data, checkpoint, lock
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 2 for a recipe or command line that cannot be run."""
+    """
+    Entry point; returns the exit status: 2 for a recipe or command line that cannot be run, 1 for a reward function
+    that fails in training.
+    """
     # Renamed fields of Transformers that TRL still calls by their old names: nothing that a user could mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
+    argv = sys.argv[1:] if argv is None else argv
+    _, debug, _ = split(argv)
     try:
-        script, args, model_config, recipe = parse(sys.argv[1:] if argv is None else argv)
-        _check_script(script, args, model_config)
-        checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-        # All that a recipe can have wrong comes before the folder, where it might cost an earlier run.
-        reward_funcs = load_rewards(script, args)
-        with args.main_process_first(desc="loading the data set"):
-            data = load_data(script, args, model_path(model_config))
-        if args.process_index == 0:
-            folder = Path(args.output_dir)
-            resume = checkpoint is not None or (args.resume_from_checkpoint == "auto" and run_folder.is_run(folder))
-            claimed = run_folder.claim(folder, resume=resume, overwrite=script.overwrite)
-            settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
-            run_folder.write_description(folder, recipe=recipe, settings=settings, seed=args.seed)
-    except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":  # each process of a launch comes here
-            print(f"opo-trl train: error: {error}", file=sys.stderr)
-        return 2
-    trainer = make_trainer(script, args, model_config, data, reward_funcs)
-    run(trainer, script, data, checkpoint)
-    if args.process_index == 0:
-        _draw_figures(Path(args.output_dir))
-        claimed.close()
+        trainer, script, data, checkpoint, lock = _prepare(argv)
+    except (ValueError, ImportError) as error:
+        return refuse("opo-trl train", error, debug=debug)
+    with lock:
+        try:
+            run(trainer, script, data, checkpoint)
+        except RewardError as error:
+            return refuse("opo-trl train", error, debug=debug, status=1)
+        if trainer.args.process_index == 0:
+            _draw_figures(Path(trainer.args.output_dir))
     return 0
 
 

@@ -130,7 +130,7 @@ class TestNames:
     @pytest.mark.parametrize("content", ["{nonsense", ""])
     def test_a_broken_file(self, tmp_path: Path, content: str):
         (tmp_path / "some.jsonl").write_text(content)
-        with pytest.raises(ValueError, match=r"some\.jsonl' cannot be read as json"):
+        with pytest.raises(ValueError, match=r"some\.jsonl' cannot be read: "):
             load_problems(str(tmp_path / "some.jsonl"))
 
     def test_a_missing_column(self, tmp_path: Path):
@@ -146,7 +146,7 @@ class TestNames:
             return datasets.Dataset.from_list(ROWS)
 
         monkeypatch.setattr(data, "load_dataset", load_dataset)
-        assert len(load_problems("some/name", config="algebra", split="test", levels=["Level 1"])) == 10
+        assert len(load_problems("some/name", dataset_config="algebra", split="test", levels=["Level 1"])) == 10
         assert asked == [(("some/name", "algebra"), {"split": "test"})]
 
     def test_arithmetic_is_embedded(self):
@@ -159,7 +159,7 @@ class TestNames:
     def test_a_configuration_is_for_the_hub_only(self, tmp_path: Path):
         for name in ("arithmetic", write(tmp_path / "some.jsonl", ROWS)):
             with pytest.raises(ValueError, match="config='algebra'"):
-                load_problems(name, config="algebra")
+                load_problems(name, dataset_config="algebra")
 
 
 class TestFinalAnswer:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from opo_trl.compare import main as compare
-from opo_trl.train import parse
+from opo_trl.recipe import parse
 
 
 ROOT = Path(__file__).resolve().parents[1]

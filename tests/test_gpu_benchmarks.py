@@ -26,7 +26,8 @@ from benchmarks.gpu.words import (
     slip,
     word_reward,
 )
-from opo_trl.train import load_rewards, parse, read_recipe
+from opo_trl.recipe import parse, read_recipe
+from opo_trl.train import load_rewards
 
 
 ROOT = Path(__file__).resolve().parents[1]

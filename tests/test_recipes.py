@@ -5,15 +5,8 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
-from opo_trl.train import (
-    OPOScriptArguments,
-    find_accelerate_config,
-    load_reward,
-    load_rewards,
-    make_parser,
-    parse,
-    read_recipe,
-)
+from opo_trl.recipe import OPOScriptArguments, find_accelerate_config, make_parser, parse, read_recipe
+from opo_trl.train import load_reward, load_rewards
 
 
 ROOT = Path(__file__).resolve().parents[1] / "recipes"

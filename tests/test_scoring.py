@@ -20,9 +20,10 @@ from helpers import PROMPTS, RecordingBaseline, RecordingOPO, logged, make_train
 from test_rewards import ADVERSARIAL
 
 from opo_trl import OPOConfig
+from opo_trl.recipe import OPOScriptArguments
 from opo_trl.rewards import accuracy_reward, format_reward
 from opo_trl.scoring import IsolatedReward
-from opo_trl.train import OPOScriptArguments, load_rewards
+from opo_trl.train import load_rewards
 
 
 ROOTS = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]

@@ -51,22 +51,22 @@ def test_recipe_with_a_python_tag_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("with_bomb", [False, True], ids=["tensors", "bomb"])
-def test_pickled_weights_are_refused(model, tmp_path, with_bomb):
+def test_pickled_weights_are_refused(model, tmp_path, capsys, with_bomb):
     weights = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
     torch.save(weights | ({"x": Bomb(tmp_path / "harm")} if with_bomb else {}), model / "pytorch_model.bin")
-    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-        train(model, tmp_path)
+    assert train(model, tmp_path) == 2
+    assert "holds pickled weights only (pytorch_model.bin)" in capsys.readouterr().err
     assert not (tmp_path / "harm").exists()
 
 
-def test_code_that_comes_with_a_model_is_not_run(model, tmp_path):
+def test_code_that_comes_with_a_model_is_not_run(model, tmp_path, capsys):
     config = json.loads((model / "config.json").read_text())
     classes = {"AutoConfig": "remote.RemoteConfig", "AutoModelForCausalLM": "remote.RemoteModel"}
     (model / "config.json").write_text(json.dumps(config | {"model_type": "remote", "auto_map": classes}))
     (model / "remote.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'harm')!r})\n")
-    with pytest.raises(ValueError, match="trust_remote_code=True"):
-        train(model, tmp_path)
+    assert train(model, tmp_path) == 2
+    assert "Set `trust_remote_code` to true if you have read that code and trust it" in capsys.readouterr().err
     assert not (tmp_path / "harm").exists()
 
 

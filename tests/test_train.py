@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3ForCausalLM, set_seed
 
 from opo_trl.arithmetic import base_model_path
+from opo_trl.recipe import parse
 from opo_trl.run_folder import read_json, read_lines
-from opo_trl.train import main, parse
+from opo_trl.train import main
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,41 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ..run_folder import ENVIRONMENT, LOG, RECIPE, SETTINGS, SUMMARY, is_run, read_json, read_lines
+from ..settings import DATA, MODEL, MODEL_PREFIX, SAMPLING
 
 
 Settings = Mapping[str, Any]
 
 # What defines the data, the budget, the base model and the reward: runs that differ here answer different questions.
-_DEFINING = (
-    "dataset_name",
-    "dataset_config",
-    "dataset_train_split",
-    "dataset_test_split",
-    "levels",
-    "fraction",
-    "subset_seed",
-    "prompt_style",
-    "instruction",
-    "max_prompt_length",
-    "chat_template_kwargs",
-    "model_name_or_path",
-    "model_revision",
-    "dtype",
-    "load_in_8bit",
-    "load_in_4bit",
-    "use_peft",
-    "use_dora",
-    "use_rslora",
-    "max_steps",
-    "num_generations",
-    "max_completion_length",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-)
-_DEFINING_PREFIXES = ("lora_", "validation_", "report_")
+_DEFINING = (*DATA, *MODEL, "max_steps", *SAMPLING)
+_DEFINING_PREFIXES = (MODEL_PREFIX, "validation_", "report_")
 
 # Where a run is written, how it is shown and what it is launched by: no part of the method.
 _INCIDENTAL = (

@@ -11,7 +11,7 @@ import sys
 
 
 with contextlib.redirect_stdout(sys.stderr):  # where libraries may say something when they are imported
-    from opo_trl.train import make_parser, read_recipe
+    from opo_trl.recipe import make_parser, read_recipe
 
 
 # What the server has to have as the trainer has it: argument of `trl vllm-serve` → field.
@@ -30,8 +30,7 @@ def main(recipe_path: str, *command_line: str):
     recipe, trainer = read_recipe(recipe_path, command_line)
     recipe.pop("env", None)
     parser = make_parser(trainer, prog="settings.py")
-    parser.set_defaults_with_config(**recipe)
-    arguments, _ = parser.parse_known_args(command_line)
+    arguments, _ = parser.parse_known_args([*parser.take(recipe), *command_line])
     print(arguments.output_dir, arguments.vllm_server_port, sep="\n")
     for name, field in SERVER.items():
         value = getattr(arguments, field)

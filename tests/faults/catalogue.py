@@ -1,0 +1,659 @@
+"""
+What a user can get wrong before a run starts, case by case.
+
+A case starts from a small training run that works: the recipe `recipe.yaml`, the data `data/{train,test}.jsonl`, the
+tokenizer and weights of `model/`, and the rewards of `my_rewards.py`, all in the current folder. It changes one thing.
+"""
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+RECIPE = {
+    "output_dir": "run",
+    "model_name_or_path": "./model",
+    "dtype": "float32",
+    "dataset_name": "./data",
+    "levels": ["Level 1", "Level 2"],
+    "reward_funcs": ["my_rewards.length"],
+    "reward_workers": 0,
+    "num_generations": 2,
+    "max_completion_length": 4,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 1,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+ROWS = [
+    {"problem": f"{i} + {i}", "level": f"Level {1 + i % 2}", "type": "sum", "solution": f"\\boxed{{{2 * i}}}"}
+    for i in range(8)
+]
+
+REWARDS = """
+def length(completions, **columns):
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+def compare(completions, gold, **columns):
+    return [0.0 for _ in completions]
+
+def too_few(completions, **columns):
+    return [0.0]
+
+def text(completions, **columns):
+    return ["good" for _ in completions]
+
+def single(completions, **columns):
+    return 1.0
+
+def fails(completions, **columns):
+    raise KeyError("gold")
+
+async def fails_later(completions, **columns):
+    raise KeyError("gold")
+
+constant = 3
+"""
+
+Change = Callable[[Path], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    One thing that is wrong.
+
+    Args:
+        name (`str`):
+            What it is.
+        says (`list[str]`):
+            What the message has to hold: the field, its value and the fix.
+        recipe (`dict`):
+            Fields to set in the recipe.
+        fields (`list[str]`):
+            Words to add to the command line.
+        change (`Callable`):
+            What to do in the folder.
+        environment (`dict`):
+            Environment variables to set.
+        absent (`str`):
+            Package that is not installed.
+        command (`str`):
+            `train` is what a launch starts, in each process; any other is a command of `opo-trl`.
+    """
+
+    name: str
+    says: list[str]
+    recipe: dict[str, Any] = field(default_factory=dict)
+    fields: list[str] = field(default_factory=list)
+    change: Change = lambda folder: None
+    environment: dict[str, str] = field(default_factory=dict)
+    absent: str | None = None
+    command: str = "train"
+
+
+def write_rows(rows: list[Any], name: str = "train.jsonl") -> Change:
+    def change(folder: Path) -> None:
+        (folder / "data" / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    return change
+
+
+def write(name: str, content: bytes | str) -> Change:
+    content = content.encode() if isinstance(content, str) else content
+
+    def change(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+    return change
+
+
+def remove(*names: str) -> Change:
+    def change(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return change
+
+
+def cut(name: str, share: float = 0.5) -> Change:
+    def change(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: int(share * len(content))])
+
+    return change
+
+
+def edit(name: str, **values: Any) -> Change:
+    """Change entries of a JSON file, or with `None` take them out."""
+
+    def change(folder: Path) -> None:
+        content = json.loads((folder / name).read_text()) | values
+        (folder / name).write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+    return change
+
+
+def both(*changes: Change) -> Change:
+    def change(folder: Path) -> None:
+        for one in changes:
+            one(folder)
+
+    return change
+
+
+def cut_gzip(folder: Path) -> None:
+    rows = [{**row, "problem": os.urandom(30).hex()} for row in ROWS]
+    content = gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    write("data/train.jsonl.gz", content[: len(content) // 2])(folder)
+
+
+def earlier_run(settings: dict[str, Any] | None = None, **files: bytes) -> Change:
+    """A run in `run/` with a whole checkpoint of its first step, which then loses what `files` says."""
+
+    def change(folder: Path) -> None:
+        run, content = folder / "run", {"model.safetensors": b"weights", "trainer_state.json": b"{}", **files}
+        sizes = {"model.safetensors": len(b"weights")}
+        write("run/recipe.yaml", "alpha: 0.4\n")(folder)
+        write("run/settings.json", json.dumps(settings or {}))(folder)
+        for name, part in content.items():
+            write(f"run/checkpoint-1/{name}", part)(folder)
+        (run / "checkpoint-1" / "manifest.json").write_text(json.dumps({"files": sizes}))
+
+    return change
+
+
+def read_only(folder: Path) -> None:
+    (folder / "locked").mkdir()
+    (folder / "locked").chmod(0o555)
+
+
+RESUME = {"resume_from_checkpoint": "last"}
+DATASET = {"prompt_style": "dataset", "levels": None}
+KNOWN_LEVELS = "['Level 1', 'Level 2']"
+TRAINED = {"alpha": 0.4, "model_name_or_path": "./model", "learning_rate": 1e-6}  # as an earlier run was
+# Packages of which a recipe says that it needs them.
+EXTRAS = {"use_vllm": "vllm", "use_peft": "peft", "load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes"}
+
+
+RECIPES = [
+    Case("recipe that does not exist", ["config='no.yaml'", "Pass the path"], fields=["--config", "no.yaml"]),
+    Case("recipe that is no YAML", ["config='recipe.yaml'", "not valid YAML"], change=write("recipe.yaml", "a: [1")),
+    Case("recipe that is a list", ["config='recipe.yaml'", "one field per line"], change=write("recipe.yaml", "- a")),
+    Case(
+        "recipe that would run code",
+        ["config='recipe.yaml'", "not valid YAML", "python/object/apply"],
+        change=write("recipe.yaml", "output_dir: !!python/object/apply:os.system ['touch ran']\n"),
+    ),
+    Case(
+        "recipe in another encoding",
+        ["config='recipe.yaml'", "not valid YAML", "Mend it"],
+        change=write("recipe.yaml", "output_dir: é".encode("latin-1")),
+    ),
+    Case("misspelt key", ["alhpa=0.4", "Did you mean `alpha`?"], {"alhpa": 0.4}),
+    Case("key like no other", ["xyzzy=1", "Remove it"], {"xyzzy": 1}),
+    Case("misspelt option", ["--learning_rat 1", "Did you mean `learning_rate`?"], fields=["--learning_rat", "1"]),
+    Case("key of the other trainer", ["alpha=0.4", "belongs to `trainer: opo`"], {"trainer": "grpo", "alpha": 0.4}),
+    Case("trainer that does not exist", ["trainer='ppo'", "Set `trainer` to one of opo, grpo"], {"trainer": "ppo"}),
+    Case("env that is no mapping", ["env=['A=1']", "Set `env` to a mapping"], {"env": ["A=1"]}),
+    Case("word for a number", ["alpha: invalid float value: 'high'", "Set it to"], {"alpha": "high"}),
+    Case("word for a number, typed", ["mu: invalid float value: 'soft'", "Set it to"], fields=["--mu", "soft"]),
+    Case("fraction for a count", ["max_steps: invalid int value: '2.5'", "Set it to"], {"max_steps": 2.5}),
+    Case("list for a number", ["alpha=[0.1, 0.2]", "Set it to"], {"alpha": [0.1, 0.2]}),
+    Case("mapping for a number", ["num_generations={'a': 1}", "Set it to"], {"num_generations": {"a": 1}}),
+    Case("nothing for a number", ["num_generations=None", "Set `num_generations`"], {"num_generations": None}),
+    Case("word for a switch", ["use_cpu", "maybe", "Set it to"], {"use_cpu": "maybe"}),
+    Case("word in a list of numbers", ["temperature_range", "'low'", "Set it to"], {"temperature_range": ["low", 1]}),
+    Case("choice that does not exist", ["ratio_form", "'linear'", "'exact'"], {"ratio_form": "linear"}),
+    Case("no model", ["model_name_or_path is not set", "Set it"], {"model_name_or_path": None}),
+    Case("no data", ["dataset_name is not set", "Set it"], {"dataset_name": None}),
+]
+
+OBJECTIVE = [
+    Case("alpha above 1", ["alpha=1.5", "Set `alpha`", "[0, 1]"], {"alpha": 1.5}),
+    Case("alpha below 0", ["alpha=-0.1", "Set `alpha`", "[0, 1]"], {"alpha": -0.1}),
+    Case("alpha that is no number", ["alpha=nan", "Set `alpha`", "[0, 1]"], {"alpha": float("nan")}),
+    Case("mu of 0", ["mu=0.0", "Set `mu`", "positive"], {"mu": 0}),
+    Case("mu below 0", ["mu=-1.0", "Set `mu`", "positive"], fields=["--mu", "-1"]),
+    Case("mu that is no number", ["mu=nan", "Set `mu`", "positive"], {"mu": float("nan")}),
+    Case("infinite mu", ["mu=inf", "Set `mu`", "finite"], {"mu": float("inf")}),
+    Case("mu and radius", ["mu=1.0", "chi2_radius=0.1", "Remove one"], {"mu": 1, "chi2_radius": 0.1}),
+    Case("radius of 0", ["chi2_radius=0.0", "Set `chi2_radius`", "positive"], {"chi2_radius": 0}),
+    Case("temperatures upside down", ["[1.5, 0.2]", "the lower first"], {"temperature_range": [1.5, 0.2]}),
+    Case("another loss", ["loss_type='grpo'", "ratio_form", "Remove `loss_type`"], {"loss_type": "grpo"}),
+    Case("a clip range", ["epsilon=0.3", "bound the update with `mu`", "Remove `epsilon`"], {"epsilon": 0.3}),
+    Case("a parameter of SAPO", ["sapo_temperature_pos=2.0", "Remove"], {"sapo_temperature_pos": 2.0}),
+    Case("sampling at temperature 0", ["temperature=0.0", "Set `temperature`", "positive"], {"temperature": 0}),
+    Case("negative learning rate", ["learning_rate=-1.0", "Set `learning_rate`", "0 or more"], {"learning_rate": -1}),
+    Case("learning rate that is no number", ["learning_rate=nan", "Set `learning_rate`"], {"learning_rate": "nan"}),
+]
+
+BATCHES = [
+    Case("a single generation", ["num_generations=1", "Set `num_generations`", "at least 2"], {"num_generations": 1}),
+    Case(
+        "generations that do not divide the batch",
+        ["num_generations=3", "4 completions", "one of 2, 4", "`per_device_train_batch_size` to a multiple of 3"],
+        {"num_generations": 3},
+    ),
+    Case(
+        "generations that do not divide over two processes",
+        ["num_generations=6", "8 completions", "one of 2, 4, 8", "to a multiple of 3"],
+        {"num_generations": 6},
+        environment={"WORLD_SIZE": "2"},
+    ),
+    Case(
+        "generation batch that is no multiple",
+        ["generation_batch_size=10", "8 or 12", "Set `generation_batch_size`"],
+        {"generation_batch_size": 10},
+    ),
+    Case(
+        "generation batch and steps",
+        ["generation_batch_size=8", "steps_per_generation=2", "Remove one"],
+        {"generation_batch_size": 8, "steps_per_generation": 2},
+    ),
+    Case("empty batches", ["per_device_train_batch_size=0", "at least 1"], {"per_device_train_batch_size": 0}),
+    Case("no steps", ["steps_per_generation=0", "at least 1"], {"steps_per_generation": 0}),
+    Case("empty completions", ["max_completion_length=0", "at least 1"], {"max_completion_length": 0}),
+    Case(
+        "fewer prompts than a rollout takes",
+        ["generation_batch_size=32", "needs 16 prompts", "has 8", "Give at least 16"],
+        {"per_device_train_batch_size": 32},
+    ),
+    Case("no round of sampling", ["max_sampling_rounds=0", "at least 1"], {"max_sampling_rounds": 0}),
+    Case(
+        "more processes than devices",
+        ["num_processes=99", "more than its", "devices", "set `use_cpu`"],
+        {"use_cpu": False},
+        environment={"LOCAL_WORLD_SIZE": "99"},
+    ),
+]
+
+DATA = [
+    Case("data that do not exist", ["dataset_name='./no'", "Give an existing"], {"dataset_name": "./no"}),
+    Case("data of an unknown kind", ["dataset_name='recipe.yaml'", ".jsonl"], {"dataset_name": "recipe.yaml"}),
+    Case("no such split", ["dataset_name='./data'", "split='dev'", "dev.jsonl"], {"dataset_train_split": "dev"}),
+    Case("config of local data", ["dataset_config='main'", "Remove it"], {"dataset_config": "main"}),
+    Case(
+        "no column of solutions",
+        ["dataset_name=", "no column ['solution']", "only ['problem', 'level', 'type']", "Rename"],
+        change=write_rows([{k: v for k, v in row.items() if k != "solution"} for row in ROWS]),
+    ),
+    Case(
+        "column that a reward needs",
+        ["reward_funcs='compare'", "needs the column 'gold'", "'solution'", "Rename"],
+        {"reward_funcs": ["my_rewards.compare"]},
+    ),
+    Case(
+        "data set without prompts",
+        ["prompt_style='dataset'", "no column 'prompt'", "'problem'", "Rename"],
+        DATASET,
+    ),
+    Case(
+        "prompts without the column that a reward needs",
+        ["reward_funcs='accuracy_reward'", "needs the column 'solution'", "only ['prompt', 'answer']"],
+        {**DATASET, "reward_funcs": ["accuracy_reward"]},
+        change=both(
+            write_rows([{"prompt": "1 + 1", "answer": "2"}] * 8),
+            write_rows([{"prompt": "2 + 2", "answer": "4"}] * 8, "test.jsonl"),
+        ),
+    ),
+    Case(
+        "mixed types",
+        ["dataset_name=", "'level'", "str in line 1, int in line 9", "as strings"],
+        change=write_rows([*ROWS, {**ROWS[0], "level": 1}]),
+    ),
+    Case(
+        "solutions that are numbers",
+        ["no row that can be used", "its solution is of type int, not a string", "Give other data"],
+        change=write_rows([{**row, "solution": 4} for row in ROWS]),
+    ),
+    Case("empty file", ["dataset_name=", "train.jsonl", "is empty"], change=write("data/train.jsonl", "")),
+    Case("blank file", ["dataset_name=", "train.jsonl", "is empty"], change=write("data/train.jsonl", "\n \n")),
+    Case(
+        "a single row",
+        ["generation_batch_size=4", "needs 2 prompts", "has 1", "Give at least 2"],
+        {"levels": ["Level 1"]},
+        change=write_rows(ROWS[:1]),
+    ),
+    Case("unknown level", ["levels=['Level 9']", KNOWN_LEVELS], {"levels": ["Level 9"]}),
+    Case(
+        "unknown level of validation",
+        ["validation_levels", "'Level 9'", KNOWN_LEVELS],
+        {"validation_levels": ["Level 9"], "validation_steps": 1},
+    ),
+    Case("unknown level of the report", ["report_levels", "'Level 9'", KNOWN_LEVELS], {"report_levels": ["Level 9"]}),
+    Case("fraction without rows", ["fraction=0.01 of 8 rows", "Use a larger one"], {"fraction": 0.01}),
+    Case("fraction above 1", ["fraction=1.5", "(0, 1]", "Use 1.0"], {"fraction": 1.5}),
+    Case("fraction that is no number", ["fraction=nan", "(0, 1]", "Use 1.0"], {"fraction": float("nan")}),
+    Case(
+        "broken line",
+        ["dataset_name=", "line 9", "Mend that line"],
+        change=write("data/train.jsonl", "".join(f"{json.dumps(row)}\n" for row in ROWS) + '{"problem": "1'),
+    ),
+    Case(
+        "line that is no object",
+        ["dataset_name=", "line 9 is [1, 2]", "Write rows as"],
+        change=write_rows([*ROWS, [1, 2]]),
+    ),
+    Case(
+        "wrong encoding",
+        ["dataset_name=", "line 9", "UTF-8", "Mend that line"],
+        change=write(
+            "data/train.jsonl",
+            "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in [*ROWS, {"problem": "é"}]).encode("latin-1"),
+        ),
+    ),
+    Case(
+        "gzip cut short",
+        ["dataset_name=", "train.jsonl.gz", "cut short", "replace the file"],
+        change=both(remove("data/train.jsonl"), cut_gzip),
+    ),
+    Case(
+        "gzip that is none",
+        ["dataset_name=", "train.jsonl.gz", "replace the file"],
+        change=both(remove("data/train.jsonl"), write("data/train.jsonl.gz", json.dumps(ROWS[0]))),
+    ),
+    Case(
+        "parquet cut short",
+        ["dataset_name=", "train.parquet", "replace the file"],
+        change=both(remove("data/train.jsonl"), write("data/train.parquet", b"PAR1...")),
+    ),
+    Case("validation of nothing", ["validation_size=0", "positive"], {"validation_size": 0}),
+    Case("streaming", ["dataset_streaming=True", "Remove"], {"dataset_streaming": True}),
+    Case(
+        "levels of ready-made prompts",
+        ["levels=", "no effect with prompt_style='dataset'", "Remove `levels`"],
+        {"prompt_style": "dataset"},
+    ),
+    Case("every prompt too long", ["max_prompt_length", "all 8 rows", "Change it"], {"max_prompt_length": 1}),
+]
+
+MODELS = [
+    Case(
+        "prompt longer than the context",
+        ["max_completion_length=4", "row 8", "context has 512", "Set `max_prompt_length` to 508"],
+        change=write_rows([*ROWS, {**ROWS[0], "problem": "1 + " * 200 + "1"}]),
+    ),
+    Case(
+        "completion longer than the context",
+        ["max_completion_length=512", "context has 512", "Shorten `max_completion_length`"],
+        {"max_completion_length": 512},
+    ),
+    Case(
+        "tokenizer without a chat template",
+        ["prompt_style='chat'", "model", "no chat template", "Set `prompt_style` to 'plain'"],
+        change=remove("model/chat_template.jinja"),
+    ),
+    Case(
+        "no chat template, and a limit to prompts",
+        ["prompt_style='chat'", "no chat template", "Set `prompt_style` to 'plain'"],
+        {"max_prompt_length": 100},
+        change=remove("model/chat_template.jinja"),
+    ),
+    Case(
+        "tokenizer without pad and end",
+        ["model_name_or_path='./model'", "neither pad_token nor eos_token", "Set `eos_token`"],
+        change=edit("model/tokenizer_config.json", pad_token=None, eos_token=None),
+    ),
+    Case(
+        "no tokenizer",
+        ["model_name_or_path='./model'", "tokenizer", "Put"],
+        change=remove("model/tokenizer.json", "model/tokenizer_config.json"),
+    ),
+    Case(
+        "model that does not exist",
+        ["model_name_or_path='./no'", "does not exist", "Set `model_name_or_path`"],
+        {"model_name_or_path": "./no"},
+    ),
+    Case(
+        "model that is not on the Hub",
+        ["model_name_or_path='no/model'", "cannot be loaded", "Set `model_name_or_path`"],
+        {"model_name_or_path": "no/model"},
+    ),
+    Case(
+        "folder without a model",
+        ["model_name_or_path='./data'", "cannot be loaded", "Set `model_name_or_path`"],
+        {"model_name_or_path": "./data"},
+    ),
+    Case(
+        "model without weights",
+        ["model_name_or_path='model'", "holds no weights", "*.safetensors"],
+        change=remove("model/model.safetensors"),
+    ),
+    Case(
+        "weights cut short",
+        ["model_name_or_path='model'", "model.safetensors", "cut short", "Restore"],
+        change=cut("model/model.safetensors"),
+    ),
+    Case(
+        "missing part of the weights",
+        ["model_name_or_path='model'", "model-2.safetensors", "missing", "Restore"],
+        change=write("model/model.safetensors.index.json", '{"weight_map": {"a": "model-2.safetensors"}}'),
+    ),
+    Case(
+        "configuration cut short",
+        ["model_name_or_path='./model'", "config.json", "Set `model_name_or_path`"],
+        change=cut("model/config.json"),
+    ),
+    Case(
+        "architecture that nobody knows",
+        ["model_name_or_path='./model'", "nosuch", "Set `model_name_or_path`"],
+        change=edit("model/config.json", model_type="nosuch"),
+    ),
+    Case(
+        "model that brings its own code",
+        ["model_name_or_path='./model'", "custom code", "Set `trust_remote_code` to true"],
+        change=both(
+            edit("model/config.json", model_type="own", auto_map={"AutoConfig": "own.Config"}),
+            write("model/own.py", "open('ran', 'w')\n"),
+        ),
+    ),
+    Case(
+        "adapter in place of a model",
+        ["model_name_or_path='./adapter'", "adapter for 'some/base'", "Set `model_name_or_path` to that"],
+        {"model_name_or_path": "./adapter"},
+        change=write("adapter/adapter_config.json", '{"base_model_name_or_path": "some/base"}'),
+    ),
+    Case(
+        "reward model that does not exist",
+        ["reward_model_name_or_path='./no'", "does not exist", "Set `reward_model_name_or_path`"],
+        {"reward_model_name_or_path": "./no"},
+    ),
+    Case("dtype that does not exist", ["dtype", "float8", "'bfloat16'"], {"dtype": "float8"}),
+]
+
+REWARD_FUNCTIONS = [
+    Case(
+        "reward in no module",
+        ["reward_funcs='no.reward'", "No module named 'no'", "accuracy_reward"],
+        {"reward_funcs": ["no.reward"]},
+    ),
+    Case(
+        "reward that its module lacks",
+        ["reward_funcs='my_rewards.no'", "accuracy_reward"],
+        {"reward_funcs": ["my_rewards.no"]},
+    ),
+    Case("misspelt reward", ["reward_funcs='accuracy'", "accuracy_reward"], {"reward_funcs": ["accuracy"]}),
+    Case(
+        "reward that is no function",
+        ["reward_funcs='my_rewards.constant'", "not a function", "accuracy_reward"],
+        {"reward_funcs": ["my_rewards.constant"]},
+    ),
+    Case(
+        "reward whose module fails",
+        ["reward_funcs='broken.reward'", "ZeroDivisionError", "accuracy_reward"],
+        {"reward_funcs": ["broken.reward"]},
+        change=write("broken.py", "1 / 0\n"),
+    ),
+    Case("no time for a reward", ["reward_timeout=0.0", "positive"], {"reward_timeout": 0}),
+    Case("no memory for a reward", ["reward_memory=0", "positive"], {"reward_memory": 0}),
+    Case("fewer workers than none", ["reward_workers=-1", "0 or more"], {"reward_workers": -1}),
+    Case(
+        "weights of other rewards",
+        ["reward_weights=[1.0, 2.0]", "does not fit 1 rewards", "Set `reward_weights`"],
+        {"reward_weights": [1.0, 2.0]},
+    ),
+    Case("half of an overlong punishment", ["overlong_cache=2", "Set both, or neither"], {"overlong_cache": 2}),
+    Case("failure rate above 1", ["max_reward_failure_rate=2.0", "[0, 1]"], {"max_reward_failure_rate": 2}),
+]
+
+RUNS = [
+    Case(
+        "folder of another run",
+        ["output_dir='run'", "not empty", "--resume_from_checkpoint last", "--overwrite"],
+        change=earlier_run(),
+    ),
+    Case(
+        "folder of something else",
+        ["output_dir='run'", "not a run", "Choose another"],
+        {"overwrite": True},
+        change=write("run/thesis.tex", "x"),
+    ),
+    Case("file for a folder", ["output_dir='run'", "not a folder", "Choose another"], change=write("run", "x")),
+    Case(
+        "no permission to write",
+        ["output_dir=", "no permission to write", "Choose another"],
+        {"output_dir": "locked/run" if os.getuid() else "/proc/sys/run"},  # which not even root may write to
+        change=read_only,
+    ),
+    Case("nothing to resume", ["resume_from_checkpoint='last'", "no whole checkpoint", "auto"], RESUME),
+    Case(
+        "checkpoint that does not exist",
+        ["resume_from_checkpoint='run/checkpoint-9'", "does not exist", "Remove"],
+        {"resume_from_checkpoint": "run/checkpoint-9"},
+    ),
+    Case(
+        "checkpoint cut short",
+        ["resume_from_checkpoint='run/checkpoint-1'", "model.safetensors is cut short", "Remove"],
+        {"resume_from_checkpoint": "run/checkpoint-1"},
+        change=earlier_run(**{"model.safetensors": b"wei"}),
+    ),
+    Case(
+        "state of a checkpoint cut short",
+        ["resume_from_checkpoint='run/checkpoint-1'", "trainer_state.json is cut short", "Remove"],
+        {"resume_from_checkpoint": "run/checkpoint-1"},
+        change=earlier_run(**{"trainer_state.json": b"{"}),
+    ),
+    Case(
+        "checkpoint of another model",
+        ["resume_from_checkpoint=", "model_name_or_path='./other' there", "model_name_or_path='./model' here", "Set"],
+        RESUME,
+        change=earlier_run({**TRAINED, "model_name_or_path": "./other"}),
+    ),
+    Case(
+        "checkpoint of another recipe",
+        ["resume_from_checkpoint=", "alpha=0.9 there", "alpha=0.4 here", "learning_rate=0.1 there", "Set"],
+        RESUME,
+        change=earlier_run({**TRAINED, "alpha": 0.9, "learning_rate": 0.1}),
+    ),
+    Case(
+        "adapter for another base",
+        ["resume_from_checkpoint=", "adapter for './other'", "model_name_or_path='./model'", "Set"],
+        {"resume_from_checkpoint": "run/checkpoint-1", "use_peft": True},
+        change=both(
+            earlier_run(**{"adapter_config.json": b'{"base_model_name_or_path": "./other"}'}),
+            remove("run/settings.json"),
+        ),
+    ),
+]
+
+LAUNCH = [
+    *[
+        Case(
+            f"{package} is not installed ({name})",
+            [f"{name}=True", f"needs {package}", "pip install 'opo_trl["],
+            {name: True},
+            absent=package,
+        )
+        for name, package in EXTRAS.items()
+    ],
+    Case(
+        "deepspeed is not installed",
+        ["deepspeed='ds.json'", "not installed", "pip install 'opo_trl[deepspeed]'"],
+        {"deepspeed": "ds.json"},
+        absent="deepspeed",
+    ),
+    Case(
+        "deepspeed of accelerate's is not installed",
+        ["needs deepspeed", "not installed", "pip install 'opo_trl[deepspeed]'"],
+        environment={"ACCELERATE_USE_DEEPSPEED": "true"},
+        absent="deepspeed",
+    ),
+    Case(
+        "quantized model and vLLM",
+        ["load_in_4bit=True", "use_vllm=True", "Remove one"],
+        {"load_in_4bit": True, "use_vllm": True},
+    ),
+    Case(
+        "deepspeed launched and not installed",
+        ["accelerate_config='zero2'", "not installed", "pip install 'opo_trl[deepspeed]'"],
+        {"accelerate_config": "zero2"},
+        absent="deepspeed",
+        command="launch",
+    ),
+    Case(
+        "accelerate configuration that does not exist",
+        ["accelerate_config='zero9'", "neither a file nor"],
+        {"accelerate_config": "zero9"},
+        command="launch",
+    ),
+    Case(
+        "option that neither has",
+        ["--num_proceses 2", "Did you mean `num_processes`?"],
+        fields=["--num_proceses", "2"],
+        command="launch",
+    ),
+    Case("word before the options", ["typo", "neither a field nor"], fields=["typo"], command="launch"),
+    Case("misspelt key, launched", ["alhpa=0.4", "Did you mean `alpha`?"], {"alhpa": 0.4}, command="launch"),
+    Case("wrong type, launched", ["alpha: invalid float value: 'x'"], {"alpha": "x"}, command="launch"),
+]
+
+OTHER_COMMANDS = [
+    Case("figures of no run", ["log.jsonl", "Pass the folder of a run"], fields=["nothing"], command="figures"),
+    Case(
+        "figure of an unknown format",
+        ["--output figure.doc", "'.doc'", ".png"],
+        fields=["saturation", "--output", "figure.doc"],
+        command="figures",
+    ),
+    Case(
+        "comparison of nothing",
+        ["'no.yaml' does not exist", "Pass recipes"],
+        fields=["no.yaml", "--seeds", "1", "--output", "out"],
+        command="compare",
+    ),
+    Case(
+        "comparison without seeds",
+        ["'recipe.yaml'", "--seeds is not set", "Add the seeds"],
+        fields=["recipe.yaml", "--output", "out"],
+        command="compare",
+    ),
+    Case(
+        "comparison of a folder without runs",
+        ["'data' holds no run", "Pass the folder of a run"],
+        fields=["data", "--output", "out"],
+        command="compare",
+    ),
+]
+
+ALL = [
+    *RECIPES,
+    *OBJECTIVE,
+    *BATCHES,
+    *DATA,
+    *MODELS,
+    *REWARD_FUNCTIONS,
+    *RUNS,
+    *LAUNCH,
+    *OTHER_COMMANDS,
+]

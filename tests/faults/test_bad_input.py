@@ -1,0 +1,262 @@
+"""
+What is wrong with a recipe, its data, model, rewards or folder is said in one message before any work.
+
+Every case of the catalogue ends with status 2, a `ValueError` whose message names the field, its value and what to do,
+no traceback unless `--debug` asks for it, and every file as it was.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset
+from helpers import PROMPTS, make_trainer
+from trl import GRPOConfig
+
+from faults import catalogue
+from faults.catalogue import RECIPE, REWARDS, ROWS, Case, write_rows
+from opo_trl import OPOConfig, cli, train
+from opo_trl.checkpoint import check_same_run
+from opo_trl.preflight import check_vllm_server
+from opo_trl.settings import KEPT_ON_RESUME
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the run that a case changes."""
+    fill(tmp_path, tiny_model)
+    enter(tmp_path, monkeypatch)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def works(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
+    """The same, after it has run."""
+    folder = tmp_path_factory.mktemp("works")
+    fill(folder, tiny_model)
+    case = Case("nothing is wrong", [], {"save_steps": 1})
+    prepare(case, folder)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        enter(folder, monkeypatch)
+        assert call(case) == 0
+    return folder
+
+
+def fill(folder: Path, model: str) -> None:
+    shutil.copytree(model, folder / "model")
+    (folder / "data").mkdir()
+    write_rows(ROWS)(folder)
+    write_rows([{**row, "problem": row["problem"].replace("+", "*")} for row in ROWS], "test.jsonl")(folder)
+    (folder / "my_rewards.py").write_text(REWARDS)
+
+
+def enter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+
+
+def prepare(case: Case, folder: Path) -> None:
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, **case.recipe}))
+    case.change(folder)
+
+
+def words(case: Case) -> list[str]:
+    if case.command in ("train", "launch"):
+        return ["--config", "recipe.yaml", *case.fields]
+    return case.fields
+
+
+def call(case: Case, *further: str) -> int:
+    if case.command == "train":
+        return train.main([*words(case), *further])
+    command = "train" if case.command == "launch" else case.command
+    return cli.main([command, *words(case), *further])
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Everything below a folder: files with their content, folders without, and when they were written."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def message(error_output: str) -> str:
+    """What the command says at last, after warnings of libraries."""
+    return re.findall(r"^opo-trl \w+: error: .*", error_output, re.DOTALL | re.MULTILINE)[-1]
+
+
+@pytest.mark.parametrize("case", catalogue.ALL, ids=lambda case: case.name)
+def test_bad_input_is_refused_before_any_work(case: Case, folder: Path, monkeypatch, capsys):
+    prepare(case, folder)
+    for name, value in case.environment.items():
+        monkeypatch.setenv(name, value)
+    if case.absent:
+        monkeypatch.setitem(sys.modules, case.absent, None)  # importing it fails
+    before = snapshot(folder)
+
+    assert call(case) == 2
+    output = capsys.readouterr().err
+    assert "Traceback" not in output
+    said = message(output)
+    for text in case.says:
+        assert text in said
+    assert snapshot(folder) == before
+
+    assert call(case, "--debug") == 2
+    output = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in output
+    assert f"\nValueError: {said.partition(': error: ')[2]}" in output
+    assert message(output) == said
+    assert snapshot(folder) == before
+
+
+def test_catalogue_has_no_case_twice_and_is_long_enough():
+    names = [case.name for case in catalogue.ALL]
+    assert len(set(names)) == len(names) >= 60
+
+
+def test_the_run_that_the_cases_change_works(works: Path):
+    assert (works / "run" / "model.safetensors").exists()
+    assert json.loads((works / "run" / "summary.json").read_text())["optimizer_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ("too_few", ["too_few has returned 1 values for 4 completions", "one number, or None"]),
+        ("text", ["text has returned 'good' for completion 0, of type str", "one number, or None"]),
+        ("single", ["single has returned 1.0, not a list", "one number, or None"]),
+        ("fails", ["fails has raised KeyError: 'gold'", "Mend it"]),
+        ("fails_later", ["fails_later has raised KeyError: 'gold'", "Mend it"]),
+    ],
+)
+def test_reward_that_fails_in_training_is_named_and_leaves_checkpoints_alone(
+    works: Path, tmp_path: Path, monkeypatch, capsys, reward, says
+):
+    folder = shutil.copytree(works, tmp_path / "copy")
+    code = REWARDS.replace("def length(", "def unused(").replace(f"def {reward}(", "def length(")
+    (folder / "my_rewards.py").write_text(code)
+    enter(folder, monkeypatch)
+    saved = snapshot(folder / "run" / "checkpoint-1")
+    case = Case(reward, says, fields=["--resume_from_checkpoint", "last", "--max_steps", "2"])
+    assert call(case) == 1
+    output = capsys.readouterr().err
+    assert "Traceback" not in output
+    for text in says:
+        assert text.replace(f"{reward} has", "length has") in message(output)
+    assert snapshot(folder / "run" / "checkpoint-1") == saved
+
+
+def test_checkpoint_of_the_same_recipe_may_be_saved_logged_and_prolonged_otherwise(works: Path):
+    settings = json.loads((works / "run" / "settings.json").read_text())
+    other = {
+        "max_steps": 9,
+        "save_steps": 2,
+        "logging_steps": 5,
+        "report_to": "wandb",
+        "per_device_train_batch_size": 2,
+    }
+    checkpoint = str(works / "run" / "checkpoint-1")
+    check_same_run(checkpoint, settings | other, "./model")
+    for name in KEPT_ON_RESUME:
+        with pytest.raises(ValueError, match=rf"  {name}=.* there, {name}='another' here\n"):
+            check_same_run(checkpoint, settings | {name: "another"}, "./model")
+
+
+def test_every_field_of_the_objective_is_kept_on_resume():
+    own = {f.name for f in dataclasses.fields(OPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
+    work = {"plan_micro_batches", "max_tokens_per_micro_batch", "skip_inert_rows", "padding_free"}
+    assert own - set(KEPT_ON_RESUME) == work | {"max_reward_failure_rate"}
+
+
+def test_trainer_refuses_fewer_prompts_than_a_rollout_takes(tiny_model: str, tmp_path: Path):
+    data = Dataset.from_dict({"prompt": PROMPTS[:3]})
+    with pytest.raises(ValueError, match=r"generation_batch_size=16 with num_generations=4 needs 4 prompts.*has 3"):
+        make_trainer(tiny_model, tmp_path, per_device_train_batch_size=8, trainer_arguments={"train_dataset": data})
+
+
+class Silent(BaseHTTPRequestHandler):
+    """A server that is well, or at any other path than a vLLM server's unknown."""
+
+    def do_GET(self):
+        self.send_response(self.server.status)
+        self.end_headers()
+
+    def log_message(self, *message):
+        pass
+
+
+@pytest.fixture
+def listening():
+    """A server that answers with a status; its port."""
+    servers = []
+
+    def start(status: int) -> int:
+        server = HTTPServer(("127.0.0.1", 0), Silent)
+        server.status = status
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server.server_port
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def with_server(folder: Path, **options) -> OPOConfig:
+    options = {"vllm_mode": "server", "vllm_server_host": "127.0.0.1", "vllm_server_timeout": 0.5, **options}
+    return OPOConfig(str(folder), use_cpu=True, bf16=False, use_vllm=True, **options)
+
+
+def test_vllm_server_that_answers_is_taken(tmp_path: Path, listening):
+    check_vllm_server(with_server(tmp_path, vllm_server_port=listening(200), vllm_group_port=free_port()))
+
+
+def test_vllm_server_that_nobody_started_is_waited_for_and_named(tmp_path: Path):
+    port, started = free_port(), time.monotonic()
+    with pytest.raises(ValueError, match=rf"vllm_server_port={port}: nothing answers.*Start `trl vllm-serve`"):
+        check_vllm_server(with_server(tmp_path, vllm_server_port=port))
+    assert 0.5 <= time.monotonic() - started < 5
+
+
+def test_port_of_vllm_that_something_else_has_taken_is_named(tmp_path: Path, listening):
+    other = listening(404)
+    with pytest.raises(ValueError, match=rf"vllm_server_port={other} is taken.* 404.*free one"):
+        check_vllm_server(with_server(tmp_path, vllm_server_port=other, vllm_server_timeout=60))
+    server = listening(200)
+    with pytest.raises(ValueError, match=rf"vllm_group_port={other} is taken.*free port"):
+        check_vllm_server(with_server(tmp_path, vllm_server_port=server, vllm_group_port=other))
+
+
+def test_command_line_ends_with_status_2_and_one_message(folder: Path):
+    case = Case("data that do not exist", ["dataset_name='./no'"], {"dataset_name": "./no"})
+    prepare(case, folder)
+    before = snapshot(folder)
+    root = str(Path(train.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "opo_trl.train", *words(case)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr.count("opo-trl train: error: dataset_name='./no' does not exist") == 1
+    assert "Traceback" not in done.stderr
+    assert snapshot(folder) == before
