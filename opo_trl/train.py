@@ -343,7 +343,7 @@ def _prepare(
     reward_funcs = load_rewards(script, args)
     source: Any = {"revision": model_config.model_revision, "trust_remote_code": args.trust_remote_code}
     given: Any = args.model_init_kwargs or {}  # a dict, once parsed
-    weights = {"pickled": not given.get("use_safetensors", True)}
+    weights: Any = {"pickled": not given.get("use_safetensors", True)}
     config = preflight.check_model("model_name_or_path", model_path(model_config), **source, **weights)
     if script.reward_model_name_or_path:
         preflight.check_model("reward_model_name_or_path", script.reward_model_name_or_path, **source, **weights)

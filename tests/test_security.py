@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from opo_trl.checkpoint import load_state
+from opo_trl.recipe import read_recipe
 from opo_trl.rewards import score
-from opo_trl.train import main, read_recipe
+from opo_trl.train import main
 
 
 ARITHMETIC = Path(__file__).resolve().parents[1] / "recipes" / "arithmetic" / "opo.yaml"

@@ -179,7 +179,8 @@ def test_checkpoint_of_the_same_recipe_may_be_saved_logged_and_prolonged_otherwi
 def test_every_field_of_the_objective_is_kept_on_resume():
     own = {f.name for f in dataclasses.fields(OPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
     work = {"plan_micro_batches", "max_tokens_per_micro_batch", "skip_inert_rows", "padding_free"}
-    assert own - set(KEPT_ON_RESUME) == work | {"max_reward_failure_rate"}
+    bounds = {"max_reward_failure_rate", "max_skipped_steps", "watches", "save_failure"}
+    assert own - set(KEPT_ON_RESUME) == work | bounds
 
 
 def test_trainer_refuses_fewer_prompts_than_a_rollout_takes(tiny_model: str, tmp_path: Path):
