@@ -1,0 +1,188 @@
+"""
+Runs that are broken on purpose, beside a healthy one: what the log shows of each.
+
+    python benchmarks/broken_on_purpose.py run      # into runs/broken_on_purpose; minutes on one core
+    python benchmarks/broken_on_purpose.py collect  # … → benchmarks/results/broken_on_purpose.json.gz
+    python benchmarks/broken_on_purpose.py report   # … → docs/figures/broken_on_purpose.png, table of docs/diagnostics.md
+
+Every run is 64 optimizer steps of 48 completions of the embedded task, OPO with log-ratios summed.
+"""
+
+import argparse
+import gzip
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from regime import COMMON
+
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = Path("runs/broken_on_purpose")
+RESULT = ROOT / "benchmarks" / "results" / "broken_on_purpose.json.gz"
+FIGURE = ROOT / "docs" / "figures" / "broken_on_purpose.png"
+PAGE = ROOT / "docs" / "diagnostics.md"
+
+_SHARED: dict[str, Any] = {
+    **{name: value for name, value in COMMON.items() if not name.startswith("report_") or name == "report_to"},
+    "trainer": "opo",
+    "skip_inert_rows": False,  # entropy is then logged in every step
+    "steps_per_generation": 8,
+    "learning_rate": 1e-4,
+    "seed": 1,
+}
+# What each run does wrong, in fields.
+CASES: dict[str, dict[str, Any]] = {
+    "healthy": {},
+    "collapsing": {"learning_rate": 2e-3, "steps_per_generation": 1},
+    "adrift": {"learning_rate": 4e-4, "mu": 0.003, "steps_per_generation": 16},
+    "too stiff": {"learning_rate": 4e-4, "mu": 10.0, "steps_per_generation": 16},
+    "without signal": {"max_completion_length": 4},
+}
+KEPT = (
+    "reward",
+    "entropy",
+    "grad_norm",
+    "loss",
+    "completions/clipped_ratio",
+    "opo/off_policy_steps",
+    "opo/chi2",
+    "opo/conservation_residual",
+    "opo/log_ratio/absmax",
+    "opo/frac_clamped",
+    "opo/frac_zero_drive",
+    "opo/escort/ess",
+)
+
+Steps = list[dict[str, float]]
+
+
+def run() -> None:
+    """Run what is not there."""
+    from opo_trl.train import main as train
+
+    for name, fields in CASES.items():
+        folder = RUNS / name.replace(" ", "_")
+        if not (folder / "model.safetensors").exists():
+            settings = {**_SHARED, **fields, "output_dir": folder, "overwrite": True}
+            line = itertools.chain.from_iterable((f"--{field}", str(value)) for field, value in settings.items())
+            if train(list(line)):
+                raise SystemExit(1)
+
+
+def collect() -> None:
+    """Keep what the report reads."""
+    kept = {}
+    for name in CASES:
+        lines = (RUNS / name.replace(" ", "_") / "log.jsonl").read_text().splitlines()
+        steps = [row for row in map(json.loads, lines) if "grad_norm" in row]
+        kept[name] = [{key: float(f"{row[key]:.4g}") for key in KEPT if key in row} for row in steps]
+    RESULT.write_bytes(gzip.compress(json.dumps(kept).encode(), mtime=0))
+
+
+def read() -> dict[str, Steps]:
+    """The collected runs."""
+    return json.loads(gzip.decompress(RESULT.read_bytes()))
+
+
+def values(steps: Steps, key: str) -> list[float]:
+    """What was logged of a metric; of those that are 0 on-policy by construction, off-policy only."""
+    reused = key in ("opo/chi2", "opo/conservation_residual", "opo/log_ratio/absmax", "opo/frac_clamped")
+    return [row[key] for row in steps if key in row and (not reused or row["opo/off_policy_steps"] > 0)]
+
+
+def table(runs: dict[str, Steps]) -> str:
+    """Markdown: the first and the last rollouts, and extremes."""
+
+    def mean(numbers: Iterable[float]) -> float:
+        numbers = list(numbers)
+        return sum(numbers) / max(len(numbers), 1)
+
+    def span(steps: Steps, key: str, n: int) -> str:
+        series = values(steps, key)
+        return f"{mean(series[:n]):.2g} → {mean(series[-n:]):.2g}"
+
+    def extreme(steps: Steps, key: str, which: Any) -> str:
+        series = values(steps, key)
+        return f"{which(series):.3g}".replace("-", "−") if series else "–"
+
+    rows = {
+        "`reward`, first and last": lambda steps: span(steps, "reward", 2),
+        "`entropy`, first and last 8 steps": lambda steps: span(steps, "entropy", 8),
+        "`grad_norm`, median and largest": lambda steps: (
+            f"{sorted(values(steps, 'grad_norm'))[len(steps) // 2]:.2g}, {extreme(steps, 'grad_norm', max)}"
+        ),
+        "`opo/chi2`, largest": lambda steps: extreme(steps, "opo/chi2", max),
+        "`opo/conservation_residual`, lowest": lambda steps: extreme(steps, "opo/conservation_residual", min),
+        "`opo/log_ratio/absmax`, largest": lambda steps: extreme(steps, "opo/log_ratio/absmax", max),
+        "`opo/frac_clamped`, largest": lambda steps: extreme(steps, "opo/frac_clamped", max),
+        "`opo/frac_zero_drive`, last 8 steps": lambda steps: f"{mean(values(steps, 'opo/frac_zero_drive')[-8:]):.2g}",
+        "`completions/clipped_ratio`, largest": lambda steps: extreme(steps, "completions/clipped_ratio", max),
+    }
+    head = [f"| | {' | '.join(runs)} |", f"| --- |{' ---: |' * len(runs)}"]
+    return "\n".join(head + [f"| {name} | {' | '.join(map(cell, runs.values()))} |" for name, cell in rows.items()])
+
+
+PANELS = (
+    ("reward (mean of a rollout)", "reward", "linear"),
+    ("entropy per token (nats)", "entropy", "log"),
+    ("gradient norm", "grad_norm", "log"),
+    ("χ² to the anchor, reused rollouts", "opo/chi2", "log"),
+    ("conservation residual, reused rollouts", "opo/conservation_residual", "linear"),
+    ("completions without a drive", "opo/frac_zero_drive", "linear"),
+)
+COLORS = ("#000000", "#d55e00", "#0072b2", "#cc79a7", "#009e73")
+
+
+def draw(runs: dict[str, Steps]) -> None:
+    """The figure."""
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("Agg")
+    with plt.rc_context({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "figure.dpi": 110}):
+        figure, axes = plt.subplots(3, 2, figsize=(8, 9), layout="constrained", sharex=True)
+        for axis, (title, key, scale) in zip(axes.flat, PANELS, strict=True):
+            axis.set(title=title, yscale=scale)
+            for color, (name, steps) in zip(COLORS, runs.items(), strict=True):
+                shown = [(i, row[key]) for i, row in enumerate(steps, 1) if key in row]
+                if key in ("opo/chi2", "opo/conservation_residual"):
+                    shown = [(i, value) for i, value in shown if steps[i - 1]["opo/off_policy_steps"] > 0]
+                axis.plot(*zip(*shown, strict=True), color=color, label=name, linewidth=1.5) if shown else None
+        for axis in axes[-1]:
+            axis.set_xlabel("optimizer step")
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
+        figure.savefig(FIGURE)
+
+
+def write_table(runs: dict[str, Steps]) -> None:
+    """The table, in its place in the page."""
+    text, n = re.subn(
+        r"(<!-- runs -->\n).*?(<!-- end -->)",
+        lambda found: f"{found[1]}{table(runs)}\n{found[2]}",
+        PAGE.read_text(),
+        flags=re.DOTALL,
+    )
+    assert n == 1, f"{PAGE} has {n} tables"
+    PAGE.write_text(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["run", "collect", "report"])
+    command = parser.parse_args().command
+    if command == "run":
+        run()
+    elif command == "collect":
+        collect()
+    else:
+        draw(read())
+        write_table(read())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
