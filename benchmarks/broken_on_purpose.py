@@ -3,22 +3,25 @@ Runs that are broken on purpose, beside a healthy one: what the log shows of eac
 
     python benchmarks/broken_on_purpose.py run      # into runs/broken_on_purpose; minutes on one core
     python benchmarks/broken_on_purpose.py collect  # … → benchmarks/results/broken_on_purpose.json.gz
-    python benchmarks/broken_on_purpose.py report   # … → docs/figures/broken_on_purpose.png, table of docs/diagnostics.md
+    python benchmarks/broken_on_purpose.py report   # … → the figure and the table of docs/diagnostics.md
 
 Every run is 64 optimizer steps of 48 completions of the embedded task, OPO with log-ratios summed.
 """
 
 import argparse
 import gzip
-import itertools
 import json
 import re
+import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from regime import COMMON
+
+from opo_trl.watches import Watches
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,16 +41,22 @@ _SHARED: dict[str, Any] = {
 # What each run does wrong, in fields.
 CASES: dict[str, dict[str, Any]] = {
     "healthy": {},
-    "collapsing": {"learning_rate": 2e-3, "steps_per_generation": 1},
+    "collapsing": {  # a reward that one completion satisfies best, whatever the problem
+        "learning_rate": 5e-4,
+        "steps_per_generation": 1,
+        "reward_funcs": ["benchmarks.broken_on_purpose.ones", "arithmetic_reward"],
+        "reward_weights": [1.0, 0.0],
+    },
+    "rate too high": {"learning_rate": 2e-3, "steps_per_generation": 1},
     "adrift": {"learning_rate": 4e-4, "mu": 0.003, "steps_per_generation": 16},
     "too stiff": {"learning_rate": 4e-4, "mu": 10.0, "steps_per_generation": 16},
     "without signal": {"max_completion_length": 4},
 }
 KEPT = (
     "reward",
+    "rewards/arithmetic_reward/mean",
     "entropy",
     "grad_norm",
-    "loss",
     "completions/clipped_ratio",
     "opo/off_policy_steps",
     "opo/chi2",
@@ -61,17 +70,25 @@ KEPT = (
 Steps = list[dict[str, float]]
 
 
+def ones(completions: list[str], **kwargs: Any) -> list[float]:
+    """A reward that has nothing to do with the answer: the share of ones."""
+    return [completion.count("1") / max(len(completion), 1) for completion in completions]
+
+
+def command_line(name: str) -> list[str]:
+    """The command line of a case, for `opo_trl.train`."""
+    fields = {**_SHARED, **CASES[name], "output_dir": RUNS / name.replace(" ", "_"), "overwrite": True}
+    words = {field: value if isinstance(value, list) else [value] for field, value in fields.items()}
+    return [word for field, value in words.items() for word in (f"--{field}", *map(str, value))]
+
+
 def run() -> None:
     """Run what is not there."""
     from opo_trl.train import main as train
 
-    for name, fields in CASES.items():
-        folder = RUNS / name.replace(" ", "_")
-        if not (folder / "model.safetensors").exists():
-            settings = {**_SHARED, **fields, "output_dir": folder, "overwrite": True}
-            line = itertools.chain.from_iterable((f"--{field}", str(value)) for field, value in settings.items())
-            if train(list(line)):
-                raise SystemExit(1)
+    for name in CASES:
+        if not (RUNS / name.replace(" ", "_") / "model.safetensors").exists() and train(command_line(name)):
+            raise SystemExit(1)
 
 
 def collect() -> None:
@@ -95,6 +112,17 @@ def values(steps: Steps, key: str) -> list[float]:
     return [row[key] for row in steps if key in row and (not reused or row["opo/off_policy_steps"] > 0)]
 
 
+def first_watch(steps: Steps) -> str:
+    """Which of the page's watches fires first, and when."""
+    block = re.search(r"```yaml\n(watches:.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    watches = Watches(yaml.safe_load(block[1])["watches"])
+    for step, row in enumerate(steps, 1):
+        for watch in watches.watches:
+            if watches._fires(watch, row):
+                return f"`{watch.metric}`, {step}"
+    return "none"
+
+
 def table(runs: dict[str, Steps]) -> str:
     """Markdown: the first and the last rollouts, and extremes."""
 
@@ -110,35 +138,39 @@ def table(runs: dict[str, Steps]) -> str:
         series = values(steps, key)
         return f"{which(series):.3g}".replace("-", "−") if series else "–"
 
+    def median_and_largest(steps: Steps, key: str) -> str:
+        series = values(steps, key)
+        return f"{statistics.median(series):.3g}, {max(series):.3g}" if series else "–"
+
     rows = {
         "`reward`, first and last": lambda steps: span(steps, "reward", 2),
+        "problems solved, first and last": lambda steps: span(steps, "rewards/arithmetic_reward/mean", 2),
         "`entropy`, first and last 8 steps": lambda steps: span(steps, "entropy", 8),
-        "`grad_norm`, median and largest": lambda steps: (
-            f"{sorted(values(steps, 'grad_norm'))[len(steps) // 2]:.2g}, {extreme(steps, 'grad_norm', max)}"
-        ),
-        "`opo/chi2`, largest": lambda steps: extreme(steps, "opo/chi2", max),
+        "`grad_norm`, median and largest": lambda steps: median_and_largest(steps, "grad_norm"),
+        "`opo/chi2`, median and largest": lambda steps: median_and_largest(steps, "opo/chi2"),
         "`opo/conservation_residual`, lowest": lambda steps: extreme(steps, "opo/conservation_residual", min),
         "`opo/log_ratio/absmax`, largest": lambda steps: extreme(steps, "opo/log_ratio/absmax", max),
         "`opo/frac_clamped`, largest": lambda steps: extreme(steps, "opo/frac_clamped", max),
         "`opo/frac_zero_drive`, last 8 steps": lambda steps: f"{mean(values(steps, 'opo/frac_zero_drive')[-8:]):.2g}",
         "`completions/clipped_ratio`, largest": lambda steps: extreme(steps, "completions/clipped_ratio", max),
+        "first watch to fire, at step": first_watch,
     }
     head = [f"| | {' | '.join(runs)} |", f"| --- |{' ---: |' * len(runs)}"]
     return "\n".join(head + [f"| {name} | {' | '.join(map(cell, runs.values()))} |" for name, cell in rows.items()])
 
 
 PANELS = (
-    ("reward (mean of a rollout)", "reward", "linear"),
+    ("problems solved (share of a rollout)", "rewards/arithmetic_reward/mean", "linear"),
     ("entropy per token (nats)", "entropy", "log"),
-    ("gradient norm", "grad_norm", "log"),
+    ("gradient norm", "grad_norm", "symlog"),
     ("χ² to the anchor, reused rollouts", "opo/chi2", "log"),
     ("conservation residual, reused rollouts", "opo/conservation_residual", "linear"),
     ("completions without a drive", "opo/frac_zero_drive", "linear"),
 )
-COLORS = ("#000000", "#d55e00", "#0072b2", "#cc79a7", "#009e73")
+COLORS = ("#000000", "#d55e00", "#e69f00", "#0072b2", "#cc79a7", "#009e73")
 
 
-def draw(runs: dict[str, Steps]) -> None:
+def draw(runs: dict[str, Steps], path: Path = FIGURE) -> None:
     """The figure."""
     import matplotlib.pyplot as plt
 
@@ -152,10 +184,11 @@ def draw(runs: dict[str, Steps]) -> None:
                 if key in ("opo/chi2", "opo/conservation_residual"):
                     shown = [(i, value) for i, value in shown if steps[i - 1]["opo/off_policy_steps"] > 0]
                 axis.plot(*zip(*shown, strict=True), color=color, label=name, linewidth=1.5) if shown else None
+        axes[2, 0].set_ylim(-1.05, 1.05)
         for axis in axes[-1]:
             axis.set_xlabel("optimizer step")
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
-        figure.savefig(FIGURE)
+        figure.savefig(path)
 
 
 def write_table(runs: dict[str, Steps]) -> None:

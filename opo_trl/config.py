@@ -225,7 +225,7 @@ class OPOConfig(RolloutConfig):
 
         mu (`float`, *optional*):
             Stiffness μ of the χ² penalty, positive; 0.3 when neither `mu` nor `chi2_radius` is set (the paper has 1,
-            which is too stiff where a rollout serves many optimizer steps: `docs/evidence.md`). Without effect while
+            which is too stiff where a rollout serves many optimizer steps: `docs/choosing.md`). Without effect while
             it serves one.
         chi2_radius (`float`, *optional*):
             Wanted χ² radius ε of the target, positive: each rollout then uses μ = √(mean(g²)/ε). Excludes `mu`.

@@ -20,12 +20,12 @@ class Docstrings(griffe.Extension):
     """Rewrites the docstrings of a package once it is loaded."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs) -> None:
-        objects = list(_objects(pkg))
-        shown = {thing.name: thing.path for thing in objects if thing.docstring and not thing.is_module}
-        shown |= {thing.path.removeprefix(f"{pkg.name}."): thing.path for thing in objects if thing.docstring}
-        for thing in objects:
-            if thing.docstring:
-                thing.docstring.value = to_markdown(thing.docstring.value, shown)
+        described = [thing for thing in _objects(pkg) if thing.docstring]
+        public = [thing for thing in described if "._" not in thing.path]
+        shown = {thing.name: thing.path for thing in public if not thing.is_module}
+        shown |= {thing.path.removeprefix(f"{pkg.name}."): thing.path for thing in public}
+        for thing in described:
+            thing.docstring.value = to_markdown(thing.docstring.value, shown)
 
 
 def _objects(thing: griffe.Object):

@@ -76,5 +76,7 @@ def _file(path: Path, config) -> File:
     if path.suffix in IMAGES | {".md"}:
         return File.generated(config, _uri(path), abs_src_path=str(path))
     name = path.relative_to(ROOT).as_posix()
-    listing = f"# {path.name}\n\n`{name}`\n\n````{path.suffix[1:]}\n{path.read_text(encoding='utf-8')}\n````\n"
+    text = path.read_text(encoding="utf-8")
+    listing = f"# {path.name}\n\n`{name}`\n\n````{path.suffix[1:]}\n{text}\n````\n"
+    listing = f"---\nsearch: {{exclude: true}}\n---\n{listing}"
     return File.generated(config, _uri(path), content=listing)

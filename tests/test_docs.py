@@ -1,0 +1,80 @@
+"""What the pages say: their code runs, their metrics are logged, and their figures come from the committed runs."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from opo_trl.train import parse
+
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import broken_on_purpose  # noqa: E402
+
+
+def code(page: str, language: str) -> str:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return "\n".join(re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def test_errata_hold():
+    exec(compile(code("errata.md", "python"), "errata.md", "exec"), {})
+
+
+def script(side: str) -> str:
+    """The script on one side of the diff."""
+    lines = code("from_grpo.md", "diff").splitlines()
+    return "\n".join(line[1:] for line in lines if line[:1] in (" ", side, ""))
+
+
+@pytest.fixture(scope="module")
+def logs(tiny_model, tmp_path_factory) -> dict[str, dict[str, float]]:
+    """The last entry of the log of each script, with a small model and data, and for two optimizer steps."""
+    last = {}
+    for side in "-+":
+        source = script(side)
+        for ours, theirs in {
+            'load_dataset("trl-lib/DeepMath-103K", split="train")': "small_dataset",
+            '"Qwen/Qwen3-0.6B"': repr(tiny_model),
+            'output_dir="qwen3",': f"output_dir={str(tmp_path_factory.mktemp('run'))!r}, max_steps=2, logging_steps=1,"
+            "max_completion_length=8, use_cpu=True, bf16=False, report_to='none', save_strategy='no',",
+        }.items():
+            assert source.count(ours) == 1
+            source = source.replace(ours, theirs)
+        prompt = [{"role": "user", "content": "1+1="}]
+        names = {"small_dataset": Dataset.from_dict({"prompt": [prompt] * 16})}
+        exec(compile(source, f"from_grpo.md, {side}", "exec"), names)
+        assert type(names["trainer"]).__name__ == {"-": "GRPOTrainer", "+": "OPOTrainer"}[side]
+        last[side] = names["trainer"].state.log_history[-2]
+    return last
+
+
+def test_both_scripts_of_the_diff_train(logs):
+    assert all(entry["step"] == 2 and "grad_norm" in entry for entry in logs.values())
+    assert logs["+"]["opo/off_policy_steps"] == 1
+
+
+def test_logged_metrics_are_those_of_the_page(logs):
+    table = (DOCS / "methods" / "opo.md").read_text(encoding="utf-8").split("## Logged metrics")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    described = {f"opo/{name}" for cell in cells for name in re.findall(r"`([a-z_2/]+)`", cell)}
+    assert described - {"opo/sequence_chi2"} == {name for name in logs["+"] if name.startswith("opo/")}
+    for page in PAGES:
+        named = set(re.findall(r"\bopo/[a-z_2]+(?:/[a-z]+)?", page.read_text(encoding="utf-8")))
+        assert named <= described | {"opo/time"}, page
+
+
+def test_report_of_the_broken_runs_is_the_committed_one(tmp_path):
+    runs = broken_on_purpose.read()
+    assert runs.keys() == broken_on_purpose.CASES.keys()
+    broken_on_purpose.draw(runs, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes() == broken_on_purpose.FIGURE.read_bytes()
+    assert broken_on_purpose.table(runs) in broken_on_purpose.PAGE.read_text(encoding="utf-8")
+    for name in runs:
+        parse(broken_on_purpose.command_line(name))
