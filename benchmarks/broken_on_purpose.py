@@ -160,11 +160,11 @@ def table(runs: dict[str, Steps]) -> str:
 
 
 PANELS = (
-    ("problems solved (share of a rollout)", "rewards/arithmetic_reward/mean", "linear"),
+    ("problems solved", "rewards/arithmetic_reward/mean", "linear"),
     ("entropy per token (nats)", "entropy", "log"),
     ("gradient norm", "grad_norm", "symlog"),
-    ("χ² to the anchor, reused rollouts", "opo/chi2", "log"),
-    ("conservation residual, reused rollouts", "opo/conservation_residual", "linear"),
+    ("χ², reused rollouts", "opo/chi2", "log"),
+    ("conservation residual, reused", "opo/conservation_residual", "linear"),
     ("completions without a drive", "opo/frac_zero_drive", "linear"),
 )
 COLORS = ("#000000", "#d55e00", "#e69f00", "#0072b2", "#cc79a7", "#009e73")
@@ -175,8 +175,15 @@ def draw(runs: dict[str, Steps], path: Path = FIGURE) -> None:
     import matplotlib.pyplot as plt
 
     plt.switch_backend("Agg")
-    with plt.rc_context({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "figure.dpi": 110}):
-        figure, axes = plt.subplots(3, 2, figsize=(8, 9), layout="constrained", sharex=True)
+    with plt.rc_context(
+        {
+            "font.size": 12,  # to be read on a phone
+            "axes.grid": True,
+            "grid.alpha": 0.3,
+            "figure.dpi": 110,
+        }
+    ):
+        figure, axes = plt.subplots(3, 2, figsize=(7.5, 10), layout="constrained", sharex=True)
         for axis, (title, key, scale) in zip(axes.flat, PANELS, strict=True):
             axis.set(title=title, yscale=scale)
             for color, (name, steps) in zip(COLORS, runs.items(), strict=True):
