@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from opo_trl.train import parse
+from opo_trl.recipe import parse
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,6 +7,7 @@ plain code where the reference does not show it.
 
 import re
 import textwrap
+from collections import defaultdict
 
 import griffe
 
@@ -21,11 +22,12 @@ class Docstrings(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **kwargs) -> None:
         described = [thing for thing in _objects(pkg) if thing.docstring]
-        public = [thing for thing in described if "._" not in thing.path]
-        shown = {thing.name: thing.path for thing in public if not thing.is_module}
-        shown |= {thing.path.removeprefix(f"{pkg.name}."): thing.path for thing in public}
+        paths: dict[str, set[str]] = defaultdict(set)
         for thing in described:
-            thing.docstring.value = to_markdown(thing.docstring.value, shown)
+            for name in (thing.name, thing.path.removeprefix(f"{pkg.name}.")):
+                paths[name].add(thing.path)
+        for thing in described:
+            thing.docstring.value = to_markdown(thing.docstring.value, paths, f"{thing.module.path}.")
 
 
 def _objects(thing: griffe.Object):
@@ -35,15 +37,17 @@ def _objects(thing: griffe.Object):
             yield from _objects(member)
 
 
-def to_markdown(docstring: str, shown: dict[str, str]) -> str:
+def to_markdown(docstring: str, paths: dict[str, set[str]], module: str) -> str:
     """
     A docstring as Markdown.
 
     Args:
         docstring (`str`):
             Text, without indentation.
-        shown (`dict[str, str]`):
-            Name → path of what can be linked to.
+        paths (`dict[str, set[str]]`):
+            Name → paths of the objects that may be meant.
+        module (`str`):
+            What the paths of the docstring's own module begin with: a name means an object of it, or the only one.
     """
     blocks: list[tuple[str, list[str]]] = [("", [])]
     for line in docstring.splitlines():
@@ -57,9 +61,9 @@ def to_markdown(docstring: str, shown: dict[str, str]) -> str:
     text = "\n\n".join(_section(title, textwrap.dedent("\n".join(lines))) for title, lines in blocks)
 
     def link(match: re.Match) -> str:
-        name = match["name"]
-        path = shown.get(name)
-        return f"[`{name}`][{path}]" if path else f"`{name}`"
+        name, code = match["name"], f"<code>{match['name']}</code>"
+        found = [path for path in paths.get(name, ()) if path.startswith(module)] or list(paths.get(name, ()))
+        return f'<autoref identifier="{found[0]}" optional>{code}</autoref>' if len(found) == 1 else code
 
     return _LINK.sub(link, text)
 
