@@ -3,7 +3,8 @@
 import difflib
 import operator
 import re
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
@@ -12,8 +13,9 @@ from transformers import TrainerCallback
 
 logger = get_logger(__name__)
 
-# A single entry is noise; a metric that is not in the first entries is misspelt.
-_ENTRIES_IN_A_ROW = 3
+# A single entry is noise; some metrics, as opo/chi2, are 0 in the first optimizer step of each rollout.
+_ENTRIES_BEYOND, _ENTRIES = 3, 10
+# A metric that is not in the first entries is misspelt.
 _ENTRIES_WITHOUT = 10
 
 _WATCH = re.compile(r"(?P<action>warn|stop) if (?P<metric>\S+) (?P<side>[<>]) (?P<bound>\S+)")
@@ -29,7 +31,8 @@ class Watch:
         text (`str`): `"warn if METRIC < NUMBER"`; or `stop` for `warn`, and `>` for `<`.
 
     Attributes:
-        in_a_row (`int`): entries of the log, up to the last, that were beyond the bound.
+        recent (`deque[bool]`): which of the last entries of the log that have the metric were beyond the bound.
+        fired (`bool`): whether they were too many, once, since the last time that none was.
         without (`int`): entries that did not have the metric, while none has had it; −1 from the first that has it.
 
     Raises:
@@ -37,7 +40,8 @@ class Watch:
     """
 
     text: str
-    in_a_row: int = 0
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=_ENTRIES))
+    fired: bool = False
     without: int = 0
 
     def __post_init__(self):
@@ -54,7 +58,7 @@ class Watch:
 
 class Watches(TrainerCallback):
     """
-    Warn, or end the run with a checkpoint, where a metric is beyond its bound in three entries of the log in a row.
+    Warn, or end the run with a checkpoint, where a metric is beyond its bound in three of ten entries of the log.
 
     Args:
         watches (`list[str]`): see [`Watch`].
@@ -68,7 +72,7 @@ class Watches(TrainerCallback):
         for watch in fired:
             logger.warning(
                 f"Watch '{watch.text}': {watch.metric} was {logs[watch.metric]:.4g} in step {state.global_step}, and "
-                f"beyond the bound in {_ENTRIES_IN_A_ROW} entries of the log in a row."
+                f"beyond the bound in {_ENTRIES_BEYOND} of the last {len(watch.recent)} entries of the log."
             )
         # Some metrics are measured on each process by itself.
         if any(watch.stops for watch in self.watches) and any(gather_object([any(watch.stops for watch in fired)])):
@@ -88,5 +92,7 @@ class Watches(TrainerCallback):
                 )
             return False
         watch.without = -1
-        watch.in_a_row = watch.in_a_row + 1 if watch.beyond(logs[watch.metric], watch.bound) else 0
-        return watch.in_a_row == _ENTRIES_IN_A_ROW
+        watch.recent.append(watch.beyond(logs[watch.metric], watch.bound))
+        fires = not watch.fired and sum(watch.recent) == _ENTRIES_BEYOND
+        watch.fired = fires or (watch.fired and any(watch.recent))
+        return fires

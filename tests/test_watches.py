@@ -1,10 +1,10 @@
 """Watches: a bound on any metric of the log warns, or ends the run."""
 
 import pytest
-from helpers import Script, logged, trained
+from helpers import logged, trained
 
 from opo_trl import OPOConfig, checkpoint
-from opo_trl.watches import Watch
+from opo_trl.watches import Watch, Watches
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_parts_of_a_watch():
     assert not watch.beyond(0.1, watch.bound)
 
 
-def test_warning_comes_once_after_three_entries_in_a_row(tiny_model, tmp_path, caplog):
+def test_warning_comes_once_after_three_entries(tiny_model, tmp_path, caplog):
     watches = ["warn if entropy < 100", "warn if entropy > 100"]
     trainer = trained(tiny_model, tmp_path, max_steps=5, watches=watches)
     warnings = [record.getMessage() for record in caplog.records if "Watch" in record.getMessage()]
@@ -40,13 +40,24 @@ def test_warning_comes_once_after_three_entries_in_a_row(tiny_model, tmp_path, c
     assert len(logged(trainer)) == 5
 
 
-def test_entry_within_the_bound_starts_the_count_anew(tiny_model, tmp_path, caplog):
-    rewards = [0, 1, 0.5, 0.2, 1, 0, 0.3, 0.9]
-    # The third rollout alone has no spread of rewards.
-    script = Script(rewards)
-    script.reward = lambda call, row, function: 1.0 if call == 2 else rewards[row]
-    trained(tiny_model, tmp_path, script=script, max_steps=5, watches=["stop if opo/frac_zero_drive < 0.5"])
-    assert "Watch" not in caplog.text
+def entries(watch: Watch, values: list[float]) -> list[int]:
+    """Entries of the log at which a watch fires."""
+    watches = Watches([watch.text])
+    return [i for i, value in enumerate(values) if watches._fires(watches.watches[0], {watch.metric: value})]
+
+
+@pytest.mark.parametrize(
+    ("values", "fired"),
+    [
+        ([5, 5, 0, 0, 0, 0, 0, 0, 0, 0, 5, 5], []),  # twice in ten
+        ([5, 0, 5, 0, 5, 0], [4]),
+        ([0, 5, 0, 0, 5, 0, 0, 5, 0, 0, 5, 0, 0, 5], [7]),  # every third step, and once told
+        ([5] * 3 + [0] * 10 + [5] * 3, [2, 15]),
+        ([float("nan")] * 5, []),
+    ],
+)
+def test_watch_fires_when_three_of_ten_entries_are_beyond(values, fired):
+    assert entries(Watch("warn if opo/chi2 > 2"), values) == fired
 
 
 def test_run_ends_with_a_checkpoint(tiny_model, tmp_path, caplog):
