@@ -17,7 +17,8 @@ from typing import Any
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.errors import TimeoutException
-from sympy import Basic, Expr
+from sympy import And, Basic, Eq, Expr, I, Ne, nsimplify, simplify
+from sympy.core.relational import Relational
 
 from .boxes import final_answer, find_boxes
 
@@ -51,23 +52,37 @@ _REWRITES = [
     for pattern, replacement in (
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", ""),
         (r"\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", ""),
-        (r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathbf|mathit)\s*\{", r"\\text{"),
+        (r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathbf|mathit|mathcal)\s*\{", r"\\text{"),
         (r"^\\text\{([^{}]*[\d,][^{}]*)\}", r"\1"),  # a list of names is a list, a number is a number
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
-        (r"(?<!\\)%", r"\\%"),
-        # Thousands: `10,\!000`, `10{,}000`, `10\,000`. math-verify reads `10,000`, and knows the pair in `(10,000)`.
-        (r"(?<=\d)(?:\\!)*(?:,\\!\s*|\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d))", ""),
+        (r"(?<!\\)%|\\text\{\s*percent(?:age)?\s*\}|(?<=\d)\s*(?:percent(?:age)?|pct)(?![a-z])", r"\\%"),
+        (r"^\(?([A-H])[.:)]\s+(?!.*\b[A-H][.:)]).*", r"\1"),  # an option and what it says
+        # Thousands: `10,\!000`, `10{,}000`, `10\,000`, `10,000(1 + x)`, `x + 10,000`. math-verify reads `10,000`, and
+        # knows the pair in `(10,000)`.
+        (r"(?<=\d)(?:\\!)*(?:,\\!\s*(?=\d)|(?:\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d)))", ""),
+        (
+            r"(?<![\d.,^])(\d{1,3}),(\d{3})(?=\s*(?:[=(]|\\cdot|\\times))|(?<=\+)\s*(\d{1,3}),(\d{3})(?!\d)",
+            r"\1\2\3\4",
+        ),
         (r"^(-?\d{1,3}) (\d{3})(?: (\d{3}))?$", r"\1\2\3"),
+        (r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
+        # As in a programming language: `sqrt(2)`, `2**3`, `2^(1/3)`.
+        (r"(?<![A-Za-z\\])(?<!operatorname\{)(sqrt|sin|cos|tan|cot|sec|csc|log|ln|pi)(?![A-Za-z])", r"\\\1 "),
+        (r"(?:\^|\*\*)\s*\(([^()]*)\)", r"^{\1}"),
+        (r"\*\*", "^"),
+        (r"\\sqrt\s*(\[[^\[\]]*\]|)\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
+        (r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)([\d.]+)\s*\^\s*\{?\s*\\circ\s*\}?", r"\1\\frac{\2\\pi}{180}"),
         (r"(?<!\\)\\[!,;: ]|\\q?quad(?![A-Za-z])|~", " "),  # but `\\ ` starts a row of a matrix
         (r"\\[hv]?phantom\s*(?:\{[^{}]*\}|\S)", ""),
         (r"\\[dtc]?frac\s*" + _TOKEN + r"\s*" + _TOKEN, r"\\frac{\1}{\2}"),
         (r"\\[dtc]?frac\s*" + _TOKEN + r"\s*(?=\{)", r"\\frac{\1}"),
         (r"\\[dtc]?frac\s*(\{[^{}]*\})\s*" + _TOKEN, r"\\frac\1{\2}"),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\sqrt\s*" + _TOKEN, r"\\sqrt{\1}"),
+        (r"\\sqrt\s*(\[[^\[\]]*\]|)\s*" + _TOKEN, r"\\sqrt\1{\2}"),
         (r"[\s.,;:]+(?=\}*$)", ""),
         (r"^(?:\s|(?:[A-Za-z]\s*)?\\approx(?![A-Za-z])|=)+", ""),
         (r"\s*\\approx(?![A-Za-z])[^()\[\]]*$", ""),  # the exact value comes first
+        (r"^(?![A-Za-z]\s*=)([^=<>]+)=\s*([A-Za-z])$", r"\2=\1"),
     )
 ]
 
@@ -103,6 +118,8 @@ _WITH_UNIT = re.compile(
     r"\s*(?:\^\s*\{?\s*(?P<power>[23])\s*\}?)?",
     re.DOTALL,
 )
+# A comma is a decimal point only where the gold answer has one: `0,5` may be two numbers, and `1,234` is one thousand.
+_DECIMAL, _DECIMAL_COMMA = re.compile(r"-?\d*\.\d+"), re.compile(r"^(-?\d+),(\d{1,2}|\d{4,})$")
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?")
 _BASE = re.compile(r"(-?[\dA-F.]+)\s*_\s*\{?\s*(\d+)\s*\}?")
 
@@ -177,6 +194,8 @@ def score(completion: str, solution: str) -> float | None:
     """
     gold = _simplify((final_answer(solution) or "") if find_boxes(solution) else solution)
     answer = _simplify(final_answer(_answer_proper(completion)) or "")
+    if _DECIMAL.fullmatch(gold):
+        answer = _DECIMAL_COMMA.sub(r"\1.\2", answer)
     gold_value, gold_unit = _split_unit(gold)
     answer_value, answer_unit = _split_unit(answer)
     same_unit = gold_unit == answer_unit or not gold_unit or not answer_unit
@@ -185,7 +204,7 @@ def score(completion: str, solution: str) -> float | None:
     parsed_gold = _parse(gold_value)
     if not parsed_gold:
         return None
-    if not same_unit or _is_set_for_tuple(gold_value, answer_value):
+    if not same_unit or _is_set_for_tuple(gold_value, answer_value) or _primes(gold_value) != _primes(answer_value):
         return 0.0
     parsed_answer = _parse(answer_value)
     return float(bool(parsed_answer and _verify(parsed_gold, parsed_answer)))
@@ -249,6 +268,11 @@ def _is_set_for_tuple(gold: str, answer: str) -> bool:
     return {latex.lstrip("\\")[:1] + latex[-1:] for latex in (gold, answer)} == {"()", "{}"}
 
 
+def _primes(latex: str) -> int:
+    """math-verify takes `E'` for `E`. The left side of an equation may be missing."""
+    return len(re.findall(r"[A-Za-z)]\s*(?:'|\^\s*\{?\s*\\prime)", latex.rpartition("=")[2]))
+
+
 def _parse(latex: str) -> list[Any]:
     if not latex:
         return []
@@ -257,8 +281,42 @@ def _parse(latex: str) -> list[Any]:
 
 
 def _verify(gold: list[Any], answer: list[Any]) -> bool:
-    same = _or_none(VERIFYING_LIMIT, verify, gold, answer, allow_set_relation_comp=True, timeout_seconds=None)
-    return bool(same and _or_none(VERIFYING_LIMIT, _relatively_close, gold[0], answer[0]))
+    return bool(_or_none(VERIFYING_LIMIT, _same, gold, answer))
+
+
+def _same(gold: list[Any], answer: list[Any]) -> bool:
+    same = verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None)
+    return (same or _equivalent(gold[0], answer[0])) and _relatively_close(gold[0], answer[0])
+
+
+def _equivalent(gold: Basic, answer: Basic) -> bool:
+    r"""
+    Find equal what math-verify does not: terms in `i`, which it reads as a variable; a variable and a term; relations
+    of which one is a multiple of the other, such as `x - y = 1` and `2y - 2x = -2`.
+    """
+    units = {symbol: I for symbol in gold.free_symbols | answer.free_symbols if symbol.name == "i"}
+    if isinstance(gold, Expr) and isinstance(answer, Expr):
+        return bool(units or gold.is_Symbol) and simplify(gold.xreplace(units) - answer.xreplace(units)) == 0
+    if isinstance(gold, And) and isinstance(answer, And):
+        pairs = [[_is_multiple(one, other) for other in answer.args] for one in gold.args]
+        return len(gold.args) == len(answer.args) and all(map(any, pairs))
+    return _is_multiple(gold, answer)
+
+
+def _is_multiple(gold: Basic, answer: Basic) -> bool:
+    # `x + 2 = 5` is no answer where `x = 3` is the gold answer.
+    if not (isinstance(gold, Relational) and isinstance(answer, Relational)) or _is_solved(gold) > _is_solved(answer):
+        return False
+    answer = answer if isinstance(answer, type(gold)) else answer.reversed
+    if not isinstance(answer, type(gold)) or not gold.free_symbols:
+        return False
+    factor = simplify(nsimplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs), rational=True))
+    return bool(factor.is_nonzero if isinstance(gold, Eq | Ne) else factor.is_positive) and factor.is_number
+
+
+def _is_solved(relation: Relational) -> bool:
+    sides = (relation.lhs, relation.rhs)
+    return any(one.is_Symbol and not other.free_symbols for one, other in (sides, sides[::-1]))
 
 
 def _relatively_close(gold: Basic, answer: Basic) -> bool:
