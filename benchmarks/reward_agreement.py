@@ -1,23 +1,28 @@
 r"""
 Agreement of `accuracy_reward` with published verdicts on whether two answers are equal, beside that of TRL's.
 
-    python benchmarks/reward_agreement.py [--list] > benchmarks/results/reward_agreement.md
+    python benchmarks/reward_agreement.py > benchmarks/results/reward_agreement.md
+    python benchmarks/reward_agreement.py --list
 
-`published_verdicts.jsonl` holds the verdicts: source, gold answer, answer, equal or not. They are what the tests of ten
-graders assert (`SOURCES`), each file taken whole. A verdict that another source has too counts once. What cannot be
-asked of a reward that reads the answer in a box is in the file as well, with the reason in `left_out`, and is not asked:
+`published_verdicts.jsonl` holds the verdicts: source, gold answer, answer, equal or not. They are what the tests of
+graders assert (`SOURCES`), each file taken whole. A verdict that another source has as well counts once. In the file,
+but not asked, are those with the reason `left_out`:
 
 - free text: an answer in a sentence without a box, since finding it there is another task;
 - several boxes, of which the source takes the last and this project all (`docs/rewards.md`);
-- tolerance, and one option on percentages: "equal" for two numbers of which one is rounded;
-- answers that are empty or of Python's `None` on both sides, or end in a bare backslash, or in a box never closed;
-- a solution of more than 300 characters as gold answer; TRL's other reward; and one verdict its source calls incorrect.
+- tolerance, and an option on percentages: two numbers called equal of which one is rounded, or 75 for 0.75;
+- not an answer, and cannot stand in a box: empty on both sides, `None`, a bare backslash at the end, an open brace;
+- a whole solution of more than 300 characters as gold answer; another reward of TRL's; and one verdict that its source
+  calls incorrect itself.
 
-A solution with a box was cut to the part from its box on. KAS writes `sin(pi x)` and `x^(1/5)`; this was put into LaTeX
-(backslashes of functions and of `\pi`, braces of exponents, `\cdot`, `\le`, `\neq`).
+A completion of more than 300 characters is cut to what follows the start of its box. KAS writes `sin(pi x)` and
+`x^(1/5)`; that was put into LaTeX (backslashes of functions and of `\pi`, braces of exponents, `\cdot`, `\le` and
+`\neq`). Of math-validation, 22 files of the folder are not there, most of them on solving equations; of the lists of
+math-verify those with options are not.
 
-Both rewards are called as in training: the answer in a box, the gold answer as a data set's column. TRL's examples give
-it in bare LaTeX, its other documentation between dollar signs; both are tried, and the table has the better.
+Both rewards are called as in training: the answer in a box, and the gold answer as a data set's column. TRL reads it
+as LaTeX between dollar signs and, where it has no other choice, without; each is tried on all verdicts, and the table
+has the one with which TRL agrees more often.
 """
 
 import argparse
@@ -39,11 +44,11 @@ SOURCES = {
     "math-verify": ("huggingface/Math-Verify 0.9.0, `tests/`: its lists of gold, pred, expected", "Apache-2.0"),
     "MARIO_EVAL": ("MARIO-Math-Reasoning/MARIO_EVAL, `math_evaluation/tests/test_is_equiv.py`", "MIT"),
     "NeMo-Skills": ("NVIDIA/NeMo-Skills, `tests/test_math_equal.py`, two versions", "Apache-2.0"),
-    "SkyThought": ("NovaSky-AI/SkyThought, tests of `math_equal`", "Apache-2.0"),
+    "SkyThought": ("NovaSky-AI/SkyThought, tests of `math_equal` in `math_parsing_util`", "Apache-2.0"),
     "inspect_ai": ("UKGovernmentBEIS/inspect_ai, `tests/scorer/test_math.py`, `math_cases.json`", "MIT"),
     "TRL and open-r1": ("huggingface/trl and open-r1, `tests/test_rewards.py`: accuracy rewards", "Apache-2.0"),
     "ms-swift": ("modelscope/ms-swift, tests of `MathAccuracy`", "Apache-2.0"),
-    "Eval360": ("ifm-ai/Eval360, `tests/test_math_verify.py`", "not stated"),
+    "Eval360": ("ifm-ai/Eval360, `tests/test_math_verify.py`", "Apache-2.0"),
     "math-validation": ("pie-framework/math-validation, 14 files of `src/fixtures/latex-equal/symbolic`", "ISC"),
     "KAS": ("Khan/perseus, `packages/kas/src/__tests__/comparing.test.ts`, without the option `form`", "MIT"),
 }

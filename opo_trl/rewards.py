@@ -171,7 +171,11 @@ def _is_solved(relation: Basic) -> bool:
     if not isinstance(relation, Relational):
         return False
     sides = (relation.lhs, relation.rhs)
-    return any((one.is_Symbol or (-one).is_Symbol) and not other.free_symbols for one, other in (sides, sides[::-1]))
+    # A side may be a tuple, which has no negative: `(p, q) = (3, 2)`.
+    return any(
+        not other.free_symbols and (not isinstance(one, Expr) or one.is_Symbol or (-one).is_Symbol)
+        for one, other in (sides, sides[::-1])
+    )
 
 
 def _equivalent(gold: Basic, answer: Basic) -> bool:
