@@ -183,8 +183,8 @@ def _equivalent(gold: Basic, answer: Basic) -> bool:
     Find equal what math-verify does not: terms in `i`, which it reads as a variable; a variable and a term; relations
     of which one is a multiple of the other, such as `x - y = 1` and `2y - 2x = -2`.
     """
-    # A variable of a term in `i` is not the same to it as that of another term.
-    names = {symbol: Symbol(symbol.name, real=True) for symbol in gold.free_symbols | answer.free_symbols}
+    # The parser assumes variables real, but not beside `i`; those are then others.
+    names = {symbol: Symbol(symbol.name) for symbol in gold.free_symbols | answer.free_symbols}
     units = {symbol: I for symbol in names if symbol.name == "i"}
     if isinstance(gold, Expr) and isinstance(answer, Expr):
         gold, answer = (term.xreplace(names | units) for term in (gold, answer))
