@@ -1,94 +1,138 @@
 r"""
 Agreement of `accuracy_reward` with published verdicts on whether two answers are equal, beside that of TRL's.
 
-    pip download --no-deps --no-binary :all: math-verify==0.9.0 && tar xzf math_verify-0.9.0.tar.gz
-    python benchmarks/reward_agreement.py math_verify-0.9.0/tests [--list]
+    python benchmarks/reward_agreement.py > benchmarks/results/reward_agreement.md
+    python benchmarks/reward_agreement.py --list
 
-The verdicts are those of math-verify's own tests: gold answer, prediction, and 1 or 0. They are read from the test
-files without running them. What both rewards are asked about is an answer in a box: a prediction that has boxes is
-the completion as it is, and one that is a single formula or a bare expression is put into a box. Free text around an
-answer without a box is left out, since finding the answer in it is another task, as are verdicts that depend on
-options.
+`published_verdicts.jsonl` holds the verdicts: source, gold answer, answer, equal or not. They are what the tests of
+graders assert (`SOURCES`), each file taken whole. A verdict that another source has as well counts once. In the file,
+but not asked, are those with the reason `left_out`:
+
+- free text: an answer in a sentence without a box, since finding it there is another task;
+- several boxes, of which the source takes the last and this project all (`docs/rewards.md`);
+- tolerance, and an option on percentages: two numbers called equal of which one is rounded, or 75 for 0.75;
+- not an answer, and cannot stand in a box: empty on both sides, `None`, a bare backslash at the end, an open brace;
+- a whole solution of more than 300 characters as gold answer; another reward of TRL's; and one verdict that its source
+  calls incorrect itself.
+
+A completion of more than 300 characters is cut to what follows the start of its box. KAS writes `sin(pi x)` and
+`x^(1/5)`; that was put into LaTeX (backslashes of functions and of `\pi`, braces of exponents, `\cdot`, `\le` and
+`\neq`). Of math-validation, 22 files of the folder are not there, most of them on solving equations; of the lists of
+math-verify those with options are not.
+
+Both rewards are called as in training: the answer in a box, and the gold answer as a data set's column. TRL reads it
+as LaTeX between dollar signs and, where it has no other choice, without; each is tried on all verdicts, and the table
+has the one with which TRL agrees more often.
 """
 
 import argparse
-import ast
+import functools
+import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypedDict
 
 from trl.rewards import accuracy_reward as trl_reward
 
 from opo_trl.rewards import accuracy_reward
 
 
-Case = tuple[str, str, int]  # gold answer, completion, verdict
-
-_FORMULA = re.compile(r"\s*(?:\$\$?([^$]+)\$\$?|\\\[(.+)\\\]|\\\((.+)\\\))\s*\.?\s*", re.DOTALL)
-_WORDS = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}(?![A-Za-z]*\})|[€²]")
-
-
-def published(folder: Path) -> Iterator[Case]:
-    """Every parameter list `gold, pred, expected` of the test files."""
-    for file in sorted(folder.glob("test_*.py")):
-        for call in ast.walk(ast.parse(file.read_text())):
-            if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.parametrize"):
-                continue
-            try:
-                names, rows = (ast.literal_eval(argument) for argument in call.args[:2])
-            except ValueError:  # an expression of sympy's
-                continue
-            if re.fullmatch(r"gold, ?pred, ?(expected|result)", names):
-                yield from ((gold, pred, int(verdict)) for gold, pred, verdict in rows)
+FOLDER = Path(__file__).parent
+SOURCES = {
+    "math-verify": ("huggingface/Math-Verify 0.9.0, `tests/`: its lists of gold, pred, expected", "Apache-2.0"),
+    "MARIO_EVAL": ("MARIO-Math-Reasoning/MARIO_EVAL, `math_evaluation/tests/test_is_equiv.py`", "MIT"),
+    "NeMo-Skills": ("NVIDIA/NeMo-Skills, `tests/test_math_equal.py`, two versions", "Apache-2.0"),
+    "SkyThought": ("NovaSky-AI/SkyThought, tests of `math_equal` in `math_parsing_util`", "Apache-2.0"),
+    "inspect_ai": ("UKGovernmentBEIS/inspect_ai, `tests/scorer/test_math.py`, `math_cases.json`", "MIT"),
+    "TRL and open-r1": ("huggingface/trl and open-r1, `tests/test_rewards.py`: accuracy rewards", "Apache-2.0"),
+    "ms-swift": ("modelscope/ms-swift, tests of `MathAccuracy`", "Apache-2.0"),
+    "Eval360": ("ifm-ai/Eval360, `tests/test_math_verify.py`", "Apache-2.0"),
+    "math-validation": ("pie-framework/math-validation, 14 files of `src/fixtures/latex-equal/symbolic`", "ISC"),
+    "KAS": ("Khan/perseus, `packages/kas/src/__tests__/comparing.test.ts`, without the option `form`", "MIT"),
+}
 
 
-def boxed(case: Case) -> Case | None:
-    """The case with its prediction in a box; `None` if that has none and is free text."""
-    gold, pred, verdict = case
-    if "boxed" in pred:
-        return case
-    formula = _FORMULA.fullmatch(pred)
-    if formula is None and ("$" in pred or _WORDS.search(pred)):
-        return None
-    answer = next(filter(None, formula.groups())) if formula else pred
-    return gold, f"The answer is $\\boxed{{{answer}}}$.", verdict
+class Verdict(TypedDict):
+    """One line of the file that is asked."""
+
+    source: str
+    gold: str
+    answer: str
+    equal: bool
 
 
-def in_formula(gold: str) -> str:
-    """TRL's reward reads a gold answer as LaTeX only if it is marked as such."""
-    return gold if re.search(r"\$|\\\[|\\\(|boxed", gold) else f"${gold}$"
+def published() -> list[Verdict]:
+    """The verdicts that are asked, in the order of the file."""
+    lines = (FOLDER / "published_verdicts.jsonl").read_text().splitlines()
+    return [verdict for verdict in map(json.loads, lines) if "left_out" not in verdict]
+
+
+def bare(latex: str) -> str:
+    """A formula without the signs around it."""
+    return latex if "boxed" in latex else re.sub(r"(?<!\\)\$|\\[\[\]()]", "", latex)
+
+
+def completion(answer: str) -> str:
+    """The answer in a box, unless it has one."""
+    return answer if "boxed" in answer else f"The answer is $\\boxed{{{bare(answer)}}}$."
+
+
+def ours(verdict: Verdict) -> float | None:
+    return accuracy_reward([completion(verdict["answer"])], [bare(verdict["gold"])])[0]
+
+
+def trl(verdict: Verdict, sign: str) -> float | None:
+    gold = verdict["gold"] if "boxed" in verdict["gold"] else f"{sign}{bare(verdict['gold'])}{sign}"
+    return trl_reward([[{"content": completion(verdict["answer"])}]], [gold])[0]
+
+
+def agreed(verdicts: list[Verdict], scores: list[float | None]) -> int:
+    return sum(score == verdict["equal"] for verdict, score in zip(verdicts, scores, strict=True))
+
+
+def accepted(verdicts: list[Verdict], scores: list[float | None]) -> int:
+    return sum(score == 1 and not verdict["equal"] for verdict, score in zip(verdicts, scores, strict=True))
+
+
+def score(verdicts: list[Verdict]) -> dict[str, list[float | None]]:
+    """The scores of both rewards, TRL's with the gold answers in the form in which it agrees more often."""
+    rewards: list[Callable[[Verdict], float | None]] = [functools.partial(trl, sign=sign) for sign in ("$", "")]
+    forms = [[reward(verdict) for verdict in verdicts] for reward in rewards]
+    return {
+        "opo_trl": [ours(verdict) for verdict in verdicts],
+        "TRL": max(forms, key=functools.partial(agreed, verdicts)),
+    }
+
+
+def table(verdicts: list[Verdict], scores: dict[str, list[float | None]]) -> str:
+    lines = [
+        "| source | verdicts | opo_trl agrees | TRL agrees | wrong ones | opo_trl accepts | TRL accepts |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for source in [*SOURCES, "all"]:
+        rows = [index for index, verdict in enumerate(verdicts) if source in (verdict["source"], "all")]
+        part = [verdicts[index] for index in rows]
+        ours, trl = ([scores[name][index] for index in rows] for name in ("opo_trl", "TRL"))
+        wrong = sum(not verdict["equal"] for verdict in part)
+        numbers = [len(part), agreed(part, ours), agreed(part, trl), wrong, accepted(part, ours), accepted(part, trl)]
+        lines.append(f"| {source} | " + " | ".join(map(str, numbers)) + " |")
+    return "\n".join(lines)
 
 
 def main():
     logging.disable(logging.WARNING)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tests", type=Path, help="folder of math-verify's tests")
-    parser.add_argument("--list", action="store_true", help="list the cases in which ours differs")
+    parser.add_argument("--list", action="store_true", help="list the verdicts with which ours disagrees")
     arguments = parser.parse_args()
-    all_cases = list(dict.fromkeys(published(arguments.tests)))
-    cases = [case for case in map(boxed, all_cases) if case]
-    print(f"{len(all_cases)} published verdicts, {len(cases)} of them on answers in a box or a formula")
-    rewards: dict[str, Callable[[str, str], float | None]] = {
-        "opo_trl": lambda completion, gold: accuracy_reward([completion], [plain(gold)])[0],
-        "TRL": lambda completion, gold: trl_reward([[{"content": completion}]], [in_formula(gold)])[0],
-    }
-    for name, reward in rewards.items():
-        scored = [(case, reward(case[1], case[0])) for case in cases]
-        agreed = sum(score == verdict for (_, _, verdict), score in scored)
-        of_wrong = [score for (_, _, verdict), score in scored if verdict == 0]
-        print(
-            f"{name}: agrees on {agreed} of {len(cases)}; accepts {of_wrong.count(1.0)} of {len(of_wrong)} wrong ones"
-        )
-        if arguments.list and name == "opo_trl":
-            for (gold, completion, verdict), score in scored:
-                if score != verdict:
-                    print(f"  {verdict} {score} {gold!r} {completion!r}")
-
-
-def plain(gold: str) -> str:
-    """The gold answer as a data set's column holds it: without the signs of a formula."""
-    return gold if "boxed" in gold else re.sub(r"(?<!\\)\$|\\[\[\]()]", "", gold)
+    verdicts = published()
+    scores = score(verdicts)
+    print(table(verdicts, scores))
+    if arguments.list:
+        for verdict, of_ours, of_trl in zip(verdicts, scores["opo_trl"], scores["TRL"], strict=True):
+            if of_ours != verdict["equal"]:
+                print(verdict["source"], verdict["equal"], of_ours, of_trl, verdict["gold"], "|", verdict["answer"])
 
 
 if __name__ == "__main__":

@@ -17,9 +17,11 @@ from typing import Any
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.errors import TimeoutException
-from sympy import Basic, Expr
+from sympy import And, Basic, Eq, Expr, I, Ne, Symbol, nsimplify, simplify
+from sympy.core.relational import Relational
 
 from .boxes import final_answer, find_boxes
+from .notation import count_primes, read_decimal_comma, same_string, simplify_notation, split_unit
 
 
 logger = logging.getLogger(__name__)
@@ -31,80 +33,11 @@ Completion = str | list[dict[str, str]]
 
 PARSING_LIMIT, VERIFYING_LIMIT = 5.0, 5.0  # seconds of processor time
 
-# A longer answer counts as none, since the parser takes long on it. The longest one in MATH has 159 characters.
-MAX_ANSWER_LENGTH = 300
-
 # math-verify's own removal of units cuts `a + b + c` down to `a +`, so units are removed here.
 _LATEX = LatexExtractionConfig(
     boxed_match_priority=0,
     normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="last"),
 )
-
-_SYMBOLS = str.maketrans({"−": "-", "–": "-", "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times "})
-
-# One argument without braces: a digit, a letter, or a command that takes no argument itself, such as `\pi`.
-_TOKEN = r"(\d|[A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+(?![A-Za-z]|\s*\{))"
-
-# Notation that means nothing, or that the parser does not read, in the order in which it is replaced.
-_REWRITES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", ""),
-        (r"\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", ""),
-        (r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathbf|mathit)\s*\{", r"\\text{"),
-        (r"^\\text\{([^{}]*[\d,][^{}]*)\}", r"\1"),  # a list of names is a list, a number is a number
-        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
-        (r"(?<!\\)%", r"\\%"),
-        # Thousands: `10,\!000`, `10{,}000`, `10\,000`. math-verify reads `10,000`, and knows the pair in `(10,000)`.
-        (r"(?<=\d)(?:\\!)*(?:,\\!\s*|\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d))", ""),
-        (r"^(-?\d{1,3}) (\d{3})(?: (\d{3}))?$", r"\1\2\3"),
-        (r"(?<!\\)\\[!,;: ]|\\q?quad(?![A-Za-z])|~", " "),  # but `\\ ` starts a row of a matrix
-        (r"\\[hv]?phantom\s*(?:\{[^{}]*\}|\S)", ""),
-        (r"\\[dtc]?frac\s*" + _TOKEN + r"\s*" + _TOKEN, r"\\frac{\1}{\2}"),
-        (r"\\[dtc]?frac\s*" + _TOKEN + r"\s*(?=\{)", r"\\frac{\1}"),
-        (r"\\[dtc]?frac\s*(\{[^{}]*\})\s*" + _TOKEN, r"\\frac\1{\2}"),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\sqrt\s*" + _TOKEN, r"\\sqrt{\1}"),
-        (r"[\s.,;:]+(?=\}*$)", ""),
-        (r"^(?:\s|(?:[A-Za-z]\s*)?\\approx(?![A-Za-z])|=)+", ""),
-        (r"\s*\\approx(?![A-Za-z])[^()\[\]]*$", ""),  # the exact value comes first
-    )
-]
-
-# What may differ between two equal strings after that.
-_KEY_REWRITES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\text\{([^{}]*)\}", r"\1"),
-        (r"\\[%$]|\$", ""),
-        (r"([\^_])\{(\w)\}", r"\1\2"),
-        (r"(?<!\d)\s+|\s+(?!\d)", ""),
-    )
-]
-
-# Two answers in different units of this list are different; a unit that is not in it is ignored.
-_UNIT_NAMES = (
-    "mm millimeter, cm centimeter, m meter metre, km kilometer, in inch inche, ft foot feet, yd yard, mi mile, "
-    "acre, ml milliliter, l liter litre, gal gallon, mg milligram, g gm gram, kg kilogram, oz ounce, lb pound, "
-    "s sec second, min minute, h hr hour, day, week, month, year yr, mph milesperhour, kph kilometersperhour, "
-    "degree deg, rad radian, dollar usd, cent, euro, am, pm"
-)
-_UNITS = {alias: names.split()[0] for names in _UNIT_NAMES.split(",") for alias in names.split()}
-_POWERS = {"": "", "sq": "^2", "square": "^2", "cu": "^3", "cubic": "^3"}
-_UNIT = re.compile(r"(?P<power>square|sq|cubic|cu|)(?P<name>[a-z]+)")
-# Without `\text`, the word must be known or, as in `8 meals`, long: `2 ab` may be a product. A value has a digit or π
-# in it and no text: the last word of `\text{A} \text{ and } \text{B}` is no unit.
-_SHORT_UNITS = "|".join(alias for alias in _UNITS if len(alias) > 1) + r"|[ap]\.m"
-_WITH_UNIT = re.compile(
-    r"(?P<value>(?=(?:(?!\\text).)*?(?:\d|\\pi))(?:(?!\\text).)*[\w})])"
-    r"(?:\s*\\text\{(?P<text>[^{}]*)\}"
-    r"|(?:(?<=[\d})])|(?<=\\pi))(?:\s+(?P<word>(?:sq\.?\s+)?[A-Za-z]{4}[A-Za-z.\s]*)"
-    rf"|\s*(?P<short>(?:(?:sq|cu)\.?\s*)?(?:{_SHORT_UNITS})s?)))"
-    r"\s*(?:\^\s*\{?\s*(?P<power>[23])\s*\}?)?",
-    re.DOTALL,
-)
-_DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?")
-_BASE = re.compile(r"(-?[\dA-F.]+)\s*_\s*\{?\s*(\d+)\s*\}?")
 
 # What may stand between the box and the end of a completion: the end of the formula, of bold type, of the sentence.
 _AFTER_BOX = re.compile(r"(?:[\s$*.!。]|\\[\])]|\\end\{[A-Za-z]+\*?\})*")
@@ -175,17 +108,22 @@ def score(completion: str, solution: str) -> float | None:
         not in a box; `None` if the pair cannot be scored, because the gold answer is empty, or is not simply equal
         and cannot be parsed.
     """
-    gold = _simplify((final_answer(solution) or "") if find_boxes(solution) else solution)
-    answer = _simplify(final_answer(_answer_proper(completion)) or "")
-    gold_value, gold_unit = _split_unit(gold)
-    answer_value, answer_unit = _split_unit(answer)
+    gold = simplify_notation((final_answer(solution) or "") if find_boxes(solution) else solution)
+    answer = simplify_notation(final_answer(_answer_proper(completion)) or "")
+    answer = read_decimal_comma(answer, gold)
+    gold_value, gold_unit = split_unit(gold)
+    answer_value, answer_unit = split_unit(answer)
     same_unit = gold_unit == answer_unit or not gold_unit or not answer_unit
-    if answer and same_unit and _same_string(gold_value, answer_value):
+    if answer and same_unit and same_string(gold_value, answer_value):
         return 1.0
     parsed_gold = _parse(gold_value)
     if not parsed_gold:
         return None
-    if not same_unit or _is_set_for_tuple(gold_value, answer_value):
+    if (
+        not same_unit
+        or _is_set_for_tuple(gold_value, answer_value)
+        or count_primes(gold_value) != count_primes(answer_value)
+    ):
         return 0.0
     parsed_answer = _parse(answer_value)
     return float(bool(parsed_answer and _verify(parsed_gold, parsed_answer)))
@@ -206,44 +144,6 @@ def _ends_in_box(text: str) -> bool:
     return len(boxes) == 1 and bool(boxes[0].content) and _AFTER_BOX.fullmatch(text, boxes[0].end) is not None
 
 
-def _simplify(latex: str) -> str:
-    latex = "" if len(latex) > MAX_ANSWER_LENGTH else latex.translate(_SYMBOLS).strip()
-    for pattern, replacement in _REWRITES:
-        latex = pattern.sub(replacement, latex)
-    return latex
-
-
-def _split_unit(latex: str) -> tuple[str, str]:
-    r"""Split `5\text{ cm}^2` into `5` and `cm^2`, `101_2` into `101` and `base 2`; an unknown unit is dropped."""
-    if match := _BASE.fullmatch(latex):
-        return match[1], f"base {match[2]}"
-    unit = "dollar" if r"\$" in latex else ""
-    latex = latex.replace(r"\$", "")
-    if match := _WITH_UNIT.fullmatch(latex):
-        words = match["text"] or match["word"] or match["short"] or ""
-        latex, unit = match["value"], _unit(words, match["power"]) or unit
-    value, degrees = _DEGREES.subn("", latex)
-    return value.strip(), unit or ("degree" if degrees else "")
-
-
-def _unit(words: str, power: str | None) -> str:
-    match = _UNIT.fullmatch(re.sub(r"[\s.]", "", words.lower()))
-    name = match and (_UNITS.get(match["name"]) or _UNITS.get(match["name"].removesuffix("s")))
-    if not match or not name:
-        return ""
-    return f"{name}^{power}" if power else name + _POWERS[match["power"]]
-
-
-def _same_string(gold: str, answer: str) -> bool:
-    return bool(_key(gold)) and _key(gold) == _key(answer)
-
-
-def _key(latex: str) -> str:
-    for pattern, replacement in _KEY_REWRITES:
-        latex = pattern.sub(replacement, latex)
-    return latex
-
-
 def _is_set_for_tuple(gold: str, answer: str) -> bool:
     r"""math-verify takes `\{1,2\}` for `(1,2)`."""
     return {latex.lstrip("\\")[:1] + latex[-1:] for latex in (gold, answer)} == {"()", "{}"}
@@ -257,8 +157,52 @@ def _parse(latex: str) -> list[Any]:
 
 
 def _verify(gold: list[Any], answer: list[Any]) -> bool:
-    same = _or_none(VERIFYING_LIMIT, verify, gold, answer, allow_set_relation_comp=True, timeout_seconds=None)
-    return bool(same and _or_none(VERIFYING_LIMIT, _relatively_close, gold[0], answer[0]))
+    return bool(_or_none(VERIFYING_LIMIT, _same, gold, answer))
+
+
+def _same(gold: list[Any], answer: list[Any]) -> bool:
+    if _is_solved(gold[0]) and isinstance(answer[0], Relational) and not _is_solved(answer[0]):
+        return False  # `x + 2 = 5` for `x = 3`
+    same = verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None)
+    return (same or _equivalent(gold[0], answer[0])) and _relatively_close(gold[0], answer[0])
+
+
+def _is_solved(relation: Basic) -> bool:
+    if not isinstance(relation, Relational):
+        return False
+    sides = (relation.lhs, relation.rhs)
+    # A side may be a tuple, which has no negative: `(p, q) = (3, 2)`.
+    return any(
+        not other.free_symbols and (not isinstance(one, Expr) or one.is_Symbol or (-one).is_Symbol)
+        for one, other in (sides, sides[::-1])
+    )
+
+
+def _equivalent(gold: Basic, answer: Basic) -> bool:
+    r"""
+    Find equal what math-verify does not: terms in `i`, which it reads as a variable; a variable and a term; relations
+    of which one is a multiple of the other, such as `x - y = 1` and `2y - 2x = -2`.
+    """
+    # The parser assumes variables real, but not beside `i`; those are then others.
+    names = {symbol: Symbol(symbol.name) for symbol in gold.free_symbols | answer.free_symbols}
+    units = {symbol: I for symbol in names if symbol.name == "i"}
+    if isinstance(gold, Expr) and isinstance(answer, Expr):
+        gold, answer = (term.xreplace(names | units) for term in (gold, answer))
+        return bool(units or gold.is_Symbol) and simplify(gold - answer) == 0
+    if isinstance(gold, And) and isinstance(answer, And):
+        pairs = [[_is_multiple(one, other) for other in answer.args] for one in gold.args]
+        return len(gold.args) == len(answer.args) and all(map(any, pairs))
+    return _is_multiple(gold, answer)
+
+
+def _is_multiple(gold: Basic, answer: Basic) -> bool:
+    if not (isinstance(gold, Relational) and isinstance(answer, Relational) and gold.free_symbols):
+        return False
+    answer = answer if isinstance(answer, type(gold)) else answer.reversed
+    if not isinstance(answer, type(gold)):
+        return False
+    factor = simplify(nsimplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs), rational=True))
+    return bool(factor.is_number and (factor.is_nonzero if isinstance(gold, Eq | Ne) else factor.is_positive))
 
 
 def _relatively_close(gold: Basic, answer: Basic) -> bool:

@@ -1,0 +1,138 @@
+r"""The notation of answers in LaTeX: what means the same is written the same, and units are split off."""
+
+import re
+
+
+# A longer answer counts as none, since the parser takes long on it. The longest one in MATH has 159 characters.
+MAX_ANSWER_LENGTH = 300
+
+_SYMBOLS = str.maketrans({"−": "-", "–": "-", "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times "})
+
+# One argument without braces: a digit, a letter, or a command that takes no argument itself, such as `\pi`.
+_TOKEN = r"(\d|[A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+(?![A-Za-z]|\s*\{))"
+
+# Notation that means nothing, or that the parser does not read, in the order in which it is replaced.
+_REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", ""),
+        (r"\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", ""),
+        (r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathbf|mathit|mathcal)\s*\{", r"\\text{"),
+        (r"^\\text\{([^{}]*[\d,][^{}]*)\}", r"\1"),  # a list of names is a list, a number is a number
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"(?<!\\)%|\\text\{\s*percent(?:age)?\s*\}|(?<=\d)\s*(?:percent(?:age)?|pct)(?![a-z])", r"\\%"),
+        (r"^\(?([A-H])[.:)]\s+(?!.*\b[A-H][.:)]).*", r"\1"),  # an option and what it says
+        # Thousands: `10,\!000`, `10{,}000`, `10\,000`, `10,000(1 + x)`, `x + 10,000`. math-verify reads `10,000`, and
+        # knows the pair in `(10,000)`.
+        (r"(?<=\d)(?:\\!)*(?:,\\!\s*(?=\d)|(?:\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d)))", ""),
+        (r"(?<![\d.,^])(\d{1,3}),(\d{3})(?=\s*(?:[=(]|\\cdot|\\times))", r"\1\2"),
+        (r"(?<=\+)\s*(\d{1,3}),(\d{3})(?!\d)", r"\1\2"),
+        (r"^(-?\d{1,3}) (\d{3})(?: (\d{3}))?$", r"\1\2\3"),
+        (r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
+        (r"(?<![_^\d.])(\d+\)?)\s*(?=\(\d+\))", r"\1 \\cdot "),  # math-verify takes `2(3)` for 2 + 3
+        # As in a programming language: `sqrt(2)`, `2**3`, `2^(1/3)`.
+        (r"(?<![A-Za-z\\])(?<!operatorname\{)(sqrt|sin|cos|tan|cot|sec|csc|log|ln|pi)(?![A-Za-z])", r"\\\1 "),
+        (r"(?:\^|\*\*)\s*\(([^()]*)\)", r"^{\1}"),
+        (r"\*\*", "^"),
+        (r"\\sqrt\s*(\[[^\[\]]*\]|)\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
+        # In degrees; elsewhere the sign is a unit.
+        (r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)([\d.]+)\s*\^\s*\{?\s*\\circ\s*\}?", r"\1\\frac{\2\\pi}{180}"),
+        (r"(?<!\\)\\[!,;: ]|\\q?quad(?![A-Za-z])|~", " "),  # but `\\ ` starts a row of a matrix
+        (r"\\[hv]?phantom\s*(?:\{[^{}]*\}|\S)", ""),
+        (r"\\[dtc]?frac\s*" + _TOKEN + r"\s*" + _TOKEN, r"\\frac{\1}{\2}"),
+        (r"\\[dtc]?frac\s*" + _TOKEN + r"\s*(?=\{)", r"\\frac{\1}"),
+        (r"\\[dtc]?frac\s*(\{[^{}]*\})\s*" + _TOKEN, r"\\frac\1{\2}"),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\sqrt\s*(\[[^\[\]]*\]|)\s*" + _TOKEN, r"\\sqrt\1{\2}"),
+        (r"[\s.,;:]+(?=\}*$)", ""),
+        (r"^(?:\s|(?:[A-Za-z]\s*)?\\approx(?![A-Za-z])|=)+", ""),
+        (r"\s*\\approx(?![A-Za-z])[^()\[\]]*$", ""),  # the exact value comes first
+        (r"^(?![A-Za-z]\s*=)([^=<>]+)=\s*([A-Za-z])$", r"\2=\1"),
+    )
+]
+
+# What may differ between two equal strings after that.
+_KEY_REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\text\{([^{}]*)\}", r"\1"),
+        (r"\\[%$]|\$", ""),
+        (r"\\frac\{([\d.]+)\\pi\}\{180\}", r"\1"),
+        (r"([\^_])\{(\w)\}", r"\1\2"),
+        (r"(?<!\d)\s+|\s+(?!\d)", ""),
+    )
+]
+
+# Two answers in different units of this list are different; a unit that is not in it is ignored.
+_UNIT_NAMES = (
+    "mm millimeter, cm centimeter, m meter metre, km kilometer, in inch inche, ft foot feet, yd yard, mi mile, "
+    "acre, ml milliliter, l liter litre, gal gallon, mg milligram, g gm gram, kg kilogram, oz ounce, lb pound, "
+    "s sec second, min minute, h hr hour, day, week, month, year yr, mph milesperhour, kph kilometersperhour, "
+    "degree deg, rad radian, dollar usd, cent, euro, am, pm"
+)
+_UNITS = {alias: names.split()[0] for names in _UNIT_NAMES.split(",") for alias in names.split()}
+_POWERS = {"": "", "sq": "^2", "square": "^2", "cu": "^3", "cubic": "^3"}
+_UNIT = re.compile(r"(?P<power>square|sq|cubic|cu|)(?P<name>[a-z]+)")
+# Without `\text`, the word must be known or, as in `8 meals`, long: `2 ab` may be a product. A value has a digit or π
+# in it and no text: the last word of `\text{A} \text{ and } \text{B}` is no unit.
+_SHORT_UNITS = "|".join(alias for alias in _UNITS if len(alias) > 1) + r"|[ap]\.m"
+_WITH_UNIT = re.compile(
+    r"(?P<value>(?=(?:(?!\\text).)*?(?:\d|\\pi))(?:(?!\\text).)*[\w})])"
+    r"(?:\s*\\text\{(?P<text>[^{}]*)\}"
+    r"|(?:(?<=[\d})])|(?<=\\pi))(?:\s+(?P<word>(?:sq\.?\s+)?[A-Za-z]{4}[A-Za-z.\s]*)"
+    rf"|\s*(?P<short>(?:(?:sq|cu)\.?\s*)?(?:{_SHORT_UNITS})s?)))"
+    r"\s*(?:\^\s*\{?\s*(?P<power>[23])\s*\}?)?",
+    re.DOTALL,
+)
+_DECIMAL = re.compile(r"-?\d*\.\d+")
+_DECIMAL_COMMA = re.compile(r"^(-?\d+),(\d{1,2}|\d{4,})$")  # but `1,234` is a thousand
+_DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?")
+_BASE = re.compile(r"(-?[\dA-F.]+)\s*_\s*\{?\s*(\d+)\s*\}?")
+
+
+def simplify_notation(latex: str) -> str:
+    latex = "" if len(latex) > MAX_ANSWER_LENGTH else latex.translate(_SYMBOLS).strip()
+    for pattern, replacement in _REWRITES:
+        latex = pattern.sub(replacement, latex)
+    return latex
+
+
+def split_unit(latex: str) -> tuple[str, str]:
+    r"""Split `5\text{ cm}^2` into `5` and `cm^2`, `101_2` into `101` and `base 2`; an unknown unit is dropped."""
+    if match := _BASE.fullmatch(latex):
+        return match[1], f"base {match[2]}"
+    unit = "dollar" if r"\$" in latex else ""
+    latex = latex.replace(r"\$", "")
+    if match := _WITH_UNIT.fullmatch(latex):
+        words = match["text"] or match["word"] or match["short"] or ""
+        latex, unit = match["value"], _unit(words, match["power"]) or unit
+    value, degrees = _DEGREES.subn("", latex)
+    return value.strip(), unit or ("degree" if degrees else "")
+
+
+def _unit(words: str, power: str | None) -> str:
+    match = _UNIT.fullmatch(re.sub(r"[\s.]", "", words.lower()))
+    name = match and (_UNITS.get(match["name"]) or _UNITS.get(match["name"].removesuffix("s")))
+    if not match or not name:
+        return ""
+    return f"{name}^{power}" if power else name + _POWERS[match["power"]]
+
+
+def same_string(gold: str, answer: str) -> bool:
+    return bool(_key(gold)) and _key(gold) == _key(answer)
+
+
+def _key(latex: str) -> str:
+    for pattern, replacement in _KEY_REWRITES:
+        latex = pattern.sub(replacement, latex)
+    return latex
+
+
+def read_decimal_comma(answer: str, gold: str) -> str:
+    """Read `0,5` as 0.5 where the gold answer has a decimal point. Elsewhere it may be two numbers."""
+    return _DECIMAL_COMMA.sub(r"\1.\2", answer) if _DECIMAL.fullmatch(gold) else answer
+
+
+def count_primes(latex: str) -> int:
+    """math-verify takes `E'` for `E`. The left side of an equation may be missing."""
+    return len(re.findall(r"(?<=[A-Za-z)'])'|\\prime", latex.rpartition("=")[2]))
