@@ -135,7 +135,8 @@ def _curve(axis: Axes, points: list[tuple[int, float]]):
     window = max(len(values) // 10, 1)
     smooth = np.convolve(values, np.ones(window) / window, mode="valid")
     axis.plot(steps[window - 1 :], smooth, color=_COLOR, linewidth=1.8, label=f"mean of {window}")
-    axis.legend(loc="best", frameon=False)
+    if window > 1:
+        axis.legend(loc="best", frameon=False)
 
 
 def _validation_curve(axis: Axes, log: list[Row]):
