@@ -38,7 +38,8 @@ def execute(path: Path, folder: Path = FOLDER, **parameters) -> NotebookNode:
         place = next(i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
         lines = "\n".join(f"{name} = {value!r}" for name, value in parameters.items())
         notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(lines))
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, tells how it looked for one
+    # What would be stored for nobody: progress that is over, and how DeepSpeed, where installed, looked for a GPU.
+    os.environ.update(TQDM_DISABLE="1", DS_ACCELERATOR="cpu")
     NotebookClient(
         notebook,
         timeout=1800,
