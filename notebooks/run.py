@@ -38,15 +38,15 @@ def execute(path: Path, folder: Path = FOLDER, **parameters) -> NotebookNode:
         place = next(i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
         lines = "\n".join(f"{name} = {value!r}" for name, value in parameters.items())
         notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(lines))
-    # What would be stored for nobody: progress that is over, and how DeepSpeed, where installed, looked for a GPU.
-    os.environ.update(TQDM_DISABLE="1", DS_ACCELERATOR="cpu")
+    # Nobody wants stored: progress that is over, and how DeepSpeed, where it is installed, looked for a GPU.
+    quiet = {"TQDM_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
     NotebookClient(
         notebook,
         timeout=1800,
         record_timing=False,
         coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
-    ).execute()
+    ).execute(env={**os.environ, **quiet})
     notebook.metadata.pop("widgets", None)  # dead without their kernel
     return notebook
 
