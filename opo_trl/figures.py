@@ -86,11 +86,39 @@ def _write(figure: Figure, path: Path):
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
+def draw_progress(log: list[Row], max_steps: int) -> Figure:
+    """
+    Draw how far a training has come: reward, entropy, χ² and gradient response efficiency.
+
+    Args:
+        log (`list[dict]`):
+            The entries logged so far, such as a trainer's `state.log_history`.
+        max_steps (`int`):
+            Optimizer steps of the whole training.
+
+    Returns:
+        `matplotlib.figure.Figure`: four panels over optimizer steps, to be closed by the caller.
+    """
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(2, 2, figsize=(9, 5), layout="constrained")
+        shown = [panel for panel in _PANELS if panel[1] != "grad_norm"]
+        for axis, (title, metric, chosen) in zip(axes.flat, shown, strict=True):
+            _curve(axis, _points(log, metric, chosen))
+            axis.set(title=title, xlim=(0, max_steps))
+        for axis in axes[-1]:
+            axis.set_xlabel("optimizer step")
+    return figure
+
+
+def _points(log: list[Row], metric: str, chosen: Callable[[Row], bool]) -> list[tuple[int, float]]:
+    return [(row["step"], row[metric]) for row in log if row.get(metric) is not None and chosen(row)]
+
+
 def _training_figure(log: list[Row]) -> Figure:
     figure, axes = plt.subplots(2, 3, figsize=(11, 5.5), layout="constrained")
     reward, validation, *others = axes.flat
     for axis, (title, metric, chosen) in zip([reward, *others], _PANELS, strict=True):
-        _curve(axis, [(row["step"], row[metric]) for row in log if row.get(metric) is not None and chosen(row)])
+        _curve(axis, _points(log, metric, chosen))
         axis.set_title(title)
     _validation_curve(validation, log)
     for axis in axes[-1]:
@@ -107,7 +135,8 @@ def _curve(axis: Axes, points: list[tuple[int, float]]):
     window = max(len(values) // 10, 1)
     smooth = np.convolve(values, np.ones(window) / window, mode="valid")
     axis.plot(steps[window - 1 :], smooth, color=_COLOR, linewidth=1.8, label=f"mean of {window}")
-    axis.legend(loc="best", frameon=False)
+    if window > 1:
+        axis.legend(loc="best", frameon=False)
 
 
 def _validation_curve(axis: Axes, log: list[Row]):

@@ -2,7 +2,8 @@
 Hook of the site: links that leave `docs/` work there as they do in the repository.
 
 The README is the site's home. Any other file of the repository that a page refers to becomes a part of the site, under
-`repository/`: Markdown as a page, whose links are followed in turn, images as they are, and text as a listing.
+`repository/`: Markdown as a page, whose links are followed in turn, images and notebooks as they are, and text as a
+listing.
 """
 
 import os
@@ -15,7 +16,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 HOME = "README.md"
 ELSEWHERE = "repository/"
-IMAGES = {".png", ".svg"}
+COPIED = {".png", ".svg", ".ipynb"}
 
 # The target of a link or image, less its anchor; not one with a scheme, nor an anchor alone.
 _TARGET = re.compile(r"(?<=\]\()(?![a-z]+:|#)(?P<path>[^)#\s]+)")
@@ -62,7 +63,7 @@ def _uri(path: Path) -> str:
         return path.relative_to(ROOT / "docs").as_posix()
     if path == ROOT / HOME:
         return HOME
-    listing = "" if path.suffix in IMAGES | {".md"} else ".md"
+    listing = "" if path.suffix in COPIED | {".md"} else ".md"
     return f"{ELSEWHERE}{path.relative_to(ROOT).as_posix()}{listing}"
 
 
@@ -73,7 +74,7 @@ def _source(uri: str) -> Path:
 
 
 def _file(path: Path, config) -> File:
-    if path.suffix in IMAGES | {".md"}:
+    if path.suffix in COPIED | {".md"}:
         return File.generated(config, _uri(path), abs_src_path=str(path))
     name = path.relative_to(ROOT).as_posix()
     text = path.read_text(encoding="utf-8")

@@ -1,0 +1,76 @@
+"""Notebooks run from top to bottom, teach what they say, and are stored as they ran."""
+
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+
+FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+sys.path.insert(0, str(FOLDER))
+
+from run import execute  # noqa: E402
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def text_of(notebook) -> str:
+    """Everything that the cells put out as text."""
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    return "\n".join(o.get("text") or o.get("data", {}).get("text/markdown", "") for o in outputs)
+
+
+def pictures(notebook) -> int:
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def test_fine_tuning_teaches_and_its_merged_model_answers(tmp_path):
+    notebook = execute(FOLDER / "opo_finetune_colab.ipynb", tmp_path, SETTING="cpu")
+    text = text_of(notebook)
+    assert "setting: cpu" in text
+    [row] = re.findall(r"^\| accuracy, .*$", text, re.MULTILINE)
+    (_, before_high), (after_low, _) = re.findall(r"\[([\d.]+)%, ([\d.]+)%\]", row)
+    assert float(after_low) > float(before_high) + 10
+    assert pictures(notebook) == 1  # the curves, drawn anew in one place
+    assert "reward [1.0]" in text
+    assert (tmp_path / "runs/opo_finetune_cpu/merged/model.safetensors").is_file()
+
+
+def test_comparison_reports_on_both_methods(tmp_path):
+    recipes = str(FOLDER.parent / "recipes/arithmetic/experiment1")
+    small = {"SEEDS": [1], "STEPS": 2, "PROBLEMS": 8, "OUTPUT": "out"}
+    notebook = execute(FOLDER / "opo_vs_grpo.ipynb", tmp_path, RECIPES=recipes, **small)
+    text = text_of(notebook)
+    for name in ("loss_type", "alpha"):
+        assert f"| `{name}` |" in text
+    for method in ("opo", "grpo"):
+        assert re.search(rf"^\| {method} \|.*\d", text, re.MULTILINE), method
+    assert pictures(notebook) >= 5
+
+
+def test_geometry_runs(tmp_path):
+    notebook = execute(FOLDER / "geometry_of_opo.ipynb", tmp_path)
+    assert pictures(notebook) == 6
+    assert "needed is 1 − min ω = 0.90" in text_of(notebook)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_is_stored_is_one_run_from_top_to_bottom(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert [cell.execution_count for cell in code_cells(notebook)] == list(range(1, len(code_cells(notebook)) + 1))
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            assert output.output_type != "error"
+            assert output.get("name") != "stderr", output.text
+    assert pictures(notebook)
+    assert not re.search(r"/(home|root|tmp|work|usr|Users)/|[Ww]arning", text_of(notebook))
+    assert notebook.metadata.keys() == {"kernelspec", "language_info"}
+    assert {key for cell in notebook.cells for key in cell.metadata} <= {"tags"}
