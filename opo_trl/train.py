@@ -36,6 +36,8 @@ from .checkpoint import resolve as find_checkpoint
 from .config import RolloutConfig
 from .data import INSTRUCTION, drop_long_prompts, load_problems, to_prompts, without_overlap
 from .evaluate import Decoding, evaluate
+from .plan import training_plan
+from .report import write_report
 from .rewards import accuracy_reward, format_reward
 from .rollout_trainer import RolloutTrainer
 from .scoring import IsolatedReward
@@ -420,6 +422,8 @@ def run(trainer: RolloutTrainer, script: OPOScriptArguments, data: Data, checkpo
         if is_main:
             run_folder.write_json(folder / run_folder.SUMMARY, summary)
     trainer.accelerator.print(format_report(summary["before"]))
+    if is_main:
+        (folder / run_folder.PLAN).write_text(training_plan(trainer) + "\n")
     started = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     summary |= {
@@ -435,16 +439,6 @@ def run(trainer: RolloutTrainer, script: OPOScriptArguments, data: Data, checkpo
         trainer.push_to_hub(dataset_name=script.dataset_name)
     trainer.end()
     return summary
-
-
-def _draw_figures(folder: Path):
-    try:
-        from .figures import draw_run
-    except ImportError:
-        print("No figures: matplotlib is not installed. `pip install 'opo_trl[figures]'`, then `opo-trl figures DIR`.")
-        return
-    draw_run(folder)
-    print(f"Figures in {folder / 'figures'}, model in {folder}")
 
 
 # What selects problems; a data set that comes with its own prompts is taken as it is.
@@ -511,9 +505,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"opo-trl train: error: {error}", file=sys.stderr)
         return 2
     trainer = make_trainer(script, args, model_config, data, reward_funcs)
-    run(trainer, script, data, checkpoint)
-    if args.process_index == 0:
-        _draw_figures(Path(args.output_dir))
+    try:
+        run(trainer, script, data, checkpoint)
+    finally:  # a run that ends with an error is the one to read about
+        if args.process_index == 0:
+            print(f"Report: {write_report(Path(args.output_dir))}")
     return 0
 
 

@@ -3,6 +3,7 @@
 import difflib
 import operator
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accelerate.logging import get_logger
@@ -51,6 +52,13 @@ class Watch:
                 "'stop if opo/chi2 > 2', with any metric of the log."
             ) from None
 
+    def fires(self, entry: Mapping[str, float]) -> bool:
+        """Whether this entry of the log, the next one, is the third in a row that is beyond the bound."""
+        if self.metric not in entry:
+            return False
+        self.in_a_row = self.in_a_row + 1 if self.beyond(entry[self.metric], self.bound) else 0
+        return self.in_a_row == _ENTRIES_IN_A_ROW
+
 
 class Watches(TrainerCallback):
     """
@@ -76,9 +84,10 @@ class Watches(TrainerCallback):
             control.should_training_stop = control.should_save = True
 
     def _fires(self, watch: Watch, logs: dict[str, float]) -> bool:
-        if watch.metric not in logs:
-            if watch.without >= 0 and "grad_norm" in logs:
-                watch.without += 1
+        if watch.metric in logs:
+            watch.without = -1
+        elif watch.without >= 0 and "grad_norm" in logs:
+            watch.without += 1
             if watch.without == _ENTRIES_WITHOUT:
                 watch.without = -1
                 near = ", ".join(difflib.get_close_matches(watch.metric, logs, n=3, cutoff=0.3)) or "none"
@@ -86,7 +95,4 @@ class Watches(TrainerCallback):
                     f"Watch '{watch.text}': the first {_ENTRIES_WITHOUT} entries of the log have no {watch.metric!r}. "
                     f"The nearest metrics: {near}."
                 )
-            return False
-        watch.without = -1
-        watch.in_a_row = watch.in_a_row + 1 if watch.beyond(logs[watch.metric], watch.bound) else 0
-        return watch.in_a_row == _ENTRIES_IN_A_ROW
+        return watch.fires(logs)
