@@ -1,8 +1,8 @@
 """
 The diagnostics of a run: what is healthy, what it means not to be, and what to try then.
 
-One table. The bounds tell a run that learns from runs that were broken on purpose; none is a law. The facts that bounds
-and sentences refer to are the attributes of [`verdicts.Facts`].
+One table. The bounds tell a run that learns from runs that were broken on purpose; none is a law. Bounds and sentences
+refer to facts of a metric, the attributes of [`verdicts.Facts`].
 """
 
 from collections.abc import Mapping
@@ -77,9 +77,9 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
             high=Bound(
                 0.9,
                 "held {last:.0%} of completions at the end, which teach nothing",
-                "Where the reward is high, the problems are solved: take harder ones (`levels`). Where it is low, take "
-                "easier ones, or more completions per prompt (`num_generations`). `max_sampling_rounds` replaces such "
-                "groups.",
+                "Where the reward is high, the problems are solved: take harder ones (`levels`). Where it is low, "
+                "take easier ones, or more completions per prompt (`num_generations`). `max_sampling_rounds` replaces "
+                "such groups.",
             ),
         ),
         Diagnostic(

@@ -137,7 +137,7 @@ def _spark(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _samples(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first validation problems, each with its completions after some of the validations, first and last included."""
+    """The first validation problems, each with its completions of some validations, first and last included."""
     steps = sorted({row["step"] for row in rows})
     last = len(steps) - 1
     shown = {steps[round(i * last / (_TIMES - 1))] for i in range(_TIMES)} if steps else set()

@@ -63,7 +63,7 @@ class Facts:
         self.most, self.total = max(values), sum(values)
         self.share = self.total / generated
         self.over_fresh = _ratio(self.median, float(np.median(fresh))) if len(fresh) else math.nan
-        self.change, self.margin = _trend(values)
+        self.change, self.margin = trend(values)
         self.rise = _ratio(self.change, self.margin)
 
 
@@ -72,15 +72,16 @@ def _ratio(value: float, other: float) -> float:
     return value / other if other else math.copysign(math.inf, value) if value else 0.0
 
 
-def _trend(values: Sequence[float]) -> tuple[float, float]:
+def trend(values: Sequence[float]) -> tuple[float, float]:
     """Change along a straight line from the first value to the last, and half of its 95 % t interval."""
     n = len(values)
     if n < _FEWEST_OF_A_TREND:
         return math.nan, math.nan
-    x = np.linspace(-0.5, 0.5, n)
-    slope = x @ np.array(values) / (x @ x)
-    error = math.sqrt(float(np.sum((values - np.mean(values) - slope * x) ** 2)) / (n - 2) / (x @ x))
-    return float(slope), t_quantile(0.975, n - 2) * error
+    x, y = np.linspace(-0.5, 0.5, n), np.array(values)
+    slope = float(x @ y / (x @ x))
+    residuals = y - y.mean() - slope * x
+    error = math.sqrt(float(residuals @ residuals) / (n - 2) / float(x @ x))
+    return slope, t_quantile(0.975, n - 2) * error
 
 
 def judge(log: Sequence[Row], settings: Row) -> list[Verdict]:
