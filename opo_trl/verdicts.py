@@ -78,6 +78,8 @@ def trend(values: Sequence[float]) -> tuple[float, float]:
     if n < _FEWEST_OF_A_TREND:
         return math.nan, math.nan
     x, y = np.linspace(-0.5, 0.5, n), np.array(values)
+    if np.ptp(y) == 0:
+        return 0.0, 0.0  # where rounding would leave a slope
     slope = float(x @ y / (x @ x))
     residuals = y - y.mean() - slope * x
     error = math.sqrt(float(residuals @ residuals) / (n - 2) / float(x @ x))
