@@ -3,8 +3,10 @@ The `opo-trl` command.
 
     opo-trl train --config recipes/R.yaml [--accelerate_config X] [--field value] [--num_processes 4 …]
     opo-trl compare RECIPE_OR_RUN … [--seeds 1 2 3] --output FOLDER
+    opo-trl report RUN_FOLDER
     opo-trl figures RUN_FOLDER
     opo-trl figures saturation [--output FILE]
+    opo-trl env
 
 `opo_trl.errors` says what the exit status means; `--debug` shows the traceback of an error as well.
 """
@@ -33,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures.add_argument("subject", help="folder of a run, or `saturation`")
     figures.add_argument("--output", type=Path, default=Path("saturation.png"), help="file of the saturation figure")
     figures.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    report = commands.add_parser("report", help="write the report of a run again, finished or not")
+    report.add_argument("folder", type=Path, help="folder of a run")
+    commands.add_parser("env", help="print what a bug report needs")
     arguments, _ = parser.parse_known_args(argv[:1] if argv[:1] in (["train"], ["compare"]) else argv)
     try:
         if arguments.command == "train":
@@ -41,6 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .compare import main as compare
 
             return compare(argv[1:])
+        if arguments.command == "report":
+            from .report import write_report
+
+            print(write_report(arguments.folder))
+            return 0
+        if arguments.command == "env":
+            from .environment import describe
+
+            print(describe())
+            return 0
         return _figures(arguments.subject, arguments.output)
     except (ValueError, ImportError) as error:
         return refuse(f"opo-trl {arguments.command}", error, debug="--debug" in argv)

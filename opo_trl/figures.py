@@ -68,7 +68,7 @@ def draw_run(folder: Path) -> list[Path]:
         if timed := [row for row in log if "opo/time/update" in row]:
             figures["time"] = _time_figure(timed)
         summary = read_json(folder / SUMMARY)
-        if "after" in summary:
+        if summary.get("after"):
             figures["accuracy"] = _accuracy_figure(summary)
         return [path for name, figure in figures.items() for path in _save(figure, folder / "figures" / name)]
 

@@ -5,11 +5,13 @@ A run's folder: what was asked for, what it ran on, what happened, and what came
     settings.json        every setting with its resolved value
     environment.json     main versions, hardware, seed, git commit, command
     requirements.txt     all versions, as `pip install -r` takes them
+    plan.txt             the plan printed when training started
     log.jsonl            one line per logged step: all metrics
     completions.jsonl    completions of the validation problems, as training went on
     summary.json         accuracies before and after, with intervals
     figures/             drawn from log.jsonl and summary.json
     _lock                locked while a run writes here; holds its process and machine
+    report.html          all of it for reading: plan, accuracies, curves, diagnostics, completions
     checkpoint-*/, model.safetensors, …   as Transformers saves them
 """
 
@@ -34,7 +36,7 @@ from packaging.utils import canonicalize_name
 
 RECIPE, SETTINGS, ENVIRONMENT = "recipe.yaml", "settings.json", "environment.json"
 REQUIREMENTS = "requirements.txt"
-LOG, COMPLETIONS, SUMMARY = "log.jsonl", "completions.jsonl", "summary.json"
+PLAN, LOG, COMPLETIONS, SUMMARY = "plan.txt", "log.jsonl", "completions.jsonl", "summary.json"
 LOCK = "_lock"  # files whose names begin so are not pushed to the Hub
 
 _PACKAGES = (
@@ -48,6 +50,8 @@ _PACKAGES = (
     "deepspeed",
     "vllm",
     "math-verify",
+    "matplotlib",
+    "bitsandbytes",
 )
 
 
@@ -149,7 +153,7 @@ def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapp
     """Write `recipe.yaml`, `settings.json`, `environment.json` and `requirements.txt`."""
     (folder / RECIPE).write_text(yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True))
     write_json(folder / SETTINGS, settings)
-    write_json(folder / ENVIRONMENT, {"seed": seed, "command": sys.argv, **_environment()})
+    write_json(folder / ENVIRONMENT, {"seed": seed, "command": sys.argv, **environment()})
     (folder / REQUIREMENTS).write_text("".join(f"{line}\n" for line in _requirements()))
 
 
@@ -189,7 +193,8 @@ def rewind(path: Path, step: int) -> None:
     append_lines(path, kept)
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
+    """What a run is made with: commit, Python, platform, devices, and the packages that matter, `None` if absent."""
     return {
         "git_commit": _git_commit(),
         "python": platform.python_version(),

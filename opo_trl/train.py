@@ -35,7 +35,9 @@ from .config import RolloutConfig
 from .data import drop_long_prompts, load_from_hub, load_problems, to_prompts, without_overlap
 from .errors import refuse
 from .evaluate import evaluate
+from .plan import training_plan
 from .recipe import OPOScriptArguments, parse, split
+from .report import write_report
 from .rewards import accuracy_reward, format_reward
 from .rollout import check_enough_prompts
 from .rollout_trainer import RolloutTrainer
@@ -252,6 +254,8 @@ def run(trainer: RolloutTrainer, script: OPOScriptArguments, data: Data, checkpo
         if is_main:
             run_folder.write_json(folder / run_folder.SUMMARY, summary)
     trainer.accelerator.print(format_report(summary["before"]))
+    if is_main:
+        (folder / run_folder.PLAN).write_text(training_plan(trainer) + "\n")
     started = time.perf_counter()
     with StopOnSignal(trainer):
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -268,16 +272,6 @@ def run(trainer: RolloutTrainer, script: OPOScriptArguments, data: Data, checkpo
         trainer.push_to_hub(dataset_name=script.dataset_name)
     trainer.end()
     return summary
-
-
-def _draw_figures(folder: Path):
-    try:
-        from .figures import draw_run
-    except ImportError:
-        print("No figures: matplotlib is not installed. `pip install 'opo_trl[figures]'`, then `opo-trl figures DIR`.")
-        return
-    draw_run(folder)
-    print(f"Figures in {folder / 'figures'}, model in {folder}")
 
 
 # What selects problems; a data set that comes with its own prompts is taken as it is.
@@ -321,9 +315,7 @@ def _check_script(script: OPOScriptArguments, args: RolloutConfig, model_config:
         raise ValueError(f"reward_workers={script.reward_workers} is not allowed. Set `reward_workers` to 0 or more.")
 
 
-def _prepare(
-    argv: Sequence[str],
-) -> tuple[RolloutTrainer, OPOScriptArguments, Data, str | None, AbstractContextManager]:
+def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, Data, str | None, Lock]:
     """
     Everything that comes before the first step, the run's folder last, which stays locked within the last result.
 
@@ -384,8 +376,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(trainer, script, data, checkpoint)
         except RewardError as error:
             return refuse("opo-trl train", error, debug=debug, status=1)
-        if trainer.args.process_index == 0:
-            _draw_figures(Path(trainer.args.output_dir))
+        finally:  # a run that ends with an error is the one to read about
+            if trainer.args.process_index == 0:
+                print(f"Report: {write_report(Path(trainer.args.output_dir))}")
     return 0
 
 

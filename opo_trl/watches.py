@@ -4,6 +4,7 @@ import difflib
 import operator
 import re
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from accelerate.logging import get_logger
@@ -55,6 +56,15 @@ class Watch:
                 "'stop if opo/chi2 > 2', with any metric of the log."
             ) from None
 
+    def fires(self, entry: Mapping[str, float]) -> bool:
+        """Whether with this entry of the log, the next one, too many of the last ones are beyond the bound."""
+        if self.metric not in entry:
+            return False
+        self.recent.append(self.beyond(entry[self.metric], self.bound))
+        fires = not self.fired and sum(self.recent) == _ENTRIES_BEYOND
+        self.fired = fires or (self.fired and any(self.recent))
+        return fires
+
 
 class Watches(TrainerCallback):
     """
@@ -80,9 +90,10 @@ class Watches(TrainerCallback):
             control.should_training_stop = control.should_save = True
 
     def _fires(self, watch: Watch, logs: dict[str, float]) -> bool:
-        if watch.metric not in logs:
-            if watch.without >= 0 and "grad_norm" in logs:
-                watch.without += 1
+        if watch.metric in logs:
+            watch.without = -1
+        elif watch.without >= 0 and "grad_norm" in logs:
+            watch.without += 1
             if watch.without == _ENTRIES_WITHOUT:
                 watch.without = -1
                 near = ", ".join(difflib.get_close_matches(watch.metric, logs, n=3, cutoff=0.3)) or "none"
@@ -90,9 +101,4 @@ class Watches(TrainerCallback):
                     f"Watch '{watch.text}': the first {_ENTRIES_WITHOUT} entries of the log have no {watch.metric!r}. "
                     f"The nearest metrics: {near}."
                 )
-            return False
-        watch.without = -1
-        watch.recent.append(watch.beyond(logs[watch.metric], watch.bound))
-        fires = not watch.fired and sum(watch.recent) == _ENTRIES_BEYOND
-        watch.fired = fires or (watch.fired and any(watch.recent))
-        return fires
+        return watch.fires(logs)

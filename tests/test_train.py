@@ -55,7 +55,13 @@ def test_run_folder_holds_what_was_asked_what_happened_and_what_came_out(run):
         "tokenizer.json",
         "README.md",
         "checkpoint-4",
+        "report.html",
     }
+    assert (run / "plan.txt").read_text().startswith("OPO training plan\n  rollout ")
+    report = (run / "report.html").read_text()
+    assert report.count("data:image/png") == 3
+    for said in ("Finished: 4 optimizer steps", "Escort effective sample size stayed at", "OPO training plan"):
+        assert said in report
     assert {path.name for path in (run / "figures").iterdir()} == {
         f"{name}.{ending}" for name in ("training", "time", "accuracy") for ending in ("png", "svg")
     }
@@ -143,6 +149,21 @@ def test_baseline_runs_from_its_recipe_and_reports_what_opo_does(run, tmp_path):
     after = read_json(tmp_path / "run" / "summary.json")["after"]["Level 4"]["sampled"]
     assert after["pass_at"].keys() == {"1", "2", "4", "8"}
     assert after["pass_at"]["1"] <= after["pass_at"]["8"]
+    report = (tmp_path / "run" / "report.html").read_text()
+    for said in ("Level 4, sampled, pass@8", "frac_reward_zero_std", "Slowest phase"):
+        assert said in report
+    assert "Escort" not in report
+
+
+def unscored_reward(**columns):
+    raise ArithmeticError("no score")
+
+
+def test_run_that_ends_with_an_error_leaves_its_report(tmp_path):
+    options = {"output_dir": tmp_path / "run", "reward_funcs": "test_train.unscored_reward", "report_size": 1}
+    with pytest.raises(ArithmeticError):
+        main(arguments(ARITHMETIC, **options))
+    assert "Nothing has been logged yet." in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_overlong_cache_beyond_the_completion_is_refused(tmp_path, capsys):

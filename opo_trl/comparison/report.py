@@ -1,17 +1,15 @@
 """The report of a comparison: one HTML file that needs no other, the same in Markdown, and the figures beside them."""
 
-import base64
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from .curves import Figure, draw
+from ..pages import render, versions
+from .curves import draw
 from .intervals import Difference, Interval
 from .measures import DECIMALS, LAST_STEPS, SHARE, WINDOW, Comparison
-from .runs import Run, what_differs
+from .runs import what_differs
 
 
 NOTHING = "–"
@@ -41,29 +39,8 @@ def write_report(comparison: Comparison, output: Path, command: str) -> list[Pat
     content = {**describe(comparison), "figures": figures, "command": command}
     paths = [output / "report.html", output / "report.md"]
     for path in paths:
-        path.write_text(_render(f"{path.name}.j2", content), encoding="utf-8")
+        path.write_text(render(f"comparison/{path.name}.j2", content), encoding="utf-8")
     return paths
-
-
-def _render(template: str, content: dict[str, Any]) -> str:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=lambda name: name is not None and ".html" in name,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"embedded": _embedded, "cell": _markdown_cell}
-    return environment.get_template(template).render(content)
-
-
-def _embedded(figure: Figure) -> str:
-    return f"data:image/png;base64,{base64.b64encode(figure.png).decode()}"
-
-
-def _markdown_cell(text: str) -> str:
-    return text.replace("|", r"\|").replace("\n", " ")
 
 
 def describe(comparison: Comparison) -> dict[str, Any]:
@@ -86,10 +63,7 @@ def describe(comparison: Comparison) -> dict[str, Any]:
             "rows": [[name, *values] for name, values in what_differs(comparison.methods)],
         },
         "seeds": _per_seed(comparison, [measure for table in tables for measure in table.measures]),
-        "versions": {
-            "head": ["made with", "version"],
-            "rows": versions([run for runs in comparison.methods.values() for run in runs]),
-        },
+        "versions": versions([run.environment for runs in comparison.methods.values() for run in runs]),
     }
 
 
@@ -181,15 +155,3 @@ def _per_seed(comparison: Comparison, measures: Sequence[str]) -> dict[str, Any]
 
 def _value(value: float | None, measure: str) -> str:
     return NOTHING if value is None else number(value, measure)
-
-
-def versions(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """What the runs were made with, and every value where they differ."""
-    rows = []
-    for run in runs:
-        own = {key: run.environment.get(key) for key in ("git_commit", "python", "platform")}
-        devices = ", ".join(run.environment.get("devices", []))
-        rows.append({**own, "devices": devices, **run.environment.get("packages", {})})
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    values = {name: sorted({str(row.get(name)) for row in rows if row.get(name)}) for name in names}
-    return [(name.replace("git_commit", "commit"), "; ".join(found)) for name, found in values.items() if found]

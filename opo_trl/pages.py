@@ -1,0 +1,54 @@
+"""Pages that are written for people, from the templates beside the modules that fill them."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+
+def render(template: str, content: Mapping[str, Any]) -> str:
+    """
+    Fill a template; what goes into HTML is escaped.
+
+    Args:
+        template (`str`):
+            Path of the template, as seen from this package.
+        content (`dict`):
+            What it refers to; anything that is missing is an error.
+
+    Returns:
+        `str`: the page.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=lambda name: name is not None and ".html" in name,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"embedded": _embedded, "cell": _markdown_cell}
+    return environment.get_template(template).render(content)
+
+
+def _embedded(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def _markdown_cell(text: str) -> str:
+    return text.replace("|", r"\|").replace("\n", " ")
+
+
+def versions(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A table of what runs were made with, from their `environment.json`, and every value where they differ."""
+    rows = []
+    for environment in environments:
+        own = {key: environment.get(key) for key in ("git_commit", "python", "platform")}
+        devices = ", ".join(environment.get("devices", []))
+        rows.append({**own, "devices": devices, **environment.get("packages", {})})
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    values = {name: sorted({str(row.get(name)) for row in rows if row.get(name)}) for name in names}
+    found = [(name.replace("git_commit", "commit"), "; ".join(values[name])) for name in names if values[name]]
+    return {"head": ["made with", "version"], "rows": found}

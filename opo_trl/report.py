@@ -1,0 +1,164 @@
+"""
+The report of a run: one HTML file that needs no other, written when a run ends.
+
+    opo-trl report runs/arithmetic
+
+The same folder gives the same bytes.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .pages import render, versions
+from .run_folder import COMPLETIONS, ENVIRONMENT, LOG, PLAN, RECIPE, SETTINGS, SUMMARY, is_run, read_json, read_lines
+from .verdicts import Verdict, fired, judge
+
+
+REPORT = "report.html"
+
+_CAPTIONS = {
+    "training": "Thin: every entry of the log. Thick: mean over a tenth of the run.",
+    "time": "Seconds of an optimizer step by phase, on average.",
+    "accuracy": "Accuracy before and after training, with 95 % intervals.",
+}
+_PROMPTS, _TIMES = 4, 5  # whose completions are shown, and after how many validations
+_LONGEST = 2000  # characters of a completion
+_SPARK = 100, 24, 2  # width, height and margin of a small curve
+
+
+def write_report(folder: Path) -> Path:
+    """
+    Write `report.html` of a run, finished or not, and its figures.
+
+    Args:
+        folder (`Path`):
+            Folder of the run.
+
+    Returns:
+        `Path`: the file.
+
+    Raises:
+        `ValueError`: the folder holds no run.
+    """
+    if not is_run(folder):
+        raise ValueError(f"{str(folder)!r} holds no {RECIPE}, so it is no run. Pass the folder of a run.")
+    path = folder / REPORT
+    path.write_text(render("report.html.j2", describe(folder)), encoding="utf-8")
+    return path
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """Everything that the report of a run says."""
+    log, settings, summary = read_lines(folder / LOG), read_json(folder / SETTINGS), read_json(folder / SUMMARY)
+    verdicts, watches = judge(log, settings), fired(log, settings)
+    plan = folder / PLAN
+    return {
+        "name": folder.resolve().name,
+        "summary": [_method(settings), _progress(log, settings, summary), _conclusion(verdicts)],
+        "plan": plan.read_text() if plan.exists() else "",
+        "accuracies": _accuracies(summary),
+        "figures": _figures(folder) if log else {},
+        "captions": _CAPTIONS,
+        "verdicts": [{"said": verdict, "curve": _spark(verdict.points)} for verdict in verdicts],
+        "watches": watches,
+        "watching": settings.get("watches") or [],
+        "samples": _samples(read_lines(folder / COMPLETIONS)),
+        "versions": versions([read_json(folder / ENVIRONMENT)]),
+    }
+
+
+def _method(settings: dict[str, Any]) -> str:
+    method = "OPO" if settings.get("trainer") == "opo" else f"TRL's loss “{settings.get('loss_type')}”"
+    levels = ", ".join(settings.get("levels") or [])
+    data = f"{settings.get('dataset_name')}{f' ({levels})' if levels else ''}"
+    return f"{method}, model {settings.get('model_name_or_path')}, data {data}, seed {settings.get('seed')}."
+
+
+def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, Any]) -> str:
+    if "after" in summary:
+        return f"Finished: {summary['optimizer_steps']:,} optimizer steps in {summary['train_seconds']:,.0f} seconds."
+    step = log[-1]["step"] if log else 0
+    wanted = settings.get("max_steps") or 0
+    return (
+        f"Not finished when this was written: {step:,}{f' of {wanted:,}' if wanted > 0 else ''} optimizer steps. "
+        "`opo-trl report` writes it again."
+    )
+
+
+def _conclusion(verdicts: Sequence[Verdict]) -> str:
+    healthy, poor = (sum(verdict.healthy is wanted for verdict in verdicts) for wanted in (True, False))
+    if not verdicts:
+        return "Nothing has been logged yet."
+    return f"{healthy} of {healthy + poor} diagnostics are healthy."
+
+
+def _accuracies(summary: dict[str, Any]) -> dict[str, Any]:
+    """A table with a row for each level and decoding, and one for the most completions of pass@k."""
+    before, after = summary.get("before", {}), summary.get("after", {})
+    rows = []
+    for level, by_decoding in before.items():
+        for decoding, result in by_decoding.items():
+            then = after.get(level, {}).get(decoding)
+            rows.append([f"{level}, {decoding}", *(_interval(each) for each in (result, then))])
+            if "pass_at" in result:
+                k = max(result["pass_at"], key=int)
+                passed = (f"{each['pass_at'][k]:.1%}" if each else "–" for each in (result, then))
+                rows.append([f"{level}, {decoding}, pass@{k}", *passed])
+    return {"head": ["accuracy [95 % interval]", "before", "after"], "rows": rows}
+
+
+def _interval(result: dict[str, Any] | None) -> str:
+    return f"{result['accuracy']:.1%} [{result['low']:.1%}, {result['high']:.1%}]" if result else "–"
+
+
+def _figures(folder: Path) -> dict[str, bytes] | None:
+    """Content of the PNG files by name; `None` where they cannot be drawn."""
+    try:
+        from .figures import draw_run
+    except ImportError:
+        return None
+    return {path.stem: path.read_bytes() for path in draw_run(folder) if path.suffix == ".png"}
+
+
+def _spark(points: Sequence[tuple[float, float]]) -> str:
+    """Points of a polyline through means of the values, as many as there is room for; empty for fewer than two."""
+    if len(points) < 2:
+        return ""
+    width, height, margin = _SPARK
+    size = -(-len(points) // width)
+    values = [value for _, value in points]
+    means = [sum(part) / len(part) for part in (values[i : i + size] for i in range(0, len(values), size))]
+    low, high = min(means), max(means)
+    scale = (height - 2 * margin) / (high - low) if high > low else 0.0
+    base = height - margin if high > low else height / 2
+    step = width / max(len(means) - 1, 1)
+    return " ".join(f"{i * step:.1f},{base - (value - low) * scale:.1f}" for i, value in enumerate(means))
+
+
+def _samples(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first validation problems, each with its completions of some validations, first and last included."""
+    steps = sorted({row["step"] for row in rows})
+    last = len(steps) - 1
+    shown = {steps[round(i * last / (_TIMES - 1))] for i in range(_TIMES)} if steps else set()
+    prompts = list(dict.fromkeys(_text(row["prompt"]) for row in rows))[:_PROMPTS]
+    return [
+        {
+            "prompt": prompt,
+            "rows": [_sample(row) for row in rows if _text(row["prompt"]) == prompt and row["step"] in shown],
+        }
+        for prompt in prompts
+    ]
+
+
+def _sample(row: dict[str, Any]) -> dict[str, Any]:
+    text, reward = _text(row["completion"]), row["reward"]
+    cut = f"{text[:_LONGEST]}\n… {len(text) - _LONGEST:,} more characters" if len(text) > _LONGEST else text
+    return {"step": row["step"], "reward": "unscorable" if reward is None else f"{reward:g}", "completion": cut}
+
+
+def _text(content: Any) -> str:
+    """A prompt or completion, which may be messages."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(message.get("content")) for message in content)
