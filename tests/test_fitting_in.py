@@ -455,8 +455,12 @@ def test_accelerate_configurations_of_trl_are_found_by_name(file):
 # Kernels
 
 
-def test_fused_loss_of_liger_is_refused(tiny_model, tmp_path):
-    """It replaces the model's head, and so the log-probabilities that the loss is made of."""
-    options = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}}
-    with pytest.raises((ValueError, ImportError), match="fused_linear_cross_entropy"):
-        make(tiny_model, tmp_path, **options)
+@pytest.mark.filterwarnings("ignore:`use_liger_kernel=True` is deprecated:FutureWarning")
+def test_liger_leaves_the_head_alone(tiny_model, tmp_path):
+    """Its fused loss would replace the log-probabilities that ours is made of."""
+    assert make(tiny_model, tmp_path, use_liger_kernel=True).args.liger_kernel_config == {
+        "fused_linear_cross_entropy": False
+    }
+    fused = {"fused_linear_cross_entropy": True}
+    with pytest.raises(ValueError, match="fused_linear_cross_entropy"):
+        make(tiny_model, tmp_path, use_liger_kernel=True, liger_kernel_config=fused)

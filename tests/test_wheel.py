@@ -7,11 +7,15 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
 
 import opo_trl
+from opo_trl import trl_contract
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,7 +48,15 @@ def test_wheel_holds_the_package_with_its_data_and_nothing_else(wheel):
     assert {name for name in names if not name.split("/")[0].endswith(".dist-info")} == package
     assert {"opo_trl/py.typed", "opo_trl/arithmetic/base/model.safetensors"} <= package
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert wheel.name.split("-")[1] == opo_trl.__version__
+
+
+def test_version_and_range_are_the_same_wherever_they_are_written(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = Parser().parsestr(archive.read(f"opo_trl-{opo_trl.__version__}.dist-info/METADATA").decode())
+    (trl,) = (r for r in map(Requirement, metadata.get_all("Requires-Dist")) if r.name == "trl" and not r.marker)
+    assert trl.specifier == trl_contract.TESTED_VERSIONS
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == opo_trl.__version__
+    assert f"\n## {opo_trl.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_wheel_trains_in_an_environment_of_its_own(wheel, tmp_path):
