@@ -1,0 +1,466 @@
+"""
+What a user of TRL has beside the trainer works with OPO's as well: loggers, callbacks, rewards, tools, streams, the Hub.
+
+Trackio and wandb are not among the dependencies of the tests; CONTRIBUTING.md says how to run theirs.
+"""
+
+import json
+import re
+import sqlite3
+import sys
+import threading
+from base64 import b64decode
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+import trl
+from accelerate.commands.config.config_args import load_config_from_file
+from datasets import Dataset
+from helpers import PROMPTS, logged, snapshot, without_times
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import make_tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    ProcessorMixin,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from trl import BEMACallback, LogCompletionsCallback
+
+from opo_trl import OPOConfig, OPOTrainer
+from opo_trl.train import find_accelerate_config
+
+
+PLAIN = Dataset.from_dict({"prompt": PROMPTS})
+CHAT = Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in PROMPTS]})
+
+
+def length_reward(completions, **kwargs) -> list[float]:
+    texts = [c if isinstance(c, str) else c[-1].get("content", "") for c in completions]
+    return [len(text) / 8 for text in texts]
+
+
+def make(model, folder: Path, *, dataset=PLAIN, reward_funcs=length_reward, arguments=None, **options) -> OPOTrainer:
+    """A trainer of two optimizer steps, the second off-policy, on completions that the model writes itself."""
+    settings = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 2,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 2,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        **options,
+    }
+    config = OPOConfig(**settings)
+    return OPOTrainer(model, reward_funcs, config, train_dataset=dataset, **(arguments or {}))
+
+
+def train(*arguments, **options) -> OPOTrainer:
+    """[`make`], trained."""
+    trainer = make(*arguments, **options)
+    trainer.train()
+    assert [entry["opo/off_policy_steps"] for entry in logged(trainer)[:2]] == [0, 1]
+    return trainer
+
+
+# Loggers
+
+
+def test_metrics_reach_tensorboard_and_completions_the_terminal(tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    monkeypatch.setenv("COLUMNS", "160")
+    trainer = train(tiny_model, tmp_path, report_to="tensorboard", log_completions=True, num_completions_to_print=3)
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert {f"train/{name}" for name in logged(trainer)[0] if name.startswith("opo/")} <= set(events.Tags()["scalars"])
+    chi2 = [entry["opo/chi2"] for entry in logged(trainer)]
+    assert [event.value for event in events.Scalars("train/opo/chi2")] == pytest.approx(chi2)
+    assert chi2[1] > chi2[0] == 0
+    printed = capsys.readouterr().out
+    assert "Step 2" in printed
+    assert all(column in printed for column in ("Prompt", "Completion", "length_reward", "Advantage"))
+
+
+def test_metrics_reach_wandb_offline(tiny_model, tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", tmp_path), ("WANDB_SILENT", "true")):
+        monkeypatch.setenv(name, str(value))
+    train(tiny_model, tmp_path, report_to="wandb", log_completions=True)
+    wandb.finish()
+    (file,) = tmp_path.rglob("*.wandb")
+    written = file.read_bytes()
+    assert b"train/opo/chi2" in written
+    assert b"completions" in written
+
+
+def test_metrics_reach_trackio(tiny_model, tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    for name, module in list(sys.modules.items()):  # TRL has imported it, and TRACKIO_DIR is read then
+        if name.startswith("trackio") and hasattr(module, "TRACKIO_DIR"):
+            monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+    trainer = train(tiny_model, tmp_path, report_to="trackio", project="opo", log_completions=True)
+    (file,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(file) as database:
+        rows = [json.loads(row) for (row,) in database.execute("SELECT metrics FROM metrics ORDER BY id")]
+    chi2 = [row["train/opo/chi2"] for row in rows if "train/opo/chi2" in row]
+    assert chi2 == pytest.approx([entry["opo/chi2"] for entry in logged(trainer)])
+
+
+# Callbacks
+
+
+def test_callbacks_of_trl_act(tiny_model, tmp_path):
+    bema = BEMACallback(update_freq=1)
+    trainer = make(tiny_model, tmp_path, arguments={"callbacks": [bema], "eval_dataset": CHAT.select(range(2))})
+    completions = LogCompletionsCallback(trainer, freq=1)
+    trainer.add_callback(completions)
+    initial = snapshot(trainer.model)
+    trainer.train()
+    assert [row[0] for row in completions.table] == ["1", "1", "2", "2"]
+    averaged = AutoModelForCausalLM.from_pretrained(tmp_path / "bema").state_dict()
+    for name, parameter in trainer.model.named_parameters():
+        assert not torch.equal(averaged[name], parameter)
+        assert not torch.equal(averaged[name], initial[name])
+
+
+# Rewards and prompts
+
+
+@pytest.mark.parametrize("dataset", [PLAIN, CHAT], ids=["plain", "conversational"])
+def test_reward_model_and_function_with_weights(tiny_model, tmp_path, dataset):
+    config = AutoConfig.from_pretrained(tiny_model, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "judge")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "judge")
+    trainer = train(
+        tiny_model,
+        tmp_path,
+        dataset=dataset,
+        reward_funcs=[str(tmp_path / "judge"), length_reward],
+        reward_weights=[0.5, 2.0],
+    )
+    first = logged(trainer)[0]
+    judged, length = first["rewards/judge/mean"], first["rewards/length_reward/mean"]
+    assert judged != 0
+    assert length > 0
+    assert first["reward"] == pytest.approx(0.5 * judged + 2 * length)
+    assert first["grad_norm"] > 0
+
+
+def test_stream_is_trained_on_as_its_rows_would_be(tiny_model, tmp_path):
+    """A rollout for each optimizer step, so that the order counts."""
+    options = {"shuffle_dataset": False, "steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 4}
+    stream, rows = (
+        train(tiny_model, tmp_path, dataset=dataset, **options) for dataset in (CHAT.to_iterable_dataset(), CHAT)
+    )
+    for of_stream, of_rows in zip(logged(stream), logged(rows), strict=True):
+        del of_stream["epoch"], of_rows["epoch"]  # a stream does not know how long it is
+        assert without_times(of_stream) == without_times(of_rows)
+
+
+# Tools
+
+
+def add(a: int, b: int) -> int:
+    """
+    Add two numbers.
+
+    Args:
+        a: one number.
+        b: the other.
+
+    Returns:
+        Their sum.
+    """
+    return a + b
+
+
+class Sums:
+    """An environment that offers a tool, and scores what was done with it."""
+
+    def reset(self, **kwargs):
+        self.calls = []
+
+    def add(self, a: int, b: int) -> int:
+        """
+        Add two numbers.
+
+        Args:
+            a: one number.
+            b: the other.
+
+        Returns:
+            Their sum.
+        """
+        self.calls.append((a, b))
+        return a + b
+
+    def get_reward(self) -> float:
+        return float(len(self.calls))
+
+
+SUM = Dataset.from_dict({"prompt": [[{"role": "user", "content": "2+3"}]] * 4})
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+
+
+@pytest.fixture(scope="module")
+def caller(tiny_model, tmp_path_factory) -> str:
+    """Folder of a model that has learned by heart to call `add`, and to say what it returns."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    model.resize_token_embeddings(len(tokenizer))
+    turns = [
+        *SUM[0]["prompt"],
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "name": "add", "content": "5"},
+        {"role": "assistant", "content": "5"},
+    ]
+
+    def rendered(number: int) -> list[int]:
+        prompt = number in (1, 3)
+        return tokenizer.apply_chat_template(
+            turns[:number], tools=[add], add_generation_prompt=prompt, return_dict=False
+        )
+
+    tokens = rendered(4)
+    labels = torch.tensor([tokens])
+    for start, end in ((0, len(rendered(1))), (len(rendered(2)), len(rendered(3)))):
+        labels[:, start:end] = -100
+    torch.manual_seed(0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(200):
+        loss = model(torch.tensor([tokens]), labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if loss < 0.005:
+            break
+    model.config.max_position_embeddings = 1024  # TRL drops a tool's result that would not fit
+    folder = tmp_path_factory.mktemp("caller")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["tool", "environment"])
+def test_tools_and_environments(caller, tmp_path, kind):
+    conversations = []
+
+    def reward(completions, **kwargs) -> list[float]:
+        conversations.extend(completions)
+        return [float(i % 2) for i in range(len(completions))]
+
+    arguments = {"tools": [add]} if kind == "tool" else {"environment_factory": Sums}
+    options = {"max_completion_length": 200, "learning_rate": 1e-4}
+    trainer = train(caller, tmp_path, dataset=SUM, reward_funcs=reward, arguments=arguments, **options)
+    first = logged(trainer)[0]
+    assert first["tools/call_frequency"] > 0.8
+    assert first["grad_norm"] > 0
+    turns = [{"role": "tool", "name": "add", "content": "5"}, {"role": "assistant", "content": "5"}]
+    assert [conversation[1:] for conversation in conversations].count(turns) > 6
+    if kind == "environment":
+        assert first["rewards/Sums/mean"] == first["tools/call_frequency"]
+    else:
+        assert "rewards/Sums/mean" not in first
+
+
+# Images
+
+
+class ImageProcessor(Qwen2_5_VLProcessor):
+    """Without videos, whose processor needs torchvision."""
+
+    def __init__(self, image_processor, tokenizer, chat_template=None):
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+        for name in ("image", "video"):
+            token = f"<|{name}_pad|>"
+            setattr(self, f"{name}_token", token)
+            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+
+
+IMAGE_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% for c in m['content'] %}{{ c['text'] if c['type'] == 'text' else '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def vision_model() -> tuple[Qwen2_5_VLForConditionalGeneration, ImageProcessor]:
+    tokenizer = make_tokenizer()
+    special = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    start, end, image, video = tokenizer.convert_tokens_to_ids(special)
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "fullatt_block_indexes": [0],
+        },
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        image_token_id=image,
+        video_token_id=video,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    images = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=4 * 28 * 28)
+    return model, ImageProcessor(images, tokenizer, chat_template=IMAGE_TEMPLATE)
+
+
+def test_images_of_several_sizes(tmp_path):
+    """Each row's patches stay with it, however the rows are cut: the same gradients, and the vision tower learns."""
+    sizes = [(28, 28), (56, 28), (56, 56), (28, 56)]
+    colours = ["red", "green", "blue", "white"]
+    images = [Image.new("RGB", size, colour) for size, colour in zip(sizes, colours, strict=True)]
+    ask = [{"role": "user", "content": "Which colour?"}]
+    dataset = Dataset.from_list([{"prompt": ask, "image": image} for image in images])
+    trainers = []
+    for planned in (True, False):
+        model, processor = vision_model()
+        initial = snapshot(model)
+        arguments = {"processing_class": processor}
+        trainers.append(
+            train(
+                model,
+                tmp_path,
+                dataset=dataset,
+                arguments=arguments,
+                plan_micro_batches=planned,
+                gradient_accumulation_steps=2,
+                steps_per_generation=4,
+            )
+        )
+        moved = {name for name, value in snapshot(model).items() if not torch.equal(value, initial[name])}
+        assert any("visual" in name for name in moved)
+    norms = [[entry["grad_norm"] for entry in logged(trainer)] for trainer in trainers]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert min(norms[0]) > 0
+
+
+# The Hub
+
+
+class Hub(ThreadingHTTPServer):
+    """A hub on this machine that takes every file of a commit, and keeps what it was sent."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _HubHandler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.requests: list[tuple[str, str]] = []
+        self.files: dict[str, bytes] = {}
+
+
+class _HubHandler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.requests.append((self.command, self.path))
+        lines = [json.loads(line) for line in body.splitlines()]
+        if self.path == "/api/repos/create":
+            self.answer({"url": f"{self.server.url}/{lines[0]['organization']}/{lines[0]['name']}"})
+        elif "/preupload/" in self.path:
+            paths = [file["path"] for file in lines[0]["files"]]
+            self.answer({"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths]})
+        elif "/commit/" in self.path:
+            files = [line["value"] for line in lines if line["key"] == "file"]
+            self.server.files.update({file["path"]: b64decode(file["content"]) for file in files})
+            self.answer({"commitUrl": f"{self.server.url}/me/opo-test/commit/0", "commitOid": "0" * 40})
+        else:
+            self.answer({})
+
+    def do_GET(self):
+        self.server.requests.append((self.command, self.path))
+        self.answer({"id": "me/opo-test", "sha": "0" * 40, "siblings": []})
+
+    def answer(self, content: dict):
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch) -> Iterator[Hub]:
+    server = Hub()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+
+
+def test_model_is_pushed_to_the_hub_when_asked(tiny_model, tmp_path, hub):
+    train(tiny_model, tmp_path / "not", save_strategy="steps", save_steps=2)
+    assert not any(method == "POST" for method, _ in hub.requests)
+    options = {"push_to_hub": True, "hub_model_id": "me/opo-test", "hub_token": "hf_none"}
+    trainer = train(tiny_model, tmp_path / "pushed", **options)
+    trainer.push_to_hub()
+    assert hub.files.keys() >= {"README.md", "model.safetensors", "tokenizer.json", "training_args.bin"}
+    assert hub.files["model.safetensors"] == (tmp_path / "pushed" / "model.safetensors").read_bytes()
+    card = hub.files["README.md"].decode()
+    assert re.search(r"^- opo$", card, re.MULTILINE)
+    assert "2601.12415" in card
+
+
+# Launching
+
+
+@pytest.mark.parametrize("file", sorted((Path(trl.__file__).parent / "accelerate_configs").glob("*.yaml")), ids=str)
+def test_accelerate_configurations_of_trl_are_found_by_name(file):
+    found = find_accelerate_config(file.stem, recipe_path=None)
+    assert found == str(file)
+    assert load_config_from_file(found).num_processes >= 1
+
+
+# Kernels
+
+
+@pytest.mark.filterwarnings("ignore:`use_liger_kernel=True` is deprecated:FutureWarning")
+def test_liger_leaves_the_head_alone(tiny_model, tmp_path):
+    """Its fused loss would replace the log-probabilities that ours is made of."""
+    assert make(tiny_model, tmp_path, use_liger_kernel=True).args.liger_kernel_config == {
+        "fused_linear_cross_entropy": False
+    }
+    fused = {"fused_linear_cross_entropy": True}
+    with pytest.raises(ValueError, match="fused_linear_cross_entropy"):
+        make(tiny_model, tmp_path, use_liger_kernel=True, liger_kernel_config=fused)

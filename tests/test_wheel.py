@@ -1,0 +1,95 @@
+"""What somebody gets who installs the package and has no checkout: the wheel, in an environment of its own."""
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+import opo_trl
+from opo_trl import trl_contract
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built from a copy, as setuptools would take what an earlier build left in the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT / "opo_trl", folder / "source" / "opo_trl", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "source")
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", folder)
+    run(sys.executable, "-m", "pip", "wheel", *options, folder / "source")
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def run(*command, cwd: Path | None = None) -> str:
+    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_wheel_holds_the_package_with_its_data_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    source = wheel.parent / "source"
+    package = {str(path.relative_to(source)) for path in (source / "opo_trl").rglob("*") if path.is_file()}
+    assert {name for name in names if not name.split("/")[0].endswith(".dist-info")} == package
+    assert {"opo_trl/py.typed", "opo_trl/arithmetic/base/model.safetensors"} <= package
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_version_and_range_are_the_same_wherever_they_are_written(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = Parser().parsestr(archive.read(f"opo_trl-{opo_trl.__version__}.dist-info/METADATA").decode())
+    (trl,) = (r for r in map(Requirement, metadata.get_all("Requires-Dist")) if r.name == "trl" and not r.marker)
+    assert trl.specifier == trl_contract.TESTED_VERSIONS
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == opo_trl.__version__
+    assert f"\n## {opo_trl.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_wheel_trains_in_an_environment_of_its_own(wheel, tmp_path):
+    """Dependencies are those of this environment, the package is the wheel's."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel)
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    recipe = {
+        "model_name_or_path": "arithmetic",
+        "dataset_name": "arithmetic",
+        "reward_funcs": ["arithmetic_reward"],
+        "prompt_style": "plain",
+        "levels": ["Level 1"],
+        "output_dir": "run",
+        "max_steps": 1,
+        "num_generations": 4,
+        "per_device_train_batch_size": 4,
+        "max_completion_length": 8,
+        "report_size": 4,
+        "validation_size": 4,
+        "dtype": "float32",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    command = (packages.parents[2] / "bin" / "opo-trl", "train", "--config", "recipe.yaml")
+    run("env", "-u", "PYTHONPATH", *command, cwd=tmp_path)
+    assert run("env", "-u", "PYTHONPATH", command[0], "--version").strip() == opo_trl.__version__
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["optimizer_steps"] == 1
+    where = "import opo_trl; print(opo_trl.__file__)"
+    assert run("env", "-u", "PYTHONPATH", python, "-c", where, cwd=tmp_path).startswith(str(packages))
