@@ -1,5 +1,5 @@
 """
-What a user of TRL has beside the trainer works with OPO's as well: loggers, callbacks, rewards, tools, streams, the Hub.
+What a user of TRL has beside the trainer works with OPO's: loggers, callbacks, rewards, tools, streams, the Hub.
 
 Trackio and wandb are not among the dependencies of the tests; CONTRIBUTING.md says how to run theirs.
 """
@@ -298,7 +298,8 @@ class ImageProcessor(Qwen2_5_VLProcessor):
 
 IMAGE_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% for c in m['content'] %}{{ c['text'] if c['type'] == 'text' else '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% for c in m['content'] %}"
+    "{{ c['text'] if c['type'] == 'text' else '<|vision_start|><|image_pad|><|vision_end|>' }}"
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
