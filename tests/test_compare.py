@@ -581,4 +581,6 @@ def test_importing_the_command_imports_no_trainer():
 
 def test_package_holds_the_templates():
     """What a wheel takes along is listed by hand."""
-    assert "opo_trl.comparison = *.j2" in (ROOT / "setup.cfg").read_text()
+    listed = (ROOT / "setup.cfg").read_text()
+    assert "opo_trl.comparison = *.j2" in listed
+    assert "opo_trl = py.typed, *.j2" in listed
