@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures.add_argument("--debug", action="store_true", help="show the traceback of an error")
     report = commands.add_parser("report", help="write the report of a run again, finished or not")
     report.add_argument("folder", type=Path, help="folder of a run")
+    report.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands.add_parser("env", help="print what a bug report needs")
     arguments, _ = parser.parse_known_args(argv[:1] if argv[:1] in (["train"], ["compare"]) else argv)
     try:

@@ -189,7 +189,7 @@ def test_overlapping_validations_are_undecided():
 
 
 def test_watches_are_found_again_where_they_fired_with_the_remedy_of_their_side():
-    log = scripted(entropy=at_end(0.05, 0.001), opo__frac_clamped=lambda share, reused: 0.2 * reused)
+    log = scripted(entropy=at_end(0.05, 0.001), opo__frac_clamped=at_end(0.05, 0.1))
     watches = ["warn if entropy < 0.002", "warn if entropy > 1", "stop if opo/frac_clamped > 0.1", "warn if x > 1"]
     found = fired(log, SETTINGS | {"watches": [*watches, "warn if completions/generated > 500"]})
     assert [(each.text, each.step, each.value) for each in found] == [
