@@ -1,5 +1,5 @@
 """
-What a user of TRL has beside the trainer works with OPO's: loggers, callbacks, rewards, tools, streams, the Hub.
+What a user of TRL has beside the trainer works with OPO's too: loggers, callbacks, rewards, tools, images, the Hub.
 
 Trackio and wandb are not among the dependencies of the tests; CONTRIBUTING.md says how to run theirs.
 """
@@ -7,6 +7,7 @@ Trackio and wandb are not among the dependencies of the tests; CONTRIBUTING.md s
 import json
 import re
 import sqlite3
+import statistics
 import sys
 import threading
 from base64 import b64decode
@@ -149,18 +150,24 @@ def test_reward_model_and_function_with_weights(tiny_model, tmp_path, dataset):
     config = AutoConfig.from_pretrained(tiny_model, num_labels=1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "judge")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "judge")
+    lengths = []
+
+    def length(completions, **kwargs) -> list[float]:
+        lengths.extend(length_reward(completions))
+        return lengths[-len(completions) :]
+
     trainer = train(
         tiny_model,
         tmp_path,
         dataset=dataset,
-        reward_funcs=[str(tmp_path / "judge"), length_reward],
+        reward_funcs=[str(tmp_path / "judge"), length],
         reward_weights=[0.5, 2.0],
     )
     first = logged(trainer)[0]
-    judged, length = first["rewards/judge/mean"], first["rewards/length_reward/mean"]
+    judged = first["rewards/judge/mean"]
     assert judged != 0
-    assert length > 0
-    assert first["reward"] == pytest.approx(0.5 * judged + 2 * length)
+    assert first["rewards/length/mean"] == pytest.approx(statistics.fmean(lengths))
+    assert first["reward"] == pytest.approx(0.5 * judged + 2 * statistics.fmean(lengths))
     assert first["grad_norm"] > 0
 
 
