@@ -17,6 +17,7 @@ from opo_trl.run_folder import (
     REQUIREMENTS,
     append_lines,
     claim,
+    left_as_found,
     read_json,
     read_lines,
     rewind,
@@ -84,6 +85,16 @@ def test_folder_that_cannot_be_locked_is_taken_with_a_warning(tmp_path, monkeypa
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.warns(UserWarning, match="cannot be locked .*No locks available.*second run"):
         claim(tmp_path, resume=False, overwrite=False).close()
+
+
+def test_folders_made_on_the_way_to_a_failure_are_removed_and_others_kept(tmp_path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(FileExistsError), left_as_found(tmp_path / "a" / "b" / "c"):
+        (tmp_path / "a" / "b" / "c" / "..").mkdir(parents=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["a"]
+    with left_as_found(tmp_path / "a" / "b"):
+        (tmp_path / "a" / "b").mkdir()
+    assert (tmp_path / "a" / "b").is_dir()
 
 
 def test_description_names_versions_seed_and_commit(tmp_path):

@@ -6,6 +6,7 @@ no traceback unless `--debug` asks for it, and every file as it was.
 """
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import redirect_stderr
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -47,9 +49,10 @@ def works(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
     fill(folder, tiny_model)
     case = Case("nothing is wrong", [], {"save_steps": 1})
     prepare(case, folder)
-    with pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch, redirect_stderr(io.StringIO()) as errors:
         enter(folder, monkeypatch)
         assert call(case) == 0
+    assert "Loading weights" in errors.getvalue()  # which no case may come to
     return folder
 
 
@@ -110,6 +113,7 @@ def test_bad_input_is_refused_before_any_work(case: Case, folder: Path, monkeypa
     assert call(case) == 2
     output = capsys.readouterr().err
     assert "Traceback" not in output
+    assert "Loading weights" not in output
     said = message(output)
     for text in case.says:
         assert text in said
