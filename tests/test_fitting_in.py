@@ -39,7 +39,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from trl import BEMACallback, LogCompletionsCallback
 
 from opo_trl import OPOConfig, OPOTrainer
-from opo_trl.train import find_accelerate_config
+from opo_trl.recipe import find_accelerate_config
 
 
 PLAIN = Dataset.from_dict({"prompt": PROMPTS})
