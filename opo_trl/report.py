@@ -63,7 +63,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "verdicts": [{"said": verdict, "curve": _spark(verdict.points)} for verdict in verdicts],
         "watches": watches,
         "watching": settings.get("watches") or [],
-        "samples": _samples(read_lines(folder / COMPLETIONS)),
+        "samples": samples(read_lines(folder / COMPLETIONS)),
         "versions": versions([read_json(folder / ENVIRONMENT)]),
     }
 
@@ -136,7 +136,7 @@ def _spark(points: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{i * step:.1f},{base - (value - low) * scale:.1f}" for i, value in enumerate(means))
 
 
-def _samples(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def samples(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first validation problems, each with its completions of some validations, first and last included."""
     steps = sorted({row["step"] for row in rows})
     last = len(steps) - 1
