@@ -298,11 +298,14 @@ def test_report_says_it_all(page):
         "Entropy per token fell from 0.05 to 0.001 nats",
     ):
         assert text in page.text, text
+    _, tried = page.text.split("What to try next")
+    assert "Entropy per token fell from 0.05 to 0.001 nats" in tried.split("Completions")[0]
 
 
 def test_completions_are_text_and_shown_over_time(broken_run, page):
     assert page.text.count(NASTY) == 5
     assert page.text.count("4" * 2000 + "\n… 1,000 more characters") == 5
+    assert "4" * 2001 not in page.text
     assert "Two and two?" in page.text
     assert "unscorable" in page.text
     shown = samples(read_lines(broken_run / "completions.jsonl"))
