@@ -128,7 +128,7 @@ class RolloutConfig(GRPOConfig):
             check_deepspeed("The accelerate configuration")
         processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.accelerator.device_count()
         on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU") == "true"
-        if processes > max(devices, 1) and not on_cpu:
+        if 0 < devices < processes and not on_cpu:
             raise ValueError(
                 f"num_processes={processes} on this machine is more than its {devices} devices. Launch at most one "
                 "process a device, or set `use_cpu` to true."

@@ -13,6 +13,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import TrainingArguments
 from trl import GRPOConfig, TrlParser
 
@@ -362,3 +363,17 @@ def test_every_field_is_documented():
         if field.name in OWN_FIELDS:
             assert f"{field.name} (`" in text
             assert field.metadata["help"]
+
+
+@pytest.mark.parametrize(("devices", "use_cpu"), [(0, False), (8, False), (2, True)])
+def test_as_many_processes_as_devices_or_any_number_on_the_cpu(monkeypatch, devices, use_cpu):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    OPOConfig("…", use_cpu=use_cpu, bf16=False)
+
+
+def test_more_processes_than_devices_are_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match=r"num_processes=8 on this machine is more than its 4 devices.*`use_cpu`"):
+        OPOConfig("…", bf16=False)

@@ -270,12 +270,6 @@ BATCHES = [
         {"per_device_train_batch_size": 32},
     ),
     Case("no round of sampling", ["max_sampling_rounds=0", "at least 1"], {"max_sampling_rounds": 0}),
-    Case(
-        "more processes than devices",
-        ["num_processes=99", "more than its", "devices", "set `use_cpu`"],
-        {"use_cpu": False},
-        environment={"LOCAL_WORLD_SIZE": "99"},
-    ),
 ]
 
 DATA = [
