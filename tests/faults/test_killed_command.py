@@ -101,9 +101,9 @@ def test_second_run_in_the_same_folder_is_refused(tmp_path: Path):
         refused.extend(launch(train_or_exit, tmp_path / "run", folder=tmp_path / "second", limit=SECONDS))
         processes[0].kill()
 
-    assert launch(train, tmp_path / "run", folder=tmp_path, meanwhile=start_another, limit=SECONDS) == [
-        -signal.SIGKILL
-    ]
+    endless = ("--max_steps", "9999")
+    status = launch(train, tmp_path / "run", *endless, folder=tmp_path, meanwhile=start_another, limit=SECONDS)
+    assert status == [-signal.SIGKILL]
     assert refused == [2]
     assert "is in use by another run, process" in logs(tmp_path / "second")
 
