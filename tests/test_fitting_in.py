@@ -429,6 +429,7 @@ class _HubHandler(BaseHTTPRequestHandler):
 def hub(monkeypatch) -> Iterator[Hub]:
     server = Hub()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)  # which was made at its import
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
