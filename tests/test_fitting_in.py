@@ -18,6 +18,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+import transformers
 import trl
 from accelerate.commands.config.config_args import load_config_from_file
 from datasets import Dataset
@@ -429,7 +430,7 @@ class _HubHandler(BaseHTTPRequestHandler):
 def hub(monkeypatch) -> Iterator[Hub]:
     server = Hub()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)  # which was made at its import
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # a client that an earlier test may have left
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
