@@ -43,6 +43,7 @@ def test_fine_tuning_teaches_and_its_merged_model_answers(tmp_path):
     assert (tmp_path / "runs/opo_finetune_cpu/merged/model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_comparison_reports_on_both_methods(tmp_path):
     recipes = str(FOLDER.parent / "recipes/arithmetic/experiment1")
     small = {"SEEDS": [1], "STEPS": 2, "PROBLEMS": 8, "OUTPUT": "out"}
