@@ -369,7 +369,7 @@ def test_every_field_is_documented():
 def test_as_many_processes_as_devices_or_any_number_on_the_cpu(monkeypatch, devices, use_cpu):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
-    OPOConfig("…", use_cpu=use_cpu, bf16=False)
+    assert OPOConfig("…", use_cpu=use_cpu, bf16=False).use_cpu is use_cpu
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch):
