@@ -48,8 +48,8 @@ ATOMS = [form for form in FORMULAS.split() if "@" not in form]
 FORMS = [form for form in FORMULAS.split() if "@" in form]
 GOLDS = ("5", r"\frac{1}{2}", "x^2-1", "(1,2]", r"\{1,2\}", r"\text{even}", r"5\text{ cm}", r"\frac{\pi}{4}, 2")
 
-# What may be compiled beside annotations of modules imported late: SymPy's own code, and numbers.
-HARMLESS = re.compile(r"from sympy import \*|(?:def|lambda) .*|-?(?:Integer|Float|Rational) \([^()]*\)\s*", re.DOTALL)
+# What may be compiled beside annotations of modules imported late: SymPy's own code, and numbers with signs and quotients.
+HARMLESS = re.compile(r"from sympy import \*|(?:def|lambda) .*|(?:(?:Integer|Float|Rational) \([^()]*\)|[-/()\s])+", re.DOTALL)
 
 evaluated: list[str] = []  # what is not harmless
 calls: Counter[str] = Counter()  # of math-verify, for the input at hand
