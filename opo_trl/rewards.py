@@ -17,7 +17,8 @@ from typing import Any
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.errors import TimeoutException
-from sympy import And, Basic, Eq, Expr, I, Ne, Symbol, nsimplify, simplify
+from sympy import ZZ, And, Basic, Eq, Expr, I, Ne, Poly, Symbol, lambdify, nsimplify, simplify
+from sympy.core import evalf
 from sympy.core.relational import Relational
 
 from .boxes import final_answer, find_boxes
@@ -30,6 +31,19 @@ logger = logging.getLogger(__name__)
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 Completion = str | list[dict[str, str]]
+
+
+def _integer_polynomial(n: Symbol, term: Expr) -> Callable[[int], int]:
+    r"""
+    A polynomial in n as a function, for SymPy's evaluation of series, which takes whatever there is for one: it would
+    round π to 3 there, and run the text of a name, so that `\sum \frac{\text{…}^n}{n!}` is a program.
+    """
+    if Poly(term, n).domain != ZZ:
+        raise NotImplementedError("not a polynomial with integer coefficients")
+    return lambdify(n, term)
+
+
+evalf.lambdify = _integer_polynomial
 
 PARSING_LIMIT, VERIFYING_LIMIT = 5.0, 5.0  # seconds of processor time
 

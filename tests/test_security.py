@@ -85,9 +85,10 @@ def evaluated():
     on = [True]
 
     def watch(event: str, arguments: tuple) -> None:
-        if not on or event != "compile" or arguments[0] is None or arguments[1] != "<string>":
+        if not on or event != "compile" or arguments[0] is None:
             return
-        if sys._getframe(1).f_globals["__name__"] != "typing":
+        written = str(arguments[1]).startswith(("<string>", "<lambdifygenerated"))  # and not read from a file
+        if written and sys._getframe(1).f_globals["__name__"] != "typing":
             codes.append(arguments[0].decode() if isinstance(arguments[0], bytes) else str(arguments[0]))
 
     sys.addaudithook(watch)
@@ -106,14 +107,27 @@ def evaluated():
         r"\operatorname{exec}(x)",
         r"\{().__class__, 2\}",
         r"\max(lambda x: 1, 2)",
+        r"\sum_{n=0}^\infty \frac{2^n}{n!}",  # and that it compiles the terms of a series
+        r"\sum_{n=0}^\infty \frac{\text{[0for[builtins.harm]in[[1]]][0]}^n}{n!}",
+        r"\sum_{n=0}^\infty \frac{1}{(n+\text{x.real})!}",
+        r"\lfloor\sum_{n=0}^\infty \frac{\text{x.real}^n}{n!}\rfloor",
+        r"\sum_{n=0}^\infty \frac{\operatorname{exit}(0)^n}{n!}",
     ],
 )
 def test_answers_are_not_evaluated_but_for_their_numbers(evaluated, answer):
     evaluated.clear()
-    score(f"\\boxed{{{answer}}}", r"(1, \infty)")
-    score(r"\boxed{(1, \infty)}", answer)
-    codes = {code.strip() for code in evaluated} - {"from sympy import *"}
-    harmless = r"(Integer|Float) \('?[\d.]+'? \)|(def|lambda) .*"  # a number, or a function that SymPy writes
-    assert not [code for code in codes if not re.fullmatch(harmless, code, re.DOTALL)]
+    for gold in (r"(1, \infty)", "e^x"):
+        score(f"\\boxed{{{answer}}}", gold)
+        score(f"\\boxed{{{gold}}}", answer)
+    codes = {code.strip() for code in evaluated}
+    harmless = (
+        r"((Integer|Float) \('?[\d.]+'? \)|[-/()\s])+",  # numbers
+        r"def _lambdifygenerated\(n\):\s+return [n\d +*()-]+",  # a polynomial with whole coefficients
+        r"def monomial_\w+\(.*",  # arithmetic of SymPy's own
+        r"((from|import) [\w.]+( import \*)?(; |$))+",
+    )
+    assert not [code for code in codes if not any(re.fullmatch(form, code, re.DOTALL) for form in harmless)]
     if answer == "12x + 1.5":
         assert "Integer (12 )" in codes
+    if "2^n" in answer:
+        assert any(code.endswith("return 2") for code in codes)

@@ -48,8 +48,14 @@ ATOMS = [form for form in FORMULAS.split() if "@" not in form]
 FORMS = [form for form in FORMULAS.split() if "@" in form]
 GOLDS = ("5", r"\frac{1}{2}", "x^2-1", "(1,2]", r"\{1,2\}", r"\text{even}", r"5\text{ cm}", r"\frac{\pi}{4}, 2")
 
-# What may be compiled beside annotations of modules imported late: SymPy's own code, and numbers with signs and quotients.
-HARMLESS = re.compile(r"from sympy import \*|(?:def|lambda) .*|(?:(?:Integer|Float|Rational) \([^()]*\)|[-/()\s])+", re.DOTALL)
+# What may be compiled: imports, SymPy's own arithmetic, polynomials with whole coefficients, and numbers.
+HARMLESS = re.compile(
+    r"((from|import) [\w.]+( import \*)?(; |$))+"
+    r"|(def monomial_\w+|lambda _cls|def create)\b.*"
+    r"|def _lambdifygenerated\(\w+\):\s+return (?!.*\w\()[\w\s*+()-]*"
+    r"|((Integer|Float|Rational) \([^()]*\)|[-/()\s])+",
+    re.DOTALL,
+)
 
 evaluated: list[str] = []  # what is not harmless
 calls: Counter[str] = Counter()  # of math-verify, for the input at hand
@@ -57,9 +63,10 @@ reached: Counter[str] = Counter()  # inputs by how far they came
 
 
 def watch(event: str, arguments: tuple) -> None:
-    if event != "compile" or arguments[0] is None or arguments[1] != "<string>":
+    if event != "compile" or arguments[0] is None:
         return
-    if sys._getframe(1).f_globals["__name__"] != "typing":
+    written = str(arguments[1]).startswith(("<string>", "<lambdifygenerated"))  # and not read from a file
+    if written and sys._getframe(1).f_globals["__name__"] != "typing":
         source = arguments[0].decode() if isinstance(arguments[0], bytes) else str(arguments[0])
         if not HARMLESS.fullmatch(source.strip()):
             evaluated.append(source)
