@@ -46,7 +46,7 @@ def releases() -> list[str]:
 
 
 def run(release: str) -> tuple[int, str]:
-    """Status and closing line of the tests with a release of TRL."""
+    """Status of the tests with a release of TRL, and what the table says of it."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([*PIP, "install", "--quiet", "--no-deps", "--target", folder, f"trl=={release}"], check=True)
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{TESTS.parent}", "OMP_NUM_THREADS": "1"}
@@ -54,7 +54,7 @@ def run(release: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
         done = subprocess.run(command, cwd=TESTS.parent, env=environment, stdout=subprocess.PIPE, text=True)
         print(done.stdout, file=sys.stderr)
-        return done.returncode, done.stdout.splitlines()[-1]
+        return done.returncode, done.stdout.splitlines()[-1] if done.returncode else "pass"
 
 
 def main() -> int:
@@ -62,8 +62,8 @@ def main() -> int:
     print("| TRL | Transformers | Accelerate | PyTorch | tests |", "| --- | --- | --- | --- | --- |", sep="\n")
     worst = 0
     for release in sys.argv[1:] or releases():
-        status, closing = run(release)
-        print(f"| {release} | {others} | {closing} |", flush=True)
+        status, outcome = run(release)
+        print(f"| {release} | {others} | {outcome} |", flush=True)
         worst = max(worst, status)
     return worst
 

@@ -1,4 +1,4 @@
-"""What the pages say: their code runs, their metrics are logged, and their figures come from the committed runs."""
+"""What the pages say: their code runs, their metrics are logged, and their figures are those of the committed runs."""
 
 import re
 import sys
@@ -13,6 +13,7 @@ from opo_trl.recipe import parse
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+RESULTS = ROOT / "benchmarks" / "results"  # which other tests hold to the runs
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import broken_on_purpose  # noqa: E402
@@ -78,3 +79,44 @@ def test_report_of_the_broken_runs_is_the_committed_one(tmp_path):
     assert broken_on_purpose.table(runs) in broken_on_purpose.PAGE.read_text(encoding="utf-8")
     for name in runs:
         parse(broken_on_purpose.command_line(name))
+
+
+def cell(report: str, method: str, column: str) -> str:
+    """What a method's row has in the first table with this column."""
+    rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines() if line[:1] == "|")
+    place = next(row.index(column) for row in rows if column in row)
+    return next(row[place] for row in rows if row[0] == method)
+
+
+@pytest.mark.parametrize(
+    ("method", "in_regime"), [("opo", "OPO, mu = 0.3"), ("grpo", "GRPO"), ("gspo", "GSPO"), ("dapo", "DAPO")]
+)
+def test_page_of_a_method_has_its_parts_and_its_committed_results(method, in_regime):
+    page = (DOCS / "methods" / f"{method}.md").read_text(encoding="utf-8")
+    headings = re.findall("^## (.*)", page, re.MULTILINE)
+    assert headings == ["Usage", "Logged metrics", "Implementation details", "Results"]
+    for name in ("experiment1", "experiment2"):
+        report = (RESULTS / name / "report.md").read_text(encoding="utf-8")
+        figures = [cell(report, method, column) for column in ("final reward", "Level 4, sampled", "completions")]
+        assert f"results/{name}/report.md) | {' | '.join(figures)} |" in page
+    regime = (RESULTS / "regime.md").read_text(encoding="utf-8")
+    accuracy = re.search(rf"^\| 16 \| {in_regime} \| (.*?) \|", regime, re.MULTILINE)[1]
+    assert f"{accuracy} % " in page.replace(",", " ")
+
+
+def test_figures_with_an_interval_or_a_range_are_those_of_a_report():
+    signed, part = r"[+−][\d.]+(?: pp)?", r"\d+\.\d+"
+    figure = re.compile(rf"{part}(?: %)? ± {part}|{part} \({part}–{part}\)|{signed} \[{signed}, {signed}\]")
+
+    def figures(path: Path) -> set[str]:
+        # A report has a difference and its interval in two cells of a row.
+        return set(figure.findall(" ".join(path.read_text(encoding="utf-8").replace(" | [", " [").split())))
+
+    reported = set.union(*map(figures, RESULTS.rglob("*.md")))
+    assert set.union(*map(figures, PAGES))
+    for page in PAGES:
+        assert figures(page) <= reported, page
+
+
+def test_table_of_agreement_is_the_committed_one():
+    assert (RESULTS / "reward_agreement.md").read_text(encoding="utf-8") in (DOCS / "rewards.md").read_text("utf-8")
