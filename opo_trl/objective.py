@@ -339,7 +339,7 @@ def sequence_log_ratio(
     anchor_logps: Tensor,
     mask: Tensor,
     *,
-    reduction: Reduction = "mean",
+    reduction: Reduction = "sum",
     clamp: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
@@ -353,7 +353,7 @@ def sequence_log_ratio(
         mask (`torch.Tensor`):
             Non-zero where a token belongs to the completion, shape `[B, T]`. Other positions have exactly zero
             influence, whatever they hold.
-        reduction (`str`, *optional*, defaults to `"mean"`):
+        reduction (`str`, *optional*, defaults to `"sum"`):
             `"sum"` is the log-ratio of whole completions, for which `mean(v²)` is the χ² divergence of the policy;
             `"mean"` divides it by the completion's length.
         clamp (`float`, *optional*):

@@ -40,7 +40,7 @@ from torch import Tensor
 from .objective import RatioForm, admissible_target, escort_weights, opo_loss, project, sequence_log_ratio
 
 
-ALPHA, MU = 0.4, 1.0  # the defaults of OPOConfig
+ALPHA, MU = 0.4, 1.0  # the paper's
 BETA = 0.1  # of DPO: TRL's default
 
 # p = 0.6 is left out: there r(0) = 0.8 and r(1) = 1.2 lie on the edges of the clip ranges, where rounding decides.

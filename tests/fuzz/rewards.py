@@ -51,11 +51,14 @@ GOLDS = ("5", r"\frac{1}{2}", "x^2-1", "(1,2]", r"\{1,2\}", r"\text{even}", r"5\
 # What may be compiled: imports, SymPy's own arithmetic, polynomials with whole coefficients, and numbers.
 HARMLESS = re.compile(
     r"((from|import) [\w.]+( import \*)?(; |$))+"
-    r"|(def monomial_\w+|lambda _cls|def create)\b.*"
+    r"|def monomial_\w+\(.*"
     r"|def _lambdifygenerated\(\w+\):\s+return (?!.*\w\()[\w\s*+()-]*"
     r"|((Integer|Float|Rational) \([^()]*\)|[-/()\s])+",
     re.DOTALL,
 )
+
+# What compiles its own text where a module is imported late.
+LATE = ("typing", "dataclasses", "collections")
 
 evaluated: list[str] = []  # what is not harmless
 calls: Counter[str] = Counter()  # of math-verify, for the input at hand
@@ -66,7 +69,7 @@ def watch(event: str, arguments: tuple) -> None:
     if event != "compile" or arguments[0] is None:
         return
     written = str(arguments[1]).startswith(("<string>", "<lambdifygenerated"))  # and not read from a file
-    if written and sys._getframe(1).f_globals["__name__"] != "typing":
+    if written and sys._getframe(1).f_globals["__name__"] not in LATE:
         source = arguments[0].decode() if isinstance(arguments[0], bytes) else str(arguments[0])
         if not HARMLESS.fullmatch(source.strip()):
             evaluated.append(source)
@@ -116,7 +119,7 @@ def check(raw: bytes) -> None:
     assert rewards.score(completion, gold) in (0.0, 1.0, None)
     assert rewards.format_reward([completion])[0] in (0.0, 1.0)
     assert time.process_time() - start < LIMIT
-    assert not evaluated, evaluated
+    assert not evaluated, evaluated[:3]
     reached.update({"inputs": 1, "answers parsed": calls["parse"] > 1, "compared": calls["verify"] > 0})
     if reached["inputs"] % 10_000 == 0:
         print(*(f"{name}: {count}" for name, count in reached.items()), sep=", ", file=sys.stderr)
