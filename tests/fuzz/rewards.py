@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import atheris
 import sympy.physics.units  # noqa: F401 - evaluates names of its own when it is first imported
@@ -42,11 +43,11 @@ FORMULAS = r"""
 (@,@) [@,@) (@,@] \{@,@\} \{@\} @,@ @;@ @\cup@ @\cap@ @\setminus@ @\in@ @=@ @\le@ @<@<@ @\ne@ @\approx@ @\% \$@
 @^\circ @\text{cm} @\text{~and~}@ \text{@} \log_{@}@ \ln@ \sin@ \arctan@ \binom{@}{@} \sum_{n=1}^{@}@ \int_0^@@dx
 \lim_{x\to@}@ \lfloor@\rfloor \begin{pmatrix}@\\@\end{pmatrix} \begin{pmatrix}@&@\end{pmatrix} \overline{@} \boxed{@}
-@:@ @\mod@ @\to@
+@:@ @\mod@ @\to@ \sum_{n=0}^\infty\frac{@^n}{n!} \text{x.real}
 """
 ATOMS = [form for form in FORMULAS.split() if "@" not in form]
 FORMS = [form for form in FORMULAS.split() if "@" in form]
-GOLDS = ("5", r"\frac{1}{2}", "x^2-1", "(1,2]", r"\{1,2\}", r"\text{even}", r"5\text{ cm}", r"\frac{\pi}{4}, 2")
+GOLDS = ("5", r"\frac{1}{2}", "x^2-1", "(1,2]", r"\{1,2\}", r"\text{even}", r"5\text{ cm}", r"\frac{\pi}{4}, 2", "e^x")
 
 # What may be compiled: imports, SymPy's own arithmetic, polynomials with whole coefficients, and numbers.
 HARMLESS = re.compile(
@@ -57,19 +58,23 @@ HARMLESS = re.compile(
     re.DOTALL,
 )
 
-# What compiles its own text where a module is imported late.
-LATE = ("typing", "dataclasses", "collections")
-
 evaluated: list[str] = []  # what is not harmless
 calls: Counter[str] = Counter()  # of math-verify, for the input at hand
 reached: Counter[str] = Counter()  # inputs by how far they came
+
+
+def calling(frame: FrameType | None) -> Iterator[str]:
+    """Names of the modules on the stack: some compile text of their own while they are imported."""
+    while frame is not None:
+        yield frame.f_globals["__name__"]
+        frame = frame.f_back
 
 
 def watch(event: str, arguments: tuple) -> None:
     if event != "compile" or arguments[0] is None:
         return
     written = str(arguments[1]).startswith(("<string>", "<lambdifygenerated"))  # and not read from a file
-    if written and sys._getframe(1).f_globals["__name__"] not in LATE:
+    if written and not any("importlib" in name or name == "typing" for name in calling(sys._getframe(1))):
         source = arguments[0].decode() if isinstance(arguments[0], bytes) else str(arguments[0])
         if not HARMLESS.fullmatch(source.strip()):
             evaluated.append(source)
