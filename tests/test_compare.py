@@ -553,7 +553,7 @@ def test_numbers_are_written_with_a_fixed_number_of_decimals(value, measure, sig
         ("Level 3", ["Level 3"], True),
         (["Level 3"], ["Level 4"], False),
         ("../accelerate/cpu.yaml", "/any/where/accelerate/cpu.yaml", True),
-        ("../accelerate/ddp.yaml", "/any/where/accelerate/cpu.yaml", False),
+        ("../accelerate/multi_gpu.yaml", "/any/where/accelerate/cpu.yaml", False),
         ({"a": 1}, {"a": 1, "b": None}, True),
         ({"a": 1}, {"a": 2, "b": None}, False),
         ("a: [", "a: [", True),

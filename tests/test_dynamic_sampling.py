@@ -242,7 +242,7 @@ def odd_processes(model: str, folder: str) -> None:
 
 
 def test_prompts_are_neither_lost_nor_repeated_where_groups_do_not_divide_by_processes(tiny_model, tmp_path):
-    status = launch(odd_processes, tiny_model, str(tmp_path), config="ddp", processes=2, folder=tmp_path)
+    status = launch(odd_processes, tiny_model, str(tmp_path), config="multi_gpu", processes=2, folder=tmp_path)
     assert status == [0, 0], logs(tmp_path)
     result = torch.load(tmp_path / "seen.pt")
     seen, alive = result["seen"], {i for i in range(40) if i % 3}

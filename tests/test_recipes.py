@@ -1,5 +1,6 @@
 """Every recipe is parsed with the installed dataclasses, and says what it does."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,15 @@ from opo_trl.train import load_reward, load_rewards
 
 
 ROOT = Path(__file__).resolve().parents[1] / "recipes"
-ALL = sorted(path for path in ROOT.rglob("*.yaml") if path.parent.name != "accelerate")
-EXPERIMENTS = sorted({path.parent for path in ALL if path.parent.name.startswith("experiment")})
+GPU = ROOT.parent / "benchmarks" / "gpu" / "recipes"
+ALL = sorted(path for folder in (ROOT, GPU) for path in folder.rglob("*.yaml") if path.parent.name != "accelerate")
+EXPERIMENTS = [*sorted({path.parent for path in ALL if path.parent.name.startswith("experiment")}), GPU]
 QWEN = [path for path in ALL if "qwen3-1.7b" in path.parts]
 ACCELERATE = sorted((ROOT / "accelerate").glob("*.yaml"))
 
 
 def name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+    return str(path.relative_to(ROOT.parent))
 
 
 def parse_recipe(path: Path, *overrides: str):
@@ -73,29 +75,52 @@ def test_experiment_2_takes_a_tenth_of_the_data_with_seed_42():
     assert (script.validation_levels, script.validation_size, script.validation_steps) == (["Level 4"], 100, 10)
 
 
-# What makes a method: everything else is the same for all four.
+# What makes a method …
+OBJECTIVES = {
+    "grpo": {"trainer", "loss_type", "importance_sampling_level", "epsilon"},
+    "opo": {
+        "trainer",
+        "alpha",
+        "mu",
+        "adaptive_temperature",
+        "escort_temperature",
+        "anchor_correction",
+        "drive_scaling",
+        "positivity",
+        "log_ratio_reduction",
+        "log_ratio_clamp",
+        "ratio_form",
+    },
+}
+# … and everything else is the same for all four.
 METHOD_FIELDS = {
-    "trainer",
-    "loss_type",
-    "importance_sampling_level",
-    "epsilon",
+    *OBJECTIVES["grpo"],
+    *OBJECTIVES["opo"],
     "epsilon_high",
     "mask_truncated_completions",
     "overlong_cache",
     "max_sampling_rounds",
-    "alpha",
-    "mu",
-    "adaptive_temperature",
     "temperature_range",
-    "escort_temperature",
-    "anchor_correction",
-    "drive_scaling",
-    "positivity",
-    "log_ratio_reduction",
-    "log_ratio_clamp",
-    "ratio_form",
     "learning_rate",
 }
+
+
+@pytest.mark.parametrize("path", ALL, ids=name)
+def test_recipe_says_what_its_method_is(path):
+    written, trainer = read_recipe(path)
+    assert {"beta", *OBJECTIVES[trainer]} <= written.keys()
+
+
+def test_commands_in_comments_name_files_that_are_there():
+    """Nothing else reads them."""
+    files = [
+        path for folder in (ROOT, GPU) for path in folder.rglob("*.*") if path.suffix in (".yaml", ".sbatch", ".sh")
+    ]
+    for path in files:
+        named = re.findall(r"(?:benchmarks/gpu/)?\brecipes/[\w./-]+\.\w+", path.read_text(encoding="utf-8"))
+        assert [file for file in named if not (ROOT.parent / file).is_file()] == [], path
+        if path in ALL:
+            assert f"--config {path.relative_to(ROOT.parent)}\n" in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("folder", EXPERIMENTS, ids=name)
@@ -104,10 +129,11 @@ def test_methods_of_an_experiment_differ_in_nothing_but_the_method(folder):
     assert {path.stem for path in folder.iterdir()} == recipes.keys()
     shared = [{k: v for k, v in recipe.items() if k not in METHOD_FIELDS} for recipe in recipes.values()]
     for method, fields in zip(recipes, shared, strict=True):
-        assert fields.pop("output_dir") == f"runs/{folder.relative_to(ROOT)}/{method}"
+        place = "gpu/word_arithmetic" if folder == GPU else folder.relative_to(ROOT)
+        assert fields.pop("output_dir") == f"runs/{place}/{method}"
         solved, *shaping = fields.pop("reward_funcs")
         assert shaping == (["soft_overlong_punishment"] if method == "dapo" else [])
-        assert solved in ("accuracy_reward", "arithmetic_reward")
+        assert solved in ("accuracy_reward", "arithmetic_reward", "benchmarks.gpu.words.word_reward")
     assert shared[0] == shared[1] == shared[2] == shared[3]
 
 

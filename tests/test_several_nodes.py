@@ -268,7 +268,7 @@ def rehearsal(job) -> Job:
 def fields(tmp_path_factory) -> list[str]:
     """Fields of a run with two processes, whose quotation marks, spaces and patterns have to arrive as they are."""
     awkward = ["--instruction", 'Don\'t  "guess": $HOME/*', "--output_dir", "runs/a b"]
-    device = on_cpu(tmp_path_factory.mktemp("accelerate"), "ddp")
+    device = on_cpu(tmp_path_factory.mktemp("accelerate"), "multi_gpu")
     return [*awkward, *device, "--vllm_server_port", str(free_port())]
 
 

@@ -18,6 +18,7 @@ from opo_trl.train import main
 
 ROOT = Path(__file__).resolve().parents[1]
 ARITHMETIC = ROOT / "recipes" / "arithmetic" / "opo.yaml"
+ACCELERATE = ROOT / "recipes" / "accelerate"
 SHORT = {"max_steps": 4, "save_steps": 2, "validation_steps": 2, "validation_size": 20, "report_size": 24}
 
 
@@ -212,7 +213,7 @@ def test_recipe_that_cannot_be_run_ends_with_status_2_and_no_folder(tmp_path, ca
         ({"accelerate_config": "no_such"}, "accelerate_config='no_such' is neither a file nor one of TRL's"),
         ({"alpha": 3}, "alpha=3.0 is not allowed"),
         (
-            {"alpha": 3, "accelerate_config": ROOT / "recipes/accelerate/ddp.yaml", "num_processes": 2, "bf16": False},
+            {"alpha": 3, "accelerate_config": ACCELERATE / "multi_gpu.yaml", "num_processes": 2, "bf16": False},
             "alpha=3.0 is not allowed",
         ),
     ],

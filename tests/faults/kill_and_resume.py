@@ -70,7 +70,7 @@ FORMS = (
     replace(ZERO3, name="LoRA, zero3, 4 processes", lora=True),
     replace(ZERO3, name="zero2, 4 processes", config="zero2"),
     replace(ZERO3, name="fsdp2, 4 processes", config="fsdp2"),
-    replace(ZERO3, name="ddp, 4 processes", config="ddp"),
+    replace(ZERO3, name="multi_gpu, 4 processes", config="multi_gpu"),
 )
 
 

@@ -145,7 +145,7 @@ def test_file_that_cannot_be_written(tiny_model: str, tmp_path: Path, limit: int
 # Two processes
 
 
-TWO = Form("2 processes", rows=4, processes=2, config="ddp", options={"save_strategy": "steps", "save_steps": 1})
+TWO = Form("2 processes", rows=4, processes=2, config="multi_gpu", options={"save_strategy": "steps", "save_steps": 1})
 SECONDS = 240.0
 
 
@@ -159,7 +159,7 @@ def train(form: Form, model: str, folder: str, trainer_class: type = OPOTrainer)
 def test_processes_agree_on_a_full_disk(tiny_model: str, tmp_path: Path, disk, size: int, after: str):
     folder = disk(1.6 * size)
     form = replace(TWO, options={**TWO.options, "save_failure": after, "max_steps": 3})
-    where = {"config": "ddp", "processes": 2, "folder": tmp_path, "limit": SECONDS}
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "limit": SECONDS}
     status = launch(train, form, tiny_model, str(folder), **where)
     if after == "stop":
         assert 1 in status
@@ -182,7 +182,7 @@ class Failing(OPOTrainer):
 
 def test_process_that_fails_in_a_save_does_not_leave_the_other_waiting(tiny_model: str, tmp_path: Path):
     form = replace(TWO, options={**TWO.options, "save_failure": "continue", "max_steps": 3})
-    where = {"config": "ddp", "processes": 2, "folder": tmp_path, "limit": SECONDS}
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "limit": SECONDS}
     status = launch(train, form, tiny_model, str(tmp_path / "run"), Failing, **where)
     assert status[1] == 1
     assert status[0] != 0

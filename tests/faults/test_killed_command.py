@@ -143,13 +143,13 @@ def train_with(trainer_class: type, form: Form, model: str, folder: str) -> None
 
 
 def test_signal_to_one_process_stops_all(tiny_model: str, tmp_path: Path):
-    form = Form("2 processes", rows=4, processes=2, config="ddp", sampled=True, options={"max_steps": 10_000})
+    form = Form("2 processes", rows=4, processes=2, config="multi_gpu", sampled=True, options={"max_steps": 10_000})
 
     def stop_one(processes):
         wait_until(lambda: (tmp_path / "in the step").exists())
         os.kill(processes[1].pid, signal.SIGTERM)
 
-    where = {"config": "ddp", "processes": 2, "folder": tmp_path, "meanwhile": stop_one, "limit": SECONDS}
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "meanwhile": stop_one, "limit": SECONDS}
     status = launch(train_with, Marking, form, tiny_model, str(tmp_path), **where)
     assert 128 + signal.SIGTERM in status, logs(tmp_path)
     (saved,) = tmp_path.glob("checkpoint-*")

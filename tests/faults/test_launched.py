@@ -33,7 +33,7 @@ class Launched:
             command += [f"--{name}", str(value)]
         if processes > 1:
             batch = str(OPTIONS["per_device_train_batch_size"] // processes)
-            command += [*on_cpu(folder, "ddp"), "--num_processes", str(processes), "--main_process_port", "0"]
+            command += [*on_cpu(folder, "multi_gpu"), "--num_processes", str(processes), "--main_process_port", "0"]
             command += ["--per_device_train_batch_size", batch]
         before = len(self.steps())
         with self.log.open("w") as file:

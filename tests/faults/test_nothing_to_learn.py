@@ -8,7 +8,7 @@ from invariance.launch import launch, logs
 from faults.nothing_to_learn import ROLLOUTS, run
 
 
-@pytest.mark.parametrize(("config", "processes"), [(None, 1), ("ddp", 4)])
+@pytest.mark.parametrize(("config", "processes"), [(None, 1), ("multi_gpu", 4)])
 def test_rollout_that_teaches_nothing_changes_nothing(tiny_model, tmp_path, config, processes):
     status = launch(run, tiny_model, str(tmp_path), processes, config=config, processes=processes, folder=tmp_path)
     assert status == [0] * processes, logs(tmp_path)

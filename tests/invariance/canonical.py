@@ -109,7 +109,7 @@ def make_trainer(form: Form, model: str, folder: Path, trainer_class: type = OPO
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
-        "use_cpu": form.config in (None, "ddp"),
+        "use_cpu": form.config in (None, "multi_gpu"),
         "ddp_backend": "gloo" if form.processes > 1 else None,
         "bf16": False,
         "gradient_checkpointing": False,
@@ -128,7 +128,7 @@ def run(form: Form, model: str, folder: str) -> None:
     """Train the canonical run in this form; the main process writes `result.json`, and the model is saved."""
     place = Path(folder)
     trainer = make_trainer(form, model, place)
-    if form.config in (None, "ddp"):  # elsewhere only a trained model can be saved
+    if form.config in (None, "multi_gpu"):  # elsewhere only a trained model can be saved
         trainer.save_model(str(place / "start"))
     trainer.train()
     trainer.save_model(str(place))

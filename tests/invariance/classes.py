@@ -74,7 +74,7 @@ class EquivalenceClass:
 def _sharded(prefix: str = "", **fields) -> tuple[Form, ...]:
     return tuple(
         Form(f"{prefix}{config}, 4 processes", rows=2, processes=4, config=config, **fields)
-        for config in ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+        for config in ("multi_gpu", "zero1", "zero2", "zero3", "fsdp2")
     )
 
 
@@ -98,9 +98,9 @@ CLASSES = (
         "processes",
         ONE,
         (
-            Form("2 processes, 4 × 1", rows=4, processes=2, config="ddp"),
-            Form("2 processes, 1 × 4", rows=1, processes=2, config="ddp"),
-            Form("4 processes, 1 × 2", rows=1, processes=4, config="ddp"),
+            Form("2 processes, 4 × 1", rows=4, processes=2, config="multi_gpu"),
+            Form("2 processes, 1 × 4", rows=1, processes=2, config="multi_gpu"),
+            Form("4 processes, 1 × 2", rows=1, processes=4, config="multi_gpu"),
         ),
         quick=(0, 2),
     ),
@@ -119,7 +119,7 @@ CLASSES = (
         FURTHER,
         (
             replace(FURTHER, name="2 × 4", rows=2),
-            Form("2 processes, 2 × 2", rows=2, processes=2, config="ddp", options=FURTHER.options),
+            Form("2 processes, 2 × 2", rows=2, processes=2, config="multi_gpu", options=FURTHER.options),
         ),
         quick=(0, 1),
     ),
@@ -127,7 +127,7 @@ CLASSES = (
         "dynamic sampling",
         DYNAMIC,
         (
-            Form("2 processes, 4 × 1", rows=4, processes=2, config="ddp", options=DYNAMIC.options),
+            Form("2 processes, 4 × 1", rows=4, processes=2, config="multi_gpu", options=DYNAMIC.options),
             Form("zero3, 4 processes", rows=2, processes=4, config="zero3", options=DYNAMIC.options),
         ),
         quick=(0, 1),
@@ -141,7 +141,7 @@ CLASSES = (
             Form("packed, 8 × 1", options={**_SKIPPING, "padding_free": True}),
             *(
                 Form(f"{config}, 4 processes, 1 × 2", rows=1, processes=4, config=config, options=_SKIPPING)
-                for config in ("ddp", "zero2", "zero3", "fsdp2")
+                for config in ("multi_gpu", "zero2", "zero3", "fsdp2")
             ),
         ),
         quick=(0, 1, 2, 4, 5),
@@ -150,7 +150,7 @@ CLASSES = (
         "steps skipped",
         POISONED,
         (
-            Form("2 processes, 4 × 1", rows=4, processes=2, config="ddp", poisoned=True),
+            Form("2 processes, 4 × 1", rows=4, processes=2, config="multi_gpu", poisoned=True),
             *_sharded(poisoned=True),
         ),
         quick=(0, 4, 5),
@@ -158,7 +158,7 @@ CLASSES = (
     EquivalenceClass("LoRA", LORA, (replace(LORA, name="2 × 4", rows=2), *_sharded(lora=True)), quick=(0, 4)),
     EquivalenceClass(
         "sampled by the policy",  # which depends on the random state of each process, so on their number
-        Form("ddp, 4 processes", rows=2, processes=4, config="ddp", sampled=True),
+        Form("multi_gpu, 4 processes", rows=2, processes=4, config="multi_gpu", sampled=True),
         _sharded(sampled=True)[1:],
         # Components of the gradient that are no more than rounding noise are moved by AdamW like any other.
         tolerance=1e-3,
@@ -236,7 +236,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _check_form(form: Form, result: dict):
-    distributed = {None: "NO", "ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(form.config, "DEEPSPEED")
+    distributed = {None: "NO", "multi_gpu": "MULTI_CPU", "fsdp2": "FSDP"}.get(form.config, "DEEPSPEED")
     stage = int(form.config[-1]) if distributed == "DEEPSPEED" else None
     wanted = {
         "processes": form.processes,

@@ -44,7 +44,7 @@ def test_comparison_sees_a_difference(trained, tiny_model: str, tmp_path: Path):
     assert compare(other, trained(ONE.name)).parameters > 0.01
 
 
-@pytest.mark.parametrize("config", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("config", ["multi_gpu", "zero1", "zero2", "zero3", "fsdp2"])
 def test_what_runs_here_is_the_configuration_for_gpus_apart_from_the_device(config: str):
     for_gpus = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())
     for_cpus = cpu_version(CONFIGS / f"{config}.yaml", processes=4)
