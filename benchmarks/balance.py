@@ -1,7 +1,7 @@
 """
 How long processes wait for the one with the most tokens, with and without exchanging rows; counted, not timed.
 
-    python benchmarks/balance.py      # → results/balance.md, from the planning itself; a few seconds
+    python -m benchmarks.balance      # → results/balance.md, from the planning itself; a few seconds
 
 Rows have the lengths of MATH's solutions. Processes hold consecutive groups of 8, as TRL deals them, and some groups
 have no spread of rewards: the first optimizer step over a rollout leaves their rows out. A step lasts as long as the
@@ -52,7 +52,7 @@ def main() -> str:
     lines = [
         "# Processes waiting for the busiest",
         "",
-        "`python benchmarks/balance.py` makes this page; its docstring says what is counted. "
+        "`python -m benchmarks.balance` makes this page; its docstring says what is counted. "
         f"{ROWS_PER_PROCESS} completions per",
         f"process and optimizer step, groups of {GROUP}, micro-batches of {MICRO_BATCH}, means of {TRIALS} rollouts.",
         "",

@@ -1,9 +1,9 @@
 """
 Runs that are broken on purpose, beside a healthy one: what the log shows of each.
 
-    python benchmarks/broken_on_purpose.py run      # into runs/broken_on_purpose; minutes on one core
-    python benchmarks/broken_on_purpose.py collect  # … → benchmarks/results/broken_on_purpose.json.gz
-    python benchmarks/broken_on_purpose.py report   # … → the figure and the table of docs/diagnostics.md
+    python -m benchmarks.broken_on_purpose run      # into runs/broken_on_purpose; minutes on one core
+    python -m benchmarks.broken_on_purpose collect  # … → benchmarks/results/broken_on_purpose.json.gz
+    python -m benchmarks.broken_on_purpose report   # … → the figure and the table of docs/diagnostics.md
 
 Every run is 64 optimizer steps of 48 completions of the embedded task, OPO with log-ratios summed.
 """
@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from regime import COMMON
 
 from opo_trl.watches import Watches
+
+from .pages import fill, table
+from .regime import COMMON
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +125,7 @@ def first_watch(steps: Steps) -> str:
     return "none"
 
 
-def table(runs: dict[str, Steps]) -> str:
+def runs_table(runs: dict[str, Steps]) -> str:
     """Markdown: the first and the last rollouts, and extremes."""
 
     def mean(numbers: Iterable[float]) -> float:
@@ -155,8 +157,7 @@ def table(runs: dict[str, Steps]) -> str:
         "`completions/clipped_ratio`, largest": lambda steps: extreme(steps, "completions/clipped_ratio", max),
         "first watch to fire, at step": first_watch,
     }
-    head = [f"| | {' | '.join(runs)} |", f"| --- |{' ---: |' * len(runs)}"]
-    return "\n".join(head + [f"| {name} | {' | '.join(map(cell, runs.values()))} |" for name, cell in rows.items()])
+    return table(["", *runs], ([name, *map(cell, runs.values())] for name, cell in rows.items()))
 
 
 PANELS = (
@@ -200,14 +201,7 @@ def draw(runs: dict[str, Steps], path: Path = FIGURE) -> None:
 
 def write_table(runs: dict[str, Steps]) -> None:
     """The table, in its place in the page."""
-    text, n = re.subn(
-        r"(<!-- runs -->\n).*?(<!-- end -->)",
-        lambda found: f"{found[1]}{table(runs)}\n{found[2]}",
-        PAGE.read_text(),
-        flags=re.DOTALL,
-    )
-    assert n == 1, f"{PAGE} has {n} tables"
-    PAGE.write_text(text)
+    PAGE.write_text(fill(PAGE.read_text(), {"runs": runs_table(runs)}))
 
 
 def main() -> int:

@@ -65,7 +65,7 @@ def write_claims(runs_folder: Path, sweep: dict, target: Path) -> None:
     lines = [
         "# The paper's claims, at small scale",
         "",
-        "`python benchmarks/evidence.py report` makes this page from the runs in `benchmarks/evidence/`. The paper",
+        "`python -m benchmarks.evidence report` makes this page from the runs in `benchmarks/evidence/`. The paper",
         "trains Qwen3-1.7B on MATH; here a model of 0.6 million parameters learns chained arithmetic, so the figures",
         "themselves are not to be compared, only what they say of the methods. Mean over 5 seeds ± half of the 95 % t",
         "interval.",

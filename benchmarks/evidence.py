@@ -1,10 +1,10 @@
 """
 The paper's two experiments at small scale, from learning rates to claims.
 
-    python benchmarks/evidence.py sweep --jobs 2     # learning rates, on a seed of their own; 25 minutes on 2 cores
-    python benchmarks/evidence.py run --jobs 2       # the experiments, 5 seeds × 4 methods; 75 minutes, 2 cores
-    python benchmarks/evidence.py collect            # runs/evidence → benchmarks/evidence/, without the models
-    python benchmarks/evidence.py report             # benchmarks/evidence/ → benchmarks/results/experiment*, claims.md
+    python -m benchmarks.evidence sweep --jobs 2     # learning rates, on a seed of their own; 25 minutes on 2 cores
+    python -m benchmarks.evidence run --jobs 2       # the experiments, 5 seeds × 4 methods; 75 minutes, 2 cores
+    python -m benchmarks.evidence collect            # runs/evidence → benchmarks/evidence/, without the models
+    python -m benchmarks.evidence report             # benchmarks/evidence/ → benchmarks/results/experiment*, claims.md
 
 `run` and `report` are `opo-trl compare` on the recipes of recipes/arithmetic/experiment*, and on the collected runs.
 What is there is not run again.
@@ -118,7 +118,7 @@ def collect() -> None:
 
 def report() -> None:
     """Compare the collected runs, and set them beside the paper's claims."""
-    from claims import write_claims
+    from .claims import write_claims
 
     for name, folders in REPORTS.items():
         compare(*map(str, folders), "--output", str(RESULTS / name))

@@ -1,8 +1,8 @@
 """
 Gradients of GRPO, GSPO, DAPO and OPO on the same rollouts, as a policy becomes confident.
 
-    python benchmarks/gradients.py            measure (one CPU core, about 20 minutes), and write what follows
-    python benchmarks/gradients.py --write    results/gradients.png and the tables of gradients.md, from gradients.json
+    python -m benchmarks.gradients            measure (one CPU core, about 20 minutes), and write what follows
+    python -m benchmarks.gradients --write    results/gradients.png and the tables of gradients.md, from gradients.json
 
 OPO trains the embedded model by `recipes/arithmetic/opo.yaml`. At some steps of that run (`STAGES`) the policy becomes
 the anchor of `ROLLOUTS` rollouts, each of `PROMPTS` problems × `GENERATIONS` completions. On each, the `compute_loss`
@@ -12,7 +12,7 @@ of TRL's GRPOTrainer or of OPOTrainer gives every method's gradient with respect
 - off-policy: at policies reached from the anchor on the same rollout by `WALK` steps of one length, `STEP_LENGTH` in
   parameter space, down the gradient of GRPO without clipping or of OPO.
 
-With the extras `test` installed.
+With the extra `figures` installed.
 """
 
 import argparse
@@ -20,8 +20,6 @@ import itertools
 import json
 import os
 import random
-import re
-import statistics
 import tempfile
 import warnings
 from collections import defaultdict
@@ -33,10 +31,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread slows so small a model down
 
 import matplotlib.pyplot as plt
-import scipy.stats
 import torch
-import transformers
-import trl
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
@@ -44,9 +39,13 @@ from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.arithmetic import arithmetic_reward, base_model_path
+from opo_trl.comparison.intervals import estimate
 from opo_trl.objective import gradient_response_efficiency
 from opo_trl.recipe import parse
 from opo_trl.train import Data, load_data, make_trainer
+
+from .pages import fill, table
+from .record import origin
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -204,8 +203,7 @@ def measure_rollout(trainers: dict, walkers: dict, policy: Tensor, problems: Dat
 
 def measure():
     """Measure, and write the results after each stage: step → one entry per rollout."""
-    versions = {module.__name__: module.__version__ for module in (torch, transformers, trl)}
-    stages: dict[int, list] = {}
+    made, stages = origin(), {}
     with tempfile.TemporaryDirectory() as folder:
         policies, problems = train(folder)
         trainers = {name: build(*method, problems, folder) for name, method in METHODS.items()}
@@ -213,7 +211,7 @@ def measure():
         for step, policy in policies.items():
             print(f"measuring after {step} optimizer steps", flush=True)
             stages[step] = [measure_rollout(trainers, walkers, policy, problems, seed) for seed in range(ROLLOUTS)]
-            RESULTS.write_text(json.dumps({"stages": stages, "versions": versions}, indent=1) + "\n")
+            RESULTS.write_text(json.dumps({**made, "stages": stages}, indent=1) + "\n")
 
 
 # Tables and figure
@@ -221,8 +219,8 @@ def measure():
 
 def interval(values: list[float]) -> tuple[float, float]:
     """Mean and half the width of its 95 % t interval."""
-    error = statistics.stdev(values) / len(values) ** 0.5
-    return statistics.fmean(values), float(scipy.stats.t.ppf(0.975, len(values) - 1)) * error
+    found = estimate(values)
+    return found.mean, (found.interval[1] - found.interval[0]) / 2
 
 
 def numbers(rollout: dict[str, Any], first: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -266,18 +264,13 @@ def summarize(stages: dict[str, list[dict]]) -> dict[str, dict[str, list[tuple[f
 
 
 def write_tables(results: dict[str, Any]):
-    """Write each block between `<!-- name -->` and `<!-- end -->` of the page anew."""
+    """Write the tables of the page anew."""
     stages = results["stages"]
-    head = ["| optimizer steps | " + " | ".join(stages) + " |", "| --- |" + " ---: |" * len(stages)]
     blocks = {"versions": ", ".join(f"{name} {version}" for name, version in results["versions"].items())}
     for name, rows in summarize(stages).items():
-        cells = {row: " | ".join(f"{mean:.3g} ± {half:.2g}" for mean, half in cells) for row, cells in rows.items()}
-        blocks[name] = "\n".join([*head, *(f"| {row} | {text} |" for row, text in cells.items())])
-    page = PAGE.read_text()
-    for name, text in blocks.items():
-        page, n = re.subn(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{text}\n\g<2>", page, flags=re.DOTALL)
-        assert n == 1, f"{PAGE.name} has {n} blocks `{name}`"
-    PAGE.write_text(page)
+        cells = ([row, *(f"{mean:.3g} ± {half:.2g}" for mean, half in values)] for row, values in rows.items())
+        blocks[name] = table(["optimizer steps", *stages], cells)
+    PAGE.write_text(fill(PAGE.read_text(), blocks))
 
 
 def draw(stages: dict[str, list[dict]]):

@@ -1,7 +1,7 @@
 """
 How much a group counts, by how many of its completions are right: OPO's escort weights beside GRPO's advantages.
 
-    python benchmarks/group_weights.py      # → results/group_weights.md, from the objective itself; a second
+    python -m benchmarks.group_weights      # → results/group_weights.md, from the objective itself; a second
 
 With two-valued rewards a group's on-policy gradient is `W · (mean score function of the right completions − that of
 the wrong ones)`, whatever the method: its per-completion weights sum to 0, so W, the sum of the right ones' weights,
@@ -59,7 +59,7 @@ def main() -> str:
     lines = [
         "# How much a group counts",
         "",
-        "`python benchmarks/group_weights.py` makes this page; its docstring says what W is. Groups of 6 with rewards",
+        "`python -m benchmarks.group_weights` makes this page; its docstring says what W is. Groups of 6 with rewards",
         "of 0 and 1; W relative to that of a group with 3 right.",
         "",
         "| right of 6 | " + " | ".join(map(str, range(1, G))) + " |",

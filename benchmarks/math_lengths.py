@@ -1,7 +1,7 @@
 """
 Lengths of the MATH data set's problems and solutions in tokens of Qwen3, as a histogram for the benchmarks.
 
-    python benchmarks/math_lengths.py DATA/math DATA/Qwen3-1.7B      # → benchmarks/results/math_lengths.json
+    python -m benchmarks.math_lengths DATA/math DATA/Qwen3-1.7B      # → benchmarks/results/math_lengths.json
 """
 
 import json

@@ -1,10 +1,10 @@
 """
 `opo_trl.memory` against measurements, and the tables of docs/memory.md.
 
-    python benchmarks/memory.py --measure               measure (CPU, about 10 minutes) and write the tables
-    python benchmarks/memory.py --measure ops losses    measure only these again
-    python benchmarks/memory.py --write                 write the tables, from the formula and the committed results
-    python benchmarks/memory.py                         print what is said and measured, case by case
+    python -m benchmarks.memory --measure               measure (CPU, about 10 minutes) and write the tables
+    python -m benchmarks.memory --measure ops losses    measure only these again
+    python -m benchmarks.memory --write                 write the tables, from the formula and the committed results
+    python -m benchmarks.memory                         print what is said and measured, case by case
 
 What is measured, and how, is in `benchmarks/memory_probes.py`: `ops` are the operations of a pass at the shape of
 Qwen3-1.7B, `losses` the CPU allocator on small models, `ranks` the tensors that the processes of a run hold.
@@ -13,19 +13,19 @@ Qwen3-1.7B, `losses` the CPU allocator on small models, `ranks` the tensors that
 import argparse
 import functools
 import json
-import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-import trl
-from memory_probes import COMPONENTS, build, make_config, measure_loss, measure_ops, measure_ranks
-from shapes import QWEN3_1_7B
 
 from opo_trl.memory import HEADROOM, Precision, decoder, memory_plan
+
+from .memory_probes import COMPONENTS, build, make_config, measure_loss, measure_ops, measure_ranks
+from .pages import fill, table
+from .record import origin
+from .shapes import QWEN3_1_7B
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,7 +104,7 @@ def measure(only: Iterable[str]):
         results["losses"] = {name: measure_loss(shape, **case) for name, (shape, case) in LOSSES.items()}
     if "ranks" in only:
         results["ranks"] = {name: measure_ranks(shape, **case) for name, (shape, case) in RANKS.items()}
-    results["versions"] = {module.__name__: module.__version__ for module in (torch, transformers, trl)}
+    results |= origin()
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -189,12 +189,6 @@ def verdict(size: float) -> str:
     return f"{gb(size)} {'✓' if size <= (1 - HEADROOM) * CARD else '?' if size <= CARD else '✗'}"
 
 
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [list(header), *map(list, rows)]
-    lines.insert(1, ["---"] + ["---:"] * (len(lines[0]) - 1))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 ROWS = (1, 2, 4, 8, 16)
 
 
@@ -270,11 +264,8 @@ def blocks() -> dict[str, str]:
 
 
 def filled(page: str) -> str:
-    """The page, with each block between `<!-- name -->` and `<!-- end -->` written anew."""
-    for name, text in blocks().items():
-        page, n = re.subn(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>{text}\n\g<2>", page, flags=re.DOTALL)
-        assert n == 1, f"docs/memory.md has {n} blocks `{name}`"
-    return page
+    """The page with its tables written anew."""
+    return fill(page, blocks())
 
 
 def main():

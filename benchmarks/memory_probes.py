@@ -1,7 +1,7 @@
 """
 How `benchmarks/memory.py` measures memory on a CPU: operations of a pass at any size, the allocator, a run's ranks.
 
-    python benchmarks/memory_probes.py '{"sharding": …}'    a process of `measure_ranks`, in a launch
+    python -m benchmarks.memory_probes '{"sharding": …}'    a process of `measure_ranks`, in a launch
 """
 
 import itertools
@@ -25,7 +25,8 @@ from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
 
-ACCELERATE = Path(__file__).resolve().parents[1] / "recipes" / "accelerate"
+ROOT = Path(__file__).resolve().parents[1]
+ACCELERATE = ROOT / "recipes" / "accelerate"
 
 Shape = dict[str, Any]  # the arguments of a Transformers configuration
 
@@ -272,9 +273,8 @@ def measure_ranks(shape: Shape, *, sharding: str, weights: str = "bfloat16", **o
             command = ["-m", "accelerate.commands.launch", "--config_file", str(ACCELERATE / f"{sharding}.yaml")]
             command += ["--num_processes", "2", "--mixed_precision", precision]
         case = json.dumps({"sharding": sharding, "weights": weights, "folder": folder, **options})
-        done = subprocess.run(
-            [sys.executable, *command, __file__, case], env=environment, capture_output=True, text=True, timeout=900
-        )
+        command = [sys.executable, *command, "-m", "benchmarks.memory_probes", case]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
         result = Path(folder) / "result.json"
         if done.returncode or not result.is_file():
             raise RuntimeError(f"{sharding} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")

@@ -1,9 +1,9 @@
 """
 The regime map: what every method reaches, over optimizer steps per rollout and learning rate, and OPO over its fields.
 
-    python benchmarks/regime.py run --jobs 2        # all that is missing, into runs/regime; about 2.5 hours on 2 cores
-    python benchmarks/regime.py collect             # runs/regime → benchmarks/results/regime.jsonl.gz
-    python benchmarks/regime.py report              # results/regime.jsonl.gz → results/regime.md and regime_*.png
+    python -m benchmarks.regime run --jobs 2        # all that is missing, into runs/regime; about 2.5 hours on 2 cores
+    python -m benchmarks.regime collect             # runs/regime → benchmarks/results/regime.jsonl.gz
+    python -m benchmarks.regime report              # results/regime.jsonl.gz → results/regime.md and regime_*.png
 
 Every run has the same budget: 64 optimizer steps of 48 completions (8 prompts × 6) of the arithmetic task's Level 3,
 from the embedded base model. Only how often a rollout is reused differs: with k optimizer steps per rollout, each
@@ -232,7 +232,7 @@ def collect() -> None:
     """Keep of each run what the report reads, and its curves; every one has to be finished."""
     missing = [run for run in runs() if not is_done(run)]
     if missing:
-        raise SystemExit(f"{len(missing)} runs are not finished. `python benchmarks/regime.py run` goes on with them.")
+        raise SystemExit(f"{len(missing)} runs are not finished. `python -m benchmarks.regime run` goes on with them.")
     lines = []
     for run in runs():
         log = [json.loads(line) for line in (folder(run) / "log.jsonl").read_text().splitlines()]
@@ -276,7 +276,7 @@ def main() -> int:
     if arguments.command == "collect":
         collect()
     else:
-        from regime_report import write_report
+        from .regime_report import write_report
 
         write_report(read(), RESULTS)
     return 0

@@ -6,9 +6,10 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-from regime import BEST_RATE, CONFIRMATION_SEEDS
 
 from opo_trl.comparison.intervals import Estimate, estimate, paired_difference
+
+from .regime import BEST_RATE, CONFIRMATION_SEEDS
 
 
 # What the confirmation is compared with.
@@ -76,7 +77,7 @@ def _introduction(runs: list[Run]) -> list[str]:
     return [
         "# Regime map",
         "",
-        "`python benchmarks/regime.py report` makes this page from `regime.jsonl.gz`; the script says what a run is.",
+        "`python -m benchmarks.regime report` makes this page from `regime.jsonl.gz`; the script says what a run is.",
         f"{len(runs)} runs, seeds {', '.join(map(str, seeds))}. Sampled accuracy in % on 250 test problems after 64",
         f"optimizer steps (before: {before:.1f}), mean over seeds ± half of the 95 % t interval.",
     ]

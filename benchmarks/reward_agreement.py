@@ -1,8 +1,8 @@
 r"""
 Agreement of `accuracy_reward` with published verdicts on whether two answers are equal, beside that of TRL's.
 
-    python benchmarks/reward_agreement.py > benchmarks/results/reward_agreement.md
-    python benchmarks/reward_agreement.py --list
+    python -m benchmarks.reward_agreement > benchmarks/results/reward_agreement.md
+    python -m benchmarks.reward_agreement --list
 
 `published_verdicts.jsonl` holds the verdicts: source, gold answer, answer, equal or not. They are what the tests of
 graders assert (`SOURCES`), each file taken whole. A verdict that another source has as well counts once. In the file,

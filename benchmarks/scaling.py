@@ -32,7 +32,7 @@ import torch.distributed
 
 from opo_trl.run_folder import write_json
 
-from .gpu.record import origin
+from .record import origin
 from .replay import OWN_PARTS, TRAINERS, Split, draw_rollout, make_trainer, phase, take_turns
 from .shapes import small_qwen3
 

@@ -26,7 +26,7 @@ import psutil
 
 from opo_trl.run_folder import LOG, append_lines, read_lines
 
-from .gpu.record import origin
+from .record import origin
 
 
 ROOT = Path(__file__).resolve().parents[1]

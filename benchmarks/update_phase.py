@@ -33,7 +33,8 @@ import matplotlib.pyplot as plt
 
 from opo_trl.run_folder import write_json
 
-from .gpu.record import origin
+from .pages import table
+from .record import origin
 from .replay import (
     Lengths,
     allocated_peak,
@@ -173,7 +174,7 @@ def page(results: dict[str, Any]) -> str:
         "",
         f"OPOTrainer by its defaults (`{DEFAULT}`), on the lengths of MATH.",
         "",
-        *table(["groups without spread", "optimizer steps", "width", "target", "time", "memory", ""], verdicts(cases)),
+        table(["groups without spread", "optimizer steps", "width", "target", "time", "memory", ""], verdicts(cases)),
     ]
     head = ["lengths", "groups without spread", "optimizer steps", "width"]
     for title, name in (
@@ -182,12 +183,12 @@ def page(results: dict[str, Any]) -> str:
         ("Peak memory beside weights and moments, in parts of GRPOTrainer's", "memory"),
     ):
         rows = [[*case.split(" | "), *(cell(own[v][name]) for v in VARIANTS)] for case, own in cases.items()]
-        lines += ["", f"## {title}", "", *table([*head, *VARIANTS], rows)]
+        lines += ["", f"## {title}", "", table([*head, *VARIANTS], rows)]
     lines += [
         "",
         "## Thousands of tokens with padding (without), passed forward only; with gradient",
         "",
-        *table(
+        table(
             [*head, "GRPOTrainer", *VARIANTS],
             [
                 [*case.split(" | "), *(tokens_cell(one["tokens"]) for one in own.values())]
@@ -207,11 +208,6 @@ def verdicts(cases: dict[str, Any]) -> Iterable[list[str]]:
             reached = own["time"]["median"] <= target and own["memory"] <= 1
             cells = (cell(own["time"]), cell(own["memory"]), "reached" if reached else "**missed**")
             yield [f"{dead:.0%}", f"{case.steps}", f"{case.width}", f"{target:.3f}", *cells]
-
-
-def table(header: list[str], rows: Iterable[list[str]]) -> list[str]:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def cell(value: float | dict[str, float]) -> str:

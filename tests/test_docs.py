@@ -1,12 +1,12 @@
 """What the pages say: their code runs, their metrics are logged, and their figures are those of the committed runs."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
 
+from benchmarks import broken_on_purpose
 from opo_trl.recipe import parse
 
 
@@ -14,9 +14,6 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 RESULTS = ROOT / "benchmarks" / "results"  # which other tests hold to the runs
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import broken_on_purpose  # noqa: E402
 
 
 def code(page: str, language: str) -> str:
@@ -76,7 +73,7 @@ def test_report_of_the_broken_runs_is_the_committed_one(tmp_path):
     assert runs.keys() == broken_on_purpose.CASES.keys()
     broken_on_purpose.draw(runs, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes() == broken_on_purpose.FIGURE.read_bytes()
-    assert broken_on_purpose.table(runs) in broken_on_purpose.PAGE.read_text(encoding="utf-8")
+    assert broken_on_purpose.runs_table(runs) in broken_on_purpose.PAGE.read_text(encoding="utf-8")
     for name in runs:
         parse(broken_on_purpose.command_line(name))
 

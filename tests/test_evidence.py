@@ -1,24 +1,16 @@
 """The committed evidence: reports come out of the committed runs byte for byte, and settings follow from the sweep."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import balance, claims, evidence, group_weights, regime, regime_report
 from opo_trl.compare import main as compare
 from opo_trl.recipe import parse
 
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import balance  # noqa: E402
-import claims  # noqa: E402
-import evidence  # noqa: E402
-import group_weights  # noqa: E402
-import regime  # noqa: E402
-import regime_report  # noqa: E402
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -5,15 +5,11 @@ The benchmarks for a GPU, as far as a CPU can tell: the word problems, the recip
 import json
 import random
 import re
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import base, word_arithmetic
 from benchmarks.gpu.words import (
@@ -26,8 +22,6 @@ from benchmarks.gpu.words import (
     slip,
     word_reward,
 )
-from opo_trl.recipe import parse, read_recipe
-from opo_trl.train import load_rewards
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -241,56 +235,6 @@ def test_base_model_has_the_size_it_is_said_to_have():
     with torch.device("meta"):
         model = base.build_model(build_tokenizer(), base.SHAPE)
     assert 50e6 < sum(p.numel() for p in model.parameters()) < 60e6
-
-
-# The recipes
-
-METHOD_FIELDS = {
-    "trainer",
-    "alpha",
-    "mu",
-    "log_ratio_reduction",
-    "loss_type",
-    "importance_sampling_level",
-    "epsilon",
-    "epsilon_high",
-    "mask_truncated_completions",
-    "overlong_cache",
-    "max_sampling_rounds",
-}
-
-
-def test_recipes_differ_in_nothing_but_the_method():
-    recipes = {
-        method: read_recipe(word_arithmetic.RECIPES / f"{method}.yaml")[0] for method in word_arithmetic.METHODS
-    }
-    assert {path.stem for path in word_arithmetic.RECIPES.iterdir()} == recipes.keys()
-    shared = []
-    for method, recipe in recipes.items():
-        assert recipe["output_dir"].endswith(f"/{method}")
-        shaping = ["soft_overlong_punishment"] if method == "dapo" else []
-        assert recipe["reward_funcs"] == ["benchmarks.gpu.words.word_reward", *shaping]
-        shared.append({k: v for k, v in recipe.items() if k not in METHOD_FIELDS | {"output_dir", "reward_funcs"}})
-    assert shared[0] == shared[1] == shared[2] == shared[3]
-
-
-def test_recipes_configure_the_methods_as_their_papers_say(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    parsed = {}
-    for method in word_arithmetic.METHODS:
-        path = str(word_arithmetic.RECIPES / f"{method}.yaml")
-        script, args, *_ = parse(["--config", path, "--use_cpu", "true", "--bf16", "false"])
-        assert load_rewards(script, args)[0] is word_reward
-        assert args.optimizer_steps_per_rollout == 2
-        assert Path(script.accelerate_config).is_file()
-        parsed[method] = args
-    grpo, gspo, dapo, opo = parsed.values()
-    ratio = ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "beta", "max_sampling_rounds")
-    assert [getattr(grpo, name) for name in ratio] == ["grpo", "token", 0.2, None, 0.0, 1]
-    assert [getattr(gspo, name) for name in ratio] == ["grpo", "sequence", 3e-4, 4e-4, 0.0, 1]
-    assert [getattr(dapo, name) for name in ratio] == ["dapo", "token", 0.2, 0.28, 0.0, 4]
-    assert dapo.mask_truncated_completions
-    assert (opo.alpha, opo.mu, opo.log_ratio_reduction, opo.beta) == (0.4, 1.0, "sum", 0.0)
 
 
 # All of it at tiny size

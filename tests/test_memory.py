@@ -1,9 +1,6 @@
 """The memory formula against measurements and known figures; the line of the plan; the tables of docs/memory.md."""
 
-import importlib
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,24 +11,13 @@ import yaml
 from helpers import make_trainer
 from transformers import AutoConfig
 
+from benchmarks import memory as benchmark
+from benchmarks import memory_probes as probes
 from opo_trl import memory, plan
 from opo_trl.memory import memory_plan
 
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-probes = importlib.import_module("memory_probes")
-
-
-def load_benchmark():
-    """benchmarks/memory.py, which has the name of the module it is about."""
-    spec = importlib.util.spec_from_file_location("memory_benchmark", ROOT / "benchmarks" / "memory.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-benchmark = load_benchmark()
 QWEN = benchmark.QWEN3_1_7B
 
 
@@ -172,7 +158,8 @@ def test_what_a_process_holds(sharding: str, tmp_path: Path):
         pytest.importorskip("deepspeed")
     model = AutoModelForCausalLM.from_config(probes.make_config(benchmark.MEDIUM))
     model.save_pretrained(tmp_path / "model")
-    status = launch(train_rank, sharding, str(tmp_path), config=sharding, processes=2, folder=tmp_path)
+    config = "multi_gpu" if sharding == "ddp" else sharding
+    status = launch(train_rank, sharding, str(tmp_path), config=config, processes=2, folder=tmp_path)
     assert not any(status), logs(tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["processes"] == 2
@@ -233,7 +220,7 @@ def test_what_does_not_fit_is_warned_of_with_the_field_to_change(
 
 def test_tables_of_the_page_are_those_of_the_formula():
     page = benchmark.PAGE.read_text()
-    assert benchmark.filled(page) == page, "run `python benchmarks/memory.py --write`"
+    assert benchmark.filled(page) == page, "run `python -m benchmarks.memory --write`"
 
 
 def test_plan_on_the_page_is_the_one_of_the_recipe(monkeypatch):

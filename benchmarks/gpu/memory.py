@@ -1,7 +1,7 @@
 """
 `opo_trl.memory` against the peaks of one GPU: Qwen3-1.7B with random weights, `OPOTrainer.compute_loss`, AdamW.
 
-    python benchmarks/gpu/memory.py     a few minutes on a GPU of 24 GB or more
+    python -m benchmarks.gpu.memory     a few minutes on a GPU of 24 GB or more
 
 Compares `torch.cuda.max_memory_allocated` of the second micro-batch, and of the optimizer step, with the formula, and
 writes benchmarks/results/gpu_memory.json; results are committed when run. A case that runs out of memory says so.
@@ -82,7 +82,7 @@ def measure(*, rows: int, lora: bool = False, checkpointing: bool = True) -> dic
 def main():
     warnings.filterwarnings("ignore", category=FutureWarning)
     if not torch.cuda.is_available():
-        raise SystemExit("No GPU. `python benchmarks/memory.py` measures on a CPU.")
+        raise SystemExit("No GPU. `python -m benchmarks.memory` measures on a CPU.")
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": {}}
     print(f"{'GB':<26}{'update':>24}{'optimizer step':>24}{'reserved':>10}")
     for name, case in CASES.items():

@@ -22,6 +22,7 @@ import torch
 
 from opo_trl.run_folder import write_json
 
+from ..record import origin, peak_memory, reset_peak_memory
 from ..replay import (
     TRAINERS,
     Pass,
@@ -36,7 +37,6 @@ from ..replay import (
     take_turns,
 )
 from ..shapes import QWEN3_0_6B, QWEN3_1_7B, small_qwen3
-from .record import origin, peak_memory, reset_peak_memory
 
 
 SHAPES = {"qwen3-0.6b": QWEN3_0_6B, "qwen3-1.7b": QWEN3_1_7B}

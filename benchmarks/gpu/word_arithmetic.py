@@ -26,8 +26,8 @@ import torch
 import opo_trl.train
 from opo_trl.run_folder import LOG, SUMMARY, append_lines, read_json, read_lines, write_json
 
+from ..record import origin, peak_memory, reset_peak_memory
 from . import base
-from .record import origin, peak_memory, reset_peak_memory
 from .words import SPLIT_SIZES, make_problems
 
 
