@@ -1,15 +1,20 @@
-"""What a result of these benchmarks says about where it comes from, and what a GPU has had to hold."""
+"""What a result says about where it comes from, going on with results, and what a GPU has had to hold."""
 
+import gc
 import os
 import platform
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from opo_trl.run_folder import read_json, write_json
 
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
@@ -39,6 +44,85 @@ def _git_commit() -> str | None:
     except OSError:
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def begin(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """
+    The results that a file holds, to go on with, or the beginning of new ones.
+
+    Args:
+        file (`Path`):
+            Where the results are, or will be.
+        settings (`dict[str, Any]`):
+            What they are of.
+
+    Raises:
+        `ValueError`: the file has results of other settings, versions or hardware, or of another commit.
+    """
+    new = {"settings": settings, **origin()}
+    results = read_json(file) or new
+    for name in ("settings", "device", "versions", "git_commit"):
+        if results[name] != new[name]:
+            raise ValueError(
+                f"{str(file)!r} holds results with {name}={results[name]}, and this would add some with {new[name]}. "
+                "Choose another output."
+            )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return results
+
+
+class Limit:
+    """
+    A limit on time, from now on.
+
+    Args:
+        seconds: how many.
+    """
+
+    def __init__(self, seconds: float):
+        self._seconds, self._started = seconds, time.perf_counter()
+
+    def is_too_near(self, duration: float) -> bool:
+        """Whether what takes so many seconds would end later; says so."""
+        elapsed = time.perf_counter() - self._started
+        if elapsed + duration > self._seconds:
+            print(f"Stopped after {elapsed:.0f} s: the same command goes on.", flush=True)
+            return True
+        return False
+
+
+def measure_missing(
+    file: Path, settings: dict[str, Any], cases: Mapping[str, Callable[[], Any]], *, seconds: float
+) -> None:
+    """
+    Measure the cases that the results in a file lack, one by one, while there is time.
+
+    Args:
+        file (`Path`), settings (`dict[str, Any]`):
+            As of [`begin`].
+        cases (`Mapping[str, Callable]`):
+            What to call for each case. The one that takes longest comes first: the next one is taken to last as long
+            as the longest so far.
+        seconds (`float`):
+            How long all may take.
+    """
+    limit = Limit(seconds)
+    results: dict[str, Any] = {"cases": {}, "took": {}, **begin(file, settings)}
+    for name, measure in cases.items():
+        if name in results["cases"]:
+            continue
+        if limit.is_too_near(max(results["took"].values(), default=0)):
+            break
+        began = time.perf_counter()
+        try:
+            results["cases"][name] = measure()
+        except torch.OutOfMemoryError:
+            results["cases"][name] = "out of memory"
+        gc.collect()  # the parts of a trainer refer to each other
+        torch.cuda.empty_cache()
+        results["took"][name] = round(time.perf_counter() - began, 1)
+        write_json(file, results)
+        print(name, results["cases"][name], flush=True)
 
 
 def reset_peak_memory():

@@ -1,37 +1,36 @@
 """
 `opo_trl.memory` against the peaks of one GPU: Qwen3-1.7B with random weights, `OPOTrainer.compute_loss`, AdamW.
 
-    python -m benchmarks.gpu.memory     a few minutes on a GPU of 24 GB or more
+    python -m benchmarks.gpu.memory --output runs/gpu/memory.json     a few minutes on a GPU of 24 GB or more
 
-Compares `torch.cuda.max_memory_allocated` of the second micro-batch, and of the optimizer step, with the formula, and
-writes benchmarks/results/gpu_memory.json; results are committed when run. A case that runs out of memory says so.
+Compares `torch.cuda.max_memory_allocated` of the second micro-batch, and of the optimizer step, with the formula. A
+case that runs out of memory says so. Called again with the same file, it goes on with the cases that are missing.
 """
 
-import gc
-import json
-import sys
+import argparse
+import functools
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from memory import COMPLETION, LORA_RANK, PROMPT, RESULTS, plan_run
-from memory_probes import make_config, make_trainer
-from shapes import QWEN3_1_7B
+from ..memory import COMPLETION, LORA_RANK, PROMPT, plan_run
+from ..memory_probes import make_config, make_trainer
+from ..record import measure_missing
+from ..shapes import QWEN3_1_7B
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "1 row": {"rows": 1},
-    "4 rows": {"rows": 4},
     "8 rows": {"rows": 8},
+    "4 rows": {"rows": 4},
+    "1 row": {"rows": 1},
     "1 row, no checkpointing": {"rows": 1, "checkpointing": False},
-    "4 rows, LoRA": {"rows": 4, "lora": True},
     "8 rows, LoRA": {"rows": 8, "lora": True},
+    "4 rows, LoRA": {"rows": 4, "lora": True},
 }
 
 
@@ -79,30 +78,27 @@ def measure(*, rows: int, lora: bool = False, checkpointing: bool = True) -> dic
     return peaks
 
 
-def main():
+def compare(case: dict[str, Any]) -> dict[str, Any]:
+    """By moment `[formula, measured]` in bytes, and what was reserved."""
+    plan = {moment: sum(parts.values()) for moment, parts in plan_run("none", share=0, **case).items()}
+    said = {"update": max(plan["LM head"], plan["layers"]), "optimizer step": plan["optimizer step"]}
+    measured = measure(**case)
+    return {moment: [said[moment], measured[moment]] for moment in said} | {"reserved": measured["reserved"]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="file to write, or to go on with")
+    parser.add_argument("--limit_seconds", type=float, default=float("inf"), help="start nothing that would end later")
+    args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", category=FutureWarning)
     if not torch.cuda.is_available():
         raise SystemExit("No GPU. `python -m benchmarks.memory` measures on a CPU.")
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": {}}
-    print(f"{'GB':<26}{'update':>24}{'optimizer step':>24}{'reserved':>10}")
-    for name, case in CASES.items():
-        plan = {moment: sum(parts.values()) for moment, parts in plan_run("none", share=0, **case).items()}
-        said = {"update": max(plan["LM head"], plan["layers"]), "optimizer step": plan["optimizer step"]}
-        try:
-            measured = measure(**case)
-        except torch.OutOfMemoryError:
-            print(f"{name:<26}out of memory; formula {max(said.values()) / 1e9:.2f}")
-            continue
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
-        results["cases"][name] = {moment: [said[moment], measured[moment]] for moment in said}
-        results["cases"][name]["reserved"] = measured["reserved"]
-        cells = (f"{said[m] / 1e9:.2f} / {measured[m] / 1e9:.2f} = {said[m] / measured[m]:.3f}" for m in said)
-        print(f"{name:<26}" + "".join(f"{cell:>24}" for cell in cells) + f"{measured['reserved'] / 1e9:>10.2f}")
-    path = RESULTS.with_name("gpu_memory.json")
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    cases = {name: functools.partial(compare, case) for name, case in CASES.items()}
+    measure_missing(args.output, {"prompt": PROMPT, "completion": COMPLETION}, cases, seconds=args.limit_seconds)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

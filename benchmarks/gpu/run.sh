@@ -23,25 +23,20 @@ if [ -n "$wheels" ]; then
     PYTHONPATH+=:$out/packages
 fi
 
+tiny=${TINY:+--tiny}
 failed=0
-part() {  # $1: name; the rest: arguments of its python
-    local name=$1 began=$SECONDS
-    shift
-    echo "== $name: $*"
-    "$python" "$@" 2>&1 | tee -a "$out/$name.log"
+part() {  # $1: a module of benchmarks.gpu; $2: what it writes or goes on with
+    local name=$1 output=$2 began=$SECONDS
+    shift 2
+    "$python" -m "benchmarks.gpu.$name" --output "$output" --limit_seconds $((${LIMIT_SECONDS:-1680} - SECONDS)) "$@" \
+        2>&1 | tee -a "$out/$name.log"
     local status=${PIPESTATUS[0]}
     echo "== $name: exit status $status after $((SECONDS - began)) s"
     [ "$status" -eq 0 ] || failed=1
-    return "$status"
 }
 
-tiny=${TINY:+--tiny}
 # The short ones first: what is left of the limit, 30 minutes less 2 to spare, is for the runs of the four methods.
-[ -e "$out/update_phase.done" ] ||
-    { part update_phase -m benchmarks.gpu.update_phase --output "$out/update_phase.json" $tiny &&
-        touch "$out/update_phase.done"; }
-[ -n "$tiny" ] || [ -e "$out/gpu_memory.json" ] ||
-    { part memory benchmarks/gpu/memory.py && cp benchmarks/results/gpu_memory.json "$out/"; }
-part word_arithmetic -m benchmarks.gpu.word_arithmetic --output "$out/word_arithmetic" \
-    --limit_seconds $((${LIMIT_SECONDS:-1680} - SECONDS)) $tiny
+[ -n "$tiny" ] || part memory "$out/memory.json"
+part update_phase "$out/update_phase.json" $tiny
+part word_arithmetic "$out/word_arithmetic" $tiny
 exit $failed

@@ -4,6 +4,8 @@ What an update of Qwen3-0.6B and Qwen3-1.7B costs, with random weights: OPOTrain
     python -m benchmarks.gpu.update_phase --output runs/gpu/update_phase.json     a GPU of 80 GB or more, 10 minutes
     python -m benchmarks.gpu.update_phase --output runs/gpu/tiny.json --tiny      a CPU, a minute
 
+Called again with the same file, it goes on with the cases that are missing.
+
 The comparison of `benchmarks/update_phase.py` at full length, in bfloat16: with gradient checkpointing and without,
 with no dead groups and with 40 %. Both trainers use the fused LM head that TRL builds in. Tokens, peak memory and the
 split of the time are those of a trainer alone on the device; then both are there, and their phases alternate, so that
@@ -11,6 +13,7 @@ a device that slows down slows both.
 """
 
 import argparse
+import functools
 import gc
 import statistics
 import warnings
@@ -20,9 +23,7 @@ from typing import Any
 
 import torch
 
-from opo_trl.run_folder import write_json
-
-from ..record import origin, peak_memory, reset_peak_memory
+from ..record import measure_missing, origin, peak_memory, reset_peak_memory
 from ..replay import (
     TRAINERS,
     Pass,
@@ -39,7 +40,7 @@ from ..replay import (
 from ..shapes import QWEN3_0_6B, QWEN3_1_7B, small_qwen3
 
 
-SHAPES = {"qwen3-0.6b": QWEN3_0_6B, "qwen3-1.7b": QWEN3_1_7B}
+SHAPES = {"qwen3-1.7b": QWEN3_1_7B, "qwen3-0.6b": QWEN3_0_6B}  # the largest first: no other outlasts its estimate
 TINY_SHAPES = {"tiny": small_qwen3(64, 512)}
 GROUPS, GENERATIONS, ROWS, STEPS = 10, 8, 8, 2
 DEAD = (0.0, 0.4)
@@ -88,12 +89,21 @@ def measure_alone(method: str, shape: Mapping[str, Any], rollout: Rollout, **opt
     }
 
 
-def measure(shape: Mapping[str, Any], rollout: Rollout, *, repeats: int, **options: Any) -> dict[str, Any]:
+def measure(shape: Mapping[str, Any], dead: float, shorter: int, *, repeats: int, **options: Any) -> dict[str, Any]:
     """What each trainer costs, and OPO's time relative to GRPO's."""
+    rollout = draw_rollout(
+        "math",
+        groups=GROUPS,
+        generations=GENERATIONS,
+        vocab_size=shape["vocab_size"],
+        dead=dead,
+        shorter=shorter,
+    )
     result: dict[str, Any] = {}
     for method in TRAINERS:
         result[method] = measure_alone(method, shape, rollout, **options)
-        free()
+        gc.collect()
+        torch.cuda.empty_cache()
     trainers = {method: make_trainer(method, shape, rollout, **options) for method in TRAINERS}
     take_turns(trainers, 1)
     seconds = take_turns(trainers, repeats)
@@ -109,44 +119,27 @@ def measure(shape: Mapping[str, Any], rollout: Rollout, *, repeats: int, **optio
     return result | {"ratio": ratio(seconds["OPO"], seconds["GRPO"])}
 
 
-def free() -> None:
-    """Give back the memory of trainers that nothing holds any more."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="file to write")
+    parser.add_argument("--output", type=Path, required=True, help="file to write, or to go on with")
+    parser.add_argument("--limit_seconds", type=float, default=float("inf"), help="start nothing that would end later")
     parser.add_argument("--tiny", action="store_true", help="everything as small as it gets, on a CPU")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")  # names that TRL still uses
     if not args.tiny and not torch.cuda.is_available():
         raise SystemExit("No GPU. `--tiny` tries the same code on a CPU.")
     repeats, shorter = (TINY_REPEATS, TINY_SHORTER) if args.tiny else (REPEATS, 1)
-    results: dict[str, Any] = {**origin(), "rows": ROWS, "steps": STEPS, "cases": {}}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    for name, shape in (TINY_SHAPES if args.tiny else SHAPES).items():
-        for dead in DEAD:
-            rollout = draw_rollout(
-                "math",
-                groups=GROUPS,
-                generations=GENERATIONS,
-                vocab_size=shape["vocab_size"],
-                dead=dead,
-                shorter=shorter,
-            )
-            for checkpointing in (True, False):
-                case = f"{name}, {dead:.0%} dead, {'' if checkpointing else 'no '}checkpointing"
-                options = {"rows": ROWS, "steps": STEPS, "checkpointing": checkpointing}
-                try:
-                    results["cases"][case] = measure(shape, rollout, repeats=repeats, **options)
-                except torch.OutOfMemoryError:
-                    results["cases"][case] = "out of memory"
-                free()
-                write_json(args.output, results)
-                print(case, results["cases"][case], flush=True)
+    options = {"rows": ROWS, "steps": STEPS, "repeats": repeats}
+    cases = {
+        f"{name}, {dead:.0%} dead, {'' if checkpointing else 'no '}checkpointing": functools.partial(
+            measure, shape, dead, shorter, checkpointing=checkpointing, **options
+        )
+        for name, shape in (TINY_SHAPES if args.tiny else SHAPES).items()
+        for dead in DEAD
+        for checkpointing in (True, False)
+    }
+    measure_missing(args.output, {"tiny": args.tiny, **options}, cases, seconds=args.limit_seconds)
     return 0
 
 
