@@ -218,14 +218,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="from the samples, without training")
     parser.add_argument("--quick", action="store_true", help="60 steps; write nothing")
-    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps")
     args = parser.parse_args(argv)
     if args.quick:
         header, *samples = soak(60, seconds=0.1)
         print(page(header, samples))
         return 0
     if not args.write:
-        rows = soak(args.steps, seconds=1)
+        rows = soak(STEPS, seconds=1)
         RESULTS.unlink(missing_ok=True)
         append_lines(RESULTS, rows)
     header, *samples = read_lines(RESULTS)
