@@ -1,8 +1,9 @@
 r"""
 Agreement of `accuracy_reward` with published verdicts on whether two answers are equal, beside that of TRL's.
 
-    python -m benchmarks.reward_agreement > benchmarks/results/reward_agreement.md
-    python -m benchmarks.reward_agreement --list
+    python -m benchmarks.reward_agreement            print the table
+    python -m benchmarks.reward_agreement --write    … and put it into docs/rewards.md
+    python -m benchmarks.reward_agreement --list     … and list the verdicts with which ours disagrees
 
 `published_verdicts.jsonl` holds the verdicts: source, gold answer, answer, equal or not. They are what the tests of
 graders assert (`SOURCES`), each file taken whole. A verdict that another source has as well counts once. In the file,
@@ -38,8 +39,11 @@ from trl.rewards import accuracy_reward as trl_reward
 
 from opo_trl.rewards import accuracy_reward
 
+from .pages import fill, table
 
-FOLDER = Path(__file__).parent
+
+VERDICTS = Path(__file__).with_name("published_verdicts.jsonl")
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "rewards.md"
 SOURCES = {
     "math-verify": ("huggingface/Math-Verify 0.9.0, `tests/`: its lists of gold, pred, expected", "Apache-2.0"),
     "MARIO_EVAL": ("MARIO-Math-Reasoning/MARIO_EVAL, `math_evaluation/tests/test_is_equiv.py`", "MIT"),
@@ -65,8 +69,8 @@ class Verdict(TypedDict):
 
 def published() -> list[Verdict]:
     """The verdicts that are asked, in the order of the file."""
-    lines = (FOLDER / "published_verdicts.jsonl").read_text().splitlines()
-    return [verdict for verdict in map(json.loads, lines) if "left_out" not in verdict]
+    lines = map(json.loads, VERDICTS.read_text().splitlines())
+    return [verdict for verdict in lines if "left_out" not in verdict]
 
 
 def bare(latex: str) -> str:
@@ -106,29 +110,31 @@ def score(verdicts: list[Verdict]) -> dict[str, list[float | None]]:
     }
 
 
-def table(verdicts: list[Verdict], scores: dict[str, list[float | None]]) -> str:
-    lines = [
-        "| source | verdicts | opo_trl agrees | TRL agrees | wrong ones | opo_trl accepts | TRL accepts |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def agreement(verdicts: list[Verdict], scores: dict[str, list[float | None]]) -> str:
+    """The table."""
+    lines = []
     for source in [*SOURCES, "all"]:
         rows = [index for index, verdict in enumerate(verdicts) if source in (verdict["source"], "all")]
         part = [verdicts[index] for index in rows]
         ours, trl = ([scores[name][index] for index in rows] for name in ("opo_trl", "TRL"))
         wrong = sum(not verdict["equal"] for verdict in part)
         numbers = [len(part), agreed(part, ours), agreed(part, trl), wrong, accepted(part, ours), accepted(part, trl)]
-        lines.append(f"| {source} | " + " | ".join(map(str, numbers)) + " |")
-    return "\n".join(lines)
+        lines.append([source, *map(str, numbers)])
+    head = ["source", "verdicts", "opo_trl agrees", "TRL agrees", "wrong ones", "opo_trl accepts", "TRL accepts"]
+    return table(head, lines)
 
 
 def main():
     logging.disable(logging.WARNING)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the table of docs/rewards.md")
     parser.add_argument("--list", action="store_true", help="list the verdicts with which ours disagrees")
     arguments = parser.parse_args()
     verdicts = published()
     scores = score(verdicts)
-    print(table(verdicts, scores))
+    print(agreement(verdicts, scores))
+    if arguments.write:
+        PAGE.write_text(fill(PAGE.read_text(), {"agreement": agreement(verdicts, scores)}))
     if arguments.list:
         for verdict, of_ours, of_trl in zip(verdicts, scores["opo_trl"], scores["TRL"], strict=True):
             if of_ours != verdict["equal"]:

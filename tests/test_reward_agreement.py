@@ -3,14 +3,11 @@
 import logging
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from benchmarks import reward_agreement
 
-
-RESULTS = Path(reward_agreement.FOLDER) / "results" / "reward_agreement.md"
 
 # Argued in docs/rewards.md: a missing unit or name on the left side is no error.
 ACCEPTED = [
@@ -33,7 +30,9 @@ def no_logs():
 @pytest.fixture(scope="module")
 def committed() -> dict[str, list[int]]:
     """Source, and the numbers of its row."""
-    rows = re.findall(r"^\| ([^|]+) \| (\d.*) \|$", RESULTS.read_text(), re.MULTILINE)
+    page = reward_agreement.PAGE.read_text(encoding="utf-8")
+    block = re.search(r"<!-- agreement -->\n(.*?)<!-- end -->", page, re.DOTALL)[1]
+    rows = re.findall(r"^\| ([^|]+) \| (\d.*) \|$", block, re.MULTILINE)
     return {source: [int(number) for number in numbers.split(" | ")] for source, numbers in rows}
 
 
