@@ -189,6 +189,23 @@ def make_trainer(model: Any, *, rows: int, lora: int = 0, zero: dict[str, Any] |
     )
 
 
+def micro_batch(shape: Shape, *, rows: int, prompt: int, completion: int) -> dict[str, torch.Tensor]:
+    """Random rows as a rollout leaves them; one prompt is padded, without which attention would need no mask."""
+    prompt_mask = torch.ones(rows, prompt, dtype=torch.long)
+    prompt_mask[0, : prompt // 2] = 0
+    return {
+        "prompt_ids": torch.randint(shape["vocab_size"], (rows, prompt)),
+        "prompt_mask": prompt_mask,
+        "completion_ids": torch.randint(shape["vocab_size"], (rows, completion)),
+        "completion_mask": torch.ones(rows, completion, dtype=torch.long),
+        "advantages": torch.zeros(rows),
+        "opo_target": torch.ones(rows),
+        "opo_valid": torch.ones(rows, dtype=torch.bool),
+        "opo_mu": torch.ones(rows),
+        "opo_step": torch.zeros(rows),
+    }
+
+
 def profiled(step: Callable[[], Any]) -> Any:
     """Events of PyTorch's profiler while `step` is called, with those of its CPU allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -224,20 +241,7 @@ def measure_loss(
         model.gradient_checkpointing_enable()
     model.train()
     trainer.current_gradient_accumulation_steps = 1
-    prompt = length // 2
-    prompt_mask = torch.ones(rows, prompt, dtype=torch.long)
-    prompt_mask[0, :2] = 0  # as padding, without which attention needs no mask
-    inputs = {
-        "prompt_ids": torch.full((rows, prompt), 3),
-        "prompt_mask": prompt_mask,
-        "completion_ids": torch.full((rows, length - prompt), 4),
-        "completion_mask": torch.ones(rows, length - prompt, dtype=torch.long),
-        "advantages": torch.zeros(rows),
-        "opo_target": torch.ones(rows),
-        "opo_valid": torch.ones(rows, dtype=torch.bool),
-        "opo_mu": torch.ones(rows),
-        "opo_step": torch.zeros(rows),
-    }
+    inputs = micro_batch(shape, rows=rows, prompt=length // 2, completion=length - length // 2)
     trainer.accelerator.backward(trainer.compute_loss(model, inputs))
     events = profiled(lambda: trainer.accelerator.backward(trainer.compute_loss(model, inputs)))
     (head,) = (event for event in events if event.name() == "ChunkedLogProbFunctionBackward")

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ..memory import COMPLETION, LORA_RANK, PROMPT, plan_run
-from ..memory_probes import make_config, make_trainer
+from ..memory_probes import make_config, make_trainer, micro_batch
 from ..record import measure_missing
 from ..shapes import QWEN3_1_7B
 
@@ -34,24 +34,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def inputs(rows: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """A micro-batch as a rollout leaves it: one prompt padded, all completions of full length."""
-    prompt_mask = torch.ones(rows, PROMPT, dtype=torch.long)
-    prompt_mask[0, : PROMPT // 2] = 0
-    batch = {
-        "prompt_ids": torch.randint(QWEN3_1_7B["vocab_size"], (rows, PROMPT)),
-        "prompt_mask": prompt_mask,
-        "completion_ids": torch.randint(QWEN3_1_7B["vocab_size"], (rows, COMPLETION)),
-        "completion_mask": torch.ones(rows, COMPLETION, dtype=torch.long),
-        "advantages": torch.zeros(rows),
-        "opo_target": torch.ones(rows),
-        "opo_valid": torch.ones(rows, dtype=torch.bool),
-        "opo_mu": torch.ones(rows),
-        "opo_step": torch.zeros(rows),
-    }
-    return {name: tensor.to(device) for name, tensor in batch.items()}
-
-
 def measure(*, rows: int, lora: bool = False, checkpointing: bool = True) -> dict[str, int]:
     """Peaks of allocated bytes in an update and in the optimizer step, and what the allocator reserved for them."""
     model = AutoModelForCausalLM.from_config(make_config(QWEN3_1_7B), dtype=torch.bfloat16)
@@ -64,7 +46,8 @@ def measure(*, rows: int, lora: bool = False, checkpointing: bool = True) -> dic
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     optimizer = torch.optim.AdamW((p for p in trainer.model.parameters() if p.requires_grad), lr=1e-6, fused=True)
-    batch, peaks = inputs(rows, trainer.accelerator.device), {}
+    batch = micro_batch(QWEN3_1_7B, rows=rows, prompt=PROMPT, completion=COMPLETION)
+    batch, peaks = {name: tensor.to(trainer.accelerator.device) for name, tensor in batch.items()}, {}
     for _ in range(2):  # the first round makes the moments
         for _ in range(2):  # the first micro-batch makes the gradients
             torch.cuda.reset_peak_memory_stats()
