@@ -113,7 +113,3 @@ def test_figures_with_an_interval_or_a_range_are_those_of_a_report():
     assert set.union(*map(figures, PAGES))
     for page in PAGES:
         assert figures(page) <= reported, page
-
-
-def test_table_of_agreement_is_the_committed_one():
-    assert (RESULTS / "reward_agreement.md").read_text(encoding="utf-8") in (DOCS / "rewards.md").read_text("utf-8")
