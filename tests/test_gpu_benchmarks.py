@@ -5,15 +5,11 @@ The benchmarks for a GPU, as far as a CPU can tell: the word problems, the recip
 import json
 import random
 import re
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import base, word_arithmetic
 from benchmarks.gpu.words import (

@@ -1,37 +1,24 @@
 """The memory formula against measurements and known figures; the line of the plan; the tables of docs/memory.md."""
 
-import importlib
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import memory_probes as probes
 import pytest
 import trl.kernels.chunked_logprob
 import trl.trainer.utils
 import yaml
 from helpers import make_trainer
-from transformers import AutoConfig
+from invariance.launch import launch, logs
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks import memory as benchmark
 from opo_trl import memory, plan
 from opo_trl.memory import memory_plan
 
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-probes = importlib.import_module("memory_probes")
-
-
-def load_benchmark():
-    """benchmarks/memory.py, which has the name of the module it is about."""
-    spec = importlib.util.spec_from_file_location("memory_benchmark", ROOT / "benchmarks" / "memory.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-benchmark = load_benchmark()
 QWEN = benchmark.QWEN3_1_7B
 
 
@@ -165,9 +152,6 @@ def train_rank(sharding: str, folder: str):
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_what_a_process_holds(sharding: str, tmp_path: Path):
-    from invariance.launch import launch, logs
-    from transformers import AutoModelForCausalLM
-
     if sharding.startswith("zero"):
         pytest.importorskip("deepspeed")
     model = AutoModelForCausalLM.from_config(probes.make_config(benchmark.MEDIUM))

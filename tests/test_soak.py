@@ -1,12 +1,6 @@
 """The verdict of benchmarks/soak.py: flat passes, a leak and a slowdown do not."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu.record import origin
 from benchmarks.soak import judge, page

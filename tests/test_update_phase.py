@@ -3,16 +3,11 @@
 import copy
 import functools
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import replay, scaling, update_phase
 from benchmarks.gpu import update_phase as gpu_update_phase
