@@ -1,5 +1,5 @@
 """
-What the trainer's tests share: scripted rollouts, trainers that record what they do, and OPO computed anew.
+What tests share: processes, scripted rollouts, trainers that record what they do, and OPO computed anew.
 
 A scripted rollout replaces generation by completions and rewards that depend on the row alone, so that a test decides
 what the objective sees: lengths, truncated completions, rewards, `None`. The reference computes the loss and gradient
@@ -13,7 +13,10 @@ import itertools
 import math
 import os
 import random
+import socket
 import statistics
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +41,36 @@ PROMPTS = ["1+1=", "What is 2 + 2?", "7*6", "Name a prime above ten.", "9-4=", "
 EXACT = 1e-4  # relative error of a float32 gradient of the tiny model against float64 (4e-7 to 1.1e-5 were measured)
 
 
+# Processes
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For a process that finds this checkout's package, and this interpreter's programs first."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "PATH": path, **more}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until(condition: Callable[[], object], limit: float = 240.0) -> None:
+    """Wait at most so many seconds."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"It did not come within {limit} seconds.")
+        time.sleep(0.01)
+
+
 # Rollouts
+
+
+def even_tokens(completion_ids: list[list[int]], **kwargs) -> list[float]:
+    """A reward of what was sampled: the share of even tokens."""
+    return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
 
 
 @dataclass

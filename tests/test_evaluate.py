@@ -3,15 +3,13 @@
 import itertools
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
+from invariance.launch import launch, logs
 from scipy.stats import binomtest
 
 from opo_trl import OPOConfig, OPOTrainer
@@ -114,19 +112,19 @@ def test_sampling_follows_its_seed(trainer):
     assert first != other
 
 
+def evaluate_greedily(model: str, folder: str) -> None:
+    """In each process; the main one writes the samples."""
+    trainer = make_trainer(model, folder)
+    result = evaluate(trainer, PROBLEMS, decoding="greedy")
+    if trainer.accelerator.is_main_process:
+        processes = trainer.accelerator.num_processes
+        Path(folder, "result.json").write_text(json.dumps({"processes": processes, "samples": result.samples}))
+
+
 def test_two_processes_share_the_problems_and_count_each_once(trainer, tiny_model, tmp_path):
     """Seven problems on two processes: one of them solves the last problem twice, to keep step with the other."""
-    script = Path(__file__).parent / "scripts" / "evaluate_processes.py"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    path = os.pathsep.join([str(script.parents[1]), str(script.parents[2])])
-    done = subprocess.run(
-        [*launch, tiny_model, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    where = {"config": "ddp", "processes": 2, "folder": tmp_path}
+    assert launch(evaluate_greedily, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
     two = json.loads((tmp_path / "result.json").read_text())
     assert two["processes"] == 2
     assert two["samples"] == evaluate(trainer, PROBLEMS, decoding="greedy").samples

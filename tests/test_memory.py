@@ -9,7 +9,8 @@ import trl.kernels.chunked_logprob
 import trl.trainer.utils
 import yaml
 from helpers import make_trainer
-from transformers import AutoConfig
+from invariance.launch import launch, logs
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import memory as benchmark
 from benchmarks import memory_probes as probes
@@ -151,9 +152,6 @@ def train_rank(sharding: str, folder: str):
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_what_a_process_holds(sharding: str, tmp_path: Path):
-    from invariance.launch import launch, logs
-    from transformers import AutoModelForCausalLM
-
     if sharding.startswith("zero"):
         pytest.importorskip("deepspeed")
     model = AutoModelForCausalLM.from_config(probes.make_config(benchmark.MEDIUM))

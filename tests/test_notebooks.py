@@ -1,19 +1,16 @@
 """Notebooks run from top to bottom, teach what they say, and are stored as they ran."""
 
 import re
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 
+from notebooks.run import execute
+
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-
-sys.path.insert(0, str(FOLDER))
-
-from run import execute  # noqa: E402
 
 
 def code_cells(notebook):

@@ -346,7 +346,9 @@ class TestScore:
         assert score(completion, "3") == expected
 
     @pytest.mark.parametrize("pattern", ADVERSARIAL)
-    def test_what_a_model_under_training_writes(self, pattern: str):
+    def test_what_a_model_under_training_writes(self, pattern: str, monkeypatch: pytest.MonkeyPatch):
+        for limit in ("PARSING_LIMIT", "VERIFYING_LIMIT"):
+            monkeypatch.setattr(rewards, limit, 2.0)  # which some of them run into, one after the other
         scored = [
             (completion[:80], gold[:80], score(completion, gold)) for completion, gold, _ in ADVERSARIAL[pattern]
         ]
@@ -411,7 +413,7 @@ class TestFailingMathVerify:
         monkeypatch.setattr(rewards, "VERIFYING_LIMIT", 1.0)
         start = time.process_time()
         assert score(box(r"\sum_{n=1}^{10^9} \frac{1}{n}"), "5") == 0.0
-        assert 0.9 < time.process_time() - start < 5
+        assert 0.5 < time.process_time() - start < 5
 
 
 class TestAccuracyReward:

@@ -17,18 +17,21 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
+from helpers import environment, wait_until
+from invariance.launch import launch as launch_forked
+from invariance.launch import logs
 from safetensors.torch import load_file
 from trl.scripts.vllm_serve import make_parser as vllm_serve_parser
 
 from opo_trl.arithmetic import base_model_path
 from opo_trl.run_folder import read_json, read_lines
+from opo_trl.train import main
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,12 +49,6 @@ def free_port() -> int:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) != 0:
                 return port
-
-
-def environment(**more: str) -> dict[str, str]:
-    """For a process that finds this checkout's package, and this interpreter's programs first."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, **more}
 
 
 # 1. Launchers that meet
@@ -91,9 +88,9 @@ def launch(folder: Path, recipe: Path, arguments: list[str], *, machines: int, p
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", arguments[position + 1]]
     command += ["--num_machines", str(machines), "--num_processes", str(processes)]
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
-    logs = [folder / f"machine-{rank}.log" for rank in range(machines)]
+    machine_logs = [folder / f"machine-{rank}.log" for rank in range(machines)]
     started = []
-    for rank, log in enumerate(logs):
+    for rank, log in enumerate(machine_logs):
         script = ["-m", "opo_trl.train", "--config", str(recipe), *arguments, "--output_dir", str(folder / "run")]
         with log.open("w") as file:
             machine = [*command, "--machine_rank", str(rank), *script]
@@ -101,13 +98,13 @@ def launch(folder: Path, recipe: Path, arguments: list[str], *, machines: int, p
                 subprocess.Popen(machine, env=environment(), stdout=file, stderr=file, start_new_session=True)
             )
     try:
-        for process, log in zip(started, logs, strict=True):
+        for process, log in zip(started, machine_logs, strict=True):
             assert process.wait(timeout=600) == 0, log.read_text()[-3000:]
     finally:
         for process in started:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    assert [planned_processes(log) for log in logs] == [[processes], *[[]] * (machines - 1)]
+    assert [planned_processes(log) for log in machine_logs] == [[processes], *[[]] * (machines - 1)]
     return folder / "run"
 
 
@@ -193,7 +190,7 @@ class Job:
     def finish(self, process: subprocess.Popen) -> tuple[int, str]:
         """Status of a script and what it said of errors, when it has ended and nothing of the job is left."""
         _, errors = process.communicate(timeout=600)
-        self.wait_until(lambda: not self.running(), "the job's end")
+        wait_until(lambda: not self.running())
         return process.returncode, errors
 
     def run(self, script: str, *argv: str, **more: str) -> tuple[int, str]:
@@ -214,13 +211,6 @@ class Job:
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         calls = [line for line in lines if line["name"] == name]
         return [line["argv"] for line in sorted(calls, key=lambda line: line["node"] or "")]
-
-    def wait_until(self, condition: Callable[[], object], what: str):
-        for _ in range(1200):
-            if condition():
-                return
-            time.sleep(0.1)
-        raise TimeoutError(f"{what} never came")
 
 
 def write_program(path: Path, text: str):
@@ -290,24 +280,32 @@ def test_sbatch_sees_every_option(path):
 
 
 @pytest.fixture(scope="module")
-def one_launcher(tmp_path_factory, recipe, fields) -> Path:
+def one_launch(tmp_path_factory, recipe, fields) -> Path:
     """The run that two nodes are to repeat."""
-    return launch(tmp_path_factory.mktemp("one"), recipe, fields, machines=1, processes=2)
+    folder = tmp_path_factory.mktemp("one")
+    words = ["--config", str(recipe), *fields, "--output_dir", str(folder / "run")]
+    assert launch_forked(train, words, config="ddp", processes=2, folder=folder) == [0, 0], logs(folder)
+    return folder / "run"
 
 
-def test_job_on_two_nodes_is_the_run_of_one_launcher(job, recipe, fields, one_launcher):
+def train(words: list[str]) -> None:
+    """In each process."""
+    assert main(words) == 0
+
+
+def test_job_on_two_nodes_is_the_run_of_one_launch(job, recipe, fields, one_launch):
     status, errors = job.run("colocate.sbatch", str(recipe), *fields)
-    logs = [job.logs / f"train-{node}.log" for node in range(2)]
-    assert status == 0, errors + "".join(log.read_text()[-3000:] for log in logs)
-    assert [planned_processes(log) for log in logs] == [[2], []]
+    node_logs = [job.logs / f"train-{node}.log" for node in range(2)]
+    assert status == 0, errors + "".join(log.read_text()[-3000:] for log in node_logs)
+    assert [planned_processes(log) for log in node_logs] == [[2], []]
     run = job.folder / "runs" / "a b"
     settings = read_json(run / "settings.json")
     assert (settings["instruction"], settings["vllm_mode"]) == (fields[1], "colocate")
-    assert_same_run(one_launcher, run)
+    assert_same_run(one_launch, run)
 
 
 @pytest.mark.slow
-def test_job_submitted_again_is_the_run_that_was_never_stopped(job, recipe, fields, one_launcher):
+def test_job_submitted_again_is_the_run_that_was_never_stopped(job, recipe, fields, one_launch):
     """It stops between the two optimizer steps of its first rollout."""
     saving = ["--save_strategy", "steps", "--save_steps", "1", "--max_steps"]
     for steps in (1, 3):
@@ -315,7 +313,7 @@ def test_job_submitted_again_is_the_run_that_was_never_stopped(job, recipe, fiel
         assert status == 0, errors
     run = job.folder / "runs" / "a b"
     assert sorted(path.name for path in run.glob("checkpoint-*"))[-1] == "checkpoint-3"
-    assert_same_run(one_launcher, run)
+    assert_same_run(one_launch, run)
 
 
 def test_training_on_all_nodes(rehearsal, recipe, fields):
@@ -436,8 +434,8 @@ def test_job_out_of_time_is_put_back_into_the_queue_if_it_got_anywhere(
 ):
     process = rehearsal.start(script, str(recipe), *fields, TRAINING=training)
     trainers = 2 if script == "colocate.sbatch" else 1
-    rehearsal.wait_until(lambda: len(rehearsal.calls("opo-trl")) == trainers, "training")
-    rehearsal.wait_until((rehearsal.folder / "trains").exists, "training")
+    wait_until(lambda: len(rehearsal.calls("opo-trl")) == trainers)
+    wait_until((rehearsal.folder / "trains").exists)
     process.send_signal(signal.SIGUSR1)
     status, errors = rehearsal.finish(process)
     assert (["requeue", rehearsal.number] in rehearsal.calls("scontrol")) == requeued

@@ -1,12 +1,12 @@
 """The program as a user runs it: recipe in, run folder out, and a model that has learned something."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers import environment
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3ForCausalLM, set_seed
 
@@ -28,9 +28,8 @@ def arguments(recipe: Path, **overrides) -> list[str]:
 
 def opo_trl_train(*argv: str) -> subprocess.CompletedProcess:
     """`opo-trl train` in a process of its own, as typed in the checkout."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "opo_trl.cli", "train", *argv]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -166,15 +165,6 @@ def test_run_that_ends_with_an_error_leaves_its_report(tmp_path):
     assert "Nothing has been logged yet." in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_overlong_cache_beyond_the_completion_is_refused(tmp_path, capsys):
-    recipe = ROOT / "recipes" / "arithmetic" / "experiment1" / "dapo.yaml"
-    assert main(arguments(recipe, output_dir=tmp_path / "run", overlong_cache=41)) == 2
-    message = (
-        "overlong_cache=41 is not allowed. Set `overlong_cache` to a positive number up to max_completion_length=40"
-    )
-    assert message in capsys.readouterr().err
-
-
 def test_without_a_drive_nothing_is_learned(tmp_path):
     """alpha = 1 gives every completion of a group the same weight: the control of the lesson above."""
     assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", alpha=1.0, weight_decay=0.0, **SHORT)) == 0
@@ -184,45 +174,17 @@ def test_without_a_drive_nothing_is_learned(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    "overrides",
     [
-        ({"alpha": 1.5}, "alpha=1.5"),
-        ({"loss_type": "grpo"}, "loss_type='grpo'"),
-        ({"validation_steps": 0}, "validation_steps=0"),
-        ({"dataset_streaming": "true"}, "dataset_streaming=True"),
-        ({"load_in_4bit": "true", "use_vllm": "true"}, "load_in_4bit=True does not go with use_vllm=True"),
-        ({"resume_from_checkpoint": "last"}, "holds no whole checkpoint"),
-        ({"overlong_cache": 8}, "`soft_overlong_punishment` and `overlong_cache` need each other"),
-        ({"trainer": "ppo"}, "trainer='ppo' does not exist. Set `trainer` to one of opo, grpo"),
-        ({"trainer": "grpo"}, "belongs to `trainer: opo`"),
-        ({"report_samples": 0}, "report_samples=0 is not allowed"),
-        ({"reward_workers": -1}, "reward_workers=-1 is not allowed"),
-        ({"reward_timeout": 0}, "reward_timeout=0.0 is not allowed"),
-        ({"reward_memory": 0}, "reward_memory=0 is not allowed"),
+        pytest.param({}, marks=pytest.mark.slow),
+        {"accelerate_config": ACCELERATE / "multi_gpu.yaml", "num_processes": 2, "bf16": False},
     ],
+    ids=["one process", "two processes"],
 )
-def test_recipe_that_cannot_be_run_ends_with_status_2_and_no_folder(tmp_path, capsys, overrides, message):
-    assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", **overrides)) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"accelerate_config": "no_such"}, "accelerate_config='no_such' is neither a file nor one of TRL's"),
-        ({"alpha": 3}, "alpha=3.0 is not allowed"),
-        (
-            {"alpha": 3, "accelerate_config": ACCELERATE / "multi_gpu.yaml", "num_processes": 2, "bf16": False},
-            "alpha=3.0 is not allowed",
-        ),
-    ],
-    ids=["configuration", "one process", "two processes"],
-)
-def test_launcher_ends_with_status_2_and_one_message(tmp_path, overrides, message):
-    done = opo_trl_train(*arguments(ARITHMETIC, output_dir=tmp_path / "run", **overrides))
+def test_launcher_ends_with_status_2_and_one_message(tmp_path, overrides):
+    done = opo_trl_train(*arguments(ARITHMETIC, output_dir=tmp_path / "run", alpha=3, **overrides))
     assert done.returncode == 2
-    assert done.stderr.count(message) == 1
+    assert done.stderr.count("alpha=3.0 is not allowed") == 1
     assert "Traceback" not in done.stderr
 
 
@@ -240,13 +202,13 @@ def small_qwen3(shared_data, tmp_path_factory) -> Path:
     return folder
 
 
-def digit_reward(completions, **kwargs):
+def ascii_reward(completions, **kwargs):
     """Something a random model can be better or worse at: the share of its text that is ASCII."""
     texts = [completion[0]["content"] for completion in completions]
     return [sum(character.isascii() for character in text) / max(len(text), 1) for text in texts]
 
 
-def test_qwen3_recipe_trains_on_the_real_math_rows_through_the_command_line(small_qwen3, shared_data, tmp_path):
+def test_qwen3_recipe_trains_on_the_real_math_rows(small_qwen3, shared_data, tmp_path):
     here = {
         "use_cpu": "true",
         "bf16": "false",
@@ -262,12 +224,9 @@ def test_qwen3_recipe_trains_on_the_real_math_rows_through_the_command_line(smal
     }
     sizes |= {"steps_per_generation": 2, "validation_size": 2, "validation_steps": 4, "report_size": 2}
     recipe = ROOT / "recipes" / "qwen3-1.7b" / "experiment1/opo.yaml"
-    done = opo_trl_train(
-        *arguments(recipe, **here, **sizes, model_name_or_path=small_qwen3, dataset_name=shared_data / "math"),
-        *("--output_dir", str(tmp_path / "run"), "--learning_rate", "1e-3"),
-        *("--reward_funcs", "accuracy_reward", "tests.test_train.digit_reward"),
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    fields = {"model_name_or_path": small_qwen3, "dataset_name": shared_data / "math", "learning_rate": 1e-3}
+    rewards = ("--reward_funcs", "accuracy_reward", "test_train.ascii_reward")
+    assert main([*arguments(recipe, **here, **sizes, **fields, output_dir=tmp_path / "run"), *rewards]) == 0
     log = [line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]
     assert len(log) == 4
     assert all(line["grad_norm"] > 0 for line in log)

@@ -12,8 +12,6 @@ import logging
 import math
 import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +30,9 @@ from helpers import (
     relative_error,
     snapshot,
     trained,
+    without_times,
 )
+from invariance.launch import launch, logs
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
@@ -243,7 +243,8 @@ def test_mu_acts_where_a_rollout_is_reused(tiny_model, tmp_path):
 def test_equal_rewards_move_nothing(tiny_model, tmp_path, options, reward):
     # These rewards are no binary fractions, so that their float32 mean may miss them by a rounding.
     script = Script([reward] * 24)
-    trainer = trained(tiny_model, tmp_path, script=script, per_device_train_batch_size=6, num_generations=6, **REUSE)
+    sizes = {"per_device_train_batch_size": 6, "num_generations": 6}
+    trainer = trained(tiny_model, tmp_path, script=script, **sizes, **options, **REUSE)
     assert all(torch.equal(tensor, trainer.initial[name]) for name, tensor in snapshot(trainer.model).items())
     assert all(norm(step.gradient) == 0 for step in trainer.steps)
 
@@ -346,17 +347,9 @@ def test_age_of_rollouts_that_end_within_a_step(tiny_model, tmp_path):
 
 def test_groups_across_two_processes(tiny_model, tmp_path):
     """Three groups of 4 on two processes of 6: the second group has two completions on each."""
-    from scripts.two_processes import run
-
-    script = Path(__file__).parent / "scripts" / "two_processes.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*_roots(), *sys.path])}
-    result = subprocess.run(
-        [*command, tiny_model, str(tmp_path / "two")], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    two = json.loads((tmp_path / "two" / "result.json").read_text())
-    one = run(tiny_model, tmp_path / "one")
+    where = {"config": "ddp", "processes": 2, "folder": tmp_path}
+    assert launch(train_scripted_groups, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
+    two, one = json.loads((tmp_path / "result.json").read_text()), scripted_groups(tiny_model, tmp_path)
     assert (two["processes"], one["processes"]) == (2, 1)
     for name in ("target", "mu"):
         assert two[name] == pytest.approx(one[name], abs=1e-6)
@@ -372,9 +365,45 @@ def test_groups_across_two_processes(tiny_model, tmp_path):
     assert math.dist(two["parameters"], one["parameters"]) < EXACT * one["moved"]
 
 
-def _roots() -> list[str]:
-    here = Path(__file__).parent
-    return [str(here.parent), str(here)]
+def train_scripted_groups(model: str, folder: str) -> None:
+    """In each process."""
+    result = scripted_groups(model, Path(folder))
+    if torch.distributed.get_rank() == 0:
+        (Path(folder) / "result.json").write_text(json.dumps(result))
+
+
+def scripted_groups(model: str, folder: Path) -> dict:
+    """Train three optimizer steps, two of them on one rollout; the result in the order of the rollout's rows."""
+    rewards = [0.3, 1.7, 2.2, 0.1, 1.0, None, 0.2, 0.7, 0.5, 0.9, 0.4, 1.3]
+    trainer = trained(
+        model,
+        folder,
+        script=Script(rewards, truncated=(3,)),
+        mask_truncated_completions=True,
+        drive_scaling="batch",
+        chi2_radius=0.5,
+        per_device_train_batch_size=len(rewards) // int(os.environ.get("WORLD_SIZE", "1")),
+        gradient_accumulation_steps=1,
+        num_iterations=2,
+        max_steps=3,
+        learning_rate=0.002,
+    )
+    rollout, gather = trainer.rollouts[0], trainer.accelerator.gather
+    columns = {"target": rollout.opo_target, "valid": rollout.opo_valid, "mu": rollout.opo_mu}
+    columns["tokens"] = torch.stack([batch["completion_mask"].sum() for batch in trainer.steps[0].batches]).sum()[None]
+    columns["held"] = rollout.completion_mask.sum()[None]
+    parameters = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    initial = torch.cat([trainer.initial[name].flatten() for name, _ in trainer.model.named_parameters()])
+    return {
+        "processes": trainer.accelerator.num_processes,
+        "parameters": parameters.tolist(),
+        "moved": (parameters - initial).norm().item(),
+        "logged": [
+            {name: value for name, value in without_times(entry).items() if name.startswith("opo/")}
+            for entry in logged(trainer)
+        ],
+        **{name: gather(column).tolist() for name, column in columns.items()},
+    }
 
 
 # 5. What is logged and printed

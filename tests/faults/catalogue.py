@@ -363,6 +363,8 @@ DATA = [
         change=both(remove("data/train.jsonl"), write("data/train.parquet", b"PAR1...")),
     ),
     Case("validation of nothing", ["validation_size=0", "positive"], {"validation_size": 0}),
+    Case("validation at no step", ["validation_steps=0", "positive"], {"validation_steps": 0}),
+    Case("report of no completions", ["report_samples=0 is not allowed", "positive"], {"report_samples": 0}),
     Case("streaming", ["dataset_streaming=True", "Remove"], {"dataset_streaming": True}),
     Case(
         "levels of ready-made prompts",
@@ -498,6 +500,11 @@ REWARD_FUNCTIONS = [
         {"reward_weights": [1.0, 2.0]},
     ),
     Case("half of an overlong punishment", ["overlong_cache=2", "Set both, or neither"], {"overlong_cache": 2}),
+    Case(
+        "overlong punishment beyond the completion",
+        ["overlong_cache=5", "Set `overlong_cache`", "up to max_completion_length=4"],
+        {"overlong_cache": 5, "reward_funcs": ["my_rewards.length", "soft_overlong_punishment"]},
+    ),
     Case("failure rate above 1", ["max_reward_failure_rate=2.0", "[0, 1]"], {"max_reward_failure_rate": 2}),
 ]
 

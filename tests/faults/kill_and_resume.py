@@ -26,9 +26,8 @@ from pathlib import Path
 import torch
 import transformers.trainer
 from helpers import without_times
-from invariance.canonical import STEPS, WEIGHTS, Form, make_trainer
+from invariance.canonical import STEPS, Form, make_trainer, weights
 from invariance.launch import launch, logs
-from safetensors.torch import load_file
 from tiny import save_tiny_model
 
 from opo_trl import OPOTrainer, checkpoint
@@ -175,15 +174,11 @@ def start(form: Form, model: str, folder: Path, kill: Kill | None = None, target
 
 def differences(folder: Path, reference: Path) -> list[str]:
     """Names of tensors and log entries that are not the same bits."""
-    end, wanted = ({**_weights(path / "end")} for path in (folder, reference))
+    end, wanted = (weights(path / "end") for path in (folder, reference))
     different = [name for name in wanted if not torch.equal(end[name], wanted[name])]
     log, wanted_log = (_log(path) for path in (folder, reference))
     different += [f"log entry {i}" for i, pair in enumerate(zip(log, wanted_log, strict=True)) if pair[0] != pair[1]]
     return different
-
-
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(next(folder / name for name in WEIGHTS if (folder / name).exists()))
 
 
 def _log(folder: Path) -> list[dict]:

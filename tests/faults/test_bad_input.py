@@ -8,11 +8,8 @@ no traceback unless `--debug` asks for it, and every file as it was.
 import dataclasses
 import io
 import json
-import os
 import re
 import shutil
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -23,7 +20,7 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import Dataset
-from helpers import PROMPTS, make_trainer
+from helpers import PROMPTS, free_port, make_trainer
 from trl import GRPOConfig
 
 from faults import catalogue
@@ -222,12 +219,6 @@ def listening():
         server.server_close()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def with_server(folder: Path, **options) -> OPOConfig:
     options = {"vllm_mode": "server", "vllm_server_host": "127.0.0.1", "vllm_server_timeout": 0.5, **options}
     return OPOConfig(str(folder), use_cpu=True, bf16=False, use_vllm=True, **options)
@@ -251,17 +242,3 @@ def test_port_of_vllm_that_something_else_has_taken_is_named(tmp_path: Path, lis
     server = listening(200)
     with pytest.raises(ValueError, match=rf"vllm_group_port={other} is taken.*free port"):
         check_vllm_server(with_server(tmp_path, vllm_server_port=server, vllm_group_port=other))
-
-
-def test_command_line_ends_with_status_2_and_one_message(folder: Path):
-    case = Case("data that do not exist", ["dataset_name='./no'"], {"dataset_name": "./no"})
-    prepare(case, folder)
-    before = snapshot(folder)
-    root = str(Path(train.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": root, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "opo_trl.train", *words(case)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert done.stderr.count("opo-trl train: error: dataset_name='./no' does not exist") == 1
-    assert "Traceback" not in done.stderr
-    assert snapshot(folder) == before

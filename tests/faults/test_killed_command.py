@@ -8,11 +8,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import without_times
+from helpers import wait_until, without_times
 from invariance.canonical import Form, make_trainer
 from invariance.launch import launch, logs
 from safetensors.torch import load_file
@@ -193,11 +192,3 @@ def lines_so_far(folder: Path) -> list[dict]:
         return lines(folder)
     except json.JSONDecodeError:
         return []
-
-
-def wait_until(condition: Callable[[], bool], limit: float = SECONDS):
-    deadline = time.monotonic() + limit
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("It never came.")
-        time.sleep(0.005)

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_several_nodes import environment, on_cpu
+from helpers import environment, wait_until
+from test_several_nodes import on_cpu
 
 from opo_trl.checkpoint import last_whole
 from opo_trl.run_folder import read_lines
 
-from .test_killed_command import OPTIONS, RECIPE, wait_until
+from .test_killed_command import OPTIONS, RECIPE
 
 
 # Most of it is the start.

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from helpers import PROMPTS, Script
+from helpers import PROMPTS, Script, even_tokens
 from peft import LoraConfig
+from safetensors.torch import load_file
 from torch import Tensor
 
 from opo_trl import OPOConfig, OPOTrainer
@@ -62,11 +63,6 @@ class Form:
     @property
     def accumulation(self) -> int:
         return COMPLETIONS_PER_STEP // (self.rows * self.processes)
-
-
-def even_tokens(completion_ids: list[list[int]], **kwargs) -> list[float]:
-    """A reward of what was sampled: the share of even tokens."""
-    return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
 
 
 class Poisoned(OPOTrainer):
@@ -150,7 +146,10 @@ def describe(trainer: OPOTrainer) -> dict:
     }
 
 
-WEIGHTS = ("adapter_model.safetensors", "model.safetensors")
+def weights(folder: Path) -> dict[str, Tensor]:
+    """The saved model, or the saved adapter."""
+    names = ("adapter_model.safetensors", "model.safetensors")
+    return load_file(next(folder / name for name in names if (folder / name).exists()))
 
 
 def _fsdp_on_cpu():
@@ -163,10 +162,3 @@ def _fsdp_on_cpu():
 
     PartialState._prepare_backend = backend
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-
-
-def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Norm of the difference, over all tensors."""
-    if one.keys() != other.keys():
-        raise ValueError(f"Different tensors: {sorted(one.keys() ^ other.keys())}")
-    return torch.sqrt(sum((one[name].double() - other[name].double()).square().sum() for name in one)).item()

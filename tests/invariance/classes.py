@@ -13,10 +13,10 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors.torch import load_file
+from helpers import distance
 from torch import Tensor
 
-from .canonical import STEPS, WEIGHTS, Form, difference, run
+from .canonical import STEPS, Form, run, weights
 from .launch import launch, logs
 
 
@@ -211,8 +211,8 @@ def train(form: Form, model: str, folder: Path) -> Trained:
     _check_form(form, result)
     steps = [entry for entry in result["log"] if "grad_norm" in entry]
     assert len(steps) == STEPS
-    start = _weights(folder / "start") if (folder / "start").exists() else None
-    return Trained(steps, start, _weights(folder))
+    start = weights(folder / "start") if (folder / "start").exists() else None
+    return Trained(steps, start, weights(folder))
 
 
 def compare(one: Trained, reference: Trained) -> Difference:
@@ -226,13 +226,8 @@ def compare(one: Trained, reference: Trained) -> Difference:
     return Difference(
         loss=max(abs(a["loss"] - b["loss"]) for a, b in pairs) / max(abs(b["loss"]) for _, b in pairs),
         gradient_norm=max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs),
-        parameters=difference(one.end, reference.end) / difference(reference.end, reference.start),
+        parameters=distance(one.end, reference.end) / distance(reference.end, reference.start),
     )
-
-
-def _weights(folder: Path) -> dict[str, Tensor]:
-    """The saved model, or the saved adapter."""
-    return load_file(next(folder / name for name in WEIGHTS if (folder / name).exists()))
 
 
 def _check_form(form: Form, result: dict):

@@ -6,21 +6,26 @@ Processes are forked from a server that has imported everything once: the import
 
 import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from helpers import free_port
 
 
 TESTS = Path(__file__).resolve().parents[1]
 CONFIGS = TESTS.parent / "recipes" / "accelerate"
+
+# Of its own: that of Python, one for all, is where rewards' workers come from, with what the first to use it imports.
+SERVER = forkserver.ForkServer()
 
 # What a GPU configuration has to change for CPU processes.
 DEVICE_SETTINGS = {"mixed_precision": "no"}
@@ -76,16 +81,15 @@ def launch(
     """
     folder.mkdir(parents=True, exist_ok=True)
     env = environment(config, processes, folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
+    prepare()
+    context, port, started = multiprocessing.get_context("forkserver"), free_port(), []
     for rank in range(processes):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         own = env | {name: str(value) for name, value in place.items()} if processes > 1 else env
-        process = server().Process(target=_run, args=(target, arguments, own, folder / f"process_{rank}.log"))
-        process.start()
+        process = context.Process(target=_run, args=(target, arguments, own, folder / f"process_{rank}.log"))
+        with patch.object(forkserver, "connect_to_new_process", SERVER.connect_to_new_process):
+            process.start()
         started.append(process)
     deadline = time.monotonic() + limit
     meanwhile(started)
@@ -106,9 +110,9 @@ def logs(folder: Path) -> str:
     return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("process_*.log")))
 
 
-def server() -> multiprocessing.context.ForkServerContext:
-    """Where processes come from."""
-    # Inherited by the server. The processes are many and the models small, and they are for the CPU, GPU or not.
+def prepare() -> None:
+    """Set what the server inherits and imports."""
+    # The processes are many and the models small, and they are for the CPU, GPU or not.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -116,9 +120,7 @@ def server() -> multiprocessing.context.ForkServerContext:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(TESTS) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), *paths]))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["invariance.preload"])
-    return context
+    SERVER.set_forkserver_preload(["invariance.preload"])
 
 
 def _run(target: Callable[..., None], arguments: tuple, env: dict[str, str], log: Path):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import free_port
 
 
 HERE = Path(__file__).parent
@@ -92,9 +93,3 @@ def wait_for_server(server: subprocess.Popen, port: int, log: Path):
                 return
         time.sleep(0.5)
     pytest.fail(f"The server did not start:\n{log.read_text()[-5000:]}")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

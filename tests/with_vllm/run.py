@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from helpers import distance, snapshot
+from helpers import distance, even_tokens, snapshot
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
@@ -39,11 +39,6 @@ OPTIONS = {
     "vllm_gpu_memory_utilization": 0.05,
     "vllm_max_model_length": 128,
 }
-
-
-def even_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """Share of even tokens."""
-    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def make(model: str, folder: Path, trainer_class: type = OPOTrainer, further: dict | None = None, **options: Any):

@@ -84,6 +84,7 @@ def test_server_that_is_killed_ends_the_run(run, place):
     assert result["seconds"] < 120
 
 
+@pytest.mark.vllm
 def test_without_vllm_the_package_trains(tiny_model, tmp_path):
     script = f"""
 import sys
