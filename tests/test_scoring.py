@@ -102,7 +102,7 @@ def test_workers_import_neither_torch_nor_trl():
 @pytest.mark.parametrize("told", ["workers", "fork server"])
 def test_workers_that_a_scheduler_tells_to_end_cost_no_score(by_fate, told):
     assert score(by_fate, ["1"]) == [1.0]
-    server = next(p for p in psutil.Process().children() if any("forkserver" in word for word in p.cmdline()))
+    server = next(p for p in psutil.Process().children() if any("opo_trl.scoring" in word for word in p.cmdline()))
     to_end = server.children() if told == "workers" else [*server.children(), server]
     timer = threading.Timer(0.5, lambda: [process.terminate() for process in to_end])
     timer.start()
