@@ -16,7 +16,6 @@ from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
-from math_verify.errors import TimeoutException
 from sympy import ZZ, And, Basic, Eq, Expr, I, Ne, Poly, Symbol, lambdify, nsimplify, simplify
 from sympy.core import evalf
 from sympy.core.relational import Relational
@@ -31,19 +30,6 @@ logger = logging.getLogger(__name__)
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 Completion = str | list[dict[str, str]]
-
-
-def _integer_polynomial(n: Symbol, term: Expr) -> Callable[[int], int]:
-    r"""
-    A polynomial in n as a function, for SymPy's evaluation of series, which takes whatever there is for one: it would
-    round π to 3 there, and run the text of a name, so that `\sum \frac{\text{…}^n}{n!}` is a program.
-    """
-    if Poly(term, n).domain != ZZ:
-        raise NotImplementedError("not a polynomial with integer coefficients")
-    return lambdify(n, term)
-
-
-evalf.lambdify = _integer_polynomial
 
 PARSING_LIMIT, VERIFYING_LIMIT = 5.0, 5.0  # seconds of processor time
 
@@ -219,6 +205,19 @@ def _is_multiple(gold: Basic, answer: Basic) -> bool:
     return bool(factor.is_number and (factor.is_nonzero if isinstance(gold, Eq | Ne) else factor.is_positive))
 
 
+def _integer_polynomial(n: Symbol, term: Expr) -> Callable[[int], int]:
+    r"""
+    A polynomial in n as a function, for SymPy's evaluation of series, which takes whatever there is for one: it would
+    round π to 3 there, and run the text of a name, so that `\sum \frac{\text{…}^n}{n!}` is a program.
+    """
+    if Poly(term, n).domain != ZZ:
+        raise NotImplementedError("not a polynomial with integer coefficients")
+    return lambdify(n, term)
+
+
+evalf.lambdify = _integer_polynomial
+
+
 def _relatively_close(gold: Basic, answer: Basic) -> bool:
     """math-verify compares numbers up to 1e-6, whatever their size, which makes all tiny ones equal."""
     if gold == answer or not (isinstance(gold, Expr) and isinstance(answer, Expr)):
@@ -231,12 +230,16 @@ def _relatively_close(gold: Basic, answer: Basic) -> bool:
     return bool(abs((gold - answer).evalf()) <= 1e-4 * abs(gold.evalf()) + 1e-100)
 
 
+class _OutOfTime(BaseException):
+    """No `Exception`, and not math-verify's own: it would go on to the next comparison, without a limit."""
+
+
 def _or_none(seconds: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         with _processor_time(seconds):
             return function(*args, **kwargs)
-    # A parser that meets whatever a model writes can fail in any way. The time-out is not an `Exception`.
-    except (Exception, TimeoutException):
+    # A parser that meets whatever a model writes can fail in any way.
+    except (Exception, _OutOfTime):
         logger.debug("math-verify failed on %.200r", args, exc_info=True)
         return None
 
@@ -249,7 +252,7 @@ def _processor_time(seconds: float) -> Iterator[None]:
         return
 
     def stop(*_: Any) -> None:
-        raise TimeoutException
+        raise _OutOfTime
 
     previous = signal.signal(signal.SIGVTALRM, stop)
     try:
