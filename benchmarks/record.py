@@ -3,7 +3,6 @@
 import gc
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from opo_trl.run_folder import read_json, write_json
+from opo_trl.run_folder import git_commit, read_json, write_json
 
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
@@ -32,18 +31,8 @@ def origin() -> dict[str, Any]:
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "versions": {name: version(name) for name in PACKAGES},
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(Path(__file__).parent),
     }
-
-
-def _git_commit() -> str | None:
-    """Commit of the checkout; `None` for a copy without its history."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
-    except OSError:
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def begin(file: Path, settings: dict[str, Any]) -> dict[str, Any]:

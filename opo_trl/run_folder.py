@@ -196,7 +196,7 @@ def rewind(path: Path, step: int) -> None:
 def environment() -> dict[str, Any]:
     """What a run is made with: commit, Python, platform, devices, and the packages that matter, `None` if absent."""
     return {
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(Path(__file__).parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
@@ -217,11 +217,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git_commit() -> str | None:
-    """Commit of this package's checkout, with `-dirty` behind it when files differ; `None` outside a checkout."""
+def git_commit(folder: Path) -> str | None:
+    """Commit of a folder's checkout, with `-dirty` behind it when files differ; `None` outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
     except OSError:
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
