@@ -114,7 +114,7 @@ def contents(output: Path) -> dict[str, bytes]:
         (["--alpha", "0.4"], "alpha: 0.3 there, 0.4 asked for"),
         ([], "alpha: 0.3 there, 0.4 asked for"),
         (["--alpha", "0.3", "--max_steps", "6"], "max_steps: 12 there, 6 asked for"),
-        (["--alpha", "0.3", "--beta", "0.1"], "beta: not set there, 0.1 asked for"),
+        (["--alpha", "0.3", "--top_p", "0.9"], "top_p: not set there, 0.9 asked for"),
     ],
 )
 def test_finished_run_of_other_settings_is_refused_and_left_alone(story, monkeypatch, capsys, fields, message):

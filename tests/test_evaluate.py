@@ -123,7 +123,7 @@ def evaluate_greedily(model: str, folder: str) -> None:
 
 def test_two_processes_share_the_problems_and_count_each_once(trainer, tiny_model, tmp_path):
     """Seven problems on two processes: one of them solves the last problem twice, to keep step with the other."""
-    where = {"config": "ddp", "processes": 2, "folder": tmp_path}
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path}
     assert launch(evaluate_greedily, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
     two = json.loads((tmp_path / "result.json").read_text())
     assert two["processes"] == 2

@@ -302,7 +302,7 @@ def train_with_failing_scores(model: str, folder: str) -> None:
 
 
 def test_processes_agree_on_the_end(tiny_model, tmp_path):
-    where = {"config": "ddp", "processes": 2, "folder": tmp_path}
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path}
     assert launch(train_with_failing_scores, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
     ends = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
     assert ends[0] == ends[1]

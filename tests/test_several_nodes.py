@@ -284,7 +284,7 @@ def one_launch(tmp_path_factory, recipe, fields) -> Path:
     """The run that two nodes are to repeat."""
     folder = tmp_path_factory.mktemp("one")
     words = ["--config", str(recipe), *fields, "--output_dir", str(folder / "run")]
-    assert launch_forked(train, words, config="ddp", processes=2, folder=folder) == [0, 0], logs(folder)
+    assert launch_forked(train, words, config="multi_gpu", processes=2, folder=folder) == [0, 0], logs(folder)
     return folder / "run"
 
 

@@ -347,7 +347,7 @@ def test_age_of_rollouts_that_end_within_a_step(tiny_model, tmp_path):
 
 def test_groups_across_two_processes(tiny_model, tmp_path):
     """Three groups of 4 on two processes of 6: the second group has two completions on each."""
-    where = {"config": "ddp", "processes": 2, "folder": tmp_path}
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path}
     assert launch(train_scripted_groups, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
     two, one = json.loads((tmp_path / "result.json").read_text()), scripted_groups(tiny_model, tmp_path)
     assert (two["processes"], one["processes"]) == (2, 1)
