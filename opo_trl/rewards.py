@@ -256,8 +256,12 @@ def _processor_time(seconds: float) -> Iterator[None]:
 
     previous = signal.signal(signal.SIGVTALRM, stop)
     try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-        yield
-    finally:
+        try:
+            # Again and again: some code, such as a destructor's, lets no exception out.
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    finally:  # the last one may have come while the timer was stopped
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, previous)

@@ -4,8 +4,10 @@ import json
 import pickle
 import random
 import re
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -421,6 +423,21 @@ class TestFailingMathVerify:
         start = time.process_time()
         assert score(box(answer), gold) == 0.0
         assert 0.5 < time.process_time() - start < 5
+
+    def test_what_holds_back_an_exception_is_stopped_all_the_same(self, monkeypatch: pytest.MonkeyPatch):
+        def verify(*args, **kwargs):
+            with suppress(BaseException):
+                spin()
+            spin()
+
+        def spin():
+            while True:
+                pass
+
+        monkeypatch.setattr(rewards, "VERIFYING_LIMIT", 0.2)
+        monkeypatch.setattr(rewards, "verify", verify)
+        assert score(box("1/2"), "0.5") == 0.0
+        assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
 class TestAccuracyReward:
