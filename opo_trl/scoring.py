@@ -7,7 +7,8 @@ worker that costs one completion its score, and the run nothing.
 
 Workers come from a fork server, which is started clean and imports the reward's module once: neither threads nor CUDA
 of the training process are forked, a killed worker is replaced at once, and all of them hash strings alike, on which
-the order of sets depends. They never import the script that is run.
+the order of sets depends. They never import the script that is run. Python has one fork server for a process: where
+something else has started it before, workers hold what that has imported as well.
 """
 
 import functools
