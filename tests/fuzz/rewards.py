@@ -1,16 +1,17 @@
 r"""
 Coverage-guided fuzzing of the rewards, by atheris (`pip install atheris`; Linux, Python 3.11 to 3.13).
 
-    python tests/fuzz/rewards.py -runs=1000000 -max_len=64 -len_control=0 -timeout=60 [CORPUS_FOLDER]
+    python tests/fuzz/rewards.py -runs=1000000 -max_len=32 -len_control=0 -timeout=60 [CORPUS_FOLDER]
 
 The options are libFuzzer's. An input becomes a completion and a gold answer: formulas, LaTeX tokens in any order, or
-any characters. With 64 bytes, nearly all are shorter than the 300 characters beyond which no answer is parsed.
+any characters. With 32 bytes, nearly all are shorter than the 300 characters beyond which no answer is parsed.
 What ends the run, with the input in a file `crash-…` or `timeout-…`: an exception out of a reward, a value that is
 none of 0, 1 and `None`, more processor time than all limits of `score` together, or text that is evaluated as Python
 and is no number (SymPy reads numbers so). It prints how far inputs came.
 """
 
 import re
+import resource
 import sys
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ with atheris.instrument_imports(include=["opo_trl", "math_verify", "latex2sympy2
     from opo_trl import rewards
 
 LIMIT = 2 * (rewards.PARSING_LIMIT + rewards.VERIFYING_LIMIT) + 5  # seconds, with 5 for what has no limit of its own
+MEMORY = 2 * 2**30  # bytes, a worker's; `12!!!!` asks for more
 
 TOKENS = r"""
 \frac \dfrac \sqrt \text{ \boxed{ \boxed \fbox{ \left \right \begin{pmatrix} \end{pmatrix} \\ \{ \} { } ( ) [ ] , . ; :
@@ -131,5 +133,6 @@ def check(raw: bytes) -> None:
 
 
 if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     atheris.Setup(sys.argv, check)
     atheris.Fuzz()
