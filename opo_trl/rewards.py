@@ -208,7 +208,8 @@ def _is_multiple(gold: Basic, answer: Basic) -> bool:
 def _integer_polynomial(n: Symbol, term: Expr) -> Callable[[int], int]:
     r"""
     A polynomial in n as a function, for SymPy's evaluation of series, which takes whatever there is for one: it would
-    round π to 3 there, and run the text of a name, so that `\sum \frac{\text{…}^n}{n!}` is a program.
+    round π to 3 there, and run the text of a name, so that `\sum \frac{\text{…}^n}{n!}` is a program. Where it gets
+    none (`NotImplementedError`), it sums in another way.
     """
     if Poly(term, n).domain != ZZ:
         raise NotImplementedError("not a polynomial with integer coefficients")
