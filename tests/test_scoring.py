@@ -87,6 +87,12 @@ def test_workers_that_keep_dying_are_all_replaced():
     reward.close()
 
 
+def test_what_a_reward_remembers_does_not_add_up_to_the_limit_on_memory():
+    reward = IsolatedReward(scorers.remember, workers=1, memory=600)
+    assert reward(["…"] * 20_000) == [1.0] * 20_000
+    reward.close()
+
+
 def test_worker_gets_one_completion_and_its_columns():
     reward = IsolatedReward(scorers.seen, workers=1)
     assert reward(["a", "bcd"], level=["Level 3"] * 2, trainer_state=object(), log_metric=print) == [1.0, 3.0]
