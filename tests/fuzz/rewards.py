@@ -51,12 +51,13 @@ ATOMS = [form for form in FORMULAS.split() if "@" not in form]
 FORMS = [form for form in FORMULAS.split() if "@" in form]
 GOLDS = ("5", r"\frac{1}{2}", "x^2-1", "(1,2]", r"\{1,2\}", r"\text{even}", r"5\text{ cm}", r"\frac{\pi}{4}, 2", "e^x")
 
-# What may be compiled: imports, SymPy's own arithmetic, polynomials with whole coefficients, and numbers.
+# What may be compiled: imports, SymPy's own arithmetic, polynomials with whole coefficients, and numbers, which SymPy
+# reads with such functions where mpmath has recognized a float, as `exp(1)`.
 HARMLESS = re.compile(
     r"((from|import) [\w.]+( import \*)?(; |$))+"
     r"|def monomial_\w+\(.*"
     r"|def _lambdifygenerated\(\w+\):\s+return (?!.*\w\()[\w\s*+()-]*"
-    r"|((Integer|Float|Rational) \([^()]*\)|[-/()\s])+",
+    r"|((Integer|Float|Rational) \([^()]*\)|exp|log|sqrt|[-+*/()\s])+",
     re.DOTALL,
 )
 
