@@ -39,6 +39,9 @@ _LATEX = LatexExtractionConfig(
     normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="last"),
 )
 
+# SymPy writes such numbers out, for minutes or hours in native code, where no limit on time acts.
+_LARGE_EXPONENT = re.compile(r"\dE-?\d{5}")
+
 # What may stand between the box and the end of a completion: the end of the formula, of bold type, of the sentence.
 _AFTER_BOX = re.compile(r"(?:[\s$*.!。]|\\[\])]|\\end\{[A-Za-z]+\*?\})*")
 
@@ -150,7 +153,7 @@ def _is_set_for_tuple(gold: str, answer: str) -> bool:
 
 
 def _parse(latex: str) -> list[Any]:
-    if not latex:
+    if not latex or _LARGE_EXPONENT.search(latex):
         return []
     boxed = f"\\boxed{{{latex}}}"
     return _or_none(PARSING_LIMIT, parse, boxed, [_LATEX], fallback_mode="no_fallback", parsing_timeout=None) or []
