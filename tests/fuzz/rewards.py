@@ -1,10 +1,11 @@
 r"""
 Coverage-guided fuzzing of the rewards, by atheris (`pip install atheris`; Linux, Python 3.11 to 3.13).
 
-    python tests/fuzz/rewards.py -runs=1000000 -max_len=32 -len_control=0 -timeout=60 [CORPUS_FOLDER]
+    python tests/fuzz/rewards.py -seed=1 -runs=40000 -max_len=32 -len_control=0 -timeout=120 [CORPUS_FOLDER]
 
-The options are libFuzzer's. An input becomes a completion and a gold answer: formulas, LaTeX tokens in any order, or
-any characters. With 32 bytes, nearly all are shorter than the 300 characters beyond which no answer is parsed.
+The options are libFuzzer's. With many more inputs in one process, what the parser remembers of them exceeds the limit
+on memory. An input becomes a completion and a gold answer: formulas, LaTeX tokens in any order, or any characters.
+With 32 bytes, nearly all are shorter than the 300 characters beyond which no answer is parsed.
 What ends the run, with the input in a file `crash-…` or `timeout-…`: an exception out of a reward, a value that is
 none of 0, 1 and `None`, more processor time than all limits of `score` together, or text that is evaluated as Python
 and is no number (SymPy reads numbers so). It prints how far inputs came.
