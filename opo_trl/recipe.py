@@ -47,7 +47,7 @@ class OPOScriptArguments(ScriptArguments):
         reward_timeout (`float`, *optional*, defaults to `30.0`):
             Seconds that a worker has for one completion, which is else unscorable, not wrong.
         reward_memory (`int`, *optional*, defaults to `2048`):
-            Memory that a worker may allocate for it in MiB; see [`IsolatedReward`].
+            Memory that a worker may allocate for it in MiB, at least 512; see [`IsolatedReward`].
         overlong_cache (`int`, *optional*):
             Tokens before `max_completion_length` over which `soft_overlong_punishment` falls from 0 to -1.
         reward_model_name_or_path (`str`, *optional*):

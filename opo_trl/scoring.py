@@ -41,6 +41,9 @@ START_LIMIT = 120  # seconds that a worker may take to start, imports from a slo
 # A new one scores its first 1,000 completions a fifth slower.
 COMPLETIONS_OF_A_WORKER = 10_000
 
+# MiB. With 60, math-verify takes right answers for none, without a word; with 384, 10,000 boxes no longer fit.
+LEAST_MEMORY = 512
+
 Row = dict[str, list[Any]]  # what the reward function is called with for one completion
 
 _TIMED_OUT = object()
@@ -139,7 +142,7 @@ class IsolatedReward:
             Wall-clock limit for one completion in seconds, positive. `accuracy_reward` gives up by itself after 20
             seconds of processor time at most, unless it hangs in native code.
         memory (`int`, *optional*, defaults to `2048`):
-            Memory that a worker may allocate in MiB, positive: Linux's RLIMIT_DATA, which unlike the address space
+            Memory that a worker may allocate in MiB, at least 512: Linux's RLIMIT_DATA, which unlike the address space
             does not count the libraries' code. Without effect on macOS.
 
     Attributes:
@@ -161,9 +164,11 @@ class IsolatedReward:
     """
 
     def __init__(self, reward: Callable[..., Any], *, workers: int = 4, timeout: float = 30.0, memory: int = 2048):
-        for name, value in (("workers", workers), ("timeout", timeout), ("memory", memory)):
+        for name, value in (("workers", workers), ("timeout", timeout)):
             if not value > 0:
                 raise ValueError(f"{name}={value} is not allowed. Set `{name}` to a positive number.")
+        if not memory >= LEAST_MEMORY:
+            raise ValueError(f"memory={memory} is not allowed. Set `memory` to {LEAST_MEMORY} or more.")
         try:
             with _without_main():
                 pickle.dumps(reward)

@@ -41,7 +41,7 @@ from .report import write_report
 from .rewards import accuracy_reward, format_reward
 from .rollout import check_enough_prompts
 from .rollout_trainer import RolloutTrainer
-from .scoring import IsolatedReward, RewardError
+from .scoring import LEAST_MEMORY, IsolatedReward, RewardError
 from .signals import StopOnSignal
 from .trainer import OPOTrainer
 
@@ -285,7 +285,6 @@ _POSITIVE = (
     "report_samples",
     "max_prompt_length",
     "reward_timeout",
-    "reward_memory",
 )
 
 
@@ -311,8 +310,10 @@ def _check_script(script: OPOScriptArguments, args: RolloutConfig, model_config:
         value = getattr(script, name)
         if value is not None and value <= 0:
             raise ValueError(f"{name}={value} is not allowed. Set `{name}` to a positive number, or leave it out.")
-    if script.reward_workers < 0:
-        raise ValueError(f"reward_workers={script.reward_workers} is not allowed. Set `reward_workers` to 0 or more.")
+    for name, least in (("reward_workers", 0), ("reward_memory", LEAST_MEMORY)):
+        value = getattr(script, name)
+        if value < least:
+            raise ValueError(f"{name}={value} is not allowed. Set `{name}` to {least} or more.")
 
 
 def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, Data, str | None, Lock]:

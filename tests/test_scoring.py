@@ -23,7 +23,7 @@ from test_rewards import ADVERSARIAL
 from opo_trl import OPOConfig
 from opo_trl.recipe import OPOScriptArguments
 from opo_trl.rewards import accuracy_reward, format_reward
-from opo_trl.scoring import IsolatedReward
+from opo_trl.scoring import LEAST_MEMORY, IsolatedReward
 from opo_trl.train import load_rewards
 
 
@@ -134,7 +134,7 @@ def test_idle_workers_may_be_killed():
     [
         ({"workers": 0}, "workers=0 is not allowed"),
         ({"timeout": 0}, "timeout=0 is not allowed"),
-        ({"memory": -1}, "memory=-1 is not allowed"),
+        ({"memory": 64}, "memory=64 is not allowed. Set `memory` to 512 or more"),
         ({"reward": lambda completions, **kwargs: [0.0]}, "cannot be sent to a worker"),
     ],
 )
@@ -218,13 +218,13 @@ def test_reward_that_is_no_longer_used_ends_its_workers():
     wait_until(lambda: none_alive(pids), 10)
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 8])
-def test_scores_do_not_depend_on_the_number_of_workers(workers):
+@pytest.mark.parametrize(("workers", "memory"), [pytest.param(1, 2048, marks=pytest.mark.slow), (8, LEAST_MEMORY)])
+def test_scores_depend_neither_on_the_number_of_workers_nor_on_their_memory(workers, memory):
     answers = [("0.5", r"\frac{1}{2}", 1.0), (r"\{2,1\}", r"\{1,2\}", 1.0), ("(x-1)(x+1)", "x^2-1", 1.0)]
     cases = [(rf"So $\boxed{{{answer}}}$.", gold, verdict) for answer, gold, verdict in answers] * 8
     completions, golds, verdicts = zip(*cases, *(rows[0] for rows in ADVERSARIAL.values()), strict=True)
     # So many workers may share a slow processor that the limit on the wall clock must not decide.
-    reward = IsolatedReward(accuracy_reward, workers=workers, timeout=300.0)
+    reward = IsolatedReward(accuracy_reward, workers=workers, timeout=300.0, memory=memory)
     assert reward(completions, solution=golds) == list(verdicts)
     reward.close()
 
@@ -233,11 +233,11 @@ def test_scores_do_not_depend_on_the_number_of_workers(workers):
 def test_recipe_isolates_accuracy_reward_and_shares_the_workers_of_a_node(monkeypatch, processes, workers):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     script = OPOScriptArguments(
-        dataset_name="…", reward_funcs=["accuracy_reward", "format_reward"], reward_timeout=9, reward_memory=99
+        dataset_name="…", reward_funcs=["accuracy_reward", "format_reward"], reward_timeout=9, reward_memory=1024
     )
     isolated, plain = load_rewards(script, OPOConfig("…", use_cpu=True, bf16=False))
     assert isolated.reward is accuracy_reward
-    assert (isolated.workers, isolated.timeout, isolated.memory) == (workers, 9, 99)
+    assert (isolated.workers, isolated.timeout, isolated.memory) == (workers, 9, 1024)
     assert plain is format_reward
 
 

@@ -492,7 +492,7 @@ REWARD_FUNCTIONS = [
         change=write("broken.py", "1 / 0\n"),
     ),
     Case("no time for a reward", ["reward_timeout=0.0", "positive"], {"reward_timeout": 0}),
-    Case("no memory for a reward", ["reward_memory=0", "positive"], {"reward_memory": 0}),
+    Case("too little memory for a reward", ["reward_memory=64", "512 or more"], {"reward_memory": 64}),
     Case("fewer workers than none", ["reward_workers=-1", "0 or more"], {"reward_workers": -1}),
     Case(
         "weights of other rewards",
