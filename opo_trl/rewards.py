@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
+from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import ZZ, And, Basic, Eq, Expr, I, Ne, Poly, Symbol, lambdify, nsimplify, simplify
+from sympy import ZZ, And, Basic, Eq, Expr, I, Ne, Number, Poly, Symbol, lambdify, nsimplify, simplify
 from sympy.core import evalf
 from sympy.core.relational import Relational
 
@@ -38,9 +39,6 @@ _LATEX = LatexExtractionConfig(
     boxed_match_priority=0,
     normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="last"),
 )
-
-# SymPy writes such numbers out, for minutes or hours in native code, where no limit on time acts.
-_LARGE_EXPONENT = re.compile(r"\dE-?\d{5}")
 
 # What may stand between the box and the end of a completion: the end of the formula, of bold type, of the sentence.
 _AFTER_BOX = re.compile(r"(?:[\s$*.!。]|\\[\])]|\\end\{[A-Za-z]+\*?\})*")
@@ -153,7 +151,7 @@ def _is_set_for_tuple(gold: str, answer: str) -> bool:
 
 
 def _parse(latex: str) -> list[Any]:
-    if not latex or _LARGE_EXPONENT.search(latex):
+    if not latex:
         return []
     boxed = f"\\boxed{{{latex}}}"
     return _or_none(PARSING_LIMIT, parse, boxed, [_LATEX], fallback_mode="no_fallback", parsing_timeout=None) or []
@@ -220,6 +218,19 @@ def _integer_polynomial(n: Symbol, term: Expr) -> Callable[[int], int]:
 
 
 evalf.lambdify = _integer_polynomial
+
+_LARGE_EXPONENT = re.compile(r"[Ee][+-]?\d{5}")
+_any_number = _Latex2Sympy.parse_number
+
+
+def _number(parser: _Latex2Sympy, text: str) -> Number:
+    """SymPy writes out a number with an exponent, for hours if that is large, in native code, which no limit stops."""
+    if _LARGE_EXPONENT.search(text):
+        raise ValueError(f"the exponent of {text} has five digits or more")
+    return _any_number(parser, text)
+
+
+_Latex2Sympy.parse_number = _number
 
 
 def _relatively_close(gold: Basic, answer: Basic) -> bool:

@@ -237,8 +237,11 @@ ADVERSARIAL = {
     "nested exponents": [(box(tower("9", height)), "5", 0.0) for height in (3, 5, 40)],
     "nested exponents of a variable": [(box(tower("x", 30)), "x", 0.0)],
     "factorials": [(box("9!!!!"), "5", 0.0), (box("(10^{9})!"), "5", 0.0)],
-    "numbers with a large exponent": [(box("11E999999999"), "5", 0.0), (box("-1.5E-999999999"), "5", 0.0)],
-    "numbers with an exponent": [(box("1.5E3"), "1500", 1.0), (box("1E-3"), "0.001", 1.0)],
+    "numbers with a large exponent": [
+        (box(number), "5", 0.0)
+        for number in ("11E999999999", "-1.5E-999999999", "11E+999999999", r"11E\text{}999999999", r"11E\$999999999")
+    ],
+    "numbers with an exponent": [(box(number), "1500", 1.0) for number in ("1.5E3", "1.5E+3", "15000E-1")],
     "boxes that are never closed": [("\\boxed{" * 10_000, "5", 0.0), ("\\boxed{" * 10_000 + "5", "5", 0.0)],
     "boxes in boxes": [("\\boxed{" * 10_000 + "5" + "}" * 10_000, "5", 1.0)],
     "number of 100,000 digits": [(box("7" * 100_000), "7", 0.0), ("7" * 100_000, "7", 0.0)],

@@ -46,7 +46,7 @@ FORMULAS = r"""
 (@,@) [@,@) (@,@] \{@,@\} \{@\} @,@ @;@ @\cup@ @\cap@ @\setminus@ @\in@ @=@ @\le@ @<@<@ @\ne@ @\approx@ @\% \$@
 @^\circ @\text{cm} @\text{~and~}@ \text{@} \log_{@}@ \ln@ \sin@ \arctan@ \binom{@}{@} \sum_{n=1}^{@}@ \int_0^@@dx
 \lim_{x\to@}@ \lfloor@\rfloor \begin{pmatrix}@\\@\end{pmatrix} \begin{pmatrix}@&@\end{pmatrix} \overline{@} \boxed{@}
-@:@ @\mod@ @\to@ \sum_{n=0}^\infty\frac{@^n}{n!} \text{x.real}
+@:@ @\mod@ @\to@ 3E@ 3E-@ 3E+@ \sum_{n=0}^\infty\frac{@^n}{n!} \text{x.real}
 """
 ATOMS = [form for form in FORMULAS.split() if "@" not in form]
 FORMS = [form for form in FORMULAS.split() if "@" in form]
