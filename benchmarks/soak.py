@@ -206,7 +206,7 @@ def draw(samples: Sequence[Sample], path: Path) -> None:
                 axis.plot(steps, [one[name] for one in samples], linewidth=1, label=label)
             axis.set_title(title)
             axis.set_xlabel("optimizer step")
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.4 * axis.dataLim.y1)  # with room for the legend above the curves
             if len(names) > 1:
                 axis.legend(frameon=False)
         figure.savefig(path, dpi=110, metadata={"Software": None})
