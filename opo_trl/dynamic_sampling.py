@@ -15,7 +15,7 @@ All processes see the same rewards and take the same decisions.
 """
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from .rollout import COMPLETION_COLUMNS, PROMPT_COLUMNS, completion_tokens
+from .rollout import COMPLETION_COLUMNS, PROMPT_COLUMNS, EpochSampler, completion_tokens
 
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 Rollout = dict[str, Any]
 
-_ROWS = (*PROMPT_COLUMNS, *COMPLETION_COLUMNS, "advantages")
+_ROWS = (*PROMPT_COLUMNS, *COMPLETION_COLUMNS, "advantages", "rewards_per_func")
 
 
 class PromptStream:
@@ -78,10 +78,51 @@ class PromptStream:
         orders = {epoch: self._order(epoch) for epoch in {position // self.n_prompts for position in positions}}
         return [int(orders[position // self.n_prompts][position % self.n_prompts]) for position in positions]
 
-    def _order(self, epoch: int) -> np.ndarray:
+    def _order(self, epoch: int) -> Sequence[int] | np.ndarray:
         if not self.shuffle:
             return np.arange(self.n_prompts)
         return np.random.default_rng((self.seed, epoch)).permutation(self.n_prompts)
+
+
+class SampledPrompts(PromptStream):
+    """
+    Prompts in the order of a sampler: that of a subclass which overrides `_get_train_sampler`.
+
+    Args:
+        sampler (`Iterable[int]`):
+            Indices of rows, repeated as [`~trl.trainer.utils.RepeatSampler`] repeats them. It is iterated once per
+            epoch; [`EpochSampler`] is told the epoch. A resumed run sees the same prompts if a new sampler gives the
+            same epochs again.
+        rollout (`int`):
+            Completions of a rollout: indices that the sampler gives before it repeats them.
+        repeats (`int`):
+            How often the sampler gives each rollout's indices.
+        num_generations (`int`):
+            Completions of a prompt: how often an index stands in a rollout.
+
+    Raises:
+        `ValueError`: an epoch of the sampler does not fill a rollout.
+    """
+
+    def __init__(self, sampler: Iterable[int], *, rollout: int, repeats: int, num_generations: int):
+        self._sampler, self._rollout, self._repeats, self._num_generations = sampler, rollout, repeats, num_generations
+        self._orders: list[list[int]] = []
+        super().__init__(len(self._order(0)), seed=0, shuffle=False)
+
+    def _order(self, epoch: int) -> list[int]:
+        while len(self._orders) <= epoch:
+            if isinstance(self._sampler, EpochSampler):
+                self._sampler.epoch = len(self._orders)
+            indices = list(self._sampler)
+            starts = range(0, len(indices) - self._rollout + 1, self._rollout * self._repeats)
+            prompts = [i for start in starts for i in indices[start : start + self._rollout : self._num_generations]]
+            if not prompts:
+                raise ValueError(
+                    f"_get_train_sampler returned a sampler of {len(indices)} indices, but a rollout takes "
+                    f"{self._rollout}. Return one that gives each index num_generations={self._num_generations} times."
+                )
+            self._orders.append(prompts)
+        return self._orders[epoch]
 
 
 def fill(trainer: "RolloutTrainer", generate: Callable[[list[dict[str, Any]]], Rollout], n_local: int) -> Rollout:
@@ -93,8 +134,7 @@ def fill(trainer: "RolloutTrainer", generate: Callable[[list[dict[str, Any]]], R
             Trainer whose stream gives the prompts. The metrics that `generate` logs are kept for the first round,
             whose prompts are as many, and drawn as freely, as without dynamic sampling.
         generate (`Callable`):
-            Generates and scores one completion for each of this process's rows, and leaves the rewards of all
-            processes in `trainer._rewards_per_func`.
+            Generates and scores one completion for each of this process's rows.
         n_local (`int`):
             Rows of this process.
 
@@ -105,7 +145,6 @@ def fill(trainer: "RolloutTrainer", generate: Callable[[list[dict[str, Any]]], R
     n_prompts = n_local * trainer.accelerator.num_processes // n_generations
     rollout = generate(_rows(trainer, stream.draw(n_prompts)))
     _check(rollout)
-    rewards = trainer._rewards_per_func
     places = _without_spread(trainer, rollout)
     first, rounds = len(places), 1
     while places and rounds < trainer.args.max_sampling_rounds:
@@ -118,10 +157,7 @@ def fill(trainer: "RolloutTrainer", generate: Callable[[list[dict[str, Any]]], R
         used, unused = alive[: len(places)], alive[len(places) :]
         stream.give_back([positions[group] for group in unused])
         rollout = _replace(trainer, rollout, further, places[: len(used)], used)
-        to, of = (_rows_of_groups(groups, n_generations) for groups in (places[: len(used)], used))
-        rewards[to] = trainer._rewards_per_func[of]
         places = places[len(used) :]
-    trainer._rewards_per_func = rewards
     _report(trainer, rounds=rounds, replaced=first - len(places), left=len(places), n_prompts=n_prompts)
     return rollout
 
@@ -144,7 +180,7 @@ def _check(rollout: Rollout):
 
 def _without_spread(trainer: "RolloutTrainer", rollout: Rollout) -> list[int]:
     """Groups, over all processes, whose completions that take part have rewards that are all equal."""
-    per_func = trainer._rewards_per_func.cpu().double()
+    per_func = trainer.accelerator.gather(rollout["rewards_per_func"]).cpu().double()
     rewards = (per_func * trainer.reward_weights.cpu().double()).nansum(dim=1)
     has_tokens = trainer.accelerator.gather(completion_tokens(rollout).any(dim=1)).cpu()
     takes_part = (has_tokens & ~per_func.isnan().all(dim=1)).view(-1, trainer.num_generations)

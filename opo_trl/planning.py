@@ -7,6 +7,7 @@ are left out, and processes exchange rows so that none waits for another. None o
 step has, nor what they are divided by.
 """
 
+import heapq
 import itertools
 import math
 from collections.abc import Mapping
@@ -20,9 +21,14 @@ from .rollout import COMPLETION_COLUMNS, PROMPT_COLUMNS, take_rows
 
 Rows = dict[str, Any]
 
-# What a pass costs beside its tokens, in tokens: it starts some thousand kernels and reads every parameter. An order
+# What a pass costs besides its tokens, in tokens: it starts some thousand kernels and reads every parameter. An order
 # of magnitude: on a data-center GPU about 100 for 8B parameters, 1,000 for 0.6B.
-_PASS_TOKENS = 256
+PASS_TOKENS = 256
+
+# Where every pass communicates, as under ZeRO-2 (gradients), ZeRO-3 and FSDP (parameters as well), the network sets
+# its price: from hundreds of tokens within a node to many thousands between nodes. It cannot be known here, so there
+# are never more passes than without a plan: this is more than any padding costs.
+FEWEST_PASSES = 1e12
 
 # Entries of models with images that have a column per token of prompt and completion together.
 _WHOLE_WIDTH = {"token_type_ids", "mm_token_type_ids"}
@@ -67,65 +73,79 @@ def _width(mask: torch.Tensor, multiple: int | None) -> int:
     return min(used, mask.size(1))
 
 
-def best_number(lengths: np.ndarray, *, max_rows: int, max_tokens: int | None) -> int:
-    """
-    The number of parts of a step's rows, at least one, that costs the least: padded tokens, and passes.
-
-    Args:
-        lengths (`np.ndarray`):
-            Tokens of prompts and of completions, `[B, 2]`.
-        max_rows (`int`):
-            Most rows of a part.
-        max_tokens (`int`, *optional*):
-            Most tokens of a part, with padding; a single longer row is a part of its own.
-    """
-    lengths = lengths[longest_first(lengths)]
-    padded = _padded_tokens(lengths, max_rows, max_tokens)
-    least, n_parts = np.zeros(len(lengths) + 1), np.zeros(len(lengths) + 1, dtype=int)  # for the first i rows
-    for end in range(1, len(lengths) + 1):
-        sizes = np.arange(1, min(max_rows, end) + 1)
-        costs = least[end - sizes] + padded[sizes - 1, end - sizes] + _PASS_TOKENS
-        last = sizes[costs.argmin()]
-        least[end], n_parts[end] = costs.min(), n_parts[end - last] + 1
-    return max(int(n_parts[-1]), 1)
-
-
 def longest_first(lengths: np.ndarray) -> np.ndarray:
     """Order of rows by their tokens, prompt and completion together."""
     return np.argsort(-lengths.sum(axis=1), kind="stable")
 
 
-def cut(lengths: np.ndarray, n_parts: int, *, max_rows: int, max_tokens: int | None) -> list[int]:
+def cut(lengths: np.ndarray, *, max_rows: int, max_tokens: int | None, pass_tokens: float = PASS_TOKENS) -> list[int]:
     """
-    Cut rows, as they are ordered, into parts with the fewest padded tokens in all, by dynamic programming.
+    Cut rows, in their order, into parts that cost the least: padded tokens, and `pass_tokens` a part.
+
+    Dynamic programming over the rows, with `max_rows` choices for each.
 
     Args:
         lengths (`np.ndarray`):
             Tokens of prompts and of completions, `[B, 2]`, longest first.
-        n_parts (`int`):
-            Number of parts, from [`best_number`] to B.
-        max_rows (`int`), max_tokens (`int`, *optional*):
-            As in [`best_number`].
+        max_rows (`int`):
+            Most rows of a part.
+        max_tokens (`int`, *optional*):
+            Most tokens of a part, with padding; a single longer row is a part of its own.
+        pass_tokens (`float`, *optional*, defaults to `PASS_TOKENS`):
+            What a part costs besides its tokens. [`FEWEST_PASSES`] gives the fewest parts, and of these the cut with
+            the least padding.
 
     Returns:
         `list[int]`: where each part but the first begins.
     """
-    n_rows = len(lengths)
     padded = _padded_tokens(lengths, max_rows, max_tokens)
-    # The fewest padded tokens of the first i rows in so many parts, and the size of the last of these.
-    fewest = np.full(n_rows + 1, np.inf)
-    fewest[0] = 0
-    last = []
-    for _ in range(n_parts):
-        options = np.full((max_rows, n_rows + 1), np.inf)
-        for size in range(1, min(max_rows, n_rows) + 1):
-            options[size - 1, size:] = (fewest[:-1] + padded[size - 1])[: n_rows + 1 - size]
-        last.append(options.argmin(axis=0) + 1)
-        fewest = options.min(axis=0)
-    bounds = [n_rows]
-    for sizes in reversed(last):
-        bounds.append(bounds[-1] - int(sizes[bounds[-1]]))
+    least, last = np.zeros(len(lengths) + 1), np.zeros(len(lengths) + 1, dtype=int)  # of the first i rows
+    for end in range(1, len(lengths) + 1):
+        sizes = np.arange(1, min(max_rows, end) + 1)
+        costs = least[end - sizes] + padded[sizes - 1, end - sizes] + pass_tokens
+        last[end], least[end] = sizes[costs.argmin()], costs.min()
+    bounds = [len(lengths)]
+    while bounds[-1] > 0:
+        bounds.append(bounds[-1] - int(last[bounds[-1]]))
     return bounds[-2:0:-1]
+
+
+def split_further(lengths: np.ndarray, bounds: list[int], n_parts: int) -> list[int]:
+    """
+    Split parts until there are `n_parts`, each time where that saves the most padding.
+
+    Args:
+        lengths (`np.ndarray`):
+            Tokens of prompts and of completions, `[B, 2]`, longest first.
+        bounds (`list[int]`):
+            Where each part but the first begins, as [`cut`] returns it.
+        n_parts (`int`):
+            Number of parts wanted, at most B.
+
+    Returns:
+        `list[int]`: where each of at least `n_parts` parts but the first begins.
+    """
+    bounds = list(bounds)
+    edges = [0, *bounds, len(lengths)]
+    splits = [_best_split(lengths, *part) for part in itertools.pairwise(edges)]
+    heapq.heapify(splits)
+    while len(bounds) + 1 < n_parts:
+        _, start, middle, end = heapq.heappop(splits)
+        bounds.append(middle)
+        for part in ((start, middle), (middle, end)):
+            heapq.heappush(splits, _best_split(lengths, *part))
+    return sorted(bounds)
+
+
+def _best_split(lengths: np.ndarray, start: int, end: int) -> tuple[float, int, int, int]:
+    """How many padded tokens more (≤ 0) the best split of a part has; its start, where to split it, its end."""
+    if end - start < 2:
+        return math.inf, start, start, end
+    widths = [np.maximum.accumulate(rows).sum(axis=1) for rows in (lengths[start:end], lengths[start:end][::-1])]
+    sizes = np.arange(1, end - start)
+    tokens = sizes * widths[0][:-1] + (sizes * widths[1][:-1])[::-1]
+    best = int(tokens.argmin())
+    return float(tokens[best] - (end - start) * widths[0][-1]), start, start + best + 1, end
 
 
 def _padded_tokens(lengths: np.ndarray, max_rows: int, max_tokens: int | None) -> np.ndarray:
@@ -166,13 +186,17 @@ def shares(lengths: np.ndarray, inert: np.ndarray, n_shares: int) -> np.ndarray:
     return np.array(dealt)
 
 
-def parts_of_rows(
-    rows: Mapping[str, Any], n_parts: int, *, max_rows: int, max_tokens: int | None, multiple: int | None = None
-) -> list[Rows]:
-    """Cut rows into parts, long ones with long ones, each trimmed to its longest; see [`cut`] and [`trim`]."""
+def n_parts_of(rows: Mapping[str, Any], **limits: Any) -> int:
+    """The number of parts, at least one, that [`cut`] makes of rows with these limits."""
+    lengths = row_lengths(rows)
+    return len(cut(lengths[longest_first(lengths)], **limits)) + 1
+
+
+def parts_of_rows(rows: Mapping[str, Any], n_parts: int, *, multiple: int | None = None, **limits: Any) -> list[Rows]:
+    """Cut rows into `n_parts`, or more where [`cut`] with these limits makes more: rows of like length, trimmed."""
     lengths = row_lengths(rows)
     order = longest_first(lengths)
-    bounds = cut(lengths[order], n_parts, max_rows=max_rows, max_tokens=max_tokens)
+    bounds = split_further(lengths[order], cut(lengths[order], **limits), n_parts)
     return [trim(take_rows(rows, part), multiple) for part in np.split(order, bounds)]
 
 

@@ -12,13 +12,14 @@ comparison differs in nothing else. What is added to TRL's:
 5. A checkpoint holds all that the rest of the run depends on, the rollout in use among it (`checkpoint`).
 """
 
+import functools
 import math
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.logging import get_logger
@@ -32,7 +33,7 @@ from trl.trainer.utils import get_config_model_id
 
 from . import checkpoint, dynamic_sampling, trl_contract
 from .config import RolloutConfig
-from .dynamic_sampling import PromptStream
+from .dynamic_sampling import PromptStream, SampledPrompts
 from .objective import gradient_response_efficiency
 from .plan import training_plan
 from .rollout import EpochSampler, check_enough_prompts, micro_batches, rows_of_steps
@@ -115,7 +116,7 @@ class RolloutTrainer(GRPOTrainer):
         super().__init__(model, reward_funcs, args, *further, **named)
         if isinstance(self.train_dataset, Dataset):
             check_enough_prompts(len(self.train_dataset), args)
-        self._rewards_per_func = torch.empty(0)  # [N, number of reward functions], over all processes
+        self._window_start: int | None = None  # micro-step with which the accumulation window began
         self._advantage_range = 0.0  # of the rollout in use, over all processes
         self._completions_generated = 0  # for training, over all processes
         self._reward_failures: dict[str, float] = {}  # by kind, since the last log, over all processes
@@ -133,13 +134,11 @@ class RolloutTrainer(GRPOTrainer):
             if args.vllm_mode == "server" and self.accelerator.is_main_process:
                 watch = watched(engine.vllm_client.base_url)
                 engine.sync_weights, engine.generate = watch(engine.sync_weights), watch(engine.generate)
-        if args.max_sampling_rounds > 1:
-            if not isinstance(self.train_dataset, Dataset):
-                raise ValueError(
-                    f"max_sampling_rounds={args.max_sampling_rounds} needs a data set whose rows can be picked, not a "
-                    "stream. Load it whole, or set `max_sampling_rounds` to 1."
-                )
-            self._prompt_stream = PromptStream(len(self.train_dataset), seed=args.seed, shuffle=self.shuffle_dataset)
+        if args.max_sampling_rounds > 1 and not isinstance(self.train_dataset, Dataset):
+            raise ValueError(
+                f"max_sampling_rounds={args.max_sampling_rounds} needs a data set whose rows can be picked, not a "
+                "stream. Load it whole, or set `max_sampling_rounds` to 1."
+            )
 
     @property
     def _mode(self) -> str:
@@ -177,15 +176,45 @@ class RolloutTrainer(GRPOTrainer):
         )
         return self._sampler
 
+    @functools.cached_property
+    def _prompt_stream(self) -> PromptStream:
+        """Prompts of dynamic sampling. Made at first use: a subclass's sampler may need what its `__init__` sets."""
+        args, dataset = self.args, cast(Dataset, self.train_dataset)
+        if type(self)._get_train_sampler is RolloutTrainer._get_train_sampler:
+            return PromptStream(len(dataset), seed=args.seed, shuffle=self.shuffle_dataset)
+        kept, sampler = self._sampler, self._get_train_sampler(dataset)
+        self._sampler = kept  # the one that Transformers draws from
+        return SampledPrompts(
+            sampler,
+            rollout=args.generation_batch_size,
+            repeats=args.micro_steps_per_rollout,
+            num_generations=self.num_generations,
+        )
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        # Called once per accumulation window. An epoch ends with a short one, so windows cannot be told from `_step`.
+        self._window_start = None  # only now may a resumed run restore `_step`
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _until_update(self) -> int:
+        """Micro-steps, this one included, until the policy moves."""
+        if self._window_start is None:
+            self._window_start = self._step
+        return self._window_start + self.current_gradient_accumulation_steps - self._step
+
     @profiling_decorator
     def _prepare_inputs(self, generation_batch):
         if self._mode == "eval":
-            return super()._prepare_inputs(generation_batch)
-        args = self.args
+            return self._finish_rollout(self._generate_and_score_completions(generation_batch))
+        return self._buffered(generation_batch)
+
+    def _buffered(self, generation_batch: list[dict[str, Any]]) -> Any:
+        """What this micro-step trains on, of a rollout that is generated where the last one is used up."""
+        args, until_update = self.args, self._until_update()
         rollout, position = divmod(self._step, args.micro_steps_per_rollout)
         if position == 0:
             steps = rows_of_steps(
-                self._generate_and_score_completions(generation_batch),
+                self._finish_rollout(self._generate_and_score_completions(generation_batch)),
                 steps_per_generation=args.steps_per_generation,
                 gradient_accumulation_steps=args.gradient_accumulation_steps,
                 seed=args.seed,
@@ -193,11 +222,12 @@ class RolloutTrainer(GRPOTrainer):
                 process=self.accelerator.process_index,
                 processes=self.accelerator.num_processes,
             )
-            self._buffered_inputs = self._micro_batches(steps)
-        return self._buffered_inputs[self._step % args.steps_per_generation]
+            self._buffered_inputs = self._micro_batches(steps, until_update)
+        buffered: Any = self._buffered_inputs
+        return buffered[self._step % args.steps_per_generation]
 
-    def _micro_batches(self, steps: list[dict[str, Any]]) -> list:
-        """One entry a micro-step, from the rows of each optimizer step."""
+    def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
+        """One entry a micro-step, from the rows of each optimizer step; the policy moves after `until_update`."""
         n_batches = self.args.steps_per_generation // len(steps)
         return [batch for rows in steps for batch in micro_batches(rows, n_batches)]
 
@@ -220,17 +250,49 @@ class RolloutTrainer(GRPOTrainer):
         else:
             rollout = dynamic_sampling.fill(self, self._generate_once, len(inputs))
         trl_contract.check_rollout(rollout)
+        return rollout
+
+    def _finish_rollout(self, rollout: dict[str, Any]) -> dict[str, Any]:
+        """Add what is computed from a rollout, once no override of `_generate_and_score_completions` can change it."""
         if self._mode == "train":
             advantages = self.accelerator.gather(rollout["advantages"])
             self._advantage_range = (advantages.max() - advantages.min()).item()
         return rollout
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        rollout = super()._generate_and_score_completions(inputs)
+        """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the rows."""
+        with self._recorded_rewards() as recorded:
+            rollout = super()._generate_and_score_completions(inputs)
+        rewards = recorded[-1]
+        n_local = len(rollout["advantages"])
+        rollout["rewards_per_func"] = rewards[self.accelerator.process_index * n_local :][:n_local]
         if self._mode == "train":
-            self._completions_generated += len(self._rewards_per_func)
+            self._completions_generated += len(rewards)
             self._metrics["train"]["completions/generated"] = [self._completions_generated]
         return rollout
+
+    @contextmanager
+    def _recorded_rewards(self) -> Iterator[list[torch.Tensor]]:
+        """
+        Keep the rewards over all processes, as the outermost `_calculate_rewards` returns them: a subclass may change
+        what `super()` returned, or never call it.
+        """
+        attributes = vars(self)
+        outermost, own = self._calculate_rewards, attributes.get("_calculate_rewards")
+        recorded: list[torch.Tensor] = []
+
+        def calculate(*args, **kwargs):
+            recorded.append(self._finite_rewards(outermost(*args, **kwargs)))
+            return recorded[-1]
+
+        attributes["_calculate_rewards"] = calculate
+        try:
+            yield recorded
+        finally:
+            if own is None:
+                del attributes["_calculate_rewards"]
+            else:  # the method was replaced on this object, not in its class
+                attributes["_calculate_rewards"] = own
 
     @contextmanager
     def _metrics_kept(self) -> Iterator[None]:
@@ -245,11 +307,10 @@ class RolloutTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         with self._clock.phase("score"):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._rewards_per_func = self._finite_rewards(rewards)
         isolated = [reward for reward in self.reward_funcs if isinstance(reward, IsolatedReward)]
         if isolated:
             self._count_failures(isolated, len(completions))
-        return self._rewards_per_func
+        return rewards
 
     def _finite_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         """Rewards `[N, number of reward functions]` with infinite ones as if their function could not score."""

@@ -3,32 +3,37 @@
 
 TRL owns generation, rewards, sharding, the optimizer and checkpoints. What is added, in the order of a training step:
 
-1. `_generate_and_score_completions`: once per rollout, over all processes and while its groups are still whole, the
-   advantages become the target fluctuation v* of each completion (`objective`, steps 1–5), which from there on
-   travels with its row through TRL's shuffling and slicing.
-2. `compute_loss`: the log-ratio of each row is regressed on its target. A plain mean over rows, so that how the rows
-   are split into micro-batches and processes changes nothing.
-3. `_log_step`: what happened, under `opo/`.
+1. `_finish_rollout`: once per rollout, over all processes and while its groups are still complete, the advantages
+   become the target fluctuation v* of each completion (`objective`, steps 1–5), which from there on travels with its
+   row. It sees what the outermost override of `_generate_and_score_completions` returned.
+2. `training_step`: the rows of a micro-step pass through the model in the parts that cost the least.
+3. `_compute_loss`: the log-ratio of each row of a part is regressed on its target. A plain sum over rows, so that how
+   the rows are split into parts, micro-batches and processes changes nothing.
+4. `_log_step`: what happened, under `opo/`.
 
 Rollouts and checkpoints are those of [`RolloutTrainer`], which stands between the two.
 """
 
 import math
 import textwrap
-from collections.abc import Mapping
-from contextlib import nullcontext
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
+from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.models.utils import disable_gradient_checkpointing
 
 from . import objective, packing
 from .config import OPOConfig
-from .planning import best_number, parts_of_rows, row_lengths, shares, spread
+from .planning import FEWEST_PASSES, PASS_TOKENS, n_parts_of, parts_of_rows, row_lengths, shares, spread
 from .rollout import completion_tokens, gather_rows, micro_batches, take_rows
 from .rollout_trainer import RolloutTrainer
 
@@ -116,72 +121,22 @@ class OPOTrainer(RolloutTrainer):
         self._step_rows: list[Tensor] = []  # what the micro-batches of the current optimizer step have to report
         self._low_ess_rollouts = 0
         self._anchor_deferred = False
+        self._pending: deque[dict[str, Any]] = deque()  # parts of the micro-step that have not been trained on
         if self.args.padding_free:
             packing.check(self.accelerator.unwrap_model(self.model))
 
+    def train(self, *args, **kwargs):
+        """As [`RolloutTrainer.train`], with a warning where OPO has no other effect than its escort weights."""
+        if self.args.is_on_policy:
+            logger.warning(
+                "Every rollout serves a single optimizer step, so the log-ratio is always 0 and the χ² term (`mu`, "
+                "`chi2_radius`) has no effect: this is REINFORCE with escort weights. OPO differs from GRPO where a "
+                "rollout is reused: set `num_iterations` to 2 or more, or `steps_per_generation` to a multiple of "
+                f"gradient_accumulation_steps={self.args.gradient_accumulation_steps}."
+            )
+        return super().train(*args, **kwargs)
+
     # 1. The drive joins the rollout
-
-    def _micro_batches(self, steps: list[dict[str, Any]]) -> list:
-        """
-        One entry a micro-step: the parts that it passes through the model one by one.
-
-        The anchor's log-probabilities are computed here, before the policy moves, and only of rows that are needed
-        after it has moved: in the optimizer step at hand the anchor is the policy itself.
-        """
-        args = self.args
-        n_batches = args.steps_per_generation // len(steps)
-        until_update = args.gradient_accumulation_steps - self._step % args.gradient_accumulation_steps
-        planned = []
-        for number, rows in enumerate(steps):
-            on_policy = (number + 1) * n_batches <= until_update
-            if on_policy:
-                rows.pop("old_per_token_logps", None)
-            parts = self._parts(rows, on_policy) if args.plan_micro_batches else micro_batches(rows, n_batches)
-            if not on_policy and "old_per_token_logps" not in rows:
-                for part in parts:
-                    part["old_per_token_logps"], _ = self._anchor_pass(part)
-            planned += spread(parts, n_batches)
-        return planned
-
-    def _parts(self, rows: dict[str, Any], on_policy: bool) -> list[dict[str, Any]]:
-        """The rows of an optimizer step in parts: equally many on every process, as each is a collective call."""
-        args, accelerator = self.args, self.accelerator
-        if accelerator.num_processes > 1 and not rows.keys() & set(_MULTIMODAL_KEYS):
-            rows = gather_rows(rows, accelerator)
-            dealt = shares(row_lengths(rows), self._inert(rows, on_policy), accelerator.num_processes)
-            rows = take_rows(rows, dealt[accelerator.process_index])
-        inert = self._inert(rows, on_policy)
-        limits = {"max_rows": args.per_device_train_batch_size, "max_tokens": args.max_tokens_per_micro_batch}
-        wanted = best_number(row_lengths(rows)[~inert], **limits)
-        n_parts = int(accelerator.gather(torch.tensor([wanted], device=accelerator.device)).max())
-        # A process with fewer rows than parts fills up with rows that have no effect.
-        kept, skipped = np.split(np.argsort(inert, kind="stable"), [max((~inert).sum(), n_parts)])
-        multiple: Any = self.pad_to_multiple_of
-        parts = parts_of_rows(take_rows(rows, kept), n_parts, multiple=multiple, **limits)
-        parts[-1]["opo_skipped"] = rows["opo_valid"][skipped]
-        return parts
-
-    def _inert(self, rows: Mapping[str, Any], on_policy: bool) -> np.ndarray:
-        """Which rows, `[B]`, have nothing to do in this optimizer step, and are not needed in another."""
-        without_drive = (rows["opo_target"] == 0).cpu().numpy()  # and with a log-ratio of 0, on-policy
-        idle = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
-        return without_drive & (self.args.skip_inert_rows and on_policy and idle and self.num_iterations == 1)
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        rollout = super()._generate_and_score_completions(inputs)
-        anchor_missing = "old_per_token_logps" not in rollout and (
-            self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
-        )
-        if anchor_missing or self.top_entropy_quantile < 1.0:
-            anchor_logps, entropies = self._anchor_pass(rollout)
-        if anchor_missing:
-            rollout["old_per_token_logps"] = anchor_logps
-        rollout.update(self._drive(rollout))
-        if self.top_entropy_quantile < 1.0:
-            # TRL's threshold is that of a micro-batch; the rollout's does not depend on how it is cut.
-            mask = completion_tokens(rollout) & rollout["opo_valid"].unsqueeze(1)
-            rollout["opo_steering"] = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
-        return rollout
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         sampler_weights = self.use_vllm and self.vllm_importance_sampling_correction  # of every row
@@ -191,29 +146,52 @@ class OPOTrainer(RolloutTrainer):
         finally:
             self._anchor_deferred = False
 
-    def _get_per_token_logps_and_entropies(self, model, *inputs, **options):
-        if self._anchor_deferred:  # TRL's first pass over a rollout, which `_micro_batches` makes where it is needed
-            self._anchor_deferred = False
-            return None, None, None
-        model = packing.Packed(model) if self.args.padding_free else model
-        return super()._get_per_token_logps_and_entropies(model, *inputs, **options)
+    def _finish_rollout(self, rollout: dict[str, Any]) -> dict[str, Any]:
+        rollout = super()._finish_rollout(rollout)
+        # TRL's log-probabilities come from a pass over the rollout. They are good enough for the escort weights, but
+        # no anchor: in bfloat16 the same row differs from itself in a micro-batch of another shape.
+        logps, entropies = rollout.pop("old_per_token_logps", None), None
+        corrected = self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
+        if (corrected and logps is None) or self.top_entropy_quantile < 1.0:
+            logps, entropies = self._anchor_pass(rollout, batch_size=self.args.per_device_train_batch_size)
+        rollout.update(self._drive(rollout, logps))
+        if entropies is not None and self.top_entropy_quantile < 1.0:
+            # TRL's threshold is that of a micro-batch; the rollout's does not depend on how it is cut.
+            mask = completion_tokens(rollout) & rollout["opo_valid"].unsqueeze(1)
+            rollout["opo_steering"] = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
+        return rollout
 
-    @torch.no_grad()
-    def _anchor_pass(self, rollout: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies `[B, T]` of the completions' tokens under the policy that wrote them."""
-        checkpointing: Any = self.args.gradient_checkpointing_kwargs
-        with disable_gradient_checkpointing(self.model, checkpointing):
-            batch_size = self.args.per_device_train_batch_size
-            logps, entropies, _ = self._token_logps(self.model, rollout, batch_size=batch_size, compute_entropy=True)
-        return logps, entropies
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """
+        Tokens whose entropy is at least the `threshold` quantile over all processes, as TRL's method of this name;
+        but `torch.quantile` takes no more than 2^24 tokens.
 
-    def _drive(self, rollout: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Steps 1–5 of the objective on the whole rollout; returns this process's rows of the result."""
+        Args:
+            entropies (`torch.Tensor`): of each token in nats, `[B, T]`.
+            mask (`torch.Tensor`): non-zero where a token takes part, `[B, T]`.
+            threshold (`float`): quantile, in `[0, 1]`.
+
+        Returns:
+            `torch.Tensor`: bool mask `[B, T]`.
+        """
+        keep = mask.bool()
+        padding = -torch.inf
+        padded = self.accelerator.pad_across_processes(entropies[keep].float(), dim=0, pad_index=padding)
+        gathered = self.accelerator.gather(padded)
+        ordered = gathered[gathered != padding].sort().values
+        if len(ordered) == 0:
+            return torch.zeros_like(keep)
+        place = threshold * (len(ordered) - 1)
+        below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
+        return keep & (entropies >= torch.lerp(below, above, place - math.floor(place)))
+
+    def _drive(self, rollout: Mapping[str, Any], logps: Tensor | None) -> dict[str, Tensor]:
+        """Steps 1–5 of the objective on the complete rollout; returns this process's rows of the result."""
         args, mode = self.args, self._mode
         num_generations = self.num_generations if mode == "train" else self.num_generations_eval
-        advantages, has_tokens, anchor_sum, anchor_mean = self._gather_rows(rollout)
-        rewards = self._rewards_per_func.cpu().double()
-        valid = has_tokens.bool() & ~rewards.isnan().all(dim=1)
+        advantages, length, anchor_sum, anchor_mean, *per_func = self._gather_rows(rollout, logps)
+        rewards = torch.stack(per_func, dim=1)
+        valid = (length > 0) & ~rewards.isnan().all(dim=1) & advantages.isfinite()
         temperature = self._temperature(anchor_mean, rewards, valid)
         omega = objective.escort_weights(
             advantages,
@@ -248,31 +226,38 @@ class OPOTrainer(RolloutTrainer):
         )
         self._drive_metrics[mode] = {name: value.item() for name, value in metrics.items()}
         self._watch_escort(num_generations)
+        # The log-ratio of a completion is a sum over its tokens, and so is its gradient: a constant of the rollout
+        # makes the norm comparable with that of GRPO, whose loss is a mean over tokens, and moves no minimum.
+        scale = 1 / length[valid].mean() if args.log_ratio_reduction == "sum" and valid.any() else torch.tensor(1.0)
         return self._local_rows(
             rollout,
             opo_target=target,
             opo_valid=valid,
             opo_mu=mu.expand_as(target),
+            opo_scale=scale.expand_as(target),
             opo_step=torch.full_like(target, self.state.global_step),  # when the row's anchor was the policy
         )
 
-    def _gather_rows(self, rollout: Mapping[str, Any]) -> Tensor:
+    def _gather_rows(self, rollout: Mapping[str, Any], logps: Tensor | None) -> Tensor:
         """
-        `[4, N]`, in groups: advantage, whether any token counts, and the anchor's log-probability of the completion,
-        summed and per token (0 where no correction or temperature needs it).
+        `[4 + number of reward functions, N]`, in groups: advantage, number of tokens that count, the anchor's
+        log-probability of the completion, summed and per token (0 where no correction or temperature needs it), and
+        the rewards.
 
         On the host and in float64: N numbers cost nothing there, and the drive is the same on every device.
         """
         mask = completion_tokens(rollout)
-        anchor = rollout.get("old_per_token_logps")
-        anchor = torch.zeros_like(mask, dtype=torch.float32) if anchor is None else anchor
+        logps = torch.zeros_like(mask, dtype=torch.float32) if logps is None else logps
+        advantages = rollout["advantages"]
         rows = [
-            rollout["advantages"],
-            mask.any(dim=1),
-            torch.where(mask, anchor, 0.0).sum(dim=1),
-            objective.token_mean(anchor, mask),
+            advantages,
+            mask.sum(dim=1),
+            torch.where(mask, logps, 0.0).sum(dim=1),
+            objective.token_mean(logps, mask),
         ]
-        table = torch.stack([row.float() for row in rows], dim=1)
+        # An override may have made the rollout from nothing: then its advantages say all there is to say.
+        rewards = rollout.get("rewards_per_func", torch.zeros_like(advantages).unsqueeze(1))
+        table = torch.cat([torch.stack([row.float() for row in rows], dim=1), rewards.float()], dim=1)
         return self.accelerator.gather(table).cpu().double().T
 
     def _local_rows(self, rollout: Mapping[str, Any], **columns: Tensor) -> dict[str, Tensor]:
@@ -314,7 +299,90 @@ class OPOTrainer(RolloutTrainer):
                 f"`anchor_correction='absorbed'` (now '{self.args.anchor_correction}')."
             )
 
-    # 2. The loss
+    # 2. The rows of an optimizer step pass through the model
+
+    def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
+        """
+        One entry a micro-step: the parts that it passes through the model one by one.
+
+        The anchor's log-probabilities are computed here, before the policy moves, and only of rows that are needed
+        after it has moved: until then the anchor is the policy itself. They are computed part by part, since in
+        bfloat16 a row has the same log-probabilities only in the same micro-batch.
+        """
+        args = self.args
+        n_batches = args.steps_per_generation // len(steps)
+        exchanged = args.plan_micro_batches and self._can_exchange(steps[0])
+        planned = []
+        for number, rows in enumerate(steps):
+            on_policy = (number + 1) * n_batches <= until_update
+            if args.plan_micro_batches:
+                parts = self._parts(rows, on_policy=on_policy, exchanged=exchanged)
+            else:
+                parts = micro_batches(rows, n_batches)
+            for part in parts if not on_policy else []:
+                part["old_per_token_logps"], _ = self._anchor_pass(part)
+            planned += spread(parts, n_batches)
+        return planned
+
+    def _can_exchange(self, rows: Mapping[str, Any]) -> bool:
+        """
+        Whether processes can exchange rows: all of them decide the same, as each entry is then gathered.
+
+        TRL leaves the entries of images out where a process has no image, and lists cannot be gathered.
+        """
+        if self.accelerator.num_processes == 1:
+            return False
+        tensors_only = all(isinstance(value, Tensor) for value in rows.values())
+        mine = [zlib.crc32(" ".join(sorted(rows)).encode()), tensors_only and not rows.keys() & set(_MULTIMODAL_KEYS)]
+        entries, exchangeable = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device)).T
+        return bool((entries == entries[0]).all() and exchangeable.all())
+
+    def _parts(self, rows: dict[str, Any], *, on_policy: bool, exchanged: bool) -> list[dict[str, Any]]:
+        """The rows of an optimizer step in parts: equally many on every process, as each is a collective call."""
+        if exchanged:
+            rows = gather_rows(rows, self.accelerator)
+            dealt = shares(row_lengths(rows), self._inert(rows, on_policy), self.accelerator.num_processes)
+            rows = take_rows(rows, dealt[self.accelerator.process_index])
+        inert = self._inert(rows, on_policy)
+        limits = self._limits_of_parts(self.args.per_device_train_batch_size)
+        n_parts = self._agreed_parts(take_rows(rows, np.flatnonzero(~inert)), limits)
+        # A process with fewer rows than parts fills up with rows that have no effect.
+        kept, skipped = np.split(np.argsort(inert, kind="stable"), [max((~inert).sum(), n_parts)])
+        parts = parts_of_rows(take_rows(rows, kept), n_parts, multiple=self._columns_multiple, **limits)
+        parts[-1]["opo_skipped"] = rows["opo_valid"][skipped]
+        return parts
+
+    def _agreed_parts(self, rows: Mapping[str, Any], limits: Mapping[str, Any]) -> int:
+        """The largest number of parts that a process needs for its rows."""
+        wanted = torch.tensor([n_parts_of(rows, **limits)], device=self.accelerator.device)
+        return int(self.accelerator.gather(wanted).max())
+
+    def _limits_of_parts(self, max_rows: int) -> dict[str, Any]:
+        zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
+        return {
+            "max_rows": max_rows,
+            "max_tokens": self.args.max_tokens_per_micro_batch,
+            "pass_tokens": FEWEST_PASSES if zero_stage >= 2 or self.is_fsdp_enabled else PASS_TOKENS,
+        }
+
+    @property
+    def _columns_multiple(self) -> int | None:
+        multiple: Any = self.pad_to_multiple_of
+        return multiple
+
+    def _inert(self, rows: Mapping[str, Any], on_policy: bool) -> np.ndarray:
+        """Samples, `[B]`, with zero gradient in this optimizer step that no later step needs."""
+        without_drive = (rows["opo_target"] == 0).cpu().numpy()  # and with a log-ratio of 0, on-policy
+        idle = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
+        return without_drive & (self.args.skip_inert_rows and on_policy and idle and self.num_iterations == 1)
+
+    @torch.no_grad()
+    def _anchor_pass(self, rows: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies `[B, T]` of the completions' tokens under the policy that wrote them."""
+        checkpointing: Any = self.args.gradient_checkpointing_kwargs
+        with disable_gradient_checkpointing(self.model, checkpointing):
+            logps, entropies, _ = self._token_logps(self.model, rows, compute_entropy=True, **options)
+        return logps, entropies
 
     def _token_logps(self, model, inputs: Mapping[str, Any], **options):
         """Per-token log-probabilities, entropies and auxiliary loss, through TRL's fused language-model head."""
@@ -327,35 +395,92 @@ class OPOTrainer(RolloutTrainer):
             **{key: inputs[key] for key in _MULTIMODAL_KEYS if key in inputs},
         )
 
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options
+    ):
+        if self._anchor_deferred:  # TRL's first pass over a rollout, which `_micro_batches` makes where it is needed
+            self._anchor_deferred = False
+            return None, None, None
+        model = packing.Packed(model) if self.args.padding_free else model
+        whole = batch_size is None or not self.args.plan_micro_batches
+        if whole or any(options.get(name) is not None for name in _MULTIMODAL_KEYS):
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, **options
+            )
+        # A pass over a rollout, in parts as in training: the rollout is wider, and would need more memory.
+        rows = {"row": torch.arange(len(input_ids))}
+        for name, columns in (("ids", input_ids), ("mask", attention_mask)):
+            rows[f"prompt_{name}"] = columns[:, :-logits_to_keep]
+            rows[f"completion_{name}"] = columns[:, -logits_to_keep:]
+        limits = self._limits_of_parts(batch_size)
+        n_parts = self._agreed_parts(rows, limits)
+        results = [input_ids.new_zeros(len(input_ids), logits_to_keep, dtype=torch.float32) for _ in range(2)]
+        for part in parts_of_rows(rows, n_parts, multiple=self._columns_multiple, **limits):
+            width = part["completion_ids"].size(1)
+            ids, mask = (
+                torch.cat([part[f"prompt_{name}"], part[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+            )
+            of_part = super()._get_per_token_logps_and_entropies(model, ids, mask, width, **options)
+            for result, values in zip(results, of_part[:2], strict=True):
+                if values is not None:
+                    result[part["row"].to(result.device), :width] = values.float()
+        return results[0], results[1] if options.get("compute_entropy") else None, None
+
+    # 3. The loss
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """
+        Train on a micro-step, part by part: each call of `compute_loss` sees one mapping of tensors, as in any trainer
+        of Transformers, and its gradient is added to those before.
+
+        Returns:
+            `torch.Tensor`: the loss of the micro-step, a scalar: the sum of its parts'.
+        """
+        began = time.perf_counter()
+        model.train()  # says that `_buffered` generates for training
+        self._pending.clear()
+        self._pending.extend(self._buffered(inputs))
+        if not self._pending:  # all rows of the optimizer step fit into its other micro-steps
+            self._step += 1
+            self._current_train_step_time += time.perf_counter() - began
+            return torch.zeros((), device=self.accelerator.device)
+        loss = torch.zeros((), device=self.accelerator.device)
+        with self._without_exchange(model):
+            while len(self._pending) > 1:
+                loss += super(GRPOTrainer, self).training_step(model, inputs, num_items_in_batch)
+        self._current_train_step_time += time.perf_counter() - began
+        loss += super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.sync_gradients:
+            self._report_rows()
+        return loss
+
+    @contextmanager
+    def _without_exchange(self, model) -> Iterator[None]:
+        """Add to the gradients of this process, without the exchange that comes with the last part."""
+        exchanges = self.accelerator.sync_gradients
+        with self.accelerator.no_sync(model) if exchanges else nullcontext():
+            self.accelerator.gradient_state._set_sync_gradients(False)
+            try:
+                yield
+            finally:
+                self.accelerator.gradient_state._set_sync_gradients(exchanges)
+
+    @profiling_decorator
+    def _prepare_inputs(self, generation_batch):
+        if self._mode == "eval":
+            return super()._prepare_inputs(generation_batch)
+        if not self._pending:  # called by itself, outside `training_step`
+            self._pending.extend(self._buffered(generation_batch))
+        return self._pending.popleft()
+
     @profiling_decorator
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Mean OPO loss of the rows at hand, over the number of micro-batches of the optimizer step."""
+        """Sum of the OPO losses of some rows of an optimizer step, over the number of the step's rows."""
         if return_outputs:
             raise ValueError("OPOTrainer does not support returning outputs")
-        if isinstance(inputs, Mapping):  # of an evaluation
-            return self._part_loss(model, inputs, last=True)
-        if not inputs:  # all rows of the optimizer step fit into its other micro-steps
-            # A result and not a leaf: DeepSpeed takes no other loss.
-            return torch.zeros((), device=self.accelerator.device, requires_grad=True).clone()
-        *parts, last = inputs
-        done = [self._add_gradient(model, part) for part in parts]
-        return self._part_loss(model, last, last=True) + sum(done)
+        return self._compute_loss(model, inputs)  # never the parent's: that would train another loss
 
-    def _add_gradient(self, model, part: dict[str, Any]) -> Tensor:
-        """Pass a part through the model and back, without the exchange of gradients that comes with the last one."""
-        accelerator = self.accelerator
-        exchanges = accelerator.sync_gradients
-        options = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}  # as in Transformers' training step
-        with accelerator.no_sync(model) if exchanges else nullcontext():
-            accelerator.gradient_state._set_sync_gradients(False)
-            with self.compute_loss_context_manager():
-                loss = self._part_loss(model, part, last=False)
-            accelerator.backward(loss, **options)
-            accelerator.gradient_state._set_sync_gradients(exchanges)
-        return loss.detach()
-
-    def _part_loss(self, model, inputs: Any, *, last: bool) -> Tensor:
-        """Loss of some rows of an optimizer step; `last` ones of a micro-step report what the step did."""
+    def _compute_loss(self, model, inputs: Any) -> Tensor:
         args = self.args
         # Without a token that counts, a completion that takes no part has no ratio, no KL term and no entropy bonus.
         mask = completion_tokens(inputs) & inputs["opo_valid"].unsqueeze(1)
@@ -382,6 +507,7 @@ class OPOTrainer(RolloutTrainer):
         if self.beta != 0.0:
             kl = self._reference_kl(inputs, logps, anchor, mask)
             rows = rows + self.beta * kl
+        rows = policy = inputs["opo_scale"] * rows
         if self._entropy_bonus_enabled:
             rows = rows - self._entropy_bonus_coef() * objective.token_mean(entropies, bonus_mask)
         loss = rows.sum()
@@ -399,6 +525,7 @@ class OPOTrainer(RolloutTrainer):
                 age=self.state.global_step - inputs["opo_step"],
                 whole_log_ratio=whole,
                 kl=kl if args.log_ratio_reduction == "sum" else kl * mask.sum(dim=1),
+                policy_loss=policy,
                 entropy=torch.where(mask, entropies, 0.0).sum(dim=1),
                 tokens=mask.sum(dim=1),
                 bonus_entropy=torch.where(bonus_mask, entropies, 0.0).sum(dim=1),
@@ -411,13 +538,7 @@ class OPOTrainer(RolloutTrainer):
         if self._mode == "eval":
             self._report_rows()
             return loss / len(rows)
-        if last and self.accelerator.sync_gradients:
-            self._report_rows()
         return loss / (args.per_device_train_batch_size * self.current_gradient_accumulation_steps)
-
-    def _compute_loss(self, model, inputs):
-        # TRL's own loss must never be trained by accident, whoever calls this.
-        return self.compute_loss(model, inputs)
 
     def _row_weights(self, inputs: Mapping[str, Any], logps: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:
         """Importance weight of each row, `[B]`: 0 for rows that take no part."""
@@ -450,7 +571,7 @@ class OPOTrainer(RolloutTrainer):
             return 0.0
         return self.entropy_coef
 
-    # 3. What happened
+    # 4. What happened
 
     @torch.no_grad()
     def _report_rows(self):
@@ -481,11 +602,11 @@ class OPOTrainer(RolloutTrainer):
         for name, value in values.items():
             self._metrics[mode][f"opo/{name}"].append(value)
         tokens = rows["tokens"].sum().clamp(min=1)
-        if rows["computed"].all() or args.is_on_policy:
-            # A mean without the rows that were left out, whose groups are the surest, would go up and down by step.
-            self._metrics[mode]["entropy"].append((rows["entropy"].sum() / tokens).item())
+        self._metrics[mode]["entropy"].append((rows["entropy"].sum() / tokens).item())
         if self.beta != 0.0:
             self._metrics[mode]["kl"].append((rows["kl"].sum() / tokens).item())
+        if self._entropy_bonus_enabled:
+            self._metrics[mode]["policy_loss"].append(rows["policy_loss"].mean().item())
         if mode == "train" and self._entropy_bonus_enabled:
             if self.use_adaptive_entropy:
                 entropy = rows["bonus_entropy"].sum() / rows["bonus_tokens"].sum().clamp(min=1)
@@ -512,6 +633,7 @@ _COLUMNS = (
     "age",
     "whole_log_ratio",
     "kl",
+    "policy_loss",
     "entropy",
     "tokens",
     "bonus_entropy",

@@ -182,7 +182,7 @@ def snapshot(model: torch.nn.Module) -> dict[str, Tensor]:
 class Recording:
     """Mixed into a trainer, keeps its rollouts (before TRL shuffles them) and its optimizer steps."""
 
-    def record(self, inject: Callable[[dict], None] | None = None):
+    def record(self, inject: Callable[[dict, GRPOTrainer], None] | None = None):
         self.inject = inject
         self.rollouts, self.steps, self._batches, self._losses = [], [], [], []
         self.initial = snapshot(self.model)
@@ -190,23 +190,26 @@ class Recording:
         return self
 
     def _generate_and_score_completions(self, inputs):
-        policy = snapshot(self.model)
+        self._policy = snapshot(self.model)
         rollout = super()._generate_and_score_completions(inputs)
+        return rollout if isinstance(self, RolloutTrainer) else self._finish_rollout(rollout)
+
+    def _finish_rollout(self, rollout):
+        if isinstance(self, RolloutTrainer):
+            rollout = super()._finish_rollout(rollout)
         n = len(rollout["advantages"])
         # These columns travel with the rows through TRL's shuffle, and tell afterwards which is which.
         rollout["row"] = torch.arange(n) + n * self.accelerator.process_index
         rollout["rollout"] = torch.full((n,), len(self.rollouts))
         if self.inject is not None:
-            if not self.args.is_on_policy and "old_per_token_logps" not in rollout:
-                rollout["old_per_token_logps"], _ = self._anchor_pass(rollout)
-            self.inject(rollout)
-        self.rollouts.append(SimpleNamespace(policy=policy, **rollout))
+            self.inject(rollout, self)
+        self.rollouts.append(SimpleNamespace(policy=self._policy, **rollout))
         return rollout
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self.model.training:
-            self._batches += inputs if isinstance(inputs, list) else [inputs]
+            self._batches.append(inputs)
             self._losses.append(loss.item())
         return loss
 
@@ -241,7 +244,7 @@ def make_trainer(
     folder: Path,
     *,
     script: Script | None = None,
-    inject: Callable[[dict], None] | None = None,
+    inject: Callable[[dict, GRPOTrainer], None] | None = None,
     trainer_class: type[Recording] = RecordingOPO,
     trainer_arguments: dict | None = None,
     **overrides,
@@ -265,7 +268,7 @@ def make_trainer(
         "num_generations": 4,
         "max_completion_length": 12,
         "max_steps": 1,
-        "learning_rate": 0.02,
+        "learning_rate": 0.1,
         "lr_scheduler_type": "constant",
         "optim": "sgd",
         "max_grad_norm": 0.0,
@@ -444,6 +447,11 @@ class Reference:
         masked = row.truncated and self.args.mask_truncated_completions
         return not masked and any(row.own) and any(r is not None for r in row.rewards)
 
+    def mean_length(self, rollout: int) -> float:
+        """Tokens of a completion of the rollout that takes part."""
+        lengths = [sum(row.own) for row in self.script.calls[rollout] if self.valid(row)]
+        return statistics.fmean(lengths) if lengths else 1.0
+
     def drive(self, rollout: int) -> SimpleNamespace:
         """Steps 1–5 of the objective on a rollout."""
         args, rows = self.args, self.script.calls[rollout]
@@ -502,6 +510,7 @@ class Reference:
         batches = record.batches
         members = [(int(k), int(i)) for b in batches for k, i in zip(b["rollout"], b["row"], strict=True)]
         drives = {k: self.drive(k) for k, _ in members}
+        scales = {k: 1.0 if args.log_ratio_reduction == "mean" else 1 / self.mean_length(k) for k in drives}
         out = SimpleNamespace(deltas=[], ratios=[], weights=[], targets=[], mus=[], work=[], dissipation=[], rows=[])
         losses = []
         for k, i in members:
@@ -519,7 +528,7 @@ class Reference:
             u = delta.exp() - 1 if args.ratio_form == "exact" else delta
             weight = row_weight(k, i) if drive.valid[i] else 0.0
             work, dissipation = -weight * drive.mu * drive.target[i] * u, weight * drive.mu / 2 * u**2
-            loss = work + dissipation
+            loss = scales[k] * (work + dissipation)
             if args.beta:
                 with torch.no_grad():
                     ref, _ = self.logps(reference_policy, row)
@@ -527,7 +536,7 @@ class Reference:
                 if args.use_bias_correction_kl:
                     kl = kl * (logps - anchor).exp()
                 kl = kl[own].sum()
-                loss = loss + args.beta * (kl / length if args.log_ratio_reduction == "mean" else kl)
+                loss = loss + args.beta * scales[k] * (kl / length if args.log_ratio_reduction == "mean" else kl)
             if entropy_coef:
                 loss = loss - entropy_coef * entropies[steered].sum() / max(int(steered.sum()), 1)
             losses.append(loss if drive.valid[i] else 0.0)  # what takes no part has no KL and no bonus either

@@ -55,10 +55,10 @@ def everything(**options) -> Script:
 CASES = {
     "defaults": {},
     "mean": {"log_ratio_reduction": "mean", "learning_rate": 0.2},
-    "exact": {"ratio_form": "exact", "learning_rate": 0.005},
+    "exact": {"ratio_form": "exact", "learning_rate": 0.025},
     "exact, mean": {"ratio_form": "exact", "log_ratio_reduction": "mean", "learning_rate": 0.2},
     "alpha 0": {"alpha": 0.0},
-    "alpha 0.9": {"alpha": 0.9, "learning_rate": 0.05},
+    "alpha 0.9": {"alpha": 0.9, "learning_rate": 0.25},
     "mu": {"mu": 0.3},
     "drive scaled by group": {"drive_scaling": "group"},
     "drive scaled by batch": {"drive_scaling": "batch"},
@@ -133,7 +133,7 @@ def test_adaptive_temperature_follows_confidence_and_success(tiny_model, tmp_pat
         temperature=0.1,
         adaptive_temperature=True,
         reward_weights=[0.3, 4.0],
-        learning_rate=0.001,
+        learning_rate=0.005,
         max_steps=3,
         trainer_arguments={"reward_funcs": [first, second], "rollout_func": None},
     )
@@ -259,7 +259,7 @@ SPLITS = [(8, 1), (4, 2), (2, 4), (1, 8)]
     [
         {},
         {"log_ratio_reduction": "mean", "beta": 0.1, "entropy_coef": 0.05},
-        {"drive_scaling": "batch", "positivity": "project", "ratio_form": "exact", "learning_rate": 0.005},
+        {"drive_scaling": "batch", "positivity": "project", "ratio_form": "exact", "learning_rate": 0.025},
     ],
     ids=["sum", "mean, KL and entropy", "batch scope"],
 )
@@ -337,7 +337,7 @@ def test_rollouts_that_end_within_a_step(tiny_model, tmp_path):
 def test_age_of_rollouts_that_end_within_a_step(tiny_model, tmp_path):
     """A step is on-policy only if all of its rows are."""
     trainer = trained(
-        tiny_model, tmp_path, steps_per_generation=2, gradient_accumulation_steps=3, max_steps=2, learning_rate=0.01
+        tiny_model, tmp_path, steps_per_generation=2, gradient_accumulation_steps=3, max_steps=2, learning_rate=0.05
     )
     first, second = logged(trainer)
     assert (first["opo/chi2"], first["opo/off_policy_steps"]) == (pytest.approx(0, abs=1e-9), 0)
@@ -386,7 +386,7 @@ def scripted_groups(model: str, folder: Path) -> dict:
         gradient_accumulation_steps=1,
         num_iterations=2,
         max_steps=3,
-        learning_rate=0.002,
+        learning_rate=0.01,
     )
     rollout, gather = trainer.rollouts[0], trainer.accelerator.gather
     columns = {"target": rollout.opo_target, "valid": rollout.opo_valid, "mu": rollout.opo_mu}
