@@ -1,0 +1,100 @@
+"""Accumulation windows of any length: every epoch ends with a short one where they do not divide it."""
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers import (
+    EXACT,
+    Reference,
+    Script,
+    assert_step_equals,
+    distance,
+    logged,
+    make_trainer,
+    norm,
+    snapshot,
+    trained,
+)
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+
+
+GROUP = 2
+
+
+@example(rows=1, accumulation=4, steps_per_generation=6, prompts=9, epochs=2, iterations=1)
+@example(rows=2, accumulation=3, steps_per_generation=2, prompts=8, epochs=2, iterations=2)
+@given(
+    rows=st.integers(1, 2),
+    accumulation=st.integers(1, 5),
+    steps_per_generation=st.integers(1, 6),
+    prompts=st.integers(2, 9),
+    epochs=st.integers(1, 2),
+    iterations=st.integers(1, 2),
+)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_row_passed_after_an_update_has_an_anchor_from_before_it(
+    tiny_model, tmp_path, rows, accumulation, steps_per_generation, prompts, epochs, iterations
+):
+    of_rollout = rows * steps_per_generation // GROUP
+    assume(rows * steps_per_generation % GROUP == 0 and of_rollout <= prompts)
+    assume(prompts // of_rollout * steps_per_generation * iterations * epochs <= 40)
+    script = Script()
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        script=script,
+        per_device_train_batch_size=rows,
+        num_generations=GROUP,
+        steps_per_generation=steps_per_generation,
+        gradient_accumulation_steps=accumulation,
+        num_iterations=iterations,
+        num_train_epochs=epochs,
+        max_steps=-1,
+        skip_inert_rows=True,
+        learning_rate=0.05,
+        trainer_arguments={"train_dataset": Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(prompts)]})},
+    )
+    reference = Reference(trainer, script)
+    for number, step in enumerate(trainer.steps):
+        for part in step.batches:
+            if int(part["opo_step"].min()) == number:
+                continue
+            for row, (k, i) in enumerate(zip(part["rollout"], part["row"], strict=True)):
+                anchor = reference.anchor(int(k), int(i))
+                assert torch.allclose(part["old_per_token_logps"][row, : len(anchor)].double(), anchor, atol=1e-4)
+        assert_step_equals(step, reference.step(number))
+    assert sum(len(part["row"]) for step in trainer.steps for part in step.batches) == (
+        len(script.calls) * rows * steps_per_generation * iterations
+    )
+
+
+@pytest.mark.parametrize("accumulation", [4, 6])
+def test_run_resumed_in_an_epoch_of_short_windows_goes_on_as_if_it_had_not_ended(tiny_model, tmp_path, accumulation):
+    """Transformers draws the first window of a resumed run before it restores the place in the run."""
+    options = {
+        "per_device_train_batch_size": 1,
+        "num_generations": GROUP,
+        "steps_per_generation": 6,
+        "gradient_accumulation_steps": accumulation,
+        "num_train_epochs": 2,
+        "max_steps": -1,
+        "learning_rate": 0.05,
+        "skip_inert_rows": True,
+        "trainer_arguments": {"train_dataset": Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(9)]})},
+    }
+    rewards = [1, 1, 0, 1, 0.5, 0.5]  # rows of two groups have nothing to do while the policy is their own
+    whole = trained(
+        tiny_model, tmp_path / "whole", script=Script(rewards), save_strategy="steps", save_steps=1, **options
+    )
+    for step in range(1, len(whole.steps)):
+        # The script counts its calls: one that is resumed has made those before.
+        script = Script(rewards)
+        script.calls = [[]] * (1 + int(max(part["rollout"].max() for part in whole.steps[step - 1].batches)))
+        resumed = make_trainer(tiny_model, tmp_path / str(step), script=script, **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        moved = norm({name: end - whole.initial[name] for name, end in snapshot(whole.model).items()})
+        assert distance(snapshot(resumed.model), snapshot(whole.model)) < EXACT * moved
+        skipped = [[entry["opo/frac_skipped"] for entry in logged(trainer)] for trainer in (whole, resumed)]
+        assert skipped[0][-len(skipped[1]) :] == skipped[1]
+        assert max(skipped[0]) > 0
