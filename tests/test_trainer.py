@@ -529,6 +529,64 @@ def test_collapsed_escort_weights_are_warned_of_once(tiny_model, tmp_path, caplo
         assert all(text in found[0] for text in ("10 rollouts", "alpha", "absorbed", "sequence"))
 
 
+def test_gradient_norm_does_not_grow_with_the_length(tiny_model, tmp_path):
+    """Of a completion's log-ratio it does: a loss of its own scale would be clipped in nearly every step."""
+    norms = {}
+    for reduction in ("sum", "mean"):
+        norms[reduction] = [
+            logged(
+                trained(
+                    tiny_model,
+                    tmp_path / f"{reduction} {length}",
+                    script=Script(min_length=length, max_length=length),
+                    max_completion_length=160,
+                    log_ratio_reduction=reduction,
+                )
+            )[0]["grad_norm"]
+            for length in (8, 32, 128)
+        ]
+    assert norms["sum"] == pytest.approx(norms["mean"], rel=1e-3)  # of equal lengths they are the same loss
+    assert norms["sum"][2] < norms["sum"][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({}, True),
+        ({"steps_per_generation": 1}, True),
+        ({"num_iterations": 2}, False),
+        ({"steps_per_generation": 4}, False),
+    ],
+)
+def test_run_that_never_reaches_the_regime_of_opo_is_warned_of_once(tiny_model, tmp_path, caplog, options, warned):
+    trained(tiny_model, tmp_path, max_steps=3, **options)
+    found = [message for message in caplog.messages if "serves a single optimizer step" in message]
+    assert len(found) == warned
+    for name in ("num_iterations", "steps_per_generation", "gradient_accumulation_steps=2") if warned else ():
+        assert name in found[0]
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_metrics_of_trl_are_logged_in_every_step(tiny_model, tmp_path, evaluated):
+    """Also in a step that leaves half of the rows out, and the loss without its entropy bonus where there is one."""
+    options = {"skip_inert_rows": True, "steps_per_generation": 4, "max_steps": 3}
+    if evaluated:
+        data = {"eval_dataset": Dataset.from_dict({"prompt": PROMPTS[:2]})}
+        options |= {"eval_strategy": "steps", "eval_steps": 1, "trainer_arguments": data}
+    script = [0, 1, 1, 0, 1, 1, 1, 1]
+    plain = trained(tiny_model, tmp_path / "1", script=Script(script), **options)
+    entries = logged(plain)
+    assert [entry["opo/frac_skipped"] for entry in entries] == [0.5, 0, 0.5]
+    assert all(entry["entropy"] > 0 for entry in entries)
+    bonus = trained(tiny_model, tmp_path / "2", script=Script(script), entropy_coef=0.5, **options)
+    for entry in logged(bonus):
+        assert entry["loss"] == pytest.approx(entry["policy_loss"] - 0.5 * entry["entropy"], rel=0.05)
+        assert abs(entry["policy_loss"]) < 0.1
+    prefixed = [entry for entry in bonus.state.log_history if "eval_loss" in entry]
+    assert len(prefixed) == 3 * evaluated
+    assert all("eval_policy_loss" in entry and "eval_entropy" in entry for entry in prefixed)
+
+
 # 6. The trainer as a person meets it
 
 

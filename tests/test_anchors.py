@@ -1,0 +1,157 @@
+"""The anchor of a row is its log-probability in the very micro-batch that it is trained in, bit by bit."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import RecordingOPO, Script, logged, make_trainer, trained
+from tiny import make_tokenizer
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from opo_trl.objective import sequence_log_ratio
+
+
+@pytest.fixture(scope="module")
+def bfloat16_model(tmp_path_factory) -> str:
+    """A model deep enough that bfloat16's rounding shows in the log-probability of a completion."""
+    folder, tokenizer = str(tmp_path_factory.mktemp("bfloat16")), make_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class SampledByVLLM(RecordingOPO):
+    """Whose rollout looks like one of vLLM's: TRL's pass over it has made the importance sampling ratio."""
+
+    def _generate_and_score_completions(self, inputs):
+        rollout = super()._generate_and_score_completions(inputs)
+        rollout["old_per_token_logps"], _ = self._anchor_pass(rollout, batch_size=4)
+        rollout["importance_sampling_ratio"] = torch.ones(len(rollout["advantages"]), 1)
+        return rollout
+
+
+CASES = {
+    "absorbed": (RecordingOPO, {}),
+    "corrected": (RecordingOPO, {"anchor_correction": "length_normalized"}),
+    "adaptive temperature": (RecordingOPO, {"adaptive_temperature": True}),
+    "high-entropy tokens": (RecordingOPO, {"top_entropy_quantile": 0.5}),
+    "vLLM": (SampledByVLLM, {}),
+    "iterations": (RecordingOPO, {"num_iterations": 2}),
+}
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_log_ratio_is_exactly_zero_while_the_policy_has_not_moved(bfloat16_model, tmp_path, case, planned):
+    trainer_class, options = CASES[case]
+    script = Script(min_length=5, max_length=120, seed=1)
+    trainer = trained(
+        bfloat16_model,
+        tmp_path,
+        script=script,
+        trainer_class=trainer_class,
+        model_init_kwargs={"dtype": "bfloat16"},
+        plan_micro_batches=planned,
+        steps_per_generation=4,
+        max_steps=4,
+        max_completion_length=128,
+        learning_rate=0.0,
+        **options,
+    )
+    entries = logged(trainer)
+    assert [entry["opo/log_ratio/absmax"] for entry in entries] == [0.0] * 4
+    assert entries[1]["opo/off_policy_steps"] == 1
+    # Negative control: the anchors of a pass over the rollout are others, as its rows are wider.
+    part = next(part for part in trainer.steps[1].batches if "old_per_token_logps" in part)
+    early, _ = trainer._anchor_pass(vars(trainer.rollouts[0]), batch_size=4)
+    width, mask = part["completion_ids"].size(1), part["completion_mask"].bool()
+    ratio, _ = sequence_log_ratio(part["old_per_token_logps"], early[part["row"], :width], mask, reduction="sum")
+    if planned:
+        assert ratio.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("options", [{"anchor_correction": "sequence"}, {"top_entropy_quantile": 0.5}, {"beta": 0.1}])
+def test_passes_over_a_rollout_keep_to_the_budget_of_tokens(tiny_model, tmp_path, options):
+    """Those of TRL's as well: of the reference model, and of vLLM's importance sampling ratio."""
+    passed = []
+
+    class Watched(RecordingOPO):
+        def _watch(self, model):
+            model.register_forward_pre_hook(
+                lambda module, args, kwargs: passed.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+            )
+            return model
+
+    trainer = make_trainer(
+        tiny_model,
+        tmp_path,
+        script=Script(min_length=3, max_length=60),
+        trainer_class=Watched,
+        max_completion_length=64,
+        max_tokens_per_micro_batch=120,
+        steps_per_generation=4,
+        max_steps=2,
+        **options,
+    )
+    for model in filter(None, (trainer.model, trainer.ref_model)):
+        trainer._watch(model)
+    trainer.train()
+    assert len(passed) > 8
+    assert all(rows == 1 or rows * columns <= 120 for rows, columns in passed)
+    longest = max(columns for _, columns in passed)
+    assert 4 * longest > 120, "a pass as wide as the rollout would break the budget"
+
+
+def test_pass_over_a_rollout_in_parts_gives_every_row_its_own(tiny_model, tmp_path):
+    script = Script(min_length=3, max_length=60, truncated=(5,), tool_tokens={2: (0, 1)})
+    rollouts = {}
+    for budget in (None, 90):
+        trainer = trained(
+            tiny_model,
+            tmp_path / str(budget),
+            script=Script(**{k: getattr(script, k) for k in ("min_length", "max_length", "truncated", "tool_tokens")}),
+            max_completion_length=64,
+            max_tokens_per_micro_batch=budget,
+            plan_micro_batches=budget is not None,
+            beta=0.1,
+            mask_truncated_completions=True,
+        )
+        rollouts[budget] = trainer.rollouts[0]
+    mask = rollouts[None].completion_mask.bool()
+    one, other = (rollout.ref_per_token_logps[mask] for rollout in rollouts.values())
+    assert torch.allclose(one, other, atol=1e-4)
+    assert np.ptp(one.numpy()) > 1
+
+
+# Tokens of high entropy
+
+
+def test_threshold_of_entropy_is_the_quantile_however_many_tokens_there_are(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, top_entropy_quantile=0.2)
+    random = torch.Generator().manual_seed(0)
+    entropies = torch.rand(7, 11, generator=random)
+    mask = torch.rand(7, 11, generator=random) < 0.7
+    for threshold in (0.0, 0.2, 0.5, 0.83, 1.0):
+        expected = (entropies >= torch.quantile(entropies[mask], threshold)) & mask
+        assert torch.equal(trainer.get_high_entropy_mask(entropies, mask, threshold), expected)
+    many = torch.arange(2**24 + 8, dtype=torch.float32).view(8, -1) / 2**24  # torch.quantile takes 2^24
+    kept = trainer.get_high_entropy_mask(many, torch.ones_like(many), 0.75)
+    assert int(kept.sum()) == pytest.approx(2**22, rel=1e-5)
+    assert not trainer.get_high_entropy_mask(entropies, torch.zeros_like(mask), 0.5).any()

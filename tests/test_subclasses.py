@@ -1,0 +1,265 @@
+"""What a subclass overrides acts, as in a subclass of GRPOTrainer: the examples of docs/subclassing.md, and more."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers import Recording, RecordingBaseline, RecordingOPO, Script, distance, logged, make_trainer, norm, snapshot
+from torch.utils.data import Sampler
+
+from opo_trl import OPOTrainer
+
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "subclassing.md"
+REWARDS = [0.3, 1.7, 2.2, 0.1, 1.0, 0.6, 0.2, 0.7]
+
+
+def example(name: str) -> type[OPOTrainer]:
+    """A class of the page, which records what it trains on."""
+    known = {"OPOTrainer": OPOTrainer}
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(block, known)
+    return type(name, (Recording, known[name]), {})
+
+
+def trained(model, folder, trainer_class, *, rewards=REWARDS, **options):
+    trainer = make_trainer(model, folder, trainer_class=trainer_class, script=Script(rewards), **options)
+    trainer.train()
+    return trainer
+
+
+def same(one, other) -> bool:
+    return all(torch.equal(tensor, snapshot(other.model)[name]) for name, tensor in snapshot(one.model).items())
+
+
+# Rewards
+
+
+@pytest.mark.parametrize("parent", [RecordingOPO, RecordingBaseline])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_rewards_changed_or_made_by_a_subclass_are_those_trained_on(tiny_model, tmp_path, parent, rounds):
+    wanted = [0.0, 1.0, None, 0.5, 2.0, 2.0, 2.0, 2.0]  # one unscored; a group that dynamic sampling replaces
+
+    def table(n: int) -> torch.Tensor:
+        return torch.tensor([torch.nan if r is None else r for r in wanted])[:n, None]
+
+    class Changed(parent):
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list) * 0 + table(
+                len(inputs)
+            )
+
+    class Made(parent):
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            return table(len(inputs))
+
+    options = {"max_sampling_rounds": rounds, "max_steps": 2}
+    plain = trained(tiny_model, tmp_path / "0", parent, rewards=wanted, **options)
+    for name, trainer_class in (("1", Changed), ("2", Made)):
+        assert same(trained(tiny_model, tmp_path / name, trainer_class, **options), plain)
+    assert not same(trained(tiny_model, tmp_path / "3", parent, **options), plain)
+    assert "_calculate_rewards" not in vars(plain)
+
+
+def test_method_replaced_on_the_object_acts_and_stays(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, script=Script(REWARDS), max_steps=2)
+
+    def equal_rewards(inputs, *others):
+        return torch.ones(len(inputs), 1)
+
+    trainer._calculate_rewards = equal_rewards
+    trainer.train()
+    assert all(torch.equal(tensor, trainer.initial[name]) for name, tensor in snapshot(trainer.model).items())
+    assert trainer._calculate_rewards is equal_rewards
+
+
+def test_example_of_rewards(tiny_model, tmp_path):
+    trainer = trained(tiny_model, tmp_path, example("HalvedReward"), scale_rewards="none", max_steps=2)
+    whole, halved = (rollout.advantages for rollout in trainer.rollouts)
+    assert torch.allclose(halved, whole / 2)
+
+
+# Advantages
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_target_is_made_of_the_advantages_that_a_subclass_returns(tiny_model, tmp_path, rounds):
+    class Negated(RecordingOPO):
+        def _generate_and_score_completions(self, inputs):
+            rollout = super()._generate_and_score_completions(inputs)
+            return rollout | {"advantages": -rollout["advantages"]}
+
+    options = {"max_sampling_rounds": rounds, "steps_per_generation": 4, "max_steps": 3}
+    negated = trained(tiny_model, tmp_path / "1", Negated, rewards=[-r for r in REWARDS], **options)
+    plain = trained(tiny_model, tmp_path / "2", RecordingOPO, **options)
+    moved = norm({name: tensor - plain.initial[name] for name, tensor in snapshot(plain.model).items()})
+    assert distance(snapshot(negated.model), snapshot(plain.model)) < 1e-3 * moved
+
+
+def test_rollout_that_a_subclass_makes_of_its_own_is_trained_on(tiny_model, tmp_path):
+    """With the entries that TRL's loss reads, and no other; a row whose advantage is NaN has no effect."""
+
+    class Own(RecordingOPO):
+        def _generate_and_score_completions(self, inputs):
+            rollout = super()._generate_and_score_completions(inputs)
+            names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+            own = {name: rollout[name] for name in names}
+            own["advantages"] = own["advantages"].index_fill(0, torch.tensor([1]), torch.nan)
+            return own
+
+    trainer = trained(tiny_model, tmp_path, Own, steps_per_generation=4, max_steps=2)
+    assert trainer.rollouts[0].opo_valid.tolist() == [i != 1 for i in range(16)]
+    assert all(tensor.isfinite().all() for tensor in snapshot(trainer.model).values())
+    assert norm(trainer.steps[0].gradient) > 0.01
+
+
+def test_example_of_advantages(tiny_model, tmp_path):
+    trainer = trained(tiny_model, tmp_path, example("NoPush"))
+    advantages, target = trainer.rollouts[0].advantages, trainer.rollouts[0].opo_target
+    assert (advantages == 0).sum() > 2
+    for group in range(2):
+        rows = slice(4 * group, 4 * group + 4)
+        below = advantages[rows] == 0
+        assert len(target[rows][below].unique()) == 1  # all that is not better is treated alike
+
+
+# The loss
+
+
+def several_parts(trainer) -> bool:
+    return any(len(step.batches) > trainer.args.gradient_accumulation_steps for step in trainer.steps)
+
+
+PARTS = {"max_tokens_per_micro_batch": 60, "steps_per_generation": 4, "max_steps": 2}
+
+
+@pytest.mark.parametrize("method", ["compute_loss", "_compute_loss"])
+@pytest.mark.parametrize("factor", [0.0, 0.5])
+def test_scaled_loss_scales_all_of_the_gradient(tiny_model, tmp_path, method, factor):
+    seen = []
+
+    def scaled(self, model, inputs, *others, **named):
+        seen.append(inputs)
+        return factor * getattr(super(Scaled, self), method)(model, inputs, *others, **named)
+
+    Scaled = type("Scaled", (RecordingOPO,), {method: scaled})
+    trainer = trained(tiny_model, tmp_path / "1", Scaled, **PARTS)
+    plain = trained(tiny_model, tmp_path / "2", RecordingOPO, **PARTS)
+    assert several_parts(plain)
+    gradient, whole = trainer.steps[0].gradient, plain.steps[0].gradient
+    assert distance(gradient, {name: factor * g for name, g in whole.items()}) < 1e-5 * norm(whole)
+    assert all(isinstance(inputs, dict) and inputs["prompt_ids"].ndim == 2 for inputs in seen)
+    assert len(seen) == sum(len(step.batches) for step in trainer.steps)
+
+
+def test_examples_of_the_loss(tiny_model, tmp_path):
+    plain = trained(tiny_model, tmp_path / "0", RecordingOPO, **PARTS)
+    scaled = trained(tiny_model, tmp_path / "1", example("Scaled"), **PARTS)
+    assert distance(scaled.steps[0].gradient, {n: g / 2 for n, g in plain.steps[0].gradient.items()}) < 1e-4
+    decayed = trained(tiny_model, tmp_path / "2", example("WithDecay"), skip_inert_rows=False, **PARTS)
+    weight = plain.initial["lm_head.weight"]
+    for name, gradient in decayed.steps[0].gradient.items():
+        expected = plain.steps[0].gradient[name] + (2 * weight / weight.numel() if name == "lm_head.weight" else 0)
+        assert torch.allclose(gradient, expected, atol=1e-5)
+
+
+def test_training_step_is_called_once_per_micro_step_and_inputs_once_per_part(tiny_model, tmp_path):
+    calls = {"training_step": [], "_prepare_inputs": []}
+
+    class Counted(RecordingOPO):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            calls["training_step"].append((inputs, loss))
+            return loss
+
+        def _prepare_inputs(self, inputs):
+            prepared = super()._prepare_inputs(inputs)
+            calls["_prepare_inputs"].append((inputs, prepared))
+            return prepared
+
+    trainer = trained(tiny_model, tmp_path, Counted, **PARTS)
+    assert len(calls["training_step"]) == 2 * trainer.args.gradient_accumulation_steps
+    for prompts, _ in [*calls["training_step"], *calls["_prepare_inputs"]]:
+        assert [row["prompt"] for row in prompts[::4]] == [row["prompt"] for row in prompts[1::4]]
+        assert len(prompts) == 16
+    assert [prepared for _, prepared in calls["_prepare_inputs"]] == [
+        b for step in trainer.steps for b in step.batches
+    ]
+    losses = [loss.item() for _, loss in calls["training_step"]]
+    assert sum(losses[:2]) == pytest.approx(sum(trainer.steps[0].losses), abs=1e-6)
+    assert sum(losses[2:]) == pytest.approx(sum(trainer.steps[1].losses), abs=1e-6)
+
+
+# The order of prompts
+
+
+class Backwards(Sampler):
+    """Rows from the last to the first, in epochs that differ, as a sampler of one's own may be."""
+
+    def __init__(self, n: int, group: int, rollout: int, repeats: int):
+        self.n, self.group, self.rollout, self.repeats, self.epoch = n, group, rollout, repeats, 0
+
+    def __iter__(self):
+        order = [(i + self.epoch) % self.n for i in reversed(range(self.n))]
+        self.epoch += 1
+        for start in range(0, self.n, self.rollout // self.group):
+            for _ in range(self.repeats):
+                for prompt in order[start : start + self.rollout // self.group]:
+                    yield from [prompt] * self.group
+
+    def __len__(self):
+        return self.n * self.group * self.repeats
+
+
+class OwnSampler(RecordingOPO):
+    def _get_train_sampler(self, dataset=None):
+        return Backwards(len(dataset), self.num_generations, self.args.generation_batch_size, 2)
+
+
+def prompts_asked_for(model, folder, trainer_class, rounds: int) -> list[int]:
+    class Asked(Script):
+        def rollout(self, prompts, trainer):
+            asked.extend(int(prompt) for prompt in prompts[::4])
+            return super().rollout(prompts, trainer)
+
+    asked: list[int] = []
+    data = Dataset.from_dict({"prompt": [str(i) for i in range(6)]})
+    make_trainer(
+        model,
+        folder,
+        trainer_class=trainer_class,
+        script=Asked(),
+        trainer_arguments={"train_dataset": data},
+        max_sampling_rounds=rounds,
+        max_steps=4,
+    ).train()
+    return asked
+
+
+def test_sampler_of_a_subclass_orders_the_prompts_with_dynamic_sampling_and_without(tiny_model, tmp_path):
+    plain, dynamic = (prompts_asked_for(tiny_model, tmp_path / str(r), OwnSampler, r) for r in (1, 2))
+    assert plain == dynamic == [5, 4, 3, 2, 1, 0, 0, 5]
+    in_order = [prompts_asked_for(tiny_model, tmp_path / f"c{r}", example("Curriculum"), r) for r in (1, 2)]
+    assert in_order == [[0, 1, 2, 3, 4, 5, 0, 1]] * 2
+
+
+def test_sampler_too_short_for_a_rollout_is_rejected(tiny_model, tmp_path):
+    class Short(RecordingOPO):
+        def _get_train_sampler(self, dataset=None):
+            return range(3) if self.args.max_steps else None
+
+    trainer = make_trainer(tiny_model, tmp_path, trainer_class=Short, max_sampling_rounds=2)
+    with pytest.raises(ValueError, match=r"_get_train_sampler returned a sampler of 3 indices, but a rollout takes 8"):
+        trainer._prompt_stream  # noqa: B018
+
+
+def test_log_of_a_subclass_sees_every_entry(tiny_model, tmp_path):
+    class Noted(RecordingOPO):
+        def log(self, logs, start_time=None):
+            logs["noted"] = self.state.global_step
+            super().log(logs, start_time)
+
+    trainer = trained(tiny_model, tmp_path, Noted, max_steps=2)
+    assert [entry["noted"] for entry in logged(trainer)] == [1, 2]
