@@ -116,6 +116,9 @@ class RolloutTrainer(GRPOTrainer):
         super().__init__(model, reward_funcs, args, *further, **named)
         if isinstance(self.train_dataset, Dataset):
             check_enough_prompts(len(self.train_dataset), args)
+        # TRL gathers images for its table of completions on the processes that have some, and hangs where others have
+        # none. Without the table nobody reads them.
+        self.log_multimodal = self.log_multimodal and self.log_completions
         self._window_start: int | None = None  # micro-step with which the accumulation window began
         self._advantage_range = 0.0  # of the rollout in use, over all processes
         self._completions_generated = 0  # for training, over all processes

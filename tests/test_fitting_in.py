@@ -23,6 +23,7 @@ import trl
 from accelerate.commands.config.config_args import load_config_from_file
 from datasets import Dataset
 from helpers import PROMPTS, logged, snapshot, without_times
+from invariance.launch import launch, logs
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import make_tokenizer
@@ -378,6 +379,47 @@ def test_images_of_several_sizes(tmp_path):
     norms = [[entry["grad_norm"] for entry in logged(trainer)] for trainer in trainers]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     assert min(norms[0]) > 0
+
+
+def train_mixed_images(folder: str) -> None:
+    """In each process: the first one's prompts have images, and the other's have none."""
+    # Two prompts of each rollout on each process: within one process TRL takes either images or none.
+    with_image = [True, True, False, False, False, False, True, True]
+    image = Image.new("RGB", (28, 56), "red")
+    ask = [{"role": "user", "content": "Which colour?"}]
+    dataset = Dataset.from_list([{"prompt": ask, "images": [image] if has else []} for has in with_image])
+    model, processor = vision_model()
+    trainer = make(
+        model,
+        Path(folder),
+        dataset=dataset,
+        arguments={"processing_class": processor},
+        shuffle_dataset=False,
+        ddp_backend="gloo",
+        ddp_timeout=60,
+        gradient_accumulation_steps=1,
+        max_steps=4,
+    )
+    entries, original = [], trainer._parts
+
+    def parts(rows, **options):
+        entries.append("pixel_values" in rows)
+        return original(rows, **options)
+
+    trainer._parts = parts
+    trainer.train()
+    rank = trainer.accelerator.process_index
+    parameters = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    torch.save({"images": entries, "parameters": parameters}, Path(folder) / f"{rank}.pt")
+
+
+def test_images_on_one_process_and_none_on_the_other(tmp_path):
+    """TRL leaves their entries out where there are none: what to gather is decided by all processes together."""
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "limit": 120.0}
+    assert launch(train_mixed_images, str(tmp_path), **where) == [0, 0], logs(tmp_path)
+    one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert any(a != b for a, b in zip(one["images"], other["images"], strict=True)), "no rollout was mixed"
+    assert torch.allclose(one["parameters"], other["parameters"])
 
 
 # The Hub
