@@ -10,14 +10,16 @@ process takes that has the most padded tokens. The figures are that process's, o
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from opo_trl.planning import best_number, cut, longest_first, shares
+from opo_trl.planning import cut, longest_first, shares, split_further
 
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GROUP, ROWS_PER_PROCESS, MICRO_BATCH = 8, 16, 4
+LIMITS: dict[str, Any] = {"max_rows": MICRO_BATCH, "max_tokens": None}
 TRIALS = 200
 
 
@@ -25,7 +27,7 @@ def padded_tokens(lengths: np.ndarray, n_parts: int) -> int:
     """Tokens that a process passes through the model for rows `[B, 2]`, longest first, in planned micro-batches."""
     if len(lengths) <= n_parts:
         return int(lengths.sum())
-    parts = np.split(lengths, cut(lengths, n_parts, max_rows=MICRO_BATCH, max_tokens=None))
+    parts = np.split(lengths, split_further(lengths, cut(lengths, **LIMITS), n_parts))
     return sum(len(part) * int(part.max(axis=0).sum()) for part in parts)
 
 
@@ -41,8 +43,9 @@ def busiest(processes: int, dead: float, exchange: bool) -> float:
         inert = np.repeat(random.random(n // GROUP) < dead, GROUP)
         dealt = shares(lengths, inert, processes) if exchange else np.arange(n).reshape(processes, -1)
         active = [lengths[rows][~inert[rows]] for rows in dealt]
-        n_parts = max(best_number(rows, max_rows=MICRO_BATCH, max_tokens=None) for rows in active)
-        most += max(padded_tokens(rows[longest_first(rows)], n_parts) for rows in active)
+        active = [rows[longest_first(rows)] for rows in active]
+        n_parts = max(len(cut(rows, **LIMITS)) + 1 for rows in active)
+        most += max(padded_tokens(rows, n_parts) for rows in active)
         mean += lengths[~inert].sum() / processes
     return most / mean
 

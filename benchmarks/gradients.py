@@ -123,7 +123,7 @@ def build(trainer_class: type, options: dict[str, Any], problems: Dataset, folde
         per_device_train_batch_size=PROMPTS * GENERATIONS,
         gradient_accumulation_steps=1,
         steps_per_generation=1,
-        num_iterations=2,  # so that the rollout holds the anchor's log-probabilities
+        num_iterations=2,
         max_completion_length=32,
         use_cpu=True,
         bf16=False,
@@ -154,7 +154,10 @@ def roll_out(trainer: OPOTrainer, policy: Tensor, problems: Dataset, seed: int) 
     load_policy(trainer.model, policy)
     chosen = random.Random(seed).sample(range(len(problems)), PROMPTS)
     set_seed(seed)
-    return trainer._generate_and_score_completions([problems[i] for i in chosen for _ in range(GENERATIONS)])
+    rows = [problems[i] for i in chosen for _ in range(GENERATIONS)]
+    rollout = trainer._finish_rollout(trainer._generate_and_score_completions(rows))
+    rollout["old_per_token_logps"], _ = trainer._anchor_pass(rollout)
+    return rollout
 
 
 def walk(trainer: Any, policy: Tensor, rollout: dict[str, Any]) -> Iterator[Tensor]:
@@ -191,7 +194,7 @@ def measure_policy(trainers: dict[str, Any], policy: Tensor, rollout: dict[str, 
 def measure_rollout(trainers: dict, walkers: dict, policy: Tensor, problems: Dataset, seed: int) -> dict[str, Any]:
     rollout = roll_out(trainers["OPO"], policy, problems, seed)
     result: dict[str, Any] = {
-        "success": trainers["OPO"]._rewards_per_func.mean().item(),
+        "success": rollout["rewards_per_func"].mean().item(),
         "advantage_range": (rollout["advantages"].max() - rollout["advantages"].min()).item(),
         "zero_drive": trainers["OPO"]._drive_metrics["train"]["frac_zero_drive"],
     }

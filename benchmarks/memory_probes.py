@@ -202,6 +202,7 @@ def micro_batch(shape: Shape, *, rows: int, prompt: int, completion: int) -> dic
         "opo_target": torch.ones(rows),
         "opo_valid": torch.ones(rows, dtype=torch.bool),
         "opo_mu": torch.ones(rows),
+        "opo_scale": torch.ones(rows),
         "opo_step": torch.zeros(rows),
     }
 

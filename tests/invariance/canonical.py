@@ -68,8 +68,8 @@ class Form:
 class Poisoned(OPOTrainer):
     """Makes the target of the last row of the second rollout infinite."""
 
-    def _generate_and_score_completions(self, inputs):
-        rollout = super()._generate_and_score_completions(inputs)
+    def _finish_rollout(self, rollout):
+        rollout = super()._finish_rollout(rollout)
         last_process = self.accelerator.process_index == self.accelerator.num_processes - 1
         if last_process and self._step == self.args.micro_steps_per_rollout:
             rollout["opo_target"][-1] = torch.inf
