@@ -288,7 +288,7 @@ def measure_ranks(shape: Shape, *, sharding: str, weights: str = "bfloat16", **o
 
 def train_rank(*, sharding: str, weights: str, folder: str, **options):
     """A process of [`measure_ranks`]."""
-    _allow_cpu(sharding)
+    allow_cpu(sharding)
     alone = sharding in ("none", "ddp")
     trainer = make_trainer(
         f"{folder}/model",
@@ -319,7 +319,7 @@ def train_rank(*, sharding: str, weights: str, folder: str, **options):
         torch.distributed.destroy_process_group()
 
 
-def _allow_cpu(sharding: str):
+def allow_cpu(sharding: str):
     """Lift what keeps DeepSpeed's bfloat16, and FSDP2, to GPUs, and what makes DeepSpeed compile."""
     import transformers.training_args
     from accelerate.state import PartialState

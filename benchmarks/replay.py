@@ -192,27 +192,27 @@ def make_trainer(
             AutoConfig.for_model(**shape), dtype=torch.bfloat16 if on_gpu else torch.float32
         )
     with tempfile.TemporaryDirectory() as folder:
-        args = config_class(
-            output_dir=folder,
-            per_device_train_batch_size=rows,
-            gradient_accumulation_steps=micro_batches // steps,
-            steps_per_generation=micro_batches,
-            max_steps=steps,
-            num_generations=rollout.generations,
-            max_completion_length=max(map(len, rollout.completions)),
-            learning_rate=2e-6,
-            lr_scheduler_type="constant",
-            optim="adamw_torch_fused",
-            beta=0.0,
-            bf16=on_gpu,
-            use_cpu=not on_gpu,
-            gradient_checkpointing=checkpointing,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            **options,
-        )
+        fields = {
+            "output_dir": folder,
+            "per_device_train_batch_size": rows,
+            "gradient_accumulation_steps": micro_batches // steps,
+            "steps_per_generation": micro_batches,
+            "max_steps": steps,
+            "num_generations": rollout.generations,
+            "max_completion_length": max(map(len, rollout.completions)),
+            "learning_rate": 2e-6,
+            "lr_scheduler_type": "constant",
+            "optim": "adamw_torch_fused",
+            "beta": 0.0,
+            "bf16": on_gpu,
+            "use_cpu": not on_gpu,
+            "gradient_checkpointing": checkpointing,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+        args = config_class(**fields | options)
     trainer = trainer_class(
         model=model,
         reward_funcs=parity,
