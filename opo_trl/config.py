@@ -235,9 +235,10 @@ class OPOConfig(RolloutConfig):
         positivity_epsilon (`float`, *optional*, defaults to `1e-3`):
             Margin of `positivity="clip"`, in `(0, 1)`.
         log_ratio_reduction (`str`, *optional*, defaults to `"sum"`):
-            `"sum"`: Δ is the log-ratio of the whole completion, and `opo/chi2` the χ² divergence of the policy.
-            `"mean"`: Δ is divided by the completion's length T, which at equal μ makes the trust region T times
-            softer.
+            `"sum"`: Δ is the log-ratio of the whole completion, and `opo/chi2` the χ² divergence of the policy; the
+            loss is divided by the mean completion length of the rollout, which makes gradient norms comparable with
+            GRPO's and moves no minimum. `"mean"`: Δ is divided by the completion's length T, which at equal μ makes
+            the trust region T times softer.
         log_ratio_clamp (`float`, *optional*):
             Bound on |Δ|, positive; 20 for `"sum"` and 5 for `"mean"` when not set. A completion beyond it has no
             gradient: `opo/frac_clamped` counts them.
@@ -249,14 +250,15 @@ class OPOConfig(RolloutConfig):
         plan_micro_batches (`bool`, *optional*, defaults to `True`):
             Whether to order the rows of an optimizer step by length before they are cut into micro-batches, to trim
             each micro-batch to its longest row, and to exchange rows so that processes have equally much to compute.
-            There are as many micro-batches as cost the least: a further one is worth 256 tokens of padding.
+            There are as many micro-batches as cost the least: a further one is worth 256 tokens of padding. Under
+            ZeRO-2, ZeRO-3 and FSDP, where each of them communicates, there are as few as possible.
         max_tokens_per_micro_batch (`int`, *optional*):
             Most tokens of a micro-batch, with padding: it then has fewer rows where they are long. A longer row has a
             micro-batch of its own. Needs `plan_micro_batches`.
         skip_inert_rows (`bool`, *optional*, defaults to `True`):
             Whether to leave completions without a drive out of the optimizer step in which the log-ratio is still 0:
-            their gradient there is exactly 0. They count in every mean but `entropy`, which such a step does not log
-            unless all are on-policy. Without effect where a KL term or an entropy bonus acts on them, or a later
+            their gradient there is exactly 0. They count in every mean but `entropy`, which is then that of the
+            others. Without effect where a KL term or an entropy bonus acts on them, or a later
             iteration needs them.
         padding_free (`bool`, *optional*, defaults to `False`):
             Whether to compute the rows of a micro-batch one after the other in one row without padding. For models

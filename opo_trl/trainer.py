@@ -66,6 +66,9 @@ class OPOTrainer(RolloutTrainer):
     r"""
     Trainer for Orthogonalized Policy Optimization, a drop-in replacement of [`~trl.GRPOTrainer`].
 
+    OPO differs from REINFORCE where a rollout serves several optimizer steps. By TRL's default it serves one, so set
+    `steps_per_generation` to a multiple of `gradient_accumulation_steps`, or `num_iterations` to 2 or more.
+
     Example:
 
     ```python
@@ -78,7 +81,7 @@ class OPOTrainer(RolloutTrainer):
     trainer = OPOTrainer(
         model="Qwen/Qwen3-1.7B",
         reward_funcs=accuracy_reward,
-        args=OPOConfig(output_dir="qwen3-opo"),
+        args=OPOConfig(output_dir="qwen3-opo", steps_per_generation=16, gradient_accumulation_steps=8),
         train_dataset=dataset,
     )
     trainer.train()
