@@ -5,7 +5,8 @@ What clipping gradients at norm 1, TRL's default, does to OPO with `log_ratio_re
     python -m benchmarks.clipping report            # runs/clipping → results/clipping.json and clipping.md
 
 OPOTrainer divides the loss by the mean completion length of the rollout. AdamW does not depend on that constant, and
-clipping does: "undivided" clips at 1 ÷ 18, the mean length here, which is what norm 1 is to a loss that is not divided.
+clipping does: "undivided" clips at 1 ÷ 18, the mean length here, which is what norm 1 is to a loss that is not
+divided.
 Budget, task and outcome are those of `benchmarks.regime`; no choice was made on these seeds.
 """
 
@@ -114,14 +115,14 @@ def report(results: dict[str, Any]) -> str:
             for c in (clipped, "none")
         )
         sampled, others = ([100 * r["sampled"] for r in group] for group in (found, plain))
-        difference = paired_difference(sampled, others).interval
+        low, high = paired_difference(sampled, others).estimate.interval or (0.0, 0.0)
         rows.append(
             [
                 str(k),
                 f"{mu:g}",
                 clipped,
                 f"{statistics.fmean(sampled):.1f}",
-                "" if clipped == "none" else f"[{difference.low:+.1f}, {difference.high:+.1f}]",
+                "" if clipped == "none" else f"[{low:+.1f}, {high:+.1f}]",
                 f"{100 * statistics.fmean(r['greedy'] for r in found):.1f}",
                 f"{statistics.median(r['median_norm'] for r in found):.2f}",
                 f"{statistics.fmean(r['share_clipped'] for r in found):.0%}",
@@ -135,7 +136,7 @@ def report(results: dict[str, Any]) -> str:
         f"{len(SEEDS)} seeds,\n64 optimizer steps of 48 completions, learning rate {RATE:g}. Accuracies are means; "
         '"against none" is the 95 % interval of\nthe paired difference in points; the norm is the median before '
         "clipping.\n\n"
-        f"{table(header, rows)}\n\nMeasured {results['date'][:10]} on {results['cpu_cores']} CPU cores with {versions}.\n"
+        f"{table(header, rows)}\n\nMeasured {results['date'][:10]} with {versions}.\n"
     )
 
 

@@ -3,10 +3,10 @@ What processes send each other in an optimizer step, OPOTrainer beside TRL's GRP
 
     python -m benchmarks.communication          # → results/communication.json and communication.md; 3 minutes
 
-Four processes over gloo train the same model on the same fixed rollout: 24 completions per process and optimizer step,
-with a quarter of the lengths that MATH's solutions have, in micro-batches of 4, two optimizer steps per rollout. Bytes
-are those of the whole tensor that a collective call reduces, gathers or scatters, in parts of the model's weights. NCCL
-makes the same calls; what they cost depends on the network.
+Four processes over gloo train the same model on the same fixed rollout: 24 completions per process and optimizer
+step, with a quarter of the lengths that MATH's solutions have, in micro-batches of 4, two optimizer steps per rollout.
+Bytes are those of the tensor that a collective call reduces, gathers or scatters, in parts of the model's weights.
+NCCL makes the same calls; what they cost depends on the network.
 """
 
 import json
