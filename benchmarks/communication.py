@@ -5,22 +5,24 @@ What processes send each other in an optimizer step, OPOTrainer beside TRL's GRP
 
 Four processes over gloo train the same model on the same fixed rollout: 24 completions per process and optimizer
 step, with a quarter of the lengths that MATH's solutions have, in micro-batches of 4, two optimizer steps per rollout.
-Bytes are those of the tensor that a collective call reduces, gathers or scatters, in parts of the model's weights.
-NCCL makes the same calls; what they cost depends on the network.
+Counted are the numbers in the tensors that collective calls reduce, gather or scatter, without those of exchanged rows
+(`rows`, which do not grow with the model), in parts of the model's parameters. NCCL makes the same calls; what they
+cost depends on the network.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from opo_trl import trainer as opo
 
 from . import replay
 from .memory_probes import ACCELERATE, ROOT, allow_cpu
@@ -41,80 +43,45 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "OPOTrainer, planned for padding alone": ("OPO", {}),
 }
 
-# What is counted of each collective call of `torch.distributed`: its largest tensor.
-CALLS = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all_single",
-)
+# Of DeepSpeed: a model as small as this one would be kept whole on every process.
+NO_THRESHOLDS = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+}
 
 
-class Counted(TrainerCallback):
-    """
-    Counts collective calls and their bytes while a trainer trains, and the passes with a gradient.
+def count(trainer: Any) -> dict[str, int]:
+    """Train; collective calls, the numbers that they moved, those of them for exchanging rows, and passes."""
+    passes, compute_loss, exchange = [0], trainer.compute_loss, opo.gather_rows
 
-    Args:
-        trainer: the trainer.
-    """
+    def counted_loss(*args: Any, **kwargs: Any) -> Any:
+        passes[0] += 1
+        return compute_loss(*args, **kwargs)
 
-    def __init__(self, trainer: Any):
-        self.trainer, self.counts, self._inside = trainer, Counter[str](), False
-        for name in CALLS:
-            setattr(torch.distributed, name, self._counted(getattr(torch.distributed, name)))
-        compute_loss = trainer.compute_loss
+    def recorded_exchange(*args: Any, **kwargs: Any) -> Any:
+        with record_function("rows"):
+            return exchange(*args, **kwargs)
 
-        def counted_loss(*args: Any, **kwargs: Any) -> Any:
-            self.counts["passes"] += 1
-            return compute_loss(*args, **kwargs)
-
-        trainer.compute_loss = counted_loss
-
-    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            tensors = [t for argument in (*args, *kwargs.values()) for t in _tensors(argument)]
-            self._add(max((t.nbytes for t in tensors), default=0), outermost=not self._inside)
-            inside, self._inside = self._inside, True  # some of these functions call another one
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._inside = inside
-
-        return counted
-
-    def _add(self, n_bytes: int, *, outermost: bool = True) -> None:
-        if outermost:
-            self.counts["calls"] += 1
-            self.counts["bytes"] += n_bytes
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        model = self.trainer.model_wrapped
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):  # whose reducer is not in Python
-            model.register_comm_hook(None, self._all_reduce)
-        self.counts.clear()
-
-    def _all_reduce(self, state: None, bucket: Any) -> Any:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-        self._add(bucket.buffer().nbytes)
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
-
-
-def _tensors(argument: Any) -> list[torch.Tensor]:
-    """The tensors of an argument; a list of them as one, which is what the call makes of it."""
-    if isinstance(argument, torch.Tensor):
-        return [argument]
-    if isinstance(argument, list | tuple) and argument and all(isinstance(t, torch.Tensor) for t in argument):
-        return [torch.empty(sum(t.nbytes for t in argument), dtype=torch.uint8, device="meta")]
-    return []
+    trainer.compute_loss, opo.gather_rows = counted_loss, recorded_exchange
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        trainer.train()
+    counts = {"calls": 0, "numbers": 0, "rows": 0, "passes": passes[0]}
+    exchanges = [event.time_range for event in profiler.events() if event.name == "rows"]
+    for event in profiler.events():
+        if event.name.startswith("gloo:"):  # of every call, DDP's and FSDP's in C++ included
+            numbers = sum(math.prod(shape) for shape in event.input_shapes)
+            numbers *= PROCESSES if "gather" in event.name else 1  # what every process has in the end
+            counts["calls"] += 1
+            counts["numbers"] += numbers
+            inside = any(span.start <= event.time_range.start <= span.end for span in exchanges)
+            counts["rows"] += numbers if inside else 0
+    return counts
 
 
 def measure(sharding: str, variant: str) -> dict[str, float]:
-    """Calls, bytes in parts of the weights, and passes, per optimizer step and process."""
+    """Per optimizer step and process: calls, passes, numbers of exchanged rows, and others per parameter (`weights`)."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = ["-m", "accelerate.commands.launch", "--config_file", str(ACCELERATE / f"{sharding}.yaml")]
@@ -132,8 +99,6 @@ def measure(sharding: str, variant: str) -> dict[str, float]:
 
 def train_rank(*, sharding: str, variant: str, result: str) -> None:
     """A process of [`measure`]."""
-    from opo_trl import trainer as opo
-
     allow_cpu(sharding)
     method, options = VARIANTS[variant]
     if variant.endswith("alone"):
@@ -147,30 +112,32 @@ def train_rank(*, sharding: str, variant: str, result: str) -> None:
     trainer = replay.make_trainer(
         method, shape, rollout, rows=ROWS, steps=STEPS, processes=PROCESSES, ddp_backend="gloo", **device, **options
     )
-    weights = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trainer.model.parameters())
-    counted = Counted(trainer)
-    trainer.add_callback(counted)
-    trainer.train()
+    if sharding == "zero3":
+        trainer.args.deepspeed_plugin.hf_ds_config.config["zero_optimization"].update(NO_THRESHOLDS)
+    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters())
+    counts = {name: n / STEPS for name, n in count(trainer).items()}
     assert trainer.accelerator.num_processes == PROCESSES
+    counts["weights"] = round((counts.pop("numbers") - counts["rows"]) / parameters, 2)
     if trainer.accelerator.is_main_process:
-        counts = {
-            "distributed_type": trainer.accelerator.distributed_type.value,
-            "calls": counted.counts["calls"] / STEPS,
-            "weights": round(counted.counts["bytes"] / weights / STEPS, 2),
-            "passes": counted.counts["passes"] / STEPS,
-        }
-        Path(result).write_text(json.dumps(counts))
+        Path(result).write_text(json.dumps({"distributed_type": trainer.accelerator.distributed_type.value, **counts}))
     torch.distributed.destroy_process_group()
 
 
 def report(results: dict[str, Any]) -> str:
     """The page."""
     rows = [
-        [name, variant, f"{found['passes']:g}", f"{found['calls']:g}", f"{found['weights']:.1f}"]
+        [
+            name,
+            variant,
+            f"{found['passes']:g}",
+            f"{found['calls']:g}",
+            f"{found['weights']:.1f}",
+            f"{found['rows']:,.0f}",
+        ]
         for sharding, name in SHARDINGS.items()
         for variant, found in results["measured"][sharding].items()
     ]
-    header = ("sharding", "trainer", "passes", "collective calls", "bytes ÷ weights")
+    header = ("sharding", "trainer", "passes", "collective calls", "numbers ÷ parameters", "of rows")
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     return (
         "# What processes send each other in an optimizer step\n\n"
