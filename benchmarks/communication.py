@@ -43,6 +43,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "OPOTrainer, planned for padding alone": ("OPO", {}),
 }
 
+COLUMNS = {"passes": "g", "calls": "g", "weights": ".1f", "rows": ",.0f"}
+
 # Of DeepSpeed: a model as small as this one would be kept whole on every process.
 NO_THRESHOLDS = {
     "stage3_param_persistence_threshold": 0,
@@ -81,7 +83,7 @@ def count(trainer: Any) -> dict[str, int]:
 
 
 def measure(sharding: str, variant: str) -> dict[str, float]:
-    """Per optimizer step and process: calls, passes, numbers of exchanged rows, and others per parameter (`weights`)."""
+    """Of an optimizer step: calls, passes, numbers of exchanged rows, and other numbers per parameter (`weights`)."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = ["-m", "accelerate.commands.launch", "--config_file", str(ACCELERATE / f"{sharding}.yaml")]
@@ -126,14 +128,7 @@ def train_rank(*, sharding: str, variant: str, result: str) -> None:
 def report(results: dict[str, Any]) -> str:
     """The page."""
     rows = [
-        [
-            name,
-            variant,
-            f"{found['passes']:g}",
-            f"{found['calls']:g}",
-            f"{found['weights']:.1f}",
-            f"{found['rows']:,.0f}",
-        ]
+        [name, variant, *(f"{found[column]:{form}}" for column, form in COLUMNS.items())]
         for sharding, name in SHARDINGS.items()
         for variant, found in results["measured"][sharding].items()
     ]

@@ -17,7 +17,7 @@ TESTED_VERSIONS = SpecifierSet(">=1.16,<1.17")
 
 # Method of GRPOTrainer -> the parameters that we pass or override.
 SEAMS: Mapping[str, tuple[str, ...]] = {
-    "_generate_and_score_completions": ("inputs",),  # the drive joins the rollout before TRL shuffles it
+    "_generate_and_score_completions": ("inputs",),  # what it returns is the rollout that the drive joins
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),  # which rows are scorable
     "_generate": ("prompts",),  # validation uses the engine that training uses
     "_get_per_token_logps_and_entropies": (
@@ -29,6 +29,7 @@ SEAMS: Mapping[str, tuple[str, ...]] = {
         "compute_entropy",
         "compute_aux_loss",
     ),
+    "training_step": ("model", "inputs", "num_items_in_batch"),  # a micro-step is passed part by part
     "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
     "_compute_loss": ("model", "inputs"),
     "get_off_policy_mask": (
@@ -47,6 +48,7 @@ SEAMS: Mapping[str, tuple[str, ...]] = {
     "_save_rng_state": ("output_dir",),
     "_load_rng_state": ("checkpoint",),
     "_run_epoch": ("epoch",),
+    "get_batch_samples": ("epoch_iterator", "num_batches", "device"),  # where an accumulation window begins
 }
 
 # What a rollout must hold for the drive and the loss.
