@@ -33,6 +33,7 @@ from trl.trainer.utils import get_config_model_id
 from . import checkpoint, dynamic_sampling, trl_contract
 from .config import RolloutConfig
 from .dynamic_sampling import PromptStream
+from .evaluate import check_placed
 from .objective import gradient_response_efficiency
 from .plan import training_plan
 from .rollout import EpochSampler, check_enough_prompts, micro_batches, rows_of_steps
@@ -195,8 +196,22 @@ class RolloutTrainer(GRPOTrainer):
         n_batches = self.args.steps_per_generation // len(steps)
         return [batch for rows in steps for batch in micro_batches(rows, n_batches)]
 
+    @contextmanager
+    def _mode_kept(self) -> Iterator[None]:
+        """TRL's continuous batching, or a `rollout_func`, may leave the model in training mode, which is its mode."""
+        training = self.model.training
+        try:
+            yield
+        finally:
+            self.model.train(training)
+
+    def _generate_single_turn(self, *inputs, **options):
+        with self._mode_kept():
+            return super()._generate_single_turn(*inputs, **options)
+
     def _generate(self, prompts: list):
-        with self._clock.phase("generate"):
+        check_placed(self)
+        with self._mode_kept(), self._clock.phase("generate"):
             if not (self.use_vllm and is_peft_model(self.model)):
                 return super()._generate(prompts)
             if self._frozen_base is None:
