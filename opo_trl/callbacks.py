@@ -1,6 +1,9 @@
-"""What `opo_trl.train` adds to the trainer: a log file, a readable progress bar, and validation on the way."""
+"""What `opo_trl.train` adds to the trainer: a log file, a readable progress bar, the report before, and validation."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback
@@ -8,7 +11,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from .evaluate import Decoding, Evaluation, evaluate
 from .rollout_trainer import RolloutTrainer
-from .run_folder import COMPLETIONS, LOG, append_lines, rewind
+from .run_folder import COMPLETIONS, LOG, SUMMARY, append_lines, rewind, write_json
 
 
 class LogFile(TrainerCallback):
@@ -51,6 +54,48 @@ class ProgressBar(ProgressCallback):
         if state.is_world_process_zero and self.training_bar is not None:
             self.latest |= {label: f"{logs[key]:.3f}" for key, label in self._shown if logs.get(key) is not None}
             self.training_bar.set_postfix(self.latest, refresh=False)
+
+
+class ReportBefore(TrainerCallback):
+    """
+    Measures what the policy can do before the first step, and writes it into `summary.json`.
+
+    When training begins and not earlier, since DeepSpeed and FSDP place and shard the model only then. What is in the
+    summary already, of a run that goes on, is not measured again; nor is it when the first step is over.
+
+    Args:
+        summary (`dict`):
+            What `summary.json` holds so far, the same on every process; its `before` is filled in here.
+        measure (`Callable[[], dict]`):
+            Measures it, on every process.
+        folder (`Path`):
+            Folder of the run.
+        show (`Callable[[dict], None]`):
+            Prints what is known.
+
+    Attributes:
+        seconds (`float`): how long this took.
+    """
+
+    def __init__(
+        self,
+        summary: dict[str, Any],
+        *,
+        measure: Callable[[], dict[str, Any]],
+        folder: Path,
+        show: Callable[[dict[str, Any]], None],
+    ):
+        self.summary, self.measure, self.folder, self.show = summary, measure, folder, show
+        self.seconds = 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        started = time.perf_counter()
+        if "before" not in self.summary and state.global_step == 0:
+            self.summary["before"] = self.measure()
+        if state.is_world_process_zero:
+            write_json(self.folder / SUMMARY, self.summary)
+        self.show(self.summary.get("before", {}))
+        self.seconds = time.perf_counter() - started
 
 
 class Validation(TrainerCallback):

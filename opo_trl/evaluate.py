@@ -1,11 +1,15 @@
 """
 Accuracy of the policy on problems with a checkable answer, with its confidence interval.
 
-Completions come from the engine that training uses (transformers or vLLM, gathered weights under ZeRO-3 and FSDP
-included), the problems spread over the processes. The random state of training is left as it was.
+Completions are generated and scored by the trainer's own methods, as in training: by its engine (transformers or vLLM,
+gathered weights under ZeRO-3 and FSDP included), with its tools, environments and images, and with what a subclass
+overrides. The problems are spread over the processes. Nothing of it stays in the trainer: no metric, counter or log
+entry, and the random state of training goes on where it was.
 """
 
 import math
+import random
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -13,9 +17,12 @@ from dataclasses import dataclass, field
 from statistics import NormalDist, stdev
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from trl.trainer.utils import strip_images_from_messages
 
 
 if TYPE_CHECKING:
@@ -113,22 +120,51 @@ def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple
     return 0.0 if correct == 0 else center - half, 1.0 if correct == total else center + half
 
 
+def check_placed(trainer: "GRPOTrainer") -> None:
+    """
+    Check that a trainer's model is where it can generate.
+
+    Raises:
+        `RuntimeError`: DeepSpeed or FSDP has not taken it over yet, or it is not on the device of this process.
+    """
+    model: Any = trainer.model
+    device = trainer.accelerator.device
+    if trainer.is_deepspeed_enabled:
+        missing = None if trainer.deepspeed is not None else "DeepSpeed has not taken the model over"
+    elif trainer.is_fsdp_enabled:
+        sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+        missing = None if sharded else "FSDP has not sharded the model"
+    else:
+        here = trainer.is_model_parallel or next(model.parameters()).device.type == device.type
+        missing = None if here else f"the model is not on {device}"
+    if missing is not None:
+        raise RuntimeError(
+            f"Nothing can be generated yet: {missing}, which `train()` does. Call `evaluate` after `train()`, or "
+            "while it runs: from the `on_train_begin` of a callback for the accuracy before the first step."
+        )
+
+
 def evaluate(
     trainer: "GRPOTrainer", dataset: Dataset, *, decoding: Decoding = "sampled", seed: int = 0, samples: int = 1
 ) -> Evaluation:
     """
     Let the policy solve each problem of a data set. To be called on every process.
 
+    Before `train()` this works on one device and under DDP. DeepSpeed and FSDP place and shard the model in `train()`;
+    there the earliest is a callback's `on_train_begin`.
+
     Args:
         trainer ([`~trl.GRPOTrainer`]):
-            Trainer that holds the policy, the generation engine and the reward functions. A problem counts as solved
-            when the first reward function gives its completion the full 1.0.
+            Trainer that holds the policy, the generation engine and the reward functions, all of which are called. A
+            problem counts as solved when the first reward function gives its completion the full 1.0.
         dataset (`datasets.Dataset`):
-            Rows with `prompt` and the columns that the reward function reads.
+            Rows as the trainer takes them for training: `prompt` and the columns that the reward functions read.
         decoding (`str`, *optional*, defaults to `"sampled"`):
-            `"greedy"`, or `"sampled"` with the trainer's own temperature and truncation.
+            `"greedy"`, or `"sampled"` with the trainer's own temperature and truncation. A `rollout_func` decodes as
+            it does in training.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the sampling.
+            Seed of the sampling, and of Python's and NumPy's random numbers, which environments, tools and rewards may
+            draw. A vLLM server has random numbers of its own.
         samples (`int`, *optional*, defaults to `1`):
             Completions of each problem.
 
@@ -136,10 +172,17 @@ def evaluate(
         [`Evaluation`]: the same on every process.
 
     Raises:
-        `ValueError`: an empty data set, or an unknown decoding.
+        `ValueError`: an empty data set, no sample, or an unknown decoding.
+        `RuntimeError`: the model is not yet placed or sharded.
+        [`RewardError`]: a reward function raises, or does not return one number, or `None`, for each completion.
     """
     if len(dataset) == 0:
         raise ValueError("dataset has 0 rows: there is nothing to evaluate. Pass at least one problem.")
+    if samples < 1:
+        raise ValueError(f"samples={samples} is not allowed. Pass at least 1.")
+    if decoding not in ("greedy", "sampled"):
+        raise ValueError(f"decoding={decoding!r} is unknown. Use 'greedy' or 'sampled'.")
+    check_placed(trainer)
     accelerator = trainer.accelerator
     batch = trainer.args.per_device_eval_batch_size
     total = len(dataset) * samples
@@ -147,7 +190,7 @@ def evaluate(
     first = accelerator.process_index * per_process
     # Every process has to take part in every generation, so a short share is filled up with rows that do not count.
     mine = [dataset[min(i, total - 1) // samples] for i in range(first, first + per_process)]
-    with _evaluation_mode(trainer, decoding), _own_random_state(seed, accelerator.process_index):
+    with _evaluation_mode(trainer), _decoding(trainer, decoding), _own_random_state(trainer, seed):
         solved = [s for start in range(0, per_process, batch) for s in _solve(trainer, mine[start : start + batch])]
     gathered = gather_object(solved)[:total]
     scored = [sample["reward"] for sample in gathered if sample["reward"] is not None]
@@ -160,49 +203,116 @@ def evaluate(
     )
 
 
+class _Scored(BaseException):
+    """Ends the making of a rollout once it is scored. No `Exception`, which an override might catch."""
+
+
 def _solve(trainer: "GRPOTrainer", rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    prompts = [row["prompt"] for row in rows]
-    _, completion_ids, _, completions, *_ = trainer._generate(prompts)
-    columns = {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
-    score: Any = trainer.reward_funcs[0]
-    rewards = score(
-        prompts=prompts, completions=completions, completion_ids=completion_ids, trainer_state=trainer.state, **columns
-    )
+    """Prompt, completion and reward of each row, as a rollout of these rows would have them."""
+    outermost = trainer._calculate_rewards
+
+    def calculate(inputs, prompts, completions, completion_ids_list):
+        raise _Scored(prompts, completions, outermost(inputs, prompts, completions, completion_ids_list))
+
+    trainer.model.eval()  # for each batch: TRL's continuous batching leaves the model in training mode
+    try:
+        with _set(trainer, _calculate_rewards=calculate):
+            trainer._generate_and_score_completions(rows)
+    except _Scored as scored:
+        prompts, completions, rewards = scored.args
+    else:
+        raise RuntimeError(
+            f"{type(trainer).__name__}._generate_and_score_completions did not call `_calculate_rewards`, so there is "
+            "nothing to evaluate. Call `super()._generate_and_score_completions`, or score with that method."
+        )
+    start = trainer.accelerator.process_index * len(rows)
+    own = rewards[start : start + len(rows), 0].tolist()
     return [
-        {"prompt": prompt, "completion": completion, "reward": reward}
-        for prompt, completion, reward in zip(prompts, completions, rewards, strict=True)
+        {
+            "prompt": strip_images_from_messages(prompt),
+            "completion": strip_images_from_messages(completion),
+            "reward": reward if math.isfinite(reward) else None,
+        }
+        for prompt, completion, reward in zip(prompts, completions, own, strict=True)
     ]
 
 
 @contextmanager
-def _evaluation_mode(trainer: "GRPOTrainer", decoding: Decoding) -> Iterator[None]:
-    """One completion per prompt, the wanted decoding, and no trace of it in the trainer's own metrics."""
-    if decoding not in ("greedy", "sampled"):
-        raise ValueError(f"decoding={decoding!r} is unknown. Use 'greedy' or 'sampled'.")
-    holder, name = (trainer.vllm_generation, "temperature") if trainer.use_vllm else (trainer, "generation_config")
-    was_training, generations, setting = trainer.model.training, trainer.num_generations_eval, getattr(holder, name)
-    trainer.model.eval()
-    trainer.num_generations_eval = 1
-    if decoding == "greedy":
-        setattr(holder, name, 0.0 if trainer.use_vllm else _greedy(setting))
+def _set(holder: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of an object, and leave it as it was."""
+    attributes = vars(holder)
+    own = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
     try:
         yield
     finally:
-        setattr(holder, name, setting)
-        trainer.num_generations_eval = generations
-        trainer.model.train(was_training)
-        trainer._metrics["eval"].clear()
-
-
-def _greedy(generation_config):
-    greedy = copy(generation_config)
-    greedy.do_sample = False
-    greedy.temperature = greedy.top_p = greedy.top_k = greedy.min_p = None
-    return greedy
+        for name in values:
+            attributes.pop(name, None)
+        attributes.update(own)
 
 
 @contextmanager
-def _own_random_state(seed: int, process_index: int) -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed + 10_007 * process_index)
+def _evaluation_mode(trainer: "GRPOTrainer") -> Iterator[None]:
+    """One completion per prompt, nothing computed that only a loss needs, and no trace of it in the trainer."""
+    notes = ("_metrics", "_logs", "_pending_metrics", "_pending_extra_logs")
+    was_training, tokens = trainer.model.training, trainer.state.num_input_tokens_seen
+    try:
+        with _set(
+            trainer,
+            num_generations_eval=1,
+            # The log-probabilities of anchor, reference and vLLM's correction: passes that no score depends on.
+            vllm_importance_sampling_correction=False,
+            _get_per_token_logps_and_entropies=lambda *_, **__: (None, None, None),
+            **{name: _emptied(getattr(trainer, name)) for name in notes},
+        ):
+            yield
+    finally:
+        trainer.state.num_input_tokens_seen = tokens
+        trainer.model.train(was_training)
+
+
+def _emptied(notes: Any) -> Any:
+    """A new container of the same kind and limits, with the fixed keys of a dictionary."""
+    if isinstance(notes, defaultdict):
+        return defaultdict(notes.default_factory)
+    if isinstance(notes, deque):
+        return deque(maxlen=notes.maxlen)
+    return {name: _emptied(kept) for name, kept in notes.items()}
+
+
+@contextmanager
+def _decoding(trainer: "GRPOTrainer", decoding: Decoding) -> Iterator[None]:
+    if decoding == "sampled":
         yield
+    elif trainer.use_vllm:
+        engine = trainer.vllm_generation
+        others = {name: value for name, value in engine.generation_kwargs.items() if name != "temperature"}
+        with _set(engine, temperature=0.0, generation_kwargs=others):
+            yield
+    else:
+        greedy = copy(trainer.generation_config)
+        greedy.do_sample = False
+        greedy.temperature = greedy.top_p = greedy.top_k = greedy.min_p = None
+        with _set(trainer, generation_config=greedy):
+            yield
+
+
+@contextmanager
+def _own_random_state(trainer: "GRPOTrainer", seed: int) -> Iterator[None]:
+    accelerator = trainer.accelerator
+    # The processes that share a colocated vLLM engine have to draw the same tokens.
+    colocated = trainer.use_vllm and trainer.vllm_mode == "colocate"
+    group = trainer.vllm_tensor_parallel_size if colocated else 1
+    seed += 10_007 * (accelerator.process_index // group)
+    device = accelerator.device
+    devices = [device] if device.type not in ("cpu", "mps") else []  # only this process's
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -172,7 +172,10 @@ def _say_nothing_logged(axis: Axes):
 
 
 def _accuracy_figure(summary: dict[str, Any]) -> Figure:
-    rows = [(level, decoding) for level, by_decoding in summary["after"].items() for decoding in by_decoding]
+    before = summary.get("before", {})  # a run that was resumed may report on other levels
+    rows = [
+        (level, way) for level, by_way in summary["after"].items() for way in by_way if way in before.get(level, {})
+    ]
     figure, axis = plt.subplots(figsize=(7, 1.2 + 0.55 * len(rows)), layout="constrained")
     for time, offset, color in (("before", -0.17, "#8a8a8a"), ("after", 0.17, _COLOR)):
         results = [summary[time][level][decoding] for level, decoding in rows]

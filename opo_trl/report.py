@@ -97,12 +97,12 @@ def _accuracies(summary: dict[str, Any]) -> dict[str, Any]:
     """A table with a row for each level and decoding, and one for the most completions of pass@k."""
     before, after = summary.get("before", {}), summary.get("after", {})
     rows = []
-    for level, by_decoding in before.items():
-        for decoding, result in by_decoding.items():
-            then = after.get(level, {}).get(decoding)
+    for level, by_decoding in {**after, **before}.items():
+        for decoding in by_decoding:
+            result, then = (known.get(level, {}).get(decoding) for known in (before, after))
             rows.append([f"{level}, {decoding}", *(_interval(each) for each in (result, then))])
-            if "pass_at" in result:
-                k = max(result["pass_at"], key=int)
+            if "pass_at" in by_decoding[decoding]:
+                k = max(by_decoding[decoding]["pass_at"], key=int)
                 passed = (f"{each['pass_at'][k]:.1%}" if each else "–" for each in (result, then))
                 rows.append([f"{level}, {decoding}, pass@{k}", *passed])
     return {"head": ["accuracy [95 % interval]", "before", "after"], "rows": rows}

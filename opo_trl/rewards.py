@@ -27,9 +27,6 @@ from .notation import count_primes, read_decimal_comma, same_string, simplify_no
 
 logger = logging.getLogger(__name__)
 
-# It warns of answers that take long, and that it does not limit the time, which is done here.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
-
 Completion = str | list[dict[str, str]]
 
 PARSING_LIMIT, VERIFYING_LIMIT = 5.0, 5.0  # seconds of processor time
@@ -217,8 +214,6 @@ def _integer_polynomial(n: Symbol, term: Expr) -> Callable[[int], int]:
     return lambdify(n, term)
 
 
-evalf.lambdify = _integer_polynomial
-
 _LARGE_EXPONENT = re.compile(r"[Ee][+-]?\d{5}")
 _any_number = _Latex2Sympy.parse_number
 
@@ -230,7 +225,51 @@ def _number(parser: _Latex2Sympy, text: str) -> Number:
     return _any_number(parser, text)
 
 
-_Latex2Sympy.parse_number = _number
+class _Guards:
+    """
+    A context in which no text of a completion is compiled by SymPy, or written out as a number without end.
+
+    Outside of it, and meanwhile in other threads, SymPy and the parser are what they were: a reward must not change
+    the mathematics of the program that uses it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._contexts = threading.Lock(), 0
+        self._here = threading.local()  # its `depth`: contexts of the thread
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._contexts += 1
+            if self._contexts == 1:
+                self._found = evalf.lambdify, _Latex2Sympy.parse_number, [log.disabled for log in _MATH_VERIFY]
+                evalf.lambdify = self._in_context(_integer_polynomial, evalf.lambdify)
+                _Latex2Sympy.parse_number = self._in_context(_number, _Latex2Sympy.parse_number)
+                for log in _MATH_VERIFY:
+                    log.disabled = True
+        self._here.depth = getattr(self._here, "depth", 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        self._here.depth -= 1
+        with self._lock:
+            self._contexts -= 1
+            if self._contexts == 0:
+                evalf.lambdify, _Latex2Sympy.parse_number, disabled = self._found
+                for log, was_disabled in zip(_MATH_VERIFY, disabled, strict=True):
+                    log.disabled = was_disabled
+
+    def _in_context(self, guarded: Callable[..., Any], found: Callable[..., Any]) -> Callable[..., Any]:
+        """`guarded` in threads that are in the context, else what was found there."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (guarded if getattr(self._here, "depth", 0) else found)(*args, **kwargs)
+
+        return call
+
+
+# They warn of answers that take long, and that math-verify does not limit the time, which is done here.
+_MATH_VERIFY = [logging.getLogger(f"math_verify.{name}") for name in ("parser", "grader")]
+
+_guards = _Guards()
 
 
 def _relatively_close(gold: Basic, answer: Basic) -> bool:
@@ -251,7 +290,7 @@ class _OutOfTime(BaseException):
 
 def _or_none(seconds: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        with _processor_time(seconds):
+        with _guards, _processor_time(seconds):
             return function(*args, **kwargs)
     # A parser that meets whatever a model writes can fail in any way.
     except (Exception, _OutOfTime):

@@ -34,10 +34,11 @@ from trl.trainer.utils import get_config_model_id
 from . import checkpoint, dynamic_sampling, trl_contract
 from .config import RolloutConfig
 from .dynamic_sampling import PromptStream, SampledPrompts
+from .evaluate import check_placed
 from .objective import gradient_response_efficiency
 from .plan import training_plan
 from .rollout import EpochSampler, check_enough_prompts, micro_batches, rows_of_steps
-from .scoring import IsolatedReward, checked
+from .scoring import IsolatedReward, checked, reward_list
 from .step_clock import StepClock
 from .vllm_server import watched
 from .watches import Watches
@@ -48,9 +49,6 @@ logger = get_logger(__name__)
 
 # Weight of a round of generation in the moving average of what rewards fail to score: about ten rounds count.
 _FAILURE_WEIGHT = 0.1
-
-# A reward model gives numbers, and an isolated reward counts what it cannot score.
-_NOT_CHECKED = (str, torch.nn.Module, IsolatedReward)
 
 trl_contract.check()
 
@@ -66,7 +64,7 @@ class RolloutTrainer(GRPOTrainer):
             Configuration of the trainer. `None` takes the defaults, with an output folder named after the model.
 
     Raises:
-        `TypeError`: `args` is a configuration of another trainer.
+        `TypeError`: `args` is a configuration of another trainer, or one of `reward_funcs` is no reward.
         `ValueError`: a quantized base model is to be generated from by vLLM, the data set has fewer prompts than a
             rollout needs, or `max_sampling_rounds` is above 1 and the prompts come from a stream.
         [`RewardError`]: in training, a reward function raises, or does not return one number, or `None`, for each
@@ -110,10 +108,7 @@ class RolloutTrainer(GRPOTrainer):
                 "use_vllm=True does not go with a quantized base model: TRL hands vLLM the packed weights, which it "
                 "refuses (huggingface/trl#4973). Set use_vllm=False, or train LoRA on the base as it is."
             )
-        if reward_funcs is not None:
-            reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-            reward_funcs = [f if isinstance(f, _NOT_CHECKED) else checked(f) for f in reward_funcs]
-        super().__init__(model, reward_funcs, args, *further, **named)
+        super().__init__(model, reward_list(reward_funcs), args, *further, **named)
         if isinstance(self.train_dataset, Dataset):
             check_enough_prompts(len(self.train_dataset), args)
         # TRL gathers images for its table of completions on the processes that have some, and hangs where others have
@@ -234,8 +229,22 @@ class RolloutTrainer(GRPOTrainer):
         n_batches = self.args.steps_per_generation // len(steps)
         return [batch for rows in steps for batch in micro_batches(rows, n_batches)]
 
+    @contextmanager
+    def _mode_kept(self) -> Iterator[None]:
+        """TRL's continuous batching, or a `rollout_func`, may leave the model in training mode, which is its mode."""
+        training = self.model.training
+        try:
+            yield
+        finally:
+            self.model.train(training)
+
+    def _generate_single_turn(self, *inputs, **options):
+        with self._mode_kept():
+            return super()._generate_single_turn(*inputs, **options)
+
     def _generate(self, prompts: list):
-        with self._clock.phase("generate"):
+        check_placed(self)
+        with self._mode_kept(), self._clock.phase("generate"):
             if not (self.use_vllm and is_peft_model(self.model)):
                 return super()._generate(prompts)
             if self._frozen_base is None:
@@ -308,7 +317,7 @@ class RolloutTrainer(GRPOTrainer):
         kept.update(counts)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        with self._clock.phase("score"):
+        with self._clock.phase("score"), checked(self):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         isolated = [reward for reward in self.reward_funcs if isinstance(reward, IsolatedReward)]
         if isolated:
@@ -327,6 +336,8 @@ class RolloutTrainer(GRPOTrainer):
         return rewards.masked_fill(infinite, torch.nan)
 
     def _count_failures(self, rewards: list[IsolatedReward], n_completions: int):
+        if self._mode == "eval":  # what the log reports, and the limit, are of training
+            return
         counts = [sum(r.timeouts for r in rewards), sum(r.errors for r in rewards), len(rewards) * n_completions]
         gathered = self.accelerator.gather(torch.tensor([counts], device=self.accelerator.device))
         timeouts, errors, n_scores = gathered.sum(dim=0).tolist()

@@ -11,10 +11,8 @@ the order of sets depends. They never import the script that is run. Python has 
 something else has started it before, workers hold what that has imported as well.
 """
 
-import functools
 import inspect
 import logging
-import numbers
 import os
 import pickle
 import signal
@@ -22,15 +20,20 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from itertools import islice
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
+
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
 
 
 logger = logging.getLogger(__name__)
@@ -58,33 +61,79 @@ class RewardError(RuntimeError):
     """A reward function has raised, or has not returned one number, or `None`, for each completion."""
 
 
-def checked(reward: Callable[..., Any]) -> Callable[..., Any]:
+_RETURN = "Let it return a list of one number, or None, for each completion."
+
+
+def reward_list(reward_funcs: Any) -> list[Any] | None:
     """
-    A reward function that says by its name what is wrong with it.
+    What a trainer was given as `reward_funcs`, as a new list.
 
     Args:
-        reward (`Callable`):
-            Reward function as TRL calls them, asynchronous or not.
+        reward_funcs:
+            A reward, or a list or tuple of rewards: functions, other callable objects, reward models or their paths.
 
     Returns:
-        `Callable`: the same, but that it raises [`RewardError`].
-    """
-    name = getattr(reward, "__name__", type(reward).__name__)
+        `list` or `None`: the same objects; `None` for `None`, where environments give the rewards.
 
-    async def call_async(**inputs: Any) -> Any:
+    Raises:
+        `TypeError`: names what is no reward.
+    """
+    if reward_funcs is None:
+        return None
+    given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    for index, reward in enumerate(given):
+        if inspect.isclass(reward):
+            what, fix = "a class", f"an object of it, such as {reward.__name__}()"
+        elif not (isinstance(reward, str) or callable(reward)):
+            what, fix = f"of type {type(reward).__name__}", "a function, a reward model or the path of one"
+        else:
+            continue
+        place = f"[{index}]" if isinstance(reward_funcs, list | tuple) else ""
+        raise TypeError(f"reward_funcs{place}={reward!r:.200} is {what}, not a reward. Pass {fix}, or a list of such.")
+    return given
+
+
+@contextmanager
+def checked(trainer: "GRPOTrainer") -> Iterator[None]:
+    """
+    Within this context, a trainer's reward functions say by name what is wrong with them: [`RewardError`].
+
+    Only while TRL calls them are they wrapped: at any other time the trainer holds the objects that it was given.
+    Reward models and [`IsolatedReward`] give numbers, and are left alone.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            Trainer whose `reward_funcs` are about to be called.
+    """
+    # Workers import this module, and need neither.
+    from torch.nn import Module
+    from trl.trainer.utils import is_async_callable
+
+    given: list[Any] = trainer.reward_funcs
+    trainer.reward_funcs = [
+        reward
+        if isinstance(reward, Module | IsolatedReward)
+        else _checked(reward, name, is_async=is_async_callable(reward))
+        for reward, name in zip(given, trainer.reward_func_names, strict=True)
+    ]
+    try:
+        yield
+    finally:
+        trainer.reward_funcs = given
+
+
+def _checked(reward: Callable[..., Any], name: str, *, is_async: bool) -> Callable[..., Any]:
+    async def call_async(**inputs: Any) -> list[float | None]:
         with _naming(name):
             scores = await reward(**inputs)
         return _numbers(name, scores, len(inputs["completions"]))
 
-    def call(**inputs: Any) -> Any:
+    def call(**inputs: Any) -> list[float | None]:
         with _naming(name):
             scores = reward(**inputs)
         return _numbers(name, scores, len(inputs["completions"]))
 
-    is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
-    wrapper = functools.wraps(reward)(call_async if is_async else call)
-    wrapper.__name__ = name
-    return wrapper
+    return call_async if is_async else call
 
 
 @contextmanager
@@ -93,26 +142,43 @@ def _naming(name: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise RewardError(
-            f"The reward function {name} has raised {type(error).__name__}: {error}. Mend it; where it cannot score a "
-            "completion, let it return None for that one."
+            f"The reward function {name} has raised {type(error).__name__}: {error}. Fix it; where it cannot score "
+            "a completion, let it return None for that one."
         ) from error
 
 
-def _numbers(name: str, scores: Any, n_completions: int) -> Any:
-    fix = "Let it return a list of one number, or None, for each completion."
-    if not hasattr(scores, "__len__") or isinstance(scores, str):
-        raise RewardError(f"The reward function {name} has returned {scores!r}, not a list. {fix}")
-    if len(scores) != n_completions:
+def _numbers(name: str, scores: Any, n_completions: int) -> list[float | None]:
+    """One number, or `None`, for each completion, of whatever has them in an order: also a generator or an array."""
+    if inspect.iscoroutine(scores):
+        scores.close()
         raise RewardError(
-            f"The reward function {name} has returned {len(scores)} values for {n_completions} completions. {fix}"
+            f"The reward function {name} has returned {scores!r}, which nobody awaits. Define it with `async def`."
         )
-    for index, value in enumerate(scores):
-        if not (value is None or isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0):
-            raise RewardError(
-                f"The reward function {name} has returned {value!r} for completion {index}, of type "
-                f"{type(value).__name__}. {fix}"
-            )
-    return scores
+    # TRL would take the keys of a dictionary, a set in any order, and bytes for numbers.
+    unordered = isinstance(scores, str | bytes | bytearray | Mapping | Set)
+    if unordered or not isinstance(scores, Iterable) or getattr(scores, "ndim", 1) == 0:
+        raise RewardError(f"The reward function {name} has returned {scores!r:.200}, not a list. {_RETURN}")
+    with _naming(name):  # a generator runs only here, and may have no end
+        values = list(islice(scores, n_completions + 1))
+    if len(values) != n_completions:
+        count = len(scores) if isinstance(scores, Sized) else len(values)
+        raise RewardError(
+            f"The reward function {name} has returned {count} values for {n_completions} completions. {_RETURN}"
+        )
+    return [_number(name, value, index) for index, value in enumerate(values)]
+
+
+def _number(name: str, value: Any, index: int) -> float | None:
+    try:
+        number = value.item() if hasattr(value, "ndim") else value  # of an array or tensor with one element
+        if isinstance(number, str | bytes | bytearray):  # which `float` would read
+            raise TypeError
+        return None if number is None else float(number)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise RewardError(
+            f"The reward function {name} has returned {value!r:.200} for completion {index}, of type "
+            f"{type(value).__name__}. {_RETURN}"
+        ) from None
 
 
 class IsolatedReward:

@@ -10,6 +10,7 @@ A recipe is a flat YAML file of the fields of [`OPOScriptArguments`], of [`OPOCo
 
 import dataclasses
 import importlib
+import json
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -28,7 +30,7 @@ from trl.rewards import get_soft_overlong_punishment
 
 from . import preflight, run_folder
 from .arithmetic import arithmetic_reward, base_model_path
-from .callbacks import LogFile, ProgressBar, Validation
+from .callbacks import LogFile, ProgressBar, ReportBefore, Validation
 from .checkpoint import check_same_run, check_split
 from .checkpoint import resolve as find_checkpoint
 from .config import RolloutConfig
@@ -42,6 +44,8 @@ from .rewards import accuracy_reward, format_reward
 from .rollout import check_enough_prompts
 from .rollout_trainer import RolloutTrainer
 from .scoring import LEAST_MEMORY, IsolatedReward, RewardError
+from .settings import DATA, MODEL, SAMPLING
+from .settings import REWARDS as REWARD_FIELDS
 from .signals import StopOnSignal
 from .trainer import OPOTrainer
 
@@ -230,30 +234,44 @@ def report(trainer: RolloutTrainer, data: Mapping[str, Dataset], samples: int) -
 
 
 def format_report(before: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> str:
-    """A table of accuracies with their intervals, one line per level and decoding."""
+    """A table of accuracies with their intervals, one line per level and decoding; blank where one is not known."""
+    after = after or {}
+    rows = dict.fromkeys((level, way) for results in (before, after) for level in results for way in results[level])
 
-    def cell(result: Mapping[str, float]) -> str:
-        return f"{result['accuracy']:6.1%} [{result['low']:.1%}, {result['high']:.1%}]"
+    def cell(results: Mapping[str, Any], level: str, decoding: str) -> str:
+        result = results.get(level, {}).get(decoding)
+        return f"{result['accuracy']:6.1%} [{result['low']:.1%}, {result['high']:.1%}]" if result else ""
 
     lines = [f"{'accuracy (95 % interval)':<26}{'before':<26}{'after' if after else ''}"]
-    for level, by_decoding in before.items():
-        for decoding, result in by_decoding.items():
-            then = cell(after[level][decoding]) if after else ""
-            lines.append(f"{level + ', ' + decoding:<26}{cell(result):<26}{then}")
+    for row in rows:
+        lines.append(f"{', '.join(row):<26}{cell(before, *row):<26}{cell(after, *row)}")
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _summary_so_far(folder: Path, checkpoint: str | None) -> dict[str, Any]:
+    """What `summary.json` holds of a run that goes on, the same on every process, each of which might see another."""
+    summary = run_folder.read_json(folder / run_folder.SUMMARY)
+    if checkpoint is None:  # it starts over
+        summary = {name: summary[name] for name in summary if name == "before"}
+    elif "before" not in summary:  # the checkpoint may lie in the folder of another run
+        there = run_folder.read_json(Path(checkpoint).resolve().parent / run_folder.SUMMARY)
+        summary |= {name: there[name] for name in there if name == "before"}
+    return broadcast_object_list([summary])[0]
 
 
 def run(trainer: RolloutTrainer, script: OPOScriptArguments, data: Data, checkpoint: str | None) -> dict[str, Any]:
     """Train, with accuracies before and after; returns what `summary.json` holds."""
     args = trainer.args
     folder = Path(args.output_dir)
-    summary = run_folder.read_json(folder / run_folder.SUMMARY) if checkpoint else {}
     is_main = trainer.accelerator.is_main_process
-    if "before" not in summary:
-        summary["before"] = report(trainer, data.report, script.report_samples)
-        if is_main:
-            run_folder.write_json(folder / run_folder.SUMMARY, summary)
-    trainer.accelerator.print(format_report(summary["before"]))
+    summary = _summary_so_far(folder, checkpoint)
+    before = ReportBefore(
+        summary,
+        measure=lambda: report(trainer, data.report, script.report_samples),
+        folder=folder,
+        show=lambda accuracies: trainer.accelerator.print(format_report(accuracies), flush=True),
+    )
+    trainer.callback_handler.callbacks.insert(0, before)  # what it prints stands above the progress bar
     if is_main:
         (folder / run_folder.PLAN).write_text(training_plan(trainer) + "\n")
     started = time.perf_counter()
@@ -261,18 +279,21 @@ def run(trainer: RolloutTrainer, script: OPOScriptArguments, data: Data, checkpo
         trainer.train(resume_from_checkpoint=checkpoint)
     summary |= {
         "optimizer_steps": trainer.state.global_step,
-        "train_seconds": round(time.perf_counter() - started, 1),
+        "train_seconds": round(time.perf_counter() - started - before.seconds, 1),
         "after": report(trainer, data.report, script.report_samples),
     }
     trainer.save_model(args.output_dir)
     if is_main:
         run_folder.write_json(folder / run_folder.SUMMARY, summary)
-    trainer.accelerator.print(format_report(summary["before"], summary["after"]))
+    trainer.accelerator.print(format_report(summary.get("before", {}), summary["after"]))
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
     trainer.end()
     return summary
 
+
+# What the accuracy before training depends on.
+_REPORTED = (*DATA, *MODEL, *SAMPLING, *REWARD_FIELDS, "report_levels", "report_size", "report_samples")
 
 # What selects problems; a data set that comes with its own prompts is taken as it is.
 _SELECTIONS = ("levels", "fraction", "validation_levels", "report_levels")
@@ -355,6 +376,12 @@ def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, D
     lock: Lock = nullcontext()
     if args.process_index == 0:
         lock = run_folder.claim(folder, resume=resume, overwrite=script.overwrite)
+        saved, asked = (
+            run_folder.read_json(folder / run_folder.SETTINGS),
+            json.loads(json.dumps(settings, default=str)),
+        )
+        if checkpoint is None and any(saved.get(name) != asked.get(name) for name in _REPORTED):
+            (folder / run_folder.SUMMARY).unlink(missing_ok=True)  # of another model or other problems
         run_folder.write_description(folder, recipe=recipe, settings=settings, seed=args.seed)
     return trainer, script, data, checkpoint, lock
 

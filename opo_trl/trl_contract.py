@@ -19,7 +19,8 @@ TESTED_VERSIONS = SpecifierSet(">=1.16,<1.17")
 SEAMS: Mapping[str, tuple[str, ...]] = {
     "_generate_and_score_completions": ("inputs",),  # what it returns is the rollout that the drive joins
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),  # which rows are scorable
-    "_generate": ("prompts",),  # validation uses the engine that training uses
+    "_generate": ("prompts",),
+    "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations"),
     "_get_per_token_logps_and_entropies": (
         "model",
         "input_ids",

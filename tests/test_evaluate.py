@@ -1,19 +1,27 @@
 """Accuracy with its interval, measured without a trace in the training."""
 
+import copy
 import itertools
 import json
 import math
+import random
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import scorers
 import torch
 from datasets import Dataset
+from helpers import even_tokens
 from invariance.launch import launch, logs
 from scipy.stats import binomtest
+from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
-from opo_trl.evaluate import evaluate, wilson_interval
+from opo_trl.evaluate import _own_random_state, evaluate, wilson_interval
+from opo_trl.scoring import IsolatedReward, RewardError
 
 
 PROBLEMS = Dataset.from_list([{"prompt": f"{i}+1=", "solution": str(i)} for i in range(7)])
@@ -26,18 +34,26 @@ def parity_reward(completions, completion_ids, solution, **kwargs):
     return [None if s == "0" else float(ids[0] % 2) for ids, s in zip(completion_ids, solution, strict=True)]
 
 
-def make_trainer(model: str, folder: str) -> OPOTrainer:
-    args = OPOConfig(
-        output_dir=folder,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        per_device_train_batch_size=4,
-        per_device_eval_batch_size=3,  # the last batch is a short one
-        num_generations=4,
-        max_completion_length=4,
-    )
-    return OPOTrainer(model, parity_reward, args, PROBLEMS)
+def make_trainer(
+    model: str, folder: str, *, reward_funcs=parity_reward, trainer_class: type = OPOTrainer, **options
+) -> OPOTrainer:
+    settings = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 3,  # the last batch is a short one
+        "num_generations": 4,
+        "max_completion_length": 4,
+        "max_steps": 2,
+        **options,
+    }
+    config = OPOConfig if issubclass(trainer_class, OPOTrainer) else GRPOConfig
+    return trainer_class(model, reward_funcs, config(**settings), PROBLEMS)
 
 
 @pytest.fixture(scope="module")
@@ -130,22 +146,188 @@ def test_two_processes_share_the_problems_and_count_each_once(trainer, tiny_mode
     assert two["samples"] == evaluate(trainer, PROBLEMS, decoding="greedy").samples
 
 
-@pytest.mark.parametrize("decoding", ["greedy", "sampled"])
-def test_training_goes_on_as_if_nothing_had_been_evaluated(trainer, decoding):
+# One way to generate and score
+
+
+CONTINUOUS = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64},  # else half of the memory
+}
+
+
+async def asynchronous_reward(completion_ids, solution, **columns):
+    return parity_reward(None, completion_ids, solution)
+
+
+class TalkativeReward:
+    """Reports metrics and columns, and draws random numbers."""
+
+    def __call__(self, completion_ids, solution, log_metric, log_extra, **columns):
+        log_metric("talk", 1.0)
+        log_extra("solution", solution)
+        random.random(), np.random.rand()
+        return parity_reward(None, completion_ids, solution)
+
+
+def failing_reward(completions, log_metric, **columns):
+    log_metric("talk", 1.0)
+    raise ArithmeticError("no score")
+
+
+def state_of(trainer: GRPOTrainer) -> dict:
+    """All that an evaluation might leave behind in a trainer."""
+    notes = (
+        "_metrics",
+        "_logs",
+        "_pending_metrics",
+        "_pending_extra_logs",
+        "_completions_generated",
+        "_reward_failures",
+    )
+    notes += ("_reward_failure_rate", "_drive_metrics", "_step_rows", "num_generations_eval", "_step")
+    kept = {name: copy.deepcopy(vars(trainer)[name]) for name in notes if name in vars(trainer)}
+    return {
+        **kept,
+        "attributes": sorted(set(vars(trainer)) - {"_prompt_stream"}),
+        "decoding": trainer.generation_config.to_dict(),
+        "training": {name: module.training for name, module in trainer.model.named_modules()},
+        "tokens": trainer.state.num_input_tokens_seen,
+        "history": trainer.state.log_history,
+        "random": [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()],
+    }
+
+
+@pytest.mark.parametrize("trainer_class", [OPOTrainer, GRPOTrainer])
+@pytest.mark.parametrize("options", [{}, CONTINUOUS], ids=["batches", "continuous batching"])
+@pytest.mark.parametrize("training", [True, False], ids=["in training mode", "in evaluation mode"])
+def test_training_goes_on_as_if_nothing_had_been_evaluated(tiny_model, tmp_path, trainer_class, options, training):
+    rewards = [TalkativeReward(), asynchronous_reward]
+    trainer = make_trainer(
+        tiny_model, str(tmp_path), reward_funcs=rewards, trainer_class=trainer_class, beta=0.1, **options
+    )
+    trainer.train()
+    trainer.model.train(training)
+    trainer._metrics["train"]["loss"].append(1.0)
+    trainer._logs["prompt"].append("1+1=")
+    before = state_of(trainer)
+    for decoding in ("greedy", "sampled"):
+        result = evaluate(trainer, PROBLEMS, decoding=decoding)
+        assert (result.scored, result.unscorable) == (6, 1)
+        assert state_of(trainer) == before
+
+
+@pytest.mark.parametrize("options", [{}, CONTINUOUS], ids=["batches", "continuous batching"])
+def test_failed_evaluation_leaves_no_trace_either(tiny_model, tmp_path, options):
+    trainer = make_trainer(tiny_model, str(tmp_path), reward_funcs=failing_reward, **options)
     trainer.model.train()
-    before = (trainer.generation_config.to_dict(), trainer.num_generations_eval, dict(trainer._metrics["train"]))
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    evaluate(trainer, PROBLEMS, decoding=decoding)
-    assert torch.equal(torch.rand(3), expected)
-    assert trainer.model.training
-    assert (
-        trainer.generation_config.to_dict(),
-        trainer.num_generations_eval,
-        dict(trainer._metrics["train"]),
-    ) == before
-    assert not trainer._metrics["eval"]
+    before = state_of(trainer)
+    with pytest.raises(RewardError, match="failing_reward has raised ArithmeticError: no score"):
+        evaluate(trainer, PROBLEMS, decoding="greedy")
+    assert state_of(trainer) == before
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [asynchronous_reward, TalkativeReward(), lambda **columns: iter(parity_reward(**columns))],
+    ids=["asynchronous", "talkative", "iterator"],
+)
+def test_rewards_of_every_kind_say_what_a_plain_function_says(trainer, tiny_model, tmp_path, reward):
+    other = make_trainer(tiny_model, str(tmp_path), reward_funcs=reward)
+    assert evaluate(other, PROBLEMS).samples == evaluate(trainer, PROBLEMS).samples
+
+
+def test_continuous_batching_decodes_greedily_what_batches_do(trainer, tiny_model, tmp_path):
+    other = make_trainer(tiny_model, str(tmp_path), **CONTINUOUS)
+    one, two = (evaluate(each, PROBLEMS, decoding="greedy").samples for each in (trainer, other))
+    assert one == two
+
+
+class Overriding(OPOTrainer):
+    """Asks in other words, adds to what was written, scores by itself."""
+
+    def _generate_and_score_completions(self, inputs):
+        return super()._generate_and_score_completions(
+            [{**row, "prompt": f"What is {row['prompt']}"} for row in inputs]
+        )
+
+    def _generate(self, prompts):
+        ids, completion_ids, mask, completions, *others = super()._generate(prompts)
+        return ids, completion_ids, mask, [f"{completion}!" for completion in completions], *others
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards = [[float(row["solution"]), torch.inf] for row in inputs]
+        return self.accelerator.gather(torch.tensor(rewards))
+
+
+def test_what_a_subclass_overrides_acts_in_evaluation(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, str(tmp_path), trainer_class=Overriding)
+    result = evaluate(trainer, PROBLEMS)
+    assert [sample["prompt"] for sample in result.samples] == [f"What is {prompt}" for prompt in PROBLEMS["prompt"]]
+    assert all(sample["completion"].endswith("!") for sample in result.samples)
+    assert [sample["reward"] for sample in result.samples] == [float(s) for s in PROBLEMS["solution"]]
+    assert (result.correct, result.scored) == (6, 7)
+
+
+class Unscored(OPOTrainer):
+    def _generate_and_score_completions(self, inputs):
+        return {}
+
+
+def test_override_that_never_scores_is_named(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, str(tmp_path), trainer_class=Unscored)
+    with pytest.raises(RuntimeError, match=r"Unscored\._generate_and_score_completions did not call"):
+        evaluate(trainer, PROBLEMS)
+
+
+def test_only_generation_runs_the_model(tiny_model, tmp_path):
+    """Neither the anchor's nor the reference's log-probabilities are asked for."""
+    options = {"beta": 0.1, "num_iterations": 2, "steps_per_generation": 4, "anchor_correction": "length_normalized"}
+    trainer = make_trainer(tiny_model, str(tmp_path), top_entropy_quantile=0.5, **options)
+    passes = []
+    trainer.ref_model.register_forward_hook(lambda *_: passes.append("reference"))
+    trainer.model.register_forward_hook(lambda *_: passes.append("policy"))
+    evaluate(trainer, PROBLEMS)
+    assert "reference" not in passes
+    assert len(passes) == 3 * 4  # batches × tokens
+
+
+def test_failures_of_isolated_rewards_count_in_training_only(tiny_model, tmp_path):
+    reward = IsolatedReward(scorers.by_fate, workers=1)
+    trainer = make_trainer(tiny_model, str(tmp_path), reward_funcs=reward, max_reward_failure_rate=0.0)
+    problems = PROBLEMS.select(range(2)).add_column("fate", ["raise", "1"])
+    before = state_of(trainer)
+    result = evaluate(trainer, problems)
+    assert [sample["reward"] for sample in result.samples] == [None, 1.0]
+    assert state_of(trainer) == before
+    reward.close()
+
+
+@pytest.mark.parametrize("options", [{}, CONTINUOUS], ids=["batches", "continuous batching"])
+def test_evaluation_of_transformers_is_told_from_training(tiny_model, tmp_path, options):
+    """Of several batches: after the first one, TRL's continuous batching takes the next ones for training."""
+    settings = {"per_device_eval_batch_size": 4, "num_generations_eval": 2, "max_steps": 1}
+    trainer = make_trainer(tiny_model, str(tmp_path), reward_funcs=even_tokens, **settings, **options)
+    trainer.train()
+    before = (trainer.state.num_input_tokens_seen, trainer._completions_generated, dict(trainer._metrics["train"]))
+    trainer.evaluate(PROBLEMS.select(range(4)))
+    logged = {"eval_loss", "eval_completions/mean_length", "eval_reward", "eval_opo/mu"}
+    assert logged <= trainer.state.log_history[-1].keys()
+    after = (trainer.state.num_input_tokens_seen, trainer._completions_generated, dict(trainer._metrics["train"]))
+    assert after == before
+    assert not trainer.model.training
+    assert trainer._step_rows == []
+
+
+def test_processes_that_share_an_engine_draw_alike():
+    def drawn(process: int, **engine) -> tuple:
+        accelerator = SimpleNamespace(process_index=process, device=torch.device("cpu"))
+        with _own_random_state(SimpleNamespace(accelerator=accelerator, **engine), seed=1):
+            return torch.rand(1).item(), random.random(), np.random.rand()
+
+    shared = {"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}
+    draws = [drawn(process, **shared) for process in range(4)]
+    assert draws[0] == draws[1] != draws[2] == draws[3]
+    assert len({drawn(process, use_vllm=False) for process in range(4)}) == 4
 
 
 def test_nothing_scorable_is_not_an_accuracy_of_zero(trainer):
@@ -157,3 +339,5 @@ def test_empty_data_set_and_unknown_decoding_are_refused(trainer):
         evaluate(trainer, PROBLEMS.select([]))
     with pytest.raises(ValueError, match=r"decoding='beam'.*'greedy' or 'sampled'"):
         evaluate(trainer, PROBLEMS, decoding="beam")
+    with pytest.raises(ValueError, match="samples=0 is not allowed"):
+        evaluate(trainer, PROBLEMS, samples=0)

@@ -41,6 +41,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from trl import BEMACallback, LogCompletionsCallback
 
 from opo_trl import OPOConfig, OPOTrainer
+from opo_trl.evaluate import evaluate
 from opo_trl.recipe import find_accelerate_config
 
 
@@ -289,6 +290,9 @@ def test_tools_and_environments(caller, tmp_path, kind):
         assert first["rewards/Sums/mean"] == first["tools/call_frequency"]
     else:
         assert "rewards/Sums/mean" not in first
+    sample = evaluate(trainer, SUM.select(range(1)), decoding="greedy").samples[0]
+    assert sample["completion"][1:] == turns
+    assert sample["reward"] == 0.0
 
 
 # Images
@@ -376,6 +380,10 @@ def test_images_of_several_sizes(tmp_path):
         )
         moved = {name for name, value in snapshot(model).items() if not torch.equal(value, initial[name])}
         assert any("visual" in name for name in moved)
+        result = evaluate(trainers[-1], dataset)
+        assert result.scored == len(images)
+        asked = json.loads(json.dumps(result.samples))[0]["prompt"]  # as the run folder keeps it
+        assert asked[0]["content"] == [{"type": "image"}, {"type": "text", "text": "Which colour?"}]
     norms = [[entry["grad_norm"] for entry in logged(trainer)] for trainer in trainers]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     assert min(norms[0]) > 0

@@ -1,10 +1,13 @@
 """What comes from elsewhere is read, and never run: recipes, models, checkpoints, answers (SECURITY.md)."""
 
 import json
+import logging
 import os
 import re
 import shutil
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
@@ -12,8 +15,13 @@ from types import SimpleNamespace
 import pytest
 import sympy.physics.units  # noqa: F401 - evaluates names of its own when it is first imported
 import torch
+from helpers import environment
+from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from safetensors.torch import load_file
+from sympy import Symbol, lambdify
+from sympy.core import evalf
 
+from opo_trl import rewards
 from opo_trl.checkpoint import load_state
 from opo_trl.recipe import read_recipe
 from opo_trl.rewards import score
@@ -76,6 +84,64 @@ def test_state_of_a_rollout_is_read_as_tensors_only(tmp_path):
     with pytest.raises(UnpicklingError):
         load_state(SimpleNamespace(accelerator=SimpleNamespace(process_index=0)), str(tmp_path))
     assert not (tmp_path / "harm").exists()
+
+
+def patched() -> tuple:
+    """What scoring puts in another's place."""
+    loggers = [logging.getLogger(f"math_verify.{name}").disabled for name in ("parser", "grader")]
+    return evalf.lambdify, _Latex2Sympy.parse_number, loggers, logging.getLogger("math_verify").level
+
+
+def test_importing_rewards_changes_neither_sympy_nor_its_parser_nor_logging():
+    code = """
+import logging
+from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
+from sympy import lambdify
+from sympy.core import evalf
+number = _Latex2Sympy.parse_number
+import opo_trl.rewards
+opo_trl.rewards.score(r"\\boxed{\\frac{1}{2} + 1}", "1.5")
+assert evalf.lambdify is lambdify and _Latex2Sympy.parse_number is number
+assert logging.getLogger("math_verify").getEffectiveLevel() == logging.WARNING
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("seconds", [0.01, 5.0], ids=["out of time", "in time"])
+def test_sympy_is_as_it_was_after_scoring(monkeypatch, seconds):
+    before = patched()
+    monkeypatch.setattr(rewards, "VERIFYING_LIMIT", seconds)
+    monkeypatch.setattr(rewards, "PARSING_LIMIT", seconds)
+    score(r"\boxed{\sum_{n=0}^\infty \frac{2^n}{n!}}", "e^x")
+    assert patched() == before
+
+
+def test_other_threads_keep_their_sympy_while_completions_are_scored(monkeypatch):
+    """And scoring in several of them at once is as safe as in one."""
+    inside, seen = threading.Barrier(3), []
+
+    def verify(*_: object, **__: object) -> bool:
+        inside.wait(60)  # both are scoring
+        with pytest.raises(NotImplementedError):
+            evalf.lambdify(Symbol("n"), Symbol("x"))
+        inside.wait(60)  # and the main thread has looked
+        seen.append("guarded")
+        return True
+
+    before = patched()
+    monkeypatch.setattr(rewards, "verify", verify)
+    threads = [threading.Thread(target=score, args=(r"\boxed{1+1}", "2.00")) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    inside.wait(60)
+    assert evalf.lambdify is not lambdify
+    assert evalf.lambdify(Symbol("n"), Symbol("n") / 2)(1) == 0.5
+    inside.wait(60)
+    for thread in threads:
+        thread.join(60)
+    assert seen == ["guarded"] * 2
+    assert patched() == before
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,18 @@ from pathlib import Path
 
 import pytest
 from helpers import environment
+from invariance.canonical import fsdp_on_cpu
+from invariance.launch import launch, logs
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3ForCausalLM, set_seed
 
+from opo_trl import OPOTrainer
 from opo_trl.arithmetic import base_model_path
+from opo_trl.evaluate import evaluate
 from opo_trl.recipe import parse
-from opo_trl.run_folder import read_json, read_lines
-from opo_trl.train import main
+from opo_trl.run_folder import read_json, read_lines, write_json
+from opo_trl.train import TRAINERS, format_report, main
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,6 +124,111 @@ def test_run_is_resumed_where_it_was_saved(run):
     assert summary["optimizer_steps"] == 6
 
 
+# The report before training
+
+
+class Watching(OPOTrainer):
+    """Notes whether its model is sharded whenever it generates, and tries to before training."""
+
+    def train(self, *arguments, **options):
+        with pytest.raises(RuntimeError, match=r"Nothing can be generated yet: .* Call `evaluate` after `train\(\)`"):
+            evaluate(self, self.train_dataset)
+        self.generated = []
+        result = super().train(*arguments, **options)
+        path = Path(self.args.output_dir, f"generated_{self.accelerator.process_index}.json")
+        path.write_text(json.dumps(self.generated))
+        return result
+
+    def _generate_single_turn(self, *arguments, **options):
+        # FSDP2 gathers the outermost module's parameters in its first pass, and leaves them so.
+        sharded = sum(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in self.model.parameters()) > 10
+        self.generated.append([self.state.global_step, sharded, self.deepspeed is not None])
+        return super()._generate_single_turn(*arguments, **options)
+
+
+def train_watched(config: str, folder: str) -> None:
+    """In each process of a sharded run."""
+    if config == "fsdp2":
+        fsdp_on_cpu()
+    TRAINERS["opo"] = Watching
+    here = {"use_cpu": "false", "output_dir": folder, "max_steps": 1, "report_size": 4, "validation_size": 4}
+    rollout = {"per_device_train_batch_size": 6, "steps_per_generation": 1, "max_completion_length": 4}
+    rest = {"save_strategy": "no", "disable_tqdm": "true", "ddp_backend": "gloo"}
+    assert main(arguments(ARITHMETIC, **here, **rollout, **rest)) == 0
+
+
+@pytest.mark.parametrize("config", ["fsdp2", *(pytest.param(f"zero{n}", marks=pytest.mark.slow) for n in (2, 3))])
+def test_nothing_is_generated_before_the_model_is_sharded(tmp_path, config):
+    folder = tmp_path / "run"
+    status = launch(train_watched, config, str(folder), config=config, processes=2, folder=tmp_path)
+    assert status == [0, 0], logs(tmp_path)
+    for process in range(2):
+        generated = json.loads((folder / f"generated_{process}.json").read_text())
+        assert len(generated) == 6  # the report, greedy and sampled at two levels, a validation and a rollout
+        assert all(entry == [0, config != "zero2", config != "fsdp2"] for entry in generated), generated
+    summary = read_json(folder / "summary.json")
+    for time in ("before", "after"):
+        assert all(summary[time][level]["greedy"]["scored"] == 4 for level in ("Level 3", "Level 4"))
+
+
+def broken_reward(completions, **columns):
+    """Fails in the first rollout: the report and the validation before it are of fewer completions."""
+    if len(completions) == 96:
+        raise ArithmeticError("no score")
+    return [0.0] * len(completions)
+
+
+def unscored_reward(**columns):
+    raise ArithmeticError("no score")
+
+
+BRIEF = {"report_size": 2, "validation_size": 2, "max_steps": 1, "max_completion_length": 4, "steps_per_generation": 1}
+
+
+def test_report_is_written_before_the_first_step_and_repeated_only_if_it_would_be_another(tmp_path, capsys):
+    """Of a run that ends again and again before its first checkpoint."""
+    options = {**BRIEF, "output_dir": tmp_path / "run", "reward_funcs": "test_train.broken_reward"}
+    summary = tmp_path / "run" / "summary.json"
+    for change, repeated in (({}, False), ({"report_size": 3}, True), ({"seed": 7}, False)):
+        assert main(arguments(ARITHMETIC, **options)) == 1
+        before = read_json(summary)
+        assert before.keys() == {"before"}
+        before["before"]["Level 4"]["greedy"]["accuracy"] = 0.123  # which none would measure
+        write_json(summary, before)
+        options |= {"resume_from_checkpoint": "auto", **change}
+        capsys.readouterr()
+        assert main(arguments(ARITHMETIC, **options)) == 1
+        assert ("Level 4, greedy            12.3% " in capsys.readouterr().out) is not repeated
+        assert (read_json(summary) == before) is not repeated
+
+
+def test_run_that_ended_during_the_report_makes_it_when_it_goes_on(tmp_path):
+    options = {**BRIEF, "output_dir": tmp_path / "run"}
+    assert main(arguments(ARITHMETIC, **options, reward_funcs="test_train.unscored_reward")) == 1
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert main(arguments(ARITHMETIC, **options, resume_from_checkpoint="auto")) == 0
+    assert read_json(tmp_path / "run" / "summary.json").keys() >= {"before", "after"}
+
+
+def test_run_that_goes_on_in_another_folder_keeps_the_report_of_its_base_model(run, tmp_path):
+    here = {**SHORT, "max_steps": 5, "resume_from_checkpoint": run / "checkpoint-4", "report_levels": "Level 4"}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("")  # it has to look like a run
+    assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", alpha=0.3, **here)) == 0
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert summary["before"] == read_json(run / "summary.json")["before"]
+    assert summary["after"].keys() == {"Level 4"}
+
+
+def test_report_shows_what_is_known():
+    cell = {"accuracy": 0.5, "low": 0.25, "high": 0.75}
+    table = format_report({"Level 3": {"greedy": cell}}, {"Level 4": {"greedy": cell}})
+    assert table.splitlines()[1:] == [
+        "Level 3, greedy            50.0% [25.0%, 75.0%]",
+        f"{'Level 4, greedy':<52} 50.0% [25.0%, 75.0%]",
+    ]
+
+
 def test_objective_teaches_the_base_model_to_carry_on_the_trained_level_and_beyond(tmp_path):
     """The lesson of the README's first command, in a quarter of its steps."""
     short = {"max_steps": 56, "report_size": 200, "validation_steps": 56, "validation_size": 10}
@@ -153,10 +263,6 @@ def test_baseline_runs_from_its_recipe_and_reports_what_opo_does(run, tmp_path):
     for said in ("Level 4, sampled, pass@8", "frac_reward_zero_std", "Slowest phase"):
         assert said in report
     assert "Escort" not in report
-
-
-def unscored_reward(**columns):
-    raise ArithmeticError("no score")
 
 
 def test_run_that_ends_with_an_error_leaves_its_report(tmp_path):

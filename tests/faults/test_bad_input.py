@@ -140,8 +140,8 @@ def test_the_run_that_the_cases_change_works(works: Path):
         ("too_few", ["too_few has returned 1 values for 4 completions", "one number, or None"]),
         ("text", ["text has returned 'good' for completion 0, of type str", "one number, or None"]),
         ("single", ["single has returned 1.0, not a list", "one number, or None"]),
-        ("fails", ["fails has raised KeyError: 'gold'", "Mend it"]),
-        ("fails_later", ["fails_later has raised KeyError: 'gold'", "Mend it"]),
+        ("fails", ["fails has raised KeyError: 'gold'", "Fix it"]),
+        ("fails_later", ["fails_later has raised KeyError: 'gold'", "Fix it"]),
     ],
 )
 def test_reward_that_fails_in_training_is_named_and_leaves_checkpoints_alone(

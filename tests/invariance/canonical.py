@@ -80,7 +80,7 @@ def make_trainer(form: Form, model: str, folder: Path, trainer_class: type = OPO
     """A trainer of the canonical run."""
     trainer_class = Poisoned if form.poisoned else trainer_class
     if form.config == "fsdp2":
-        _fsdp_on_cpu()
+        fsdp_on_cpu()
     script = Script(REWARDS, truncated=(3,))
     completions = {"reward_funcs": script.reward_functions(), "rollout_func": script.rollout}
     if form.sampled:
@@ -152,7 +152,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return load_file(next(folder / name for name in names if (folder / name).exists()))
 
 
-def _fsdp_on_cpu():
+def fsdp_on_cpu():
     """Without a GPU accelerate takes a process group for DDP whatever was asked for: have it build FSDP over gloo."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
