@@ -25,6 +25,8 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from safetensors import SafetensorError
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers.optimization import GreedyLR
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
@@ -303,6 +305,8 @@ class RolloutTrainer(GRPOTrainer):
 
     # 4. Numbers that go wrong
 
+    _schedule_due = False  # whether a step was skipped after which the learning rate has not been looked after
+
     def _get_grad_norm(self, model, grad_norm=None):
         grad_norm = super()._get_grad_norm(model, grad_norm)
         # Over all processes, so that they agree. DeepSpeed has skipped the step by now, and kept the norm of another.
@@ -311,10 +315,9 @@ class RolloutTrainer(GRPOTrainer):
         else:
             skipped = not math.isfinite(grad_norm)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self._schedule_due = skipped
         if skipped:
             model.zero_grad()  # optimizers leave parameters without a gradient alone
-            if self.is_deepspeed_enabled:  # which holds the schedule as well
-                self.lr_scheduler.step()
             self._skipped_steps += 1
             kept = self._keep_rows_of_step()
             logger.warning(
@@ -332,7 +335,19 @@ class RolloutTrainer(GRPOTrainer):
         torch.save({"step": self.state.global_step + 1, "micro_batches": rows}, path)
         return path
 
+    def _step_schedule(self) -> None:
+        """
+        Let the learning rate follow its schedule over a skipped step, too.
+
+        Transformers does, but not where a gradient scaler (float16) or DeepSpeed says that it has skipped the step.
+        """
+        held = self._schedule_due and self.accelerator.optimizer_step_was_skipped
+        self._schedule_due = False
+        if held and not isinstance(self.lr_scheduler, (ReduceLROnPlateau, GreedyLR)):
+            getattr(self.lr_scheduler, "scheduler", self.lr_scheduler).step()  # around DeepSpeed's own is a wrapper
+
     def _maybe_log_save_evaluate(self, *args, **named):
+        self._step_schedule()  # after the step's learning rate was read, and before it is saved
         too_many = self._skipped_in_a_row >= self.args.max_skipped_steps
         if too_many:
             self.control.should_log = self.control.should_save = True
