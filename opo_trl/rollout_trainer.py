@@ -13,7 +13,6 @@ comparison differs in nothing else. What is added to TRL's:
 """
 
 import math
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,7 +23,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset
-from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers.optimization import GreedyLR
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -364,13 +363,14 @@ class RolloutTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.args.should_save:
-            # What an earlier attempt left here would make a half-written checkpoint look whole.
-            shutil.rmtree(folder, ignore_errors=True)
         try:
+            if self.args.should_save:
+                checkpoint.make_way(folder)
             checkpoint.check_room(self, folder)
             super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError, SafetensorError) as error:
+            if self.args.should_save:
+                checkpoint.forget_replaced(folder.parent)
+        except (Exception, CheckpointException) as error:
             checkpoint.give_up(self, folder, error)
 
     def _save_rng_state(self, output_dir: str):
@@ -380,10 +380,18 @@ class RolloutTrainer(GRPOTrainer):
         if self.args.should_save:
             checkpoint.seal(Path(output_dir))
 
+    def _load_optimizer_and_scheduler(self, folder: str | None):
+        if folder is None or checkpoint.lacking(Path(folder)) is not None:
+            return super()._load_optimizer_and_scheduler(folder)
+        # TRL reads its entropy controller from a file that it writes after the manifest, so that a kill can cut it
+        # short. `restore_state` has the same numbers.
+        return super(GRPOTrainer, self)._load_optimizer_and_scheduler(folder)
+
     def _load_rng_state(self, folder: str | None):
         super()._load_rng_state(folder)
-        if folder is not None:
+        if folder is not None and checkpoint.lacking(Path(folder)) is None:
             checkpoint.restore_state(self, checkpoint.load_state(self, folder))
+            checkpoint.restore_reference(self, folder)
 
     def _run_epoch(self, **named):
         # Resumed from the last step's checkpoint, Transformers would train one step more.
