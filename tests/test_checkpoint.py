@@ -23,6 +23,7 @@ from helpers import (
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from opo_trl import checkpoint
 from opo_trl.checkpoint import MANIFEST, fault, finished, lacking, last_whole, resolve
 
 
@@ -171,6 +172,28 @@ def test_entropy_controller_is_resumed_though_its_file_was_cut_short(tiny_model:
     resumed = make_trainer(tiny_model, tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.entropy_coef == whole.entropy_coef > 0.05
+
+
+def test_room_is_asked_for_with_a_moving_reference(tiny_model: str, tmp_path: Path):
+    moving = {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1}
+    trainer = trained(tiny_model, tmp_path, **ADAM, **moving, save_strategy="steps", save_steps=2)
+    folder = tmp_path / "checkpoint-2"
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert (folder / "reference.pt").stat().st_size > 0.2 * size
+    for run in (tmp_path / "none yet", tmp_path):
+        assert 0.8 * size < checkpoint._least_bytes(trainer, run) <= size
+
+
+def test_reference_of_another_sharding_is_refused(tiny_model: str, tmp_path: Path):
+    moving = {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1}
+    trained(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1, **moving)
+    folder = tmp_path / "checkpoint-1"
+    (folder / "reference.pt").rename(folder / "reference_0.pt")
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.iterdir()}
+    (folder / MANIFEST).write_text(json.dumps({"files": {name: files[name] for name in files if name != MANIFEST}}))
+    trainer = make_trainer(tiny_model, tmp_path, max_steps=2, **moving)
+    with pytest.raises(ValueError, match=r"the reference model of `sync_ref_model`.*Resume with"):
+        trainer.train(resume_from_checkpoint=str(folder))
 
 
 # A save of what is there already
