@@ -111,9 +111,10 @@ def restore_state(trainer: "RolloutTrainer", state: Mapping[str, Any]) -> None:
                 logs[name][column].extend(values)
         else:
             logs[name].extend(kept)
+    states = plain.get("watches", {})  # earlier versions saved none
     for watch in _watches(trainer):
-        if watch.text in plain["watches"]:
-            watch.restore(plain["watches"][watch.text])
+        if watch.text in states:
+            watch.restore(states[watch.text])
 
 
 @torch.no_grad()

@@ -377,8 +377,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with lock:
         try:
             run(trainer, script, data, checkpoint)
-        except SystemExit as ended:  # by a signal
-            status = int(str(ended.code))
+        except SystemExit as ended:
+            if not isinstance(ended.code, int):
+                raise
+            status = ended.code  # by a signal
         except RewardError as error:
             return refuse("opo-trl train", error, debug=debug, status=1)
         finally:  # a run that ends with an error is the one to read about

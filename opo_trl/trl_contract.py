@@ -46,6 +46,7 @@ SEAMS: Mapping[str, tuple[str, ...]] = {
     "_save_checkpoint": ("model", "trial"),
     "_save_rng_state": ("output_dir",),
     "_load_rng_state": ("checkpoint",),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
     "_run_epoch": ("epoch",),
 }
 
