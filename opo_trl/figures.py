@@ -5,6 +5,7 @@ Figures: of a run, drawn from its log and nothing else; and of the toy of gradie
     opo-trl figures saturation --output saturation.png
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
-from .run_folder import LOG, SUMMARY, read_json, read_lines
+from .run_folder import LOG, SUMMARY, number, read_json, read_lines, validations
 
 
 # Fixed identifiers and no date: the same log gives the same file.
@@ -38,7 +39,7 @@ _PANELS: tuple[tuple[str, str, Callable[[Row], bool]], ...] = (
     ("entropy per token (nats)", "entropy", lambda row: True),
     ("gradient norm", "grad_norm", lambda row: True),
     # In a rollout's first optimizer step the policy is its anchor, and the divergence 0 by construction.
-    ("χ² to the anchor, reused rollouts", "opo/chi2", lambda row: row.get("opo/off_policy_steps", 0) > 0),
+    ("χ² to the anchor, reused rollouts", "opo/chi2", lambda row: number(row, "opo/off_policy_steps") > 0),
     ("gradient response efficiency", "opo/gradient_response_efficiency", lambda row: True),
 )
 
@@ -65,7 +66,7 @@ def draw_run(folder: Path) -> list[Path]:
     plt.switch_backend("Agg")  # files only: no display is needed
     with plt.rc_context(_STYLE):
         figures = {"training": _training_figure(log)}
-        if timed := [row for row in log if "opo/time/update" in row]:
+        if timed := [row for row in log if math.isfinite(number(row, "opo/time/update"))]:
             figures["time"] = _time_figure(timed)
         summary = read_json(folder / SUMMARY)
         if summary.get("after"):
@@ -111,7 +112,7 @@ def draw_progress(log: list[Row], max_steps: int) -> Figure:
 
 
 def _points(log: list[Row], metric: str, chosen: Callable[[Row], bool]) -> list[tuple[int, float]]:
-    return [(row["step"], row[metric]) for row in log if row.get(metric) is not None and chosen(row)]
+    return [(row["step"], number(row, metric)) for row in log if math.isfinite(number(row, metric)) and chosen(row)]
 
 
 def _training_figure(log: list[Row]) -> Figure:
@@ -141,7 +142,7 @@ def _curve(axis: Axes, points: list[tuple[int, float]]):
 
 def _validation_curve(axis: Axes, log: list[Row]):
     axis.set_title("validation accuracy, 95 % interval")
-    rows = [row for row in log if "validation/accuracy" in row]
+    rows = validations(log)
     if not rows:
         return _say_nothing_logged(axis)
     steps = [row["step"] for row in rows]
@@ -156,13 +157,14 @@ def _time_figure(steps: list[Row]) -> Figure:
     figure, axis = plt.subplots(figsize=(8, 1.9), layout="constrained")
     left = 0.0
     for phase, color in _PHASE_COLORS.items():
-        seconds = float(np.mean([row[f"opo/time/{phase}"] for row in steps]))
+        points = _points(steps, f"opo/time/{phase}", lambda row: True)
+        seconds = float(np.mean([value for _, value in points])) if points else 0.0
         if seconds > 0:
             axis.barh(0, seconds, left=left, color=color, label=f"{phase}, {seconds:.3g} s")
             left += seconds
     axis.set_yticks([])
     axis.set_xlabel("seconds per optimizer step")
-    axis.set_title(f"{steps[-1]['opo/tokens_per_second']:,.0f} tokens per second")
+    axis.set_title(f"{number(steps[-1], 'opo/tokens_per_second'):,.0f} tokens per second")
     figure.legend(loc="outside lower center", ncols=len(_PHASE_COLORS), frameon=False)
     return figure
 

@@ -14,7 +14,6 @@ comparison differs in nothing else. What is added to TRL's:
 
 import functools
 import math
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,7 +24,9 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset
-from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers.optimization import GreedyLR
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
@@ -378,6 +379,8 @@ class RolloutTrainer(GRPOTrainer):
 
     # 4. Numbers that go wrong
 
+    _schedule_due = False  # whether a step was skipped after which the learning rate has not been looked after
+
     def _get_grad_norm(self, model, grad_norm=None):
         grad_norm = super()._get_grad_norm(model, grad_norm)
         # Over all processes, so that they agree. DeepSpeed has skipped the step by now, and kept the norm of another.
@@ -386,10 +389,9 @@ class RolloutTrainer(GRPOTrainer):
         else:
             skipped = not math.isfinite(grad_norm)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self._schedule_due = skipped
         if skipped:
             model.zero_grad()  # optimizers leave parameters without a gradient alone
-            if self.is_deepspeed_enabled:  # which holds the schedule as well
-                self.lr_scheduler.step()
             self._skipped_steps += 1
             kept = self._keep_rows_of_step()
             logger.warning(
@@ -407,7 +409,19 @@ class RolloutTrainer(GRPOTrainer):
         torch.save({"step": self.state.global_step + 1, "micro_batches": rows}, path)
         return path
 
+    def _step_schedule(self) -> None:
+        """
+        Let the learning rate follow its schedule over a skipped step, too.
+
+        Transformers does, but not where a gradient scaler (float16) or DeepSpeed says that it has skipped the step.
+        """
+        held = self._schedule_due and self.accelerator.optimizer_step_was_skipped
+        self._schedule_due = False
+        if held and not isinstance(self.lr_scheduler, (ReduceLROnPlateau, GreedyLR)):
+            getattr(self.lr_scheduler, "scheduler", self.lr_scheduler).step()  # around DeepSpeed's own is a wrapper
+
     def _maybe_log_save_evaluate(self, *args, **named):
+        self._step_schedule()  # after the step's learning rate was read, and before it is saved
         too_many = self._skipped_in_a_row >= self.args.max_skipped_steps
         if too_many:
             self.control.should_log = self.control.should_save = True
@@ -424,13 +438,14 @@ class RolloutTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.args.should_save:
-            # What an earlier attempt left here would make a half-written checkpoint look whole.
-            shutil.rmtree(folder, ignore_errors=True)
         try:
+            if self.args.should_save:
+                checkpoint.make_way(folder)
             checkpoint.check_room(self, folder)
             super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError, SafetensorError) as error:
+            if self.args.should_save:
+                checkpoint.forget_replaced(folder.parent)
+        except (Exception, CheckpointException) as error:
             checkpoint.give_up(self, folder, error)
 
     def _save_rng_state(self, output_dir: str):
@@ -440,10 +455,18 @@ class RolloutTrainer(GRPOTrainer):
         if self.args.should_save:
             checkpoint.seal(Path(output_dir))
 
+    def _load_optimizer_and_scheduler(self, folder: str | None):
+        if folder is None or checkpoint.lacking(Path(folder)) is not None:
+            return super()._load_optimizer_and_scheduler(folder)
+        # TRL reads its entropy controller from a file that it writes after the manifest, so that a kill can cut it
+        # short. `restore_state` has the same numbers.
+        return super(GRPOTrainer, self)._load_optimizer_and_scheduler(folder)
+
     def _load_rng_state(self, folder: str | None):
         super()._load_rng_state(folder)
-        if folder is not None:
+        if folder is not None and checkpoint.lacking(Path(folder)) is None:
             checkpoint.restore_state(self, checkpoint.load_state(self, folder))
+            checkpoint.restore_reference(self, folder)
 
     def _run_epoch(self, **named):
         # Resumed from the last step's checkpoint, Transformers would train one step more.

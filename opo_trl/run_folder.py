@@ -17,13 +17,14 @@ A run's folder: what was asked for, what it ran on, what happened, and what came
 
 import fcntl
 import json
+import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
@@ -178,6 +179,20 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return lines
+
+
+def number(entry: Mapping[str, Any], name: str) -> float:
+    """A value of a log entry; NaN where it is missing, no number, or `None`, which TRL logs where all were NaN."""
+    try:
+        return float(entry.get(name, math.nan))
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def validations(log: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The entries of a log that have an accuracy on the validation problems, with its interval."""
+    names = ("accuracy", "low", "high")
+    return [row for row in log if all(math.isfinite(number(row, f"validation/{name}")) for name in names)]
 
 
 def append_lines(path: Path, lines: list[dict[str, Any]]) -> None:

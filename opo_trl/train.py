@@ -9,6 +9,7 @@ A recipe is a flat YAML file of the fields of [`OPOScriptArguments`], of [`OPOCo
 """
 
 import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -389,7 +390,7 @@ def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, D
 def main(argv: Sequence[str] | None = None) -> int:
     """
     Entry point; returns the exit status: 2 for a recipe or command line that cannot be run, 1 for a reward function
-    that fails in training.
+    that fails in training, 128 plus its number for a signal that ended training after a save.
     """
     # Renamed fields of Transformers that TRL still calls by their old names: nothing that a user could mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
@@ -399,15 +400,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer, script, data, checkpoint, lock = _prepare(argv)
     except (ValueError, ImportError) as error:
         return refuse("opo-trl train", error, debug=debug)
+    status = 0
     with lock:
         try:
             run(trainer, script, data, checkpoint)
+        except SystemExit as ended:
+            if not isinstance(ended.code, int):
+                raise
+            status = ended.code  # by a signal
         except RewardError as error:
             return refuse("opo-trl train", error, debug=debug, status=1)
         finally:  # a run that ends with an error is the one to read about
             if trainer.args.process_index == 0:
                 print(f"Report: {write_report(Path(trainer.args.output_dir))}")
-    return 0
+    # `Trainer.end` has shut the process group down, but its threads and connections live as long as the wrapped model
+    # refers to it. Left to the exit of the interpreter, gloo's destructor was seen to stand still. All have agreed to
+    # end, so nothing is under way that it could wait for; after an error others may wait, and this must not.
+    del trainer, data
+    gc.collect()
+    return status
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ SEAMS: Mapping[str, tuple[str, ...]] = {
     "_save_checkpoint": ("model", "trial"),
     "_save_rng_state": ("output_dir",),
     "_load_rng_state": ("checkpoint",),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
     "_run_epoch": ("epoch",),
     "get_batch_samples": ("epoch_iterator", "num_batches", "device"),  # where an accumulation window begins
 }

@@ -9,6 +9,7 @@ import numpy as np
 
 from .comparison.intervals import t_quantile
 from .diagnostics import Diagnostic, diagnostics
+from .run_folder import number, validations
 from .step_clock import PHASES
 from .watches import Watch
 
@@ -106,7 +107,7 @@ def judge(log: Sequence[Row], settings: Row) -> list[Verdict]:
 def _judge(diagnostic: Diagnostic, log: Sequence[Row]) -> Verdict | None:
     logged = {name for row in log for name in row}
     metric = next((name for name in diagnostic.metrics if name in logged), "")
-    points = series(log, metric, lambda row: not diagnostic.reused or row.get("opo/off_policy_steps", 0) > 0)
+    points = series(log, metric, lambda row: not diagnostic.reused or number(row, "opo/off_policy_steps") > 0)
     if not points:
         return None
     fresh = series(log, metric, lambda row: row.get("opo/off_policy_steps") == 0)
@@ -124,13 +125,13 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Row]) -> Verdict | None:
 
 def series(log: Sequence[Row], metric: str, chosen: Callable[[Row], bool] = lambda row: True) -> Points:
     """Optimizer step and value of a metric, where it is a finite number."""
-    found = [(row["step"], row[metric]) for row in log if row.get(metric) is not None and chosen(row)]
+    found = [(row["step"], number(row, metric)) for row in log if chosen(row)]
     return [(step, value) for step, value in found if math.isfinite(value)]
 
 
 def _validation(log: Sequence[Row]) -> Verdict | None:
     """The first and the last validation, which differ where their intervals do not meet."""
-    rows = [row for row in log if "validation/accuracy" in row]
+    rows = validations(log)
     if len(rows) < 2:
         return None
     (before, low, high), (after, last_low, last_high) = (
@@ -160,15 +161,16 @@ _FASTER = {
 
 
 def _slowest_phase(log: Sequence[Row]) -> Verdict | None:
-    timed = [row for row in log if f"opo/time/{PHASES[0]}" in row]
-    if not timed:
+    points = {phase: series(log, f"opo/time/{phase}") for phase in PHASES}
+    if not any(points.values()):
         return None
-    seconds = {phase: float(np.mean([row[f"opo/time/{phase}"] for row in timed])) for phase in PHASES}
+    seconds = {
+        phase: float(np.mean([value for _, value in found])) if found else 0.0 for phase, found in points.items()
+    }
     phase, total = max(PHASES, key=lambda name: seconds[name]), sum(seconds.values())
     share = seconds[phase] / max(total, 1e-9)
     said = f"Slowest phase: {phase}, {share:.0%} of {total:.3g} s per optimizer step. {_FASTER[phase]}"
-    metric = f"opo/time/{phase}"
-    return Verdict(metric, said, None, "", series(timed, metric))
+    return Verdict(f"opo/time/{phase}", said, None, "", points[phase])
 
 
 @dataclass(frozen=True)

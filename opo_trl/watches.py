@@ -1,15 +1,19 @@
 """Watches: bounds on what is logged, which warn or end a run."""
 
 import difflib
+import math
 import operator
 import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
+
+from .run_folder import number
 
 
 logger = get_logger(__name__)
@@ -32,7 +36,7 @@ class Watch:
         text (`str`): `"warn if METRIC < NUMBER"`; or `stop` for `warn`, and `>` for `<`.
 
     Attributes:
-        recent (`deque[bool]`): which of the last entries of the log that have the metric were beyond the bound.
+        recent (`deque[bool]`): which of the last entries that have a number for the metric were beyond the bound.
         fired (`bool`): whether they were too many, once, since the last time that none was.
         without (`int`): entries that did not have the metric, while none has had it; −1 from the first that has it.
 
@@ -56,14 +60,25 @@ class Watch:
                 "'stop if opo/chi2 > 2', with any metric of the log."
             ) from None
 
-    def fires(self, entry: Mapping[str, float]) -> bool:
+    def fires(self, entry: Mapping[str, Any]) -> bool:
         """Whether with this entry of the log, the next one, too many of the last ones are beyond the bound."""
-        if self.metric not in entry:
+        value = number(entry, self.metric)
+        if math.isnan(value):  # nothing to compare
             return False
-        self.recent.append(self.beyond(entry[self.metric], self.bound))
+        self.recent.append(self.beyond(value, self.bound))
         fires = not self.fired and sum(self.recent) == _ENTRIES_BEYOND
         self.fired = fires or (self.fired and any(self.recent))
         return fires
+
+    def state(self) -> dict[str, Any]:
+        """What [`~Watch.restore`] takes, as JSON keeps it."""
+        return {"recent": list(self.recent), "fired": self.fired, "without": self.without}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of [`~Watch.state`]."""
+        self.recent.clear()
+        self.recent.extend(state["recent"])
+        self.fired, self.without = state["fired"], state["without"]
 
 
 class Watches(TrainerCallback):
@@ -88,8 +103,13 @@ class Watches(TrainerCallback):
         if any(watch.stops for watch in self.watches) and any(gather_object([any(watch.stops for watch in fired)])):
             logger.warning(f"The run ends at step {state.global_step}, with a checkpoint.")
             control.should_training_stop = control.should_save = True
+            # The run that goes on from this checkpoint is to be guarded as well.
+            for watch in self.watches:
+                if watch.stops:
+                    watch.recent.clear()
+                    watch.fired = False
 
-    def _fires(self, watch: Watch, logs: dict[str, float]) -> bool:
+    def _fires(self, watch: Watch, logs: Mapping[str, Any]) -> bool:
         if watch.metric in logs:
             watch.without = -1
         elif watch.without >= 0 and "grad_norm" in logs:

@@ -40,6 +40,27 @@ def test_step_is_skipped_and_the_next_is_taken(tiny_model, tmp_path, trainer_cla
     assert [math.isfinite(entry["grad_norm"]) for entry in entries] == [True, False, True, True]
 
 
+class Scaled(RecordingOPO):
+    """With the gradient scaler of float16, which skips a step by itself and says so."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.accelerator.native_amp, self.accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=4.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"trainer_class": Scaled, "fp16": True}], ids=["float32", "float16"])
+def test_learning_rate_follows_its_schedule_over_a_skipped_step(tiny_model, tmp_path, options):
+    schedule = {"lr_scheduler_type": "linear", "learning_rate": 0.004, "max_steps": 4, "num_iterations": 2}
+    trainer = trained(tiny_model, tmp_path, inject=poison(0), **schedule, **options)
+    entries = logged(trainer)
+    assert [entry["opo/skipped_steps"] for entry in entries] == [1, 2, 2, 2]
+    assert [entry["learning_rate"] for entry in entries] == pytest.approx([0.004, 0.003, 0.002, 0.001])
+    assert set(trainer.lr_scheduler.get_last_lr()) == {0}
+    if options:
+        assert trainer.accelerator.scaler.get_scale() == 1.0  # halved by both
+        assert not trainer.accelerator.optimizer_step_was_skipped
+
+
 @pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
 def test_rows_of_a_skipped_step_are_kept_and_give_its_loss_again(tiny_model, tmp_path, trainer_class):
     trainer = trained(tiny_model, tmp_path, trainer_class=trainer_class, inject=poison(1), max_steps=3)

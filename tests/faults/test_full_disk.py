@@ -1,6 +1,8 @@
 """A save that fails, on a disk that is really full: earlier checkpoints stay, and the run stops or goes on."""
 
+import errno
 import logging
+import os
 import re
 import resource
 import shutil
@@ -11,13 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers.trainer
 from helpers import RecordingOPO, logged, make_trainer
 from invariance.canonical import Form
 from invariance.canonical import make_trainer as make_canonical_trainer
 from invariance.launch import launch, logs
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from opo_trl import OPOTrainer
-from opo_trl.checkpoint import fault, last_whole
+from opo_trl.checkpoint import fault, finished, last_whole
 
 
 OPTIONS = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-4}
@@ -140,6 +145,99 @@ def test_file_that_cannot_be_written(tiny_model: str, tmp_path: Path, limit: int
         trainer.train()
         assert [fault(tmp_path / f"checkpoint-{step}") for step in (1, 3)] == [None, None]
         assert not (tmp_path / "checkpoint-2").exists()
+
+
+# Errors of another kind
+
+
+class Unreachable(RecordingOPO):
+    """Which cannot push its checkpoints."""
+
+    def _push_from_checkpoint(self, checkpoint_folder: str):
+        raise ConnectionError("the Hub is down")
+
+
+def busy(*args, **kwargs):
+    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), "checkpoint-1/.nfs0001")
+
+
+def own_error(kind: type) -> type:
+    """A trainer of a user whose `save_model` fails in the second save."""
+
+    class Own(RecordingOPO):
+        def save_model(self, output_dir=None, _internal_call=False):
+            super().save_model(output_dir, _internal_call)
+            if self.state.global_step == 2:
+                raise kind("the user's own")
+
+    return Own
+
+
+@pytest.mark.parametrize("after", ["stop", "continue"])
+@pytest.mark.parametrize(
+    ("error", "what"), [(ConnectionError, "the Hub is down"), (OSError, "busy")], ids=["push", "deletion of old ones"]
+)
+def test_whole_checkpoint_outlives_an_error_that_follows_it(tiny_model, tmp_path, monkeypatch, error, what, after):
+    trainer_class = Unreachable if error is ConnectionError else RecordingOPO
+    trainer = make_trainer(tiny_model, tmp_path, **OPTIONS, save_failure=after, trainer_class=trainer_class)
+    if error is ConnectionError:
+        trainer.args.push_to_hub = True
+    else:
+        monkeypatch.setattr(transformers.trainer, "rotate_checkpoints", busy)
+    with pytest.raises(error, match=what) as raised:
+        trainer.train()
+    assert_only_the_first_is_left(tmp_path)
+    (note,) = raised.value.__notes__
+    assert note.endswith("checkpoint-1 is finished, and can be used: the error came after it was written.")
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, OSError, ConnectionError])
+@pytest.mark.parametrize("after", ["stop", "continue"])
+def test_error_of_a_users_own_is_reported_as_itself(tiny_model: str, tmp_path: Path, kind: type, after: str):
+    trainer = make_trainer(tiny_model, tmp_path, **OPTIONS, save_failure=after, trainer_class=own_error(kind))
+    with pytest.raises(kind) as raised:
+        trainer.train()
+    assert str(raised.value) == "the user's own"
+    assert "checkpoint-1." in raised.value.__notes__[0]
+    assert_only_the_first_is_left(tmp_path)
+
+
+class Unserializable(TrainerCallback, ExportableState):
+    """Whose state Transformers cannot write into `trainer_state.json`, after the manifest."""
+
+    def state(self):
+        return {"args": {}, "attributes": {"not json": {1, 2}}}
+
+
+def test_nothing_is_removed_after_the_manifest(tiny_model: str, tmp_path: Path):
+    trainer = make_trainer(tiny_model, tmp_path, **OPTIONS, trainer_arguments={"callbacks": [Unserializable()]})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        trainer.train()
+    assert (tmp_path / "checkpoint-1" / "manifest.json").exists()
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
+    assert fault(tmp_path / "checkpoint-1") == "it has no trainer_state.json: its writing was cut short"
+
+
+def test_model_alone_outlives_an_error_that_follows_it(tiny_model: str, tmp_path: Path):
+    trainer = make_trainer(tiny_model, tmp_path, **OPTIONS, save_only_model=True, trainer_class=Unreachable)
+    trainer.args.push_to_hub = True
+    with pytest.raises(ConnectionError):
+        trainer.train()
+    assert finished(tmp_path / "checkpoint-1")
+
+
+def test_error_of_a_file_is_no_lack_of_space(tiny_model: str, tmp_path: Path):
+    class Limited(RecordingOPO):
+        def _save_checkpoint(self, *args):
+            with limited_files(100_000 if self.state.global_step == 2 else -1):
+                super()._save_checkpoint(*args)
+
+    trainer = make_trainer(tiny_model, tmp_path, **OPTIONS, trainer_class=Limited)
+    with pytest.raises(RuntimeError, match="checkpoint-2 cannot be saved") as raised:
+        trainer.train()
+    assert "File too large" in str(raised.value)
+    assert "are missing" not in str(raised.value)
+    assert "Make room" not in str(raised.value)
 
 
 # Two processes

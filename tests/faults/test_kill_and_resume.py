@@ -99,6 +99,27 @@ def test_four_processes_under_zero3(uninterrupted, tiny_model: str, tmp_path: Pa
     assert differences(tmp_path, uninterrupted(form)) == []
 
 
+# A rollout of all processes serves six optimizer steps; the reference moves before the checkpoint of the second.
+MOVING = {**SAVING, "max_steps": 4, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ("multi_gpu", ["reference.pt"]),
+        ("zero3", ["reference_0.pt", "reference_1.pt"]),
+        pytest.param("fsdp2", ["reference_0.pt", "reference_1.pt"], marks=pytest.mark.slow),
+    ],
+)
+def test_moving_reference_is_saved_once(uninterrupted, tiny_model: str, tmp_path: Path, config: str, files: list):
+    form = replace(ZERO3, name=f"moving reference, {config}", rows=4, processes=2, config=config, options=MOVING)
+    assert -9 in start(form, tiny_model, tmp_path, Kill(micro_step=3, process=1))
+    saved = Path(last_whole(str(tmp_path)))
+    assert sorted(path.name for path in saved.glob("reference*")) == files
+    start(form, tiny_model, tmp_path)
+    assert differences(tmp_path, uninterrupted(form)) == []
+
+
 def test_without_the_rollout_state_the_run_is_another(uninterrupted, tiny_model: str, tmp_path: Path):
     assert start(ONE, tiny_model, tmp_path, Kill(micro_step=11)) == [-9]
     start(ONE, tiny_model, tmp_path, target=train_without_state)

@@ -5,6 +5,7 @@ was not.
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -46,7 +47,10 @@ OPTIONS = {
 
 def train(folder: Path, *further: str) -> None:
     options = [word for name, value in OPTIONS.items() for word in (f"--{name}", str(value))]
-    assert main(["--config", str(RECIPE), "--output_dir", str(folder), *options, *further]) == 0
+    status = main(["--config", str(RECIPE), "--output_dir", str(folder), *options, *further])
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    print("threads:", *threads)
+    sys.exit(status)
 
 
 def lines(folder: Path) -> list[dict]:
@@ -139,6 +143,24 @@ def train_with(trainer_class: type, form: Form, model: str, folder: str) -> None
     trainer = make_trainer(form, model, Path(folder), trainer_class)
     with StopOnSignal(trainer):
         trainer.train()
+
+
+@pytest.mark.parametrize("signalled", [False, True], ids=["at the end", "after a signal"])
+def test_process_group_is_gone_before_the_interpreter_is(tmp_path: Path, signalled: bool):
+    def stop_one(processes):
+        if signalled:
+            wait_until(lambda: bool(lines_so_far(tmp_path / "run")))
+            os.kill(processes[1].pid, signal.SIGTERM)
+
+    fields = {"max_steps": 9999 if signalled else 2, "per_device_train_batch_size": 6, "use_cpu": "true"}
+    further = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "meanwhile": stop_one, "limit": SECONDS}
+    status = launch(train, tmp_path / "run", *further, **where)
+    assert set(status) <= ({128 + signal.SIGTERM, -signal.SIGKILL} if signalled else {0}), logs(tmp_path)
+    for number in range(2):  # the first to end after a signal has the other killed
+        if status[number] >= 0:
+            (threads,) = re.findall("threads: .*", (tmp_path / f"process_{number}.log").read_text())
+            assert "gloo" not in threads
 
 
 def test_signal_to_one_process_stops_all(tiny_model: str, tmp_path: Path):
