@@ -26,7 +26,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import ModelConfig, get_peft_config, get_quantization_config, rewards
 from trl.rewards import get_soft_overlong_punishment
 
-from . import preflight, run_folder
+from . import paths, preflight, ranges, run_folder
 from .arithmetic import arithmetic_reward, base_model_path
 from .callbacks import LogFile, ProgressBar, Validation
 from .checkpoint import check_same_run, check_split
@@ -41,7 +41,7 @@ from .report import write_report
 from .rewards import accuracy_reward, format_reward
 from .rollout import check_enough_prompts
 from .rollout_trainer import RolloutTrainer
-from .scoring import LEAST_MEMORY, IsolatedReward, RewardError
+from .scoring import IsolatedReward, RewardError
 from .signals import StopOnSignal
 from .trainer import OPOTrainer
 
@@ -278,14 +278,16 @@ def run(trainer: RolloutTrainer, script: OPOScriptArguments, data: Data, checkpo
 _SELECTIONS = ("levels", "fraction", "validation_levels", "report_levels")
 
 
-_POSITIVE = (
-    "validation_steps",
-    "validation_size",
-    "report_size",
-    "report_samples",
-    "max_prompt_length",
-    "reward_timeout",
-)
+def check_arguments(arguments: OPOScriptArguments | ModelConfig) -> None:
+    """
+    Check the numbers, words and paths of the script's or the model's arguments.
+
+    Raises:
+        `ValueError`: names the field, its value and what to set it to.
+    """
+    ranges.check(arguments)
+    for name in ("dataset_name", "model_name_or_path", "reward_model_name_or_path", "accelerate_config"):
+        paths.check_name(name, getattr(arguments, name, None))
 
 
 def _check_script(script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig):
@@ -306,14 +308,6 @@ def _check_script(script: OPOScriptArguments, args: RolloutConfig, model_config:
                 f"{name}=True does not go with use_vllm=True: TRL hands vLLM the packed weights, which it refuses "
                 "(huggingface/trl#4973). Remove one of them."
             )
-    for name in _POSITIVE:
-        value = getattr(script, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name}={value} is not allowed. Set `{name}` to a positive number, or leave it out.")
-    for name, least in (("reward_workers", 0), ("reward_memory", LEAST_MEMORY)):
-        value = getattr(script, name)
-        if value < least:
-            raise ValueError(f"{name}={value} is not allowed. Set `{name}` to {least} or more.")
 
 
 def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, Data, str | None, Lock]:
@@ -324,6 +318,8 @@ def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, D
         `ValueError`, `ImportError`: it cannot be run as asked for. No file has been touched then.
     """
     script, args, model_config, recipe = parse(argv)
+    check_arguments(script)
+    check_arguments(model_config)
     _check_script(script, args, model_config)
     preflight.check_installed(args, model_config)
     folder = Path(args.output_dir)

@@ -26,7 +26,6 @@ OWN_FIELDS = sorted({f.name for f in dataclasses.fields(OPOConfig)} - {f.name fo
 # Another value than the default for every field that OPO rejects.
 REJECTED_VALUES = {
     "loss_type": "bnpo",
-    "importance_sampling_level": "sequence",
     "epsilon": 0.3,
     "epsilon_high": 0.28,
     "delta": 2.0,
@@ -75,6 +74,7 @@ IMPLEMENTED = {
 
 # Fields that have no part in the loss of given completions, by what they are about.
 NO_PART_IN_THE_LOSS = {
+    "the ratio, which is per sequence whatever it says": {"importance_sampling_level"},
     "loading the model": {"model_init_kwargs", "trust_remote_code", "disable_dropout"},
     "the dataset": {"shuffle_dataset"},
     "padding, which has no influence": {"pad_to_multiple_of"},
@@ -171,6 +171,12 @@ def test_rejected_field_raises_and_says_what_to_use(config, name):
 def test_rejected_field_may_be_given_its_default(config, name):
     default = next(f.default for f in dataclasses.fields(GRPOConfig) if f.name == name)
     assert getattr(config(**{name: default}), name) == default
+
+
+def test_level_of_the_ratio_may_say_what_opo_does(config):
+    assert config(importance_sampling_level="sequence").importance_sampling_level == "sequence"
+    with pytest.raises(ValueError, match=r"importance_sampling_level='turn' is not allowed.*token, sequence"):
+        config(importance_sampling_level="turn")
 
 
 # Defaults and ranges
