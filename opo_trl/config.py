@@ -166,8 +166,10 @@ class RolloutConfig(GRPOConfig):
             check_deepspeed(f"deepspeed={self.deepspeed!r}")
         elif os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
             check_deepspeed("The accelerate configuration")
-        for name in ("deepspeed", "fsdp_config", "accelerator_config"):
-            paths.check_json(name, getattr(self, name))
+        for name in self._VALID_DICT_FIELDS:
+            value = getattr(self, name)
+            if name in ("deepspeed", "fsdp_config", "accelerator_config") or str(value).startswith("{"):
+                paths.check_json(name, value)
         processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.accelerator.device_count()
         on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU") == "true"
         if 0 < devices < processes and not on_cpu:

@@ -33,6 +33,17 @@ def check_name(field: str, value: Any) -> None:
         )
 
 
+def hint_at_checkout(path: str | os.PathLike) -> str:
+    """What to do about a path that is missing, if it looks like one in the source checkout; else nothing."""
+    if Path(path).parts[:1] not in (("recipes",), ("benchmarks",)):
+        return ""
+    folder = Path(path).parts[0]
+    return (
+        f"`{folder}/` is a folder of the source checkout, which the installed package does not hold: get the source, "
+        "and run this in its root, or pass the path from there."
+    )
+
+
 def check_folder(field: str, folder: str | os.PathLike) -> None:
     """
     Check that files can be written below a folder, which need not exist.
@@ -63,12 +74,21 @@ def check_json(field: str, value: Any) -> None:
         check_name(field, value)
         if not Path(value).is_file():
             raise ValueError(
-                f"{field}={value!r} does not exist, as seen from {os.getcwd()!r}. Set `{field}` to a JSON file."
+                f"{field}={value!r} does not exist, as seen from {os.getcwd()!r}. Set `{field}` to a JSON file. "
+                f"{hint_at_checkout(value)}".rstrip()
             )
         text, what = Path(value).read_text(encoding="utf-8", errors="replace"), "a JSON file"
     try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
+        content = json.loads(text, object_pairs_hook=_without_repeats)
+    except ValueError as error:
         raise ValueError(f"{field}={value!r} is not {what}: {error}. Mend it there.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{field}={value!r} holds no mapping. Write it as `{{key: value}}`.")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise ValueError(f"it has the key {repeated!r} twice")
+    return dict(pairs)
