@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal, get_args
@@ -13,7 +14,7 @@ from trl import GRPOConfig
 from . import paths, ranges
 from .objective import DriveScaling, Positivity, RatioForm, Reduction
 from .ranges import require
-from .rehearsal import REFUSALS, blame, given, rehearse
+from .rehearsal import REFUSALS, blame, given, is_said, rehearse
 from .watches import Watch
 
 
@@ -140,6 +141,10 @@ class RolloutConfig(GRPOConfig):
                 f"sync_ref_model=True with beta={self.beta} has no effect: without a KL term there is no reference "
                 "model. Set `beta` to a positive number, or remove `sync_ref_model`."
             )
+        url = self.vllm_server_base_url
+        if url is not None:
+            match = re.fullmatch(r"https?://[^\s/:?#]+(:\d+)?(/\S*)?", url)
+            require(bool(match), "vllm_server_base_url", url, "an address such as http://localhost:8000")
         processes = int(os.environ.get("WORLD_SIZE", 1))
         last = ranges.RANGES["seed"].high - processes + 1  # each process adds its number
         require(self.seed <= last, "seed", self.seed, f"a whole number from 0 to {last:.0f}")
@@ -156,7 +161,7 @@ class RolloutConfig(GRPOConfig):
             super().__post_init__()
             rehearse(self)
         except REFUSALS as error:
-            if isinstance(error, ValueError) and any(f"{name}=" in str(error) for name in named):
+            if is_said(error, named):
                 raise
             raise blame(named, lambda fields: rehearse(GRPOConfig(**fields)), error) from error
 

@@ -23,6 +23,7 @@ from pyarrow import ArrowInvalid
 from transformers import PreTrainedTokenizerBase
 
 from .boxes import final_answer, find_boxes
+from .paths import hint_at_checkout
 
 
 logger = logging.getLogger(__name__)
@@ -141,7 +142,8 @@ def _local_file(name: str, split: str) -> Path | None:
     # A Hub id is `data_set` or `owner/data_set`.
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_ENDINGS):
         raise ValueError(
-            f"dataset_name={name!r} does not exist. Give an existing file or folder, or a data set on the Hub."
+            f"dataset_name={name!r} does not exist. Give an existing file or folder, or a data set on the Hub. "
+            f"{hint_at_checkout(name)}".rstrip()
         )
     return None
 

@@ -10,17 +10,21 @@ import copy
 import importlib
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, Trainer, get_scheduler
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, Trainer, get_scheduler
 from transformers.integrations import integration_utils
-from trl import GRPOConfig
+from transformers.integrations.accelerate import check_and_set_device_map
+from trl import GRPOConfig, ModelConfig, get_peft_config
 
-from .ranges import RANGES, Range
+from .ranges import CHOICES, RANGES, Range
 
 
 # What libraries raise about options that they cannot use.
@@ -34,6 +38,7 @@ REFUSALS = (
     OSError,
     ImportError,
     RuntimeError,
+    StrictDataclassError,
 )
 
 _STEPS = 10_000  # of a run whose length is not known yet
@@ -99,6 +104,9 @@ _OF_A_MODEL = ("galore", "apollo", "lomo")
 # Options of `gradient_checkpointing_kwargs` that Transformers takes out, before PyTorch gets the rest.
 _OWN_CHECKPOINTING = ("every_n_layers", "offload")
 
+# Options that `from_pretrained` throws away, as they come from earlier versions.
+_IGNORED_IN_LOADING = {"mirror", "_fast_init", "low_cpu_mem_usage", "from_tf", "from_flax", "offload_state_dict"}
+
 _TRACKER_PACKAGES = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}
 
 
@@ -142,6 +150,13 @@ def blame(named: Mapping[str, Any], attempt: Callable[[dict[str, Any]], object],
     values = " and ".join(f"{name}={named[name]!r}" for name in causes)
     fix = " or ".join(f"`{name}`" for name in causes)
     return ValueError(f"{values} cannot be used: {said} Set {fix} to something else, or leave it out.")
+
+
+def is_said(error: Exception, named: Iterable[str]) -> bool:
+    """Whether an error says already which field to change, and how."""
+    said = str(error)
+    fields_and_fix = any(f"{name}=" in said for name in named) and any(word in said for word in ("Set ", "Remove "))
+    return isinstance(error, ValueError) and fields_and_fix
 
 
 def rehearse(args: GRPOConfig) -> None:
@@ -328,3 +343,115 @@ def _checkpointing(options: Any) -> None:
     rest = {key: value for key, value in (options or {}).items() if key not in _OWN_CHECKPOINTING}
     if rest:
         checkpoint(torch.square, torch.ones(1, requires_grad=True), **{"use_reentrant": False, **rest})
+
+
+# Model and adapters
+
+
+def rehearse_model(args: GRPOConfig, model_config: ModelConfig, path: str) -> None:
+    """
+    Make a model without its weights, on PyTorch's `meta` device, and the adapters on it.
+
+    Args:
+        args ([`~trl.GRPOConfig`]), model_config ([`~trl.ModelConfig`]):
+            What it is made with.
+        path (`str`):
+            Folder of the model, or its id on the Hub.
+
+    Raises:
+        `ValueError`: an option cannot be used, is not known, or matches no part of the model; the message names the
+            field.
+    """
+    options: Any = args.model_init_kwargs or {}
+
+    def attempt(fields: dict[str, Any]) -> None:
+        fields = dict(fields)
+        init_kwargs = fields.pop("model_init_kwargs", {})
+        router = fields.pop("router_aux_loss_coef", None)
+        model = _empty_model(args, ModelConfig(**fields), path, init_kwargs)
+        if model is not None:
+            _check_router(model, router)
+            _check_adapters(model, ModelConfig(**fields))
+
+    named = given(model_config)
+    named |= {"model_init_kwargs": options} if options else {}
+    named |= {"router_aux_loss_coef": args.router_aux_loss_coef} if args.router_aux_loss_coef else {}
+    try:
+        attempt(named)
+    except REFUSALS as error:
+        if is_said(error, named):
+            raise
+        # What makes it a model, and one with adapters, is not to blame for how it is made.
+        whole = {name: named.pop(name) for name in ("model_name_or_path", "use_peft") if name in named}
+        raise blame(named, lambda fields: attempt(whole | fields), error) from error
+
+
+def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mapping[str, Any]) -> Any:
+    """The model without weights; `None` where its class comes with the model."""
+    # The options that `from_pretrained` takes out, before the configuration and the class get the rest.
+    loading = inspect.signature(PreTrainedModel.from_pretrained).parameters.keys() | set(
+        re.findall(r"""kwargs\.pop\(\s*"(\w+)\"""", inspect.getsource(PreTrainedModel.from_pretrained))
+    )
+    dtype = options.get("dtype", model_config.dtype)
+    if not isinstance(dtype, torch.dtype) and dtype not in CHOICES["dtype"]:
+        raise ValueError(f"There is no dtype {dtype!r}.")
+    if "torch_dtype" in options:
+        raise ValueError(
+            f"model_init_kwargs={options!r}: `dtype` goes before 'torch_dtype'. Set `dtype` in its place."
+        )
+    check_and_set_device_map(options.get("device_map"))
+    rest = {key: value for key, value in options.items() if key not in loading | _IGNORED_IN_LOADING}
+    revision, trust = options.get("revision", model_config.model_revision), args.trust_remote_code
+    config, rest = AutoConfig.from_pretrained(
+        path, revision=revision, trust_remote_code=trust, return_unused_kwargs=True, **rest
+    )
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    if kind is None:
+        return None
+    rest = {key: value for key, value in rest.items() if key not in ("trust_remote_code", "revision")}
+    attention = options.get("attn_implementation", model_config.attn_implementation)
+    with torch.device("meta"):
+        return kind._from_config(config, **rest, attn_implementation=attention)
+
+
+def _check_router(model: Any, coefficient: float | None) -> None:
+    if coefficient and not hasattr(model.config.get_text_config(), "output_router_logits"):
+        raise ValueError(f"router_aux_loss_coef={coefficient} has no effect: the model has no experts. Remove it.")
+
+
+def _check_adapters(model: Any, model_config: ModelConfig) -> None:
+    peft_config: Any = get_peft_config(model_config)
+    if peft_config is None:
+        return
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    for name, parts in (
+        ("lora_target_modules", modules),
+        ("lora_modules_to_save", modules),
+        ("lora_target_parameters", parameters),
+    ):
+        wanted = getattr(model_config, name)
+        for part in wanted if isinstance(wanted, list) else []:  # one by itself is a pattern, or "all-linear"
+            if not any(path == part or path.endswith(f".{part}") for path in parts):
+                known = sorted({path.rpartition(".")[2] for path, module in modules.items() if _is_linear(module)})
+                raise ValueError(
+                    f"{name}={wanted!r}: {part!r} matches nothing in the model. Its linear layers are "
+                    f"{', '.join(known)}. Set `{name}` to names of its parts."
+                )
+    import peft
+
+    target = model_config.lora_target_modules
+    if isinstance(target, str) and any(path.endswith(f".{target}") for path in modules):
+        raise ValueError(
+            f"lora_target_modules={target!r}: a single entry is a pattern of whole paths, which {target!r} does not "
+            f"match. Set `lora_target_modules` to ['.*{target}']."
+        )
+    model = peft.get_peft_model(model, peft_config)
+    if isinstance(model.get_output_embeddings(), peft.tuners.tuners_utils.BaseTunerLayer):
+        raise ValueError(
+            f"lora_target_modules={model_config.lora_target_modules!r} puts an adapter on the LM head, which TRL does "
+            "not train. Remove the head from `lora_target_modules`."
+        )
+
+
+def _is_linear(module: Any) -> bool:
+    return isinstance(module, torch.nn.Linear)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from huggingface_hub import constants, get_token
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import ModelConfig, get_peft_config, get_quantization_config, rewards
@@ -37,6 +38,7 @@ from .errors import refuse
 from .evaluate import evaluate
 from .plan import training_plan
 from .recipe import OPOScriptArguments, parse, split
+from .rehearsal import rehearse_model
 from .report import write_report
 from .rewards import accuracy_reward, format_reward
 from .rollout import check_enough_prompts
@@ -302,6 +304,23 @@ def _check_script(script: OPOScriptArguments, args: RolloutConfig, model_config:
     for name in ("dataset_streaming", "ignore_bias_buffers"):
         if getattr(script, name):
             raise ValueError(f"{name}=True has no effect here: problems are loaded whole. Remove `{name}`.")
+    if args.eval_strategy != "no" or args.eval_on_start:
+        field = "eval_on_start" if args.eval_strategy == "no" else "eval_strategy"
+        raise ValueError(
+            f"{field}={getattr(args, field)!s} needs a data set of its own, which this command has not. Set "
+            f"`validation_steps` in its place, and remove `{field}`."
+        )
+    if args.sync_ref_model and model_config.use_peft:
+        raise ValueError(
+            "sync_ref_model=True does not go with use_peft=True: the reference is the base model below the adapters, "
+            "which does not move. Remove one of them."
+        )
+    if args.push_to_hub and (constants.HF_HUB_OFFLINE or not (args.hub_token or get_token())):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "there is no token"
+        raise ValueError(
+            f"push_to_hub=True cannot be done: {why}. Set `hub_token`, or log in with `hf auth login`, or remove "
+            "`push_to_hub`."
+        )
     for name in ("load_in_4bit", "load_in_8bit"):
         if args.use_vllm and getattr(model_config, name):
             raise ValueError(
@@ -334,11 +353,13 @@ def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, D
     given: Any = args.model_init_kwargs or {}  # a dict, once parsed
     weights: Any = {"pickled": not given.get("use_safetensors", True)}
     config = preflight.check_model("model_name_or_path", model_path(model_config), **source, **weights)
+    rehearse_model(args, model_config, model_path(model_config))
     if script.reward_model_name_or_path:
         preflight.check_model("reward_model_name_or_path", script.reward_model_name_or_path, **source, **weights)
     tokenizer = preflight.load_tokenizer(model_path(model_config), **source)
     with args.main_process_first(desc="loading the data set"):
         data = load_data(script, args, tokenizer)
+    preflight.check_template_options(args, tokenizer, data.training[0]["prompt"])
     preflight.check_columns(reward_funcs, data.training)
     preflight.check_context(data.training["prompt"], tokenizer, config, args, script.max_prompt_length)
     check_enough_prompts(len(data.training), args)
