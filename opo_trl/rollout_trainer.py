@@ -17,6 +17,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,14 @@ class RolloutTrainer(GRPOTrainer):
         if found is not None:
             checkpoint.check_split(self, found)
         if self.accelerator.is_main_process:
-            print(training_plan(self), flush=True)
+            print(self.plan, flush=True)
+            del self.plan  # another call may have other arguments
         return super().train(found, *args, **kwargs)
+
+    @cached_property
+    def plan(self) -> str:
+        """The plan that is printed when training starts."""
+        return training_plan(self)
 
     # 1. The order of prompts and completions
 

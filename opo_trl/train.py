@@ -36,7 +36,6 @@ from .config import RolloutConfig
 from .data import drop_long_prompts, load_from_hub, load_problems, to_prompts, without_overlap
 from .errors import refuse
 from .evaluate import evaluate
-from .plan import training_plan
 from .recipe import OPOScriptArguments, parse, split
 from .rehearsal import rehearse_model
 from .report import write_report
@@ -257,7 +256,7 @@ def run(trainer: RolloutTrainer, script: OPOScriptArguments, data: Data, checkpo
             run_folder.write_json(folder / run_folder.SUMMARY, summary)
     trainer.accelerator.print(format_report(summary["before"]))
     if is_main:
-        (folder / run_folder.PLAN).write_text(training_plan(trainer) + "\n")
+        (folder / run_folder.PLAN).write_text(trainer.plan + "\n")
     started = time.perf_counter()
     with StopOnSignal(trainer):
         trainer.train(resume_from_checkpoint=checkpoint)
