@@ -8,6 +8,7 @@ value is not of its type.
 import argparse
 import dataclasses
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from . import paths, written
 from .config import OPOConfig, RolloutConfig
 from .data import INSTRUCTION
 from .evaluate import Decoding
+from .ranges import require
 
 
 CONFIGS: dict[str, type[RolloutConfig]] = {"opo": OPOConfig, "grpo": RolloutConfig}
@@ -52,6 +54,9 @@ class OPOScriptArguments(ScriptArguments):
             Tokens before `max_completion_length` over which `soft_overlong_punishment` falls from 0 to -1.
         reward_model_name_or_path (`str`, *optional*):
             Reward model to add to the reward functions.
+        columns (`dict[str, str]`, *optional*):
+            Which of the data set's columns stands for which of ours, such as `{problem: question, solution: answer}`;
+            see [`load_problems`]. With `prompt_style: dataset`, new name → name that it has.
         levels (`list[str]`, *optional*):
             Levels of the training problems; `None` takes all.
         fraction (`float`, *optional*, defaults to `1.0`):
@@ -94,6 +99,9 @@ class OPOScriptArguments(ScriptArguments):
     overlong_cache: int | None = field(
         default=None, metadata={"help": "Tokens over which soft_overlong_punishment falls to -1."}
     )
+    columns: dict | str | None = field(
+        default=None, metadata={"help": "Which column of the data set stands for problem, solution, level and type."}
+    )
     levels: list[str] | None = field(default=None, metadata={"help": "Levels of the training problems."})
     fraction: float = field(default=1.0, metadata={"help": "Share of the training problems, in (0, 1]."})
     subset_seed: int = field(default=42, metadata={"help": "Seed that chooses problems."})
@@ -111,6 +119,14 @@ class OPOScriptArguments(ScriptArguments):
     report_samples: int = field(default=1, metadata={"help": "Completions sampled per reported problem."})
     overwrite: bool = field(default=False, metadata={"help": "Delete an earlier run in output_dir."})
     accelerate_config: str | None = field(default=None, metadata={"help": "Accelerate configuration to launch with."})
+
+    def __post_init__(self):
+        paths.check_json("columns", self.columns)
+        if isinstance(self.columns, str):
+            self.columns = json.loads(self.columns)
+        pairs: Any = self.columns.items() if isinstance(self.columns, dict) else [(self.columns, None)]
+        plain = self.columns is None or all(isinstance(name, str) for pair in pairs for name in pair)
+        require(plain, "columns", self.columns, "a mapping of names: `columns: {problem: question}`")
 
 
 class _Parser(TrlParser):

@@ -33,7 +33,7 @@ from .callbacks import LogFile, ProgressBar, Validation
 from .checkpoint import check_same_run, check_split
 from .checkpoint import resolve as find_checkpoint
 from .config import RolloutConfig
-from .data import drop_long_prompts, load_from_hub, load_problems, to_prompts, without_overlap
+from .data import drop_long_prompts, load_from_hub, load_problems, rename_columns, to_prompts, without_overlap
 from .errors import refuse
 from .evaluate import evaluate
 from .recipe import OPOScriptArguments, parse, split
@@ -174,11 +174,11 @@ def load_data(script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTra
 
 def _problems(script: OPOScriptArguments, split: str, levels: list[str] | None, fraction: float = 1.0) -> Dataset:
     name, config = script.dataset_name, script.dataset_config
+    columns: Any = script.columns or {}  # a dict, once parsed
     if script.prompt_style == "dataset":
-        return load_from_hub(name, config, split)
-    return load_problems(
-        name, dataset_config=config, split=split, levels=levels, fraction=fraction, seed=script.subset_seed
-    )
+        return rename_columns(load_from_hub(name, config, split), columns)
+    selection: Any = {"levels": levels, "fraction": fraction, "seed": script.subset_seed}
+    return load_problems(name, dataset_config=config, split=split, columns=columns, **selection)
 
 
 def _prompts(script: OPOScriptArguments, problems: Dataset) -> Dataset:

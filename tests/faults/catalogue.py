@@ -291,6 +291,17 @@ DATA = [
         change=write_rows([{k: v for k, v in row.items() if k != "solution"} for row in ROWS]),
     ),
     Case(
+        "columns that the data have not",
+        ["columns={'problem': 'question'}", "does not fit", "problem, level, type, solution", "Set `columns`"],
+        {"columns": {"problem": "question"}},
+    ),
+    Case("columns that are no names", ["columns={'problem': 1}", "Set `columns`"], {"columns": {"problem": 1}}),
+    Case(
+        "levels of data without them",
+        ["levels=['Level 1', 'Level 2']", "has no levels"],
+        change=write_rows([{"problem": "1 + 1", "answer": "2"}] * 8),
+    ),
+    Case(
         "column that a reward needs",
         ["reward_funcs='compare'", "needs the column 'gold'", "'solution'", "Rename"],
         {"reward_funcs": ["my_rewards.compare"]},
