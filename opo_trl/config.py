@@ -23,7 +23,7 @@ SaveFailure = Literal["stop", "continue"]
 
 
 # Fields of the parent that shape a loss OPO does not compute, and what to use in their place. A value other than the
-# default is rejected: a user who sets one expects it to act.
+# default is rejected: a user who sets one expects it to act. The default itself looks like a field that is not set.
 REJECTED_FIELDS = {
     "loss_type": "OPO has one loss; choose its form with `ratio_form` and `log_ratio_reduction`",
     "epsilon": "OPO does not clip the ratio; bound the update with `mu` or `chi2_radius`",
@@ -234,7 +234,7 @@ class OPOConfig(RolloutConfig):
 
     It holds the parameters of OPO; all others are those of [`RolloutConfig`], [`~trl.GRPOConfig`] and
     [`~transformers.TrainingArguments`]. Parameters of GRPO's own losses (`loss_type`, `epsilon`, `epsilon_high`,
-    `delta`, `importance_sampling_level`, `sapo_*`, `vespo_*`) have no place in OPO's and are rejected when set.
+    `delta`, `sapo_*`, `vespo_*`) have no place in OPO's and are rejected when set to another value than TRL's default.
 
     Parameters:
         > Parameters that control the sampling geometry

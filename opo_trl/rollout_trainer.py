@@ -12,10 +12,11 @@ comparison differs in nothing else. What is added to TRL's:
 5. A checkpoint holds all that the rest of the run depends on, the rollout in use among it (`checkpoint`).
 """
 
+import inspect
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +54,19 @@ _FAILURE_WEIGHT = 0.1
 _NOT_CHECKED = (str, torch.nn.Module, IsolatedReward)
 
 trl_contract.check()
+
+
+def takes_what_grpo_takes(config_class: type[RolloutConfig]) -> Callable[[Callable], Callable]:
+    """Decorate an `__init__` that hands on its arguments: it shows those of the installed [`~trl.GRPOTrainer`]."""
+
+    def decorate(init: Callable) -> Callable:
+        parent = inspect.signature(GRPOTrainer.__init__)
+        own = {"args": parent.parameters["args"].replace(annotation=config_class | None)}
+        shown: Any = init
+        shown.__signature__ = parent.replace(parameters=[*{**parent.parameters, **own}.values()])
+        return init
+
+    return decorate
 
 
 class RolloutTrainer(GRPOTrainer):
@@ -95,6 +109,7 @@ class RolloutTrainer(GRPOTrainer):
         "_reward_failure_rate",
     )
 
+    @takes_what_grpo_takes(RolloutConfig)
     def __init__(self, model, reward_funcs=None, args: RolloutConfig | None = None, *further, **named):
         wanted = self.config_class
         if args is None:

@@ -10,14 +10,15 @@ import dataclasses
 import inspect
 import json
 import math
+import pydoc
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import TrainingArguments
-from trl import GRPOConfig, TrlParser
+from trl import GRPOConfig, GRPOTrainer, TrlParser
 
-from opo_trl import OPOConfig, RolloutConfig
+from opo_trl import OPOConfig, OPOTrainer, RolloutConfig, RolloutTrainer
 from opo_trl.config import REJECTED_FIELDS
 
 
@@ -177,6 +178,20 @@ def test_level_of_the_ratio_may_say_what_opo_does(config):
     assert config(importance_sampling_level="sequence").importance_sampling_level == "sequence"
     with pytest.raises(ValueError, match=r"importance_sampling_level='turn' is not allowed.*token, sequence"):
         config(importance_sampling_level="turn")
+
+
+@pytest.mark.parametrize(("trainer", "config_class"), [(OPOTrainer, OPOConfig), (RolloutTrainer, RolloutConfig)])
+def test_trainers_show_the_parameters_of_grpo(trainer, config_class):
+    shown, parent = inspect.signature(trainer), inspect.signature(GRPOTrainer)
+    assert [*shown.parameters] == [*parent.parameters]
+    assert {n: p.default for n, p in shown.parameters.items()} == {n: p.default for n, p in parent.parameters.items()}
+    assert shown.parameters["args"].annotation == config_class | None
+    assert f"args: {config_class.__module__}.{config_class.__name__} | None = None" in pydoc.render_doc(trainer)
+
+    class Own(trainer):
+        def __init__(self, model, further=1): ...
+
+    assert [*inspect.signature(Own).parameters] == ["model", "further"]
 
 
 # Defaults and ranges
