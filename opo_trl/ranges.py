@@ -146,8 +146,8 @@ RANGES: dict[str, Range] = {
     "beta": _NOT_NEGATIVE,
     "ref_model_mixup_alpha": _SHARE,
     "entropy_coef": _NOT_NEGATIVE,  # TRL documents a bonus
-    "entropy_coef_min": _NOT_NEGATIVE,
-    "entropy_coef_max": _NOT_NEGATIVE,
+    "entropy_coef_min": _FINITE,  # the controller may take it below 0, where it is a penalty
+    "entropy_coef_max": _FINITE,
     "entropy_coef_delta": _NOT_NEGATIVE,
     "entropy_target": _NOT_NEGATIVE,
     "top_entropy_quantile": _SHARE,
