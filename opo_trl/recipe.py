@@ -222,6 +222,8 @@ def read_recipe(path: str | Path | None, argv: Sequence[str] = ()) -> tuple[dict
     plain = isinstance(variables, dict) and all(isinstance(part, str) for pair in variables.items() for part in pair)
     if not plain:
         raise ValueError(f"env={variables!r} is not allowed. Set `env` to a mapping: `env: {{NAME: value}}`.")
+    if variables:  # whole numbers as such, which look better in the recipe of the run's folder
+        recipe["env"] = {name: int(v) if re.fullmatch(r"0|[1-9]\d*", v) else v for name, v in variables.items()}
     return recipe, trainer
 
 
