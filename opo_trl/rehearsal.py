@@ -273,7 +273,7 @@ def _trackers(names: Iterable[str]) -> None:
 
 def _generation(args: GRPOConfig) -> None:
     options: Any = args.generation_kwargs or {}
-    known = _sampling_options(args.use_vllm)
+    known = _sampling_options(args.use_vllm) if options else None  # it takes long to import vLLM
     for key, value in options.items():
         named = f"generation_kwargs={options!r}"
         if known is not None and key not in known:
