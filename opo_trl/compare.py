@@ -18,6 +18,7 @@ from .comparison.jobs import OWN_FIELDS, Job, check_earlier_run, failure, overri
 from .comparison.measures import compare
 from .comparison.runs import Run, by_label, check_comparable, check_same_method, find_runs, read_run
 from .errors import refuse
+from .paths import hint_at_checkout
 
 
 def main(argv: Sequence[str]) -> int:
@@ -131,7 +132,8 @@ def plan(arguments: argparse.Namespace, fields: list[str]) -> list[Job]:
 def _check_arguments(arguments: argparse.Namespace, recipes: list[Path], fields: list[str]) -> None:
     for path in recipes:
         if not path.is_file():
-            raise ValueError(f"{str(path)!r} does not exist. Pass recipes or folders of runs; fields come last.")
+            hint = hint_at_checkout(path) or "Pass recipes or folders of runs; fields come last."
+            raise ValueError(f"{str(path)!r} does not exist. {hint}")
     if recipes and not arguments.seeds:
         raise ValueError(f"{str(recipes[0])!r} is a recipe, and --seeds is not set. Add the seeds: `--seeds 1 2 3`.")
     if not recipes and (arguments.seeds or fields):

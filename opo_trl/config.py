@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal, get_args
@@ -10,8 +11,11 @@ from typing import Literal, get_args
 import torch
 from trl import GRPOConfig
 
+from . import paths, ranges
 from .objective import DriveScaling, Positivity, RatioForm, Reduction
-from .watches import Watches
+from .ranges import require
+from .rehearsal import REFUSALS, blame, given, is_said, rehearse
+from .watches import Watch
 
 
 AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
@@ -19,10 +23,9 @@ SaveFailure = Literal["stop", "continue"]
 
 
 # Fields of the parent that shape a loss OPO does not compute, and what to use in their place. A value other than the
-# default is rejected: a user who sets one expects it to act.
+# default is rejected: a user who sets one expects it to act. The default itself looks like a field that is not set.
 REJECTED_FIELDS = {
     "loss_type": "OPO has one loss; choose its form with `ratio_form` and `log_ratio_reduction`",
-    "importance_sampling_level": "OPO's ratio is per sequence; choose `log_ratio_reduction` ('sum' or 'mean')",
     "epsilon": "OPO does not clip the ratio; bound the update with `mu` or `chi2_radius`",
     "epsilon_high": "OPO does not clip the ratio; bound the update with `mu` or `chi2_radius`",
     "delta": "OPO does not clip the ratio; bound the update with `mu` or `chi2_radius`",
@@ -96,17 +99,15 @@ class RolloutConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        self._check_values()
         self._check_launch()
         self._check_batches()
-        super().__post_init__()
+        self._check_in_parents()
         rounds = self.max_sampling_rounds
-        rate, skipped = self.max_reward_failure_rate, self.max_skipped_steps
-        _require(rounds >= 1, "max_sampling_rounds", rounds, "a whole number, at least 1")
-        _require(0 <= rate <= 1, "max_reward_failure_rate", rate, "a number in [0, 1]")
-        _require(skipped >= 1, "max_skipped_steps", skipped, "a whole number, at least 1")
-        Watches(self.watches)
+        for text in self.watches:
+            require(math.isfinite(Watch(text).bound), "watches", text, "a watch with a finite bound")
         choices = get_args(SaveFailure)
-        _require(self.save_failure in choices, "save_failure", self.save_failure, f"one of {', '.join(choices)}")
+        require(self.save_failure in choices, "save_failure", self.save_failure, f"one of {', '.join(choices)}")
         if self.enable_jit_checkpoint:
             raise ValueError(
                 "enable_jit_checkpoint=True is not allowed: it saves in the middle of an optimizer step, which cannot "
@@ -120,12 +121,60 @@ class RolloutConfig(GRPOConfig):
                     f"are replaced later. Set `max_sampling_rounds` to 1, or leave `{name}` out."
                 )
 
+    def _check_values(self):
+        """What can be seen of each field by itself, and of the paths."""
+        words = {"true": "group", "false": "none"}  # as a command line says it
+        self.scale_rewards = words.get(str(self.scale_rewards).lower(), self.scale_rewards)
+        ranges.check(self)
+        for name in ("temperature", "repetition_penalty"):  # Transformers takes no whole number for them
+            value = getattr(self, name)
+            setattr(self, name, value if value is None else float(value))
+        for low, high in (
+            ("entropy_coef_min", "entropy_coef_max"),
+            ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+        ):
+            least, most = getattr(self, low), getattr(self, high)
+            wanted = f"a number below {high}={most}"
+            require(None in (least, most) or least <= most, low, least, wanted)
+        if self.sync_ref_model and self.beta == 0:
+            raise ValueError(
+                f"sync_ref_model=True with beta={self.beta} has no effect: without a KL term there is no reference "
+                "model. Set `beta` to a positive number, or remove `sync_ref_model`."
+            )
+        url = self.vllm_server_base_url
+        if url is not None:
+            match = re.fullmatch(r"https?://[^\s/:?#]+(:\d+)?(/\S*)?", url)
+            require(bool(match), "vllm_server_base_url", url, "an address such as http://localhost:8000")
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        last = ranges.RANGES["seed"].high - processes + 1  # each process adds its number
+        require(self.seed <= last, "seed", self.seed, f"a whole number from 0 to {last:.0f}")
+        for name in ("output_dir", "resume_from_checkpoint"):
+            paths.check_name(name, getattr(self, name))
+        if self.output_dir is not None and os.environ.get("RANK", "0") == "0":
+            paths.check_folder("output_dir", self.output_dir)
+
+    def _check_in_parents(self):
+        """Have TRL and Transformers check the rest, and say what they say of our fields."""
+        own = {f.name for f in dataclasses.fields(GRPOConfig)}
+        named = {name: value for name, value in given(self).items() if name in own}
+        try:
+            super().__post_init__()
+            rehearse(self)
+        except REFUSALS as error:
+            if is_said(error, named):
+                raise
+            raise blame(named, lambda fields: rehearse(GRPOConfig(**fields)), error) from error
+
     def _check_launch(self):
         """Before anything takes hold of a device."""
         if self.deepspeed:
             check_deepspeed(f"deepspeed={self.deepspeed!r}")
         elif os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
             check_deepspeed("The accelerate configuration")
+        for name in self._VALID_DICT_FIELDS:
+            value = getattr(self, name)
+            if name in ("deepspeed", "fsdp_config", "accelerator_config") or str(value).startswith("{"):
+                paths.check_json(name, value)
         processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.accelerator.device_count()
         on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU") == "true"
         if 0 < devices < processes and not on_cpu:
@@ -135,20 +184,7 @@ class RolloutConfig(GRPOConfig):
             )
 
     def _check_batches(self):
-        for name in (
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "num_iterations",
-            "steps_per_generation",
-            "generation_batch_size",
-            "max_completion_length",
-        ):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "a whole number, at least 1")
         group, processes = self.num_generations, int(os.environ.get("WORLD_SIZE", 1))
-        _require(group is not None and group >= 2, "num_generations", group, "at least 2: a group to compare")
-        _require(0 < self.temperature < math.inf, "temperature", self.temperature, "a positive, finite number")
-        _require(0 <= self.learning_rate < math.inf, "learning_rate", self.learning_rate, "0 or more, and finite")
         whole, steps = self.generation_batch_size, self.steps_per_generation
         if whole is not None and steps is not None:
             raise ValueError(
@@ -159,7 +195,7 @@ class RolloutConfig(GRPOConfig):
             unit = math.lcm(self.per_device_train_batch_size * processes, group)
             nearest = " or ".join(str(unit * n) for n in (whole // unit, whole // unit + 1) if n)
             wanted = f"a multiple of num_generations and of the rows of a pass over all processes: {nearest}"
-            _require(whole % unit == 0, "generation_batch_size", whole, wanted)
+            require(whole % unit == 0, "generation_batch_size", whole, wanted)
             return
         passes = processes * (steps or self.gradient_accumulation_steps)
         completions = self.per_device_train_batch_size * passes
@@ -198,7 +234,7 @@ class OPOConfig(RolloutConfig):
 
     It holds the parameters of OPO; all others are those of [`RolloutConfig`], [`~trl.GRPOConfig`] and
     [`~transformers.TrainingArguments`]. Parameters of GRPO's own losses (`loss_type`, `epsilon`, `epsilon_high`,
-    `delta`, `importance_sampling_level`, `sapo_*`, `vespo_*`) have no place in OPO's and are rejected when set.
+    `delta`, `sapo_*`, `vespo_*`) have no place in OPO's and are rejected when set to another value than TRL's default.
 
     Parameters:
         > Parameters that control the sampling geometry
@@ -319,8 +355,8 @@ class OPOConfig(RolloutConfig):
     )
 
     def __post_init__(self):
-        super().__post_init__()
         self._reject_unused_fields()
+        super().__post_init__()
         self._check_own_fields()
         if self.mu is None and self.chi2_radius is None:
             self.mu = 0.3
@@ -343,26 +379,16 @@ class OPOConfig(RolloutConfig):
                 "Remove one of them."
             )
         low_high = self.temperature_range
-        _require(0 <= self.alpha <= 1, "alpha", self.alpha, "a number in [0, 1]")
-        for name in ("escort_temperature", "mu", "chi2_radius", "log_ratio_clamp"):
-            value = getattr(self, name)
-            _require(value is None or 0 < value < math.inf, name, value, "a positive, finite number")
-        _require(
-            len(low_high) == 2 and 0 < low_high[0] <= low_high[1] < math.inf,
-            "temperature_range",
-            low_high,
-            "two positive numbers, the lower first",
-        )
+        ordered = len(low_high) == 2 and low_high[0] <= low_high[1]
+        require(ordered, "temperature_range", low_high, ranges.RANGES["temperature_range"])
         budget = self.max_tokens_per_micro_batch
-        _require(budget is None or budget > 0, "max_tokens_per_micro_batch", budget, "a positive number of tokens")
         if budget is not None and not self.plan_micro_batches:
             raise ValueError(
                 f"max_tokens_per_micro_batch={budget} needs planned micro-batches. Set `plan_micro_batches` to True, "
                 "or leave `max_tokens_per_micro_batch` out."
             )
-        _require(0 < self.positivity_epsilon < 1, "positivity_epsilon", self.positivity_epsilon, "a number in (0, 1)")
         for name, choices in _CHOICES.items():
-            _require(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
+            require(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
 
 
 def check_deepspeed(asked_by: str) -> None:
@@ -372,8 +398,3 @@ def check_deepspeed(asked_by: str) -> None:
             f"{asked_by} needs deepspeed, which is not installed. `pip install 'opo_trl[deepspeed]'`, or launch "
             "without it."
         )
-
-
-def _require(condition: bool, name: str, value: object, wanted: str):
-    if not condition:
-        raise ValueError(f"{name}={value!r} is not allowed. Set `{name}` to {wanted}.")

@@ -12,8 +12,9 @@ A row that cannot be used is never dropped silently: one warning counts the drop
 import gzip
 import json
 import logging
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,11 +24,14 @@ from pyarrow import ArrowInvalid
 from transformers import PreTrainedTokenizerBase
 
 from .boxes import final_answer, find_boxes
+from .paths import hint_at_checkout
 
 
 logger = logging.getLogger(__name__)
 
 COLUMNS = ("problem", "level", "type", "solution")
+_OPTIONAL = ("level", "type")
+_MARK = "####"  # before the final answer, in GSM8K
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 
 Style = Literal["chat", "plain"]
@@ -44,6 +48,7 @@ def load_problems(
     levels: Sequence[str] | None = None,
     fraction: float = 1.0,
     seed: int = 42,
+    columns: Mapping[str, str] | None = None,
 ) -> Dataset:
     """
     Load problems with their solutions, and select by level and fraction.
@@ -65,17 +70,22 @@ def load_problems(
             same seed, a smaller fraction is contained in a larger one.
         seed (`int`, *optional*, defaults to `42`):
             Seed of the random subset.
+        columns (`dict[str, str]`, *optional*):
+            Which of the data set's columns stands for `problem`, `solution`, `level` or `type`, such as
+            `{"problem": "question", "solution": "answer"}`. Each is its namesake where it is not given; without a
+            column `solution`, `answer` is taken, and with answers that end in `#### 72`, `question` for the problem.
+            What is taken for what is logged.
 
     Returns:
-        `Dataset`: Rows with the columns `problem`, `level`, `type` and `solution`.
+        `Dataset`: Rows with the columns `problem`, `level`, `type` and `solution`; level and type are `None` where the
+        data set has none. A solution of another name ends in a `\boxed{}`, which holds what stands behind the last
+        `####`, or all of it.
 
     Raises:
         `ValueError`: if the file or folder does not exist or cannot be read, a column is missing, a level is unknown,
             or no row is left.
     """
-    dataset = _load(dataset_name, dataset_config, split, levels)
-    _check_columns(dataset_name, dataset.column_names)
-    dataset = dataset.select_columns(list(COLUMNS))
+    dataset = _load(dataset_name, dataset_config, split, levels, columns or {})
     if levels is not None:
         dataset = _select_levels(dataset, levels)
     return _select_fraction(dataset, fraction, seed)
@@ -97,28 +107,97 @@ def load_from_hub(dataset_name: str, dataset_config: str | None, split: str) -> 
         ) from error
 
 
-def _load(name: str, config: str | None, split: str, levels: Sequence[str] | None) -> Dataset:
+def rename_columns(dataset: Dataset, columns: Mapping[str, str]) -> Dataset:
+    """
+    Rename columns of a data set: new name → name that it has.
+
+    Raises:
+        `ValueError`: it has no such column, or one of the new name already.
+    """
+    names = dataset.column_names
+    for new, old in columns.items():
+        if old not in names or (new in names and new not in columns.values()):
+            raise ValueError(
+                f"columns={dict(columns)!r} does not fit the data set, whose columns are {', '.join(names)}. Set "
+                "`columns` to new names for some of them."
+            )
+    renamed = {old: new for new, old in columns.items()}
+    if renamed:
+        logger.warning("Took %s.", " and ".join(f"{old!r} for {new}" for old, new in renamed.items()))
+    return dataset.rename_columns(renamed)
+
+
+def _load(
+    name: str, config: str | None, split: str, levels: Sequence[str] | None, columns: Mapping[str, str]
+) -> Dataset:
     file = None if name == "arithmetic" else _local_file(name, split)
     if file is None and name != "arithmetic":
-        return load_from_hub(name, config, split)
+        return _take(name, load_from_hub(name, config, split), columns)
     if config is not None:
         raise ValueError(
             f"dataset_config={config!r} has no meaning for dataset_name={name!r}, which is not on the Hub. Remove it."
         )
     if file is not None:
-        return _read(file)
+        return _read(file, columns)
     from .arithmetic import make_problems
 
-    return Dataset.from_list(make_problems(split, levels))  # type: ignore[arg-type]  # it checks the split itself
+    problems: Any = make_problems(split, levels)  # type: ignore[arg-type]  # it checks the split itself
+    return _take(name, Dataset.from_list(problems), columns)
 
 
-def _check_columns(name: str | Path, columns: Sequence[str]) -> None:
-    missing = [column for column in COLUMNS if column not in columns]
+def _sources(
+    name: str | Path, names: Sequence[str], columns: Mapping[str, str], answers: Sequence[Any]
+) -> dict[str, str]:
+    """Which of a data set's columns stands for which of [`COLUMNS`]; `answers` are some of its column `answer`."""
+    for ours, theirs in columns.items():
+        if ours not in COLUMNS or theirs not in names:
+            raise ValueError(
+                f"columns={dict(columns)!r} does not fit dataset_name='{name}'. Set `columns` to a mapping of "
+                f"{', '.join(COLUMNS)} to columns that it has: {', '.join(names)}."
+            )
+    found = {column: column for column in COLUMNS if column in names} | dict(columns)
+    if "solution" not in found and "answer" in names:
+        marked = bool(answers) and all(_MARK in str(answer) for answer in answers)
+        if "problem" not in found and "question" in names and marked:
+            found["problem"] = "question"
+        if "problem" in found:
+            found["solution"] = "answer"
+    missing = [column for column in COLUMNS if column not in (*found, *_OPTIONAL)]
     if missing:
         raise ValueError(
-            f"dataset_name='{name}' has no column {missing}, only {list(columns)}. Rename its columns, or give other "
-            "data."
+            f"dataset_name='{name}' has no column {missing}, only {list(names)}. Rename its columns, or say which "
+            "ones stand for them: `columns: {problem: …, solution: …}`."
         )
+    renamed = [f"{theirs!r} for {ours}" for ours, theirs in found.items() if ours != theirs]
+    if renamed:
+        logger.warning("dataset_name='%s': took %s.", name, " and ".join(renamed))
+    return found
+
+
+def _take(name: str, dataset: Dataset, columns: Mapping[str, str]) -> Dataset:
+    """The columns of problems, out of those that a data set has."""
+    answers = dataset[:_MAX_NAMED]["answer"] if "answer" in dataset.column_names else []
+    sources = _sources(name, dataset.column_names, columns, answers)
+    if all(sources.get(column) == column for column in COLUMNS):
+        return dataset.select_columns(list(COLUMNS))
+    rows = dataset.select_columns(list(set(sources.values())))
+    return _problem_rows([dict(row) for row in rows], sources)
+
+
+def _problem_rows(rows: Sequence[Mapping[str, Any]], sources: Mapping[str, str]) -> Dataset:
+    taken = [{column: row.get(sources.get(column, "")) for column in COLUMNS} for row in rows]
+    if sources["solution"] != "solution":
+        taken = [{**row, "solution": _in_a_box(row["solution"])} for row in taken]
+    return Dataset.from_list(taken, on_mixed_types="use_json")
+
+
+def _in_a_box(solution: Any) -> Any:
+    """A solution that ends in its answer, or an answer by itself, as a solution in which a box holds the answer."""
+    if not isinstance(solution, str) or find_boxes(solution):
+        return solution
+    steps, _, answer = solution.rpartition(_MARK)
+    answer = re.sub(r"(?<=\d),(?=\d{3}\b)", "", answer.strip())  # of thousands
+    return f"{steps}\\boxed{{{answer}}}" if answer else solution
 
 
 def _local_file(name: str, split: str) -> Path | None:
@@ -141,15 +220,16 @@ def _local_file(name: str, split: str) -> Path | None:
     # A Hub id is `data_set` or `owner/data_set`.
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_ENDINGS):
         raise ValueError(
-            f"dataset_name={name!r} does not exist. Give an existing file or folder, or a data set on the Hub."
+            f"dataset_name={name!r} does not exist. Give an existing file or folder, or a data set on the Hub. "
+            f"{hint_at_checkout(name)}".rstrip()
         )
     return None
 
 
-def _read(file: Path) -> Dataset:
+def _read(file: Path, columns: Mapping[str, str]) -> Dataset:
     try:
         if file.suffix == ".parquet":
-            return Dataset.from_parquet(str(file))
+            return _take(str(file), Dataset.from_parquet(str(file)), columns)
         rows = _json_rows(file)
     except (ArrowInvalid, DatasetGenerationError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
@@ -158,20 +238,19 @@ def _read(file: Path) -> Dataset:
         ) from error
     if not rows:
         raise ValueError(f"dataset_name='{file}' cannot be read: it is empty. Restore or replace the file.")
-    _check_columns(file, list(dict.fromkeys(name for _, row in rows for name in row)))
-    for column in ("level", "type"):  # a row of which the others cannot be used is dropped and named
+    names = list(dict.fromkeys(name for _, row in rows for name in row))
+    sources = _sources(file, names, columns, [row["answer"] for _, row in rows[:_MAX_NAMED] if "answer" in row])
+    for column in _OPTIONAL:  # a row of which the others cannot be used is dropped and named
         first: dict[type, int] = {}
         for line, row in rows:
-            first.setdefault(type(row.get(column)), line)
+            first.setdefault(type(row.get(sources.get(column, ""))), line)
         kinds = [f"{kind.__name__} in line {line}" for kind, line in first.items() if kind is not type(None)]
         if len(kinds) > 1:
             raise ValueError(
                 f"dataset_name='{file}' has mixed types in its column {column!r}: {', '.join(kinds)}. Write all of "
                 "them as strings."
             )
-    return Dataset.from_list(
-        [{column: row.get(column) for column in COLUMNS} for _, row in rows], on_mixed_types="use_json"
-    )
+    return _problem_rows([row for _, row in rows], sources)
 
 
 def _json_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -199,6 +278,10 @@ def _json_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
 
 def _select_levels(dataset: Dataset, levels: Sequence[str]) -> Dataset:
     known = sorted({level for level in dataset["level"] if level is not None})
+    if not known:
+        raise ValueError(
+            f"levels={levels!r}: the data set has no levels. Leave it out, or set `columns: {{level: …}}`."
+        )
     unknown = [level for level in levels if level not in known]
     if isinstance(levels, str) or not levels or unknown:
         raise ValueError(f"levels={levels!r} must be a list of levels out of those that exist: {known}.")

@@ -1,8 +1,10 @@
 """The plan that is printed once when training starts: what a rollout is, what it serves, and what memory it holds."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from datasets import Dataset
 
@@ -12,6 +14,9 @@ from .config import OPOConfig, RolloutConfig
 
 if TYPE_CHECKING:
     from .rollout_trainer import RolloutTrainer
+
+
+logger = get_logger(__name__)
 
 
 def training_plan(trainer: "RolloutTrainer") -> str:
@@ -24,16 +29,26 @@ def training_plan(trainer: "RolloutTrainer") -> str:
 
     Returns:
         `str`: the plan: completions and tokens per rollout, optimizer steps per rollout, whether μ can act, the
-        objective, and the memory of a process at its peaks.
+        objective, and the memory of a process at its peaks. What cannot be described is left out, with a warning that
+        says why: a plan ends no run.
     """
-    lines = {
-        "rollout": _rollout(trainer),
-        "updates": _updates(trainer),
-        "policy": _policy(trainer),
-        "objective": _objective(trainer),
-        "memory": _memory(trainer),
+    subjects = {
+        "rollout": _rollout,
+        "updates": _updates,
+        "policy": _policy,
+        "objective": _objective,
+        "memory": _memory,
     }
+    lines = {name: _described(trainer, name, describe) for name, describe in subjects.items()}
     return "\n".join([f"{trainer._name} training plan", *(f"  {name:<10} {text}" for name, text in lines.items())])
+
+
+def _described(trainer: "RolloutTrainer", name: str, describe: Callable[["RolloutTrainer"], str]) -> str:
+    try:
+        return describe(trainer)
+    except Exception as error:  # a model's configuration may lack or mean anything, and this is only printed
+        logger.warning(f"The plan has no line for {name}: {type(error).__name__}: {error}")
+        return "not known"
 
 
 def _rollout(trainer: "RolloutTrainer") -> str:
@@ -164,7 +179,7 @@ def memory_plan(trainer: "RolloutTrainer") -> dict[str, dict[str, float]]:
             trained, trained_bytes = trained + n, trained_bytes + n * size
     trained_width = trained_bytes / max(trained, 1)
     colocated = trainer.use_vllm and trainer.vllm_mode == "colocate"
-    hidden = trainer.model.config.get_text_config().hidden_size
+    hidden = getattr(trainer.model.config.get_text_config(), "hidden_size", 0)
     bucket = zero.get("reduce_bucket_size", 5e8)
     plan = memory.memory_plan(
         memory.decoder(trainer.model.config),
@@ -209,10 +224,12 @@ def _moments(optimizer: str, width: float) -> float:
 
 
 def _row_tokens(trainer: "RolloutTrainer") -> tuple[int, int]:
-    """Most tokens of a prompt and of a completion."""
+    """Most tokens of a prompt and of a completion; 0 for a completion of any length in a context without an end."""
     args = trainer.args
-    limit = args.vllm_max_model_length or trainer.model.config.get_text_config().max_position_embeddings
-    completion = min(args.max_completion_length or limit, limit)
+    # Bloom, MPT and recurrent models have no limit.
+    context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
+    limit = args.vllm_max_model_length or context
+    completion = min(filter(None, (args.max_completion_length, limit)), default=0)
     return limit - completion if args.vllm_max_model_length else _prompt_tokens(trainer), completion
 
 

@@ -7,6 +7,7 @@ Every check raises a `ValueError` that names the field, its value and what to do
 import http.client
 import inspect
 import json
+import re
 import socket
 import time
 import urllib.error
@@ -22,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from trl import ModelConfig
 
+from . import paths
 from .config import RolloutConfig
 from .data import prompt_lengths
 from .scoring import IsolatedReward
@@ -37,6 +39,18 @@ _GIVEN_TO_REWARDS = {
     "log_metric",
     "environments",
 }
+
+# What TRL hands to `apply_chat_template`.
+_GIVEN_TO_TEMPLATE = (
+    "conversation",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "tokenize",
+    "return_dict",
+    "return_tensors",
+    "padding",
+)
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HTTP_SECONDS = 5.0  # that a vLLM server may take for one answer
@@ -127,7 +141,11 @@ def check_model(
     """
     folder = Path(name)
     if not folder.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ValueError(f"{field}={name!r} does not exist. Set `{field}` to a model's folder, or its id on the Hub.")
+        hint = paths.hint_at_checkout(name)
+        raise ValueError(
+            f"{field}={name!r} does not exist. Set `{field}` to a model's folder, or its id on the Hub. "
+            f"{hint}".rstrip()
+        )
     if (folder / "adapter_config.json").is_file():
         base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
         raise ValueError(
@@ -201,6 +219,24 @@ def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
             f"prompt_style='chat', but the tokenizer of {tokenizer.name_or_path!r} has no chat template. Set "
             "`prompt_style` to 'plain', or give the tokenizer a chat_template.jinja."
         )
+
+
+def check_template_options(args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
+    """Check that a chat template reads what `chat_template_kwargs` holds."""
+    options: Any = args.chat_template_kwargs or {}  # a dict, once parsed
+    if options and isinstance(prompt, str):
+        raise ValueError(
+            f"chat_template_kwargs={options!r} has no effect: prompts that are text have no chat template. Remove it."
+        )
+    template, read = tokenizer.chat_template, inspect.signature(tokenizer.apply_chat_template).parameters
+    for key in options:
+        if key in _GIVEN_TO_TEMPLATE:
+            raise ValueError(f"chat_template_kwargs={options!r}: TRL sets {key!r} itself. Remove {key!r}.")
+        if isinstance(template, str) and key not in read and not re.search(rf"\b{re.escape(key)}\b", template):
+            raise ValueError(
+                f"chat_template_kwargs={options!r}: {key!r} has no effect, the chat template of "
+                f"{tokenizer.name_or_path!r} does not read it. Remove {key!r}."
+            )
 
 
 def check_context(

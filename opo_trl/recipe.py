@@ -8,6 +8,7 @@ value is not of its type.
 import argparse
 import dataclasses
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import trl
-import yaml
 from trl import ModelConfig, ScriptArguments, TrlParser
 
+from . import paths, written
 from .config import OPOConfig, RolloutConfig
 from .data import INSTRUCTION
 from .evaluate import Decoding
+from .ranges import require
 
 
 CONFIGS: dict[str, type[RolloutConfig]] = {"opo": OPOConfig, "grpo": RolloutConfig}
@@ -52,6 +54,9 @@ class OPOScriptArguments(ScriptArguments):
             Tokens before `max_completion_length` over which `soft_overlong_punishment` falls from 0 to -1.
         reward_model_name_or_path (`str`, *optional*):
             Reward model to add to the reward functions.
+        columns (`dict[str, str]`, *optional*):
+            Which of the data set's columns stands for which of ours, such as `{problem: question, solution: answer}`;
+            see [`load_problems`]. With `prompt_style: dataset`, new name → name that it has.
         levels (`list[str]`, *optional*):
             Levels of the training problems; `None` takes all.
         fraction (`float`, *optional*, defaults to `1.0`):
@@ -94,6 +99,9 @@ class OPOScriptArguments(ScriptArguments):
     overlong_cache: int | None = field(
         default=None, metadata={"help": "Tokens over which soft_overlong_punishment falls to -1."}
     )
+    columns: dict | str | None = field(
+        default=None, metadata={"help": "Which column of the data set stands for problem, solution, level and type."}
+    )
     levels: list[str] | None = field(default=None, metadata={"help": "Levels of the training problems."})
     fraction: float = field(default=1.0, metadata={"help": "Share of the training problems, in (0, 1]."})
     subset_seed: int = field(default=42, metadata={"help": "Seed that chooses problems."})
@@ -112,6 +120,14 @@ class OPOScriptArguments(ScriptArguments):
     overwrite: bool = field(default=False, metadata={"help": "Delete an earlier run in output_dir."})
     accelerate_config: str | None = field(default=None, metadata={"help": "Accelerate configuration to launch with."})
 
+    def __post_init__(self):
+        paths.check_json("columns", self.columns)
+        if isinstance(self.columns, str):
+            self.columns = json.loads(self.columns)
+        pairs: Any = self.columns.items() if isinstance(self.columns, dict) else [(self.columns, None)]
+        plain = self.columns is None or all(isinstance(name, str) for pair in pairs for name in pair)
+        require(plain, "columns", self.columns, "a mapping of names: `columns: {problem: question}`")
+
 
 class _Parser(TrlParser):
     """Parser of recipes and command lines that says in one line what is wrong, instead of listing all options."""
@@ -126,7 +142,9 @@ class _Parser(TrlParser):
         hints = {name: hint for arguments in self.dataclass_types for name, hint in get_type_hints(arguments).items()}
         words = []
         for name, value in recipe.items():
-            if isinstance(value, list) and actions[name].nargs == "+":
+            if isinstance(value, list) and any(item is None or isinstance(item, Mapping | list) for item in value):
+                self.error(f"{name}={value!r} is not allowed")
+            elif isinstance(value, list) and actions[name].nargs == "+":
                 words += [f"--{name}", *map(str, value)]
             elif value is not None and not isinstance(value, Mapping | list):
                 words.append(f"--{name}={value}")
@@ -153,6 +171,11 @@ def _argument_classes(trainer: str) -> tuple[type, type, type]:
 
 def _fields(trainer: str) -> set[str]:
     return {f.name for arguments in _argument_classes(trainer) for f in dataclasses.fields(arguments)}
+
+
+def _hints(trainer: str) -> dict[str, Any]:
+    own = {name: hint for kind in _argument_classes(trainer) for name, hint in get_type_hints(kind).items()}
+    return {**own, "env": str}  # in whatever it holds
 
 
 def split(argv: Sequence[str]) -> tuple[str | None, bool, list[str]]:
@@ -185,28 +208,43 @@ def read_recipe(path: str | Path | None, argv: Sequence[str] = ()) -> tuple[dict
     """
     recipe = {} if path is None else _read_yaml(path)
     trainer = recipe.get("trainer", "opo")
-    if "--trainer" in argv[:-1]:
-        trainer = argv[list(argv).index("--trainer") + 1]
+    for place, word in enumerate(argv):  # the last one holds, as for every option
+        if word == "--trainer" and place + 1 < len(argv):
+            trainer = argv[place + 1]
+        elif word.startswith("--trainer="):
+            trainer = word.partition("=")[2]
     if trainer not in list(CONFIGS):
         raise ValueError(f"trainer={trainer!r} does not exist. Set `trainer` to one of {', '.join(CONFIGS)}.")
     for key in recipe.keys() - _fields(trainer) - {"env"}:
         hint = hint_at_field(str(key), trainer)
         raise ValueError(f"{str(path)!r} sets {key}={recipe[key]!r}, but there is no such field. {hint}")
-    if not isinstance(recipe.get("env", {}), dict):
-        raise ValueError(f"env={recipe['env']!r} is not allowed. Set `env` to a mapping: `env: {{NAME: value}}`.")
+    variables = recipe.get("env", {})
+    plain = isinstance(variables, dict) and all(isinstance(part, str) for pair in variables.items() for part in pair)
+    if not plain:
+        raise ValueError(f"env={variables!r} is not allowed. Set `env` to a mapping: `env: {{NAME: value}}`.")
+    if variables:  # whole numbers as such, which look better in the recipe of the run's folder
+        recipe["env"] = {name: int(v) if re.fullmatch(r"0|[1-9]\d*", v) else v for name, v in variables.items()}
     return recipe, trainer
 
 
 def _read_yaml(path: str | Path) -> dict[str, Any]:
+    paths.check_name("config", path)
     if not Path(path).is_file():
-        raise ValueError(f"config={str(path)!r} does not exist. Pass the path of a recipe.")
-    try:
-        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"config={str(path)!r} is not valid YAML: {error}. Mend it there.") from error
-    if not isinstance(recipe, dict):
-        raise ValueError(f"config={str(path)!r} holds no `field: value` lines. Write one field per line.")
-    return recipe
+        hint = paths.hint_at_checkout(path) or "Pass the path of a recipe."
+        raise ValueError(f"config={str(path)!r} does not exist, as seen from {os.getcwd()!r}. {hint}")
+    hints = {name: hint for trainer in CONFIGS for name, hint in _hints(trainer).items()}
+    return written.read(path, lambda field: _kind(hints.get(field)))
+
+
+def _kind(hint: Any) -> written.Kind:
+    if hint is None:
+        return "plain"
+    parts = {part for outer in (hint, *get_args(hint)) for part in (outer, *get_args(outer))}
+    if dict in {get_origin(part) or part for part in parts} and str in parts:
+        return "plain"  # a mapping, or JSON as text
+    if str in parts or any(isinstance(part, str) for part in parts):
+        return "text"
+    return "switch" if bool in parts else "plain"
 
 
 def hint_at_field(name: str, trainer: str, further: Iterable[str] = ()) -> str:
@@ -221,13 +259,13 @@ def hint_at_field(name: str, trainer: str, further: Iterable[str] = ()) -> str:
 def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, ModelConfig, dict[str, Any]]:
     """Parse a command line; the last item of the result is the recipe with the command line's fields merged in."""
     recipe_path, _, fields = split(argv)
-    written, trainer = read_recipe(recipe_path, fields)
-    environment = {"env": written.pop("env")} if "env" in written else {}
+    recipe, trainer = read_recipe(recipe_path, fields)
+    environment = {"env": recipe.pop("env")} if "env" in recipe else {}
     os.environ.update({name: str(value) for name, value in environment.get("env", {}).items()})
-    named = written.keys() | {a[2:].split("=")[0].replace("-", "_") for a in fields if a.startswith("--")}
+    named = recipe.keys() | {a[2:].split("=")[0].replace("-", "_") for a in fields if a.startswith("--")}
     parser = make_parser(trainer)
     *parsed, unknown = parser.parse_args_into_dataclasses(
-        [*parser.take(written), *fields], return_remaining_strings=True, look_for_args_file=False
+        [*parser.take(recipe), *fields], return_remaining_strings=True, look_for_args_file=False
     )
     if unknown:
         hint = hint_at_field(unknown[0].removeprefix("--").split("=")[0], trainer)
@@ -235,8 +273,8 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, Model
     script, args, model_config = parsed
     script.accelerate_config = find_accelerate_config(script.accelerate_config, recipe_path)
     values = {f.name: getattr(part, f.name) for part in reversed(parsed) for f in dataclasses.fields(part)}
-    recipe = {name: _plain(value) for name, value in values.items() if name in named}
-    return script, args, model_config, environment | recipe
+    merged = {name: _plain(value) for name, value in values.items() if name in named}
+    return script, args, model_config, environment | merged
 
 
 def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | None:
@@ -248,6 +286,7 @@ def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | N
     """
     if name is None:
         return None
+    paths.check_name("accelerate_config", name)
     places = [Path(name), Path(trl.__file__).parent / "accelerate_configs" / f"{name}.yaml"]
     if recipe_path is not None:
         places.insert(1, Path(recipe_path).parent / name)
@@ -256,7 +295,7 @@ def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | N
             return str(place.resolve())
     raise ValueError(
         f"accelerate_config={name!r} is neither a file nor one of TRL's configurations. Looked for "
-        f"{', '.join(map(str, places))}."
+        f"{', '.join(map(str, places))}. {paths.hint_at_checkout(name)}".rstrip()
     )
 
 

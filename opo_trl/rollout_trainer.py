@@ -12,11 +12,12 @@ comparison differs in nothing else. What is added to TRL's:
 5. A checkpoint holds all that the rest of the run depends on, the rollout in use among it (`checkpoint`).
 """
 
-import functools
+import inspect
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,6 +53,19 @@ logger = get_logger(__name__)
 _FAILURE_WEIGHT = 0.1
 
 trl_contract.check()
+
+
+def takes_what_grpo_takes(config_class: type[RolloutConfig]) -> Callable[[Callable], Callable]:
+    """Decorate an `__init__` that hands on its arguments: it shows those of the installed [`~trl.GRPOTrainer`]."""
+
+    def decorate(init: Callable) -> Callable:
+        parent = inspect.signature(GRPOTrainer.__init__)
+        own = {"args": parent.parameters["args"].replace(annotation=config_class | None)}
+        shown: Any = init
+        shown.__signature__ = parent.replace(parameters=[*{**parent.parameters, **own}.values()])
+        return init
+
+    return decorate
 
 
 class RolloutTrainer(GRPOTrainer):
@@ -94,6 +108,7 @@ class RolloutTrainer(GRPOTrainer):
         "_reward_failure_rate",
     )
 
+    @takes_what_grpo_takes(RolloutConfig)
     def __init__(self, model, reward_funcs=None, args: RolloutConfig | None = None, *further, **named):
         wanted = self.config_class
         if args is None:
@@ -158,8 +173,14 @@ class RolloutTrainer(GRPOTrainer):
         if found is not None:
             checkpoint.check_split(self, found)
         if self.accelerator.is_main_process:
-            print(training_plan(self), flush=True)
+            print(self.plan, flush=True)
+            del self.plan  # another call may have other arguments
         return super().train(found, *args, **kwargs)
+
+    @cached_property
+    def plan(self) -> str:
+        """The plan that is printed when training starts."""
+        return training_plan(self)
 
     # 1. The order of prompts and completions
 
@@ -175,7 +196,7 @@ class RolloutTrainer(GRPOTrainer):
         )
         return self._sampler
 
-    @functools.cached_property
+    @cached_property
     def _prompt_stream(self) -> PromptStream:
         """Prompts of dynamic sampling. Made at first use: a subclass's sampler may need what its `__init__` sets."""
         args, dataset = self.args, cast(Dataset, self.train_dataset)

@@ -34,6 +34,8 @@ import torch
 import yaml
 from packaging.utils import canonicalize_name
 
+from . import paths
+
 
 RECIPE, SETTINGS, ENVIRONMENT = "recipe.yaml", "settings.json", "environment.json"
 REQUIREMENTS = "requirements.txt"
@@ -77,12 +79,7 @@ def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
         `ValueError`: another run writes into the folder, or it holds something that this run would overwrite, or
             nothing to resume, or cannot be written to. Nothing has been written or deleted then.
     """
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        what = "grants no permission to write" if place.is_dir() else "is not a folder"
-        raise ValueError(
-            f"output_dir={str(folder)!r} cannot be written: {str(place)!r} {what}. Choose another `output_dir`."
-        )
+    paths.check_folder("output_dir", folder)
     if (folder / LOCK).exists():
         _lock(folder, fcntl.LOCK_SH).close()  # shared: all processes of this run look at the same time
     if resume and not is_run(folder):

@@ -5,6 +5,7 @@ DATA = (
     "dataset_config",
     "dataset_train_split",
     "dataset_test_split",
+    "columns",
     "levels",
     "fraction",
     "subset_seed",

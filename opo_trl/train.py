@@ -24,27 +24,28 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
+from huggingface_hub import constants, get_token
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import ModelConfig, get_peft_config, get_quantization_config, rewards
 from trl.rewards import get_soft_overlong_punishment
 
-from . import preflight, run_folder
+from . import paths, preflight, ranges, run_folder
 from .arithmetic import arithmetic_reward, base_model_path
 from .callbacks import LogFile, ProgressBar, ReportBefore, Validation
 from .checkpoint import check_same_run, check_split
 from .checkpoint import resolve as find_checkpoint
 from .config import RolloutConfig
-from .data import drop_long_prompts, load_from_hub, load_problems, to_prompts, without_overlap
+from .data import drop_long_prompts, load_from_hub, load_problems, rename_columns, to_prompts, without_overlap
 from .errors import refuse
 from .evaluate import evaluate
-from .plan import training_plan
 from .recipe import OPOScriptArguments, parse, split
+from .rehearsal import rehearse_model
 from .report import write_report
 from .rewards import accuracy_reward, format_reward
 from .rollout import check_enough_prompts
 from .rollout_trainer import RolloutTrainer
-from .scoring import LEAST_MEMORY, IsolatedReward, RewardError
+from .scoring import IsolatedReward, RewardError
 from .settings import DATA, MODEL, SAMPLING
 from .settings import REWARDS as REWARD_FIELDS
 from .signals import StopOnSignal
@@ -178,11 +179,11 @@ def load_data(script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTra
 
 def _problems(script: OPOScriptArguments, split: str, levels: list[str] | None, fraction: float = 1.0) -> Dataset:
     name, config = script.dataset_name, script.dataset_config
+    columns: Any = script.columns or {}  # a dict, once parsed
     if script.prompt_style == "dataset":
-        return load_from_hub(name, config, split)
-    return load_problems(
-        name, dataset_config=config, split=split, levels=levels, fraction=fraction, seed=script.subset_seed
-    )
+        return rename_columns(load_from_hub(name, config, split), columns)
+    selection: Any = {"levels": levels, "fraction": fraction, "seed": script.subset_seed}
+    return load_problems(name, dataset_config=config, split=split, columns=columns, **selection)
 
 
 def _prompts(script: OPOScriptArguments, problems: Dataset) -> Dataset:
@@ -274,7 +275,7 @@ def run(trainer: RolloutTrainer, script: OPOScriptArguments, data: Data, checkpo
     )
     trainer.callback_handler.callbacks.insert(0, before)  # what it prints stands above the progress bar
     if is_main:
-        (folder / run_folder.PLAN).write_text(training_plan(trainer) + "\n")
+        (folder / run_folder.PLAN).write_text(trainer.plan + "\n")
     started = time.perf_counter()
     with StopOnSignal(trainer):
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -300,14 +301,16 @@ _REPORTED = (*DATA, *MODEL, *SAMPLING, *REWARD_FIELDS, "report_levels", "report_
 _SELECTIONS = ("levels", "fraction", "validation_levels", "report_levels")
 
 
-_POSITIVE = (
-    "validation_steps",
-    "validation_size",
-    "report_size",
-    "report_samples",
-    "max_prompt_length",
-    "reward_timeout",
-)
+def check_arguments(arguments: OPOScriptArguments | ModelConfig) -> None:
+    """
+    Check the numbers, words and paths of the script's or the model's arguments.
+
+    Raises:
+        `ValueError`: names the field, its value and what to set it to.
+    """
+    ranges.check(arguments)
+    for name in ("dataset_name", "model_name_or_path", "reward_model_name_or_path", "accelerate_config"):
+        paths.check_name(name, getattr(arguments, name, None))
 
 
 def _check_script(script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig):
@@ -322,20 +325,29 @@ def _check_script(script: OPOScriptArguments, args: RolloutConfig, model_config:
     for name in ("dataset_streaming", "ignore_bias_buffers"):
         if getattr(script, name):
             raise ValueError(f"{name}=True has no effect here: problems are loaded whole. Remove `{name}`.")
+    if args.eval_strategy != "no" or args.eval_on_start:
+        field = "eval_on_start" if args.eval_strategy == "no" else "eval_strategy"
+        raise ValueError(
+            f"{field}={getattr(args, field)!s} needs a data set of its own, which this command has not. Set "
+            f"`validation_steps` in its place, and remove `{field}`."
+        )
+    if args.sync_ref_model and model_config.use_peft:
+        raise ValueError(
+            "sync_ref_model=True does not go with use_peft=True: the reference is the base model below the adapters, "
+            "which does not move. Remove one of them."
+        )
+    if args.push_to_hub and (constants.HF_HUB_OFFLINE or not (args.hub_token or get_token())):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "there is no token"
+        raise ValueError(
+            f"push_to_hub=True cannot be done: {why}. Set `hub_token`, or log in with `hf auth login`, or remove "
+            "`push_to_hub`."
+        )
     for name in ("load_in_4bit", "load_in_8bit"):
         if args.use_vllm and getattr(model_config, name):
             raise ValueError(
                 f"{name}=True does not go with use_vllm=True: TRL hands vLLM the packed weights, which it refuses "
                 "(huggingface/trl#4973). Remove one of them."
             )
-    for name in _POSITIVE:
-        value = getattr(script, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name}={value} is not allowed. Set `{name}` to a positive number, or leave it out.")
-    for name, least in (("reward_workers", 0), ("reward_memory", LEAST_MEMORY)):
-        value = getattr(script, name)
-        if value < least:
-            raise ValueError(f"{name}={value} is not allowed. Set `{name}` to {least} or more.")
 
 
 def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, Data, str | None, Lock]:
@@ -346,6 +358,8 @@ def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, D
         `ValueError`, `ImportError`: it cannot be run as asked for. No file has been touched then.
     """
     script, args, model_config, recipe = parse(argv)
+    check_arguments(script)
+    check_arguments(model_config)
     _check_script(script, args, model_config)
     preflight.check_installed(args, model_config)
     folder = Path(args.output_dir)
@@ -360,11 +374,13 @@ def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, D
     given: Any = args.model_init_kwargs or {}  # a dict, once parsed
     weights: Any = {"pickled": not given.get("use_safetensors", True)}
     config = preflight.check_model("model_name_or_path", model_path(model_config), **source, **weights)
+    rehearse_model(args, model_config, model_path(model_config))
     if script.reward_model_name_or_path:
         preflight.check_model("reward_model_name_or_path", script.reward_model_name_or_path, **source, **weights)
     tokenizer = preflight.load_tokenizer(model_path(model_config), **source)
     with args.main_process_first(desc="loading the data set"):
         data = load_data(script, args, tokenizer)
+    preflight.check_template_options(args, tokenizer, data.training[0]["prompt"])
     preflight.check_columns(reward_funcs, data.training)
     preflight.check_context(data.training["prompt"], tokenizer, config, args, script.max_prompt_length)
     check_enough_prompts(len(data.training), args)

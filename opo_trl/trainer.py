@@ -35,7 +35,7 @@ from . import objective, packing
 from .config import OPOConfig
 from .planning import FEWEST_PASSES, PASS_TOKENS, n_parts_of, parts_of_rows, row_lengths, shares, spread
 from .rollout import completion_tokens, gather_rows, micro_batches, take_rows
-from .rollout_trainer import RolloutTrainer
+from .rollout_trainer import RolloutTrainer, takes_what_grpo_takes
 
 
 logger = get_logger(__name__)
@@ -118,6 +118,7 @@ class OPOTrainer(RolloutTrainer):
     args: OPOConfig
     _saved_numbers = (*RolloutTrainer._saved_numbers, "_drive_metrics", "_low_ess_rollouts")
 
+    @takes_what_grpo_takes(OPOConfig)
     def __init__(self, model, reward_funcs=None, args: OPOConfig | None = None, *further, **named):
         super().__init__(model, reward_funcs, args, *further, **named)
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}

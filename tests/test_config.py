@@ -10,14 +10,15 @@ import dataclasses
 import inspect
 import json
 import math
+import pydoc
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import TrainingArguments
-from trl import GRPOConfig, TrlParser
+from trl import GRPOConfig, GRPOTrainer, TrlParser
 
-from opo_trl import OPOConfig, RolloutConfig
+from opo_trl import OPOConfig, OPOTrainer, RolloutConfig, RolloutTrainer
 from opo_trl.config import REJECTED_FIELDS
 
 
@@ -26,7 +27,6 @@ OWN_FIELDS = sorted({f.name for f in dataclasses.fields(OPOConfig)} - {f.name fo
 # Another value than the default for every field that OPO rejects.
 REJECTED_VALUES = {
     "loss_type": "bnpo",
-    "importance_sampling_level": "sequence",
     "epsilon": 0.3,
     "epsilon_high": 0.28,
     "delta": 2.0,
@@ -75,6 +75,7 @@ IMPLEMENTED = {
 
 # Fields that have no part in the loss of given completions, by what they are about.
 NO_PART_IN_THE_LOSS = {
+    "the ratio, which is per sequence whatever it says": {"importance_sampling_level"},
     "loading the model": {"model_init_kwargs", "trust_remote_code", "disable_dropout"},
     "the dataset": {"shuffle_dataset"},
     "padding, which has no influence": {"pad_to_multiple_of"},
@@ -171,6 +172,26 @@ def test_rejected_field_raises_and_says_what_to_use(config, name):
 def test_rejected_field_may_be_given_its_default(config, name):
     default = next(f.default for f in dataclasses.fields(GRPOConfig) if f.name == name)
     assert getattr(config(**{name: default}), name) == default
+
+
+def test_level_of_the_ratio_may_say_what_opo_does(config):
+    assert config(importance_sampling_level="sequence").importance_sampling_level == "sequence"
+    with pytest.raises(ValueError, match=r"importance_sampling_level='turn' is not allowed.*token, sequence"):
+        config(importance_sampling_level="turn")
+
+
+@pytest.mark.parametrize(("trainer", "config_class"), [(OPOTrainer, OPOConfig), (RolloutTrainer, RolloutConfig)])
+def test_trainers_show_the_parameters_of_grpo(trainer, config_class):
+    shown, parent = inspect.signature(trainer), inspect.signature(GRPOTrainer)
+    assert [*shown.parameters] == [*parent.parameters]
+    assert {n: p.default for n, p in shown.parameters.items()} == {n: p.default for n, p in parent.parameters.items()}
+    assert shown.parameters["args"].annotation == config_class | None
+    assert f"args: {config_class.__module__}.{config_class.__name__} | None = None" in pydoc.render_doc(trainer)
+
+    class Own(trainer):
+        def __init__(self, model, further=1): ...
+
+    assert [*inspect.signature(Own).parameters] == ["model", "further"]
 
 
 # Defaults and ranges

@@ -19,6 +19,7 @@ from opo_trl.data import (
     final_answer,
     find_boxes,
     load_problems,
+    rename_columns,
     to_prompts,
     without_overlap,
 )
@@ -72,6 +73,72 @@ class TestLocalFiles:
     def test_only_the_four_columns_are_kept(self, tmp_path: Path, ending: str):
         file = write(tmp_path / f"some{ending}", [{"id": 7, **row} for row in ROWS])
         assert load_problems(file).column_names == ["problem", "level", "type", "solution"]
+
+
+class TestColumns:
+    ANSWERS = ("2 + 2 = <<2+2=4>>4\n#### 4", "1,000 + 80\n#### 1,080")
+
+    def rows(self, **names: list) -> list[dict]:
+        return [dict(zip(names, values, strict=True)) for values in zip(*names.values(), strict=True)]
+
+    @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".json", ".parquet"])
+    def test_question_and_answer_of_gsm8k_are_taken_and_said(self, tmp_path: Path, ending: str, caplog):
+        file = write(tmp_path / f"some{ending}", self.rows(question=["2 + 2?", "More?"], answer=self.ANSWERS))
+        problems = load_problems(file)
+        assert problems.column_names == ["problem", "level", "type", "solution"]
+        assert problems["problem"][:] == ["2 + 2?", "More?"]
+        assert [row["solution"] for row in to_prompts(problems)] == ["4", "1080"]
+        assert "took 'question' for problem and 'answer' for solution" in caplog.text
+
+    @pytest.mark.parametrize("split", ["train", "test"])
+    def test_all_of_gsm8k_can_be_used(self, shared_data: Path, split: str):
+        problems = load_problems(str(shared_data / "gsm8k"), split=split)
+        prompts = to_prompts(problems)
+        assert len(prompts) == len(problems) == {"train": 7473, "test": 1319}[split]
+        assert all(float(answer) == float(answer) for answer in prompts["solution"])
+
+    @pytest.mark.parametrize(
+        ("names", "columns"),
+        [
+            (("problem", "answer"), None),
+            (("question", "final"), {"problem": "question", "solution": "final"}),
+            (("question", "answer"), {"problem": "question", "solution": "answer"}),
+        ],
+    )
+    def test_answers_without_steps(self, tmp_path: Path, names, columns, caplog):
+        file = write(tmp_path / "some.jsonl", self.rows(**{names[0]: ["2 + 2?"], names[1]: ["4"]}))
+        problems = load_problems(file, columns=columns)
+        assert to_prompts(problems)["solution"][:] == ["4"]
+        assert to_prompts(problems, style="plain")["solution"][:] == ["4"]
+        assert f"took {names[0]!r} for problem" in caplog.text or names[0] == "problem"
+
+    def test_solution_goes_before_answer_unless_it_is_said(self, tmp_path: Path):
+        rows = self.rows(problem=["2 + 2?"], solution=["\\boxed{4}"], answer=["5"])
+        file = write(tmp_path / "some.jsonl", rows)
+        assert to_prompts(load_problems(file))["solution"][:] == ["4"]
+        assert to_prompts(load_problems(file, columns={"solution": "answer"}))["solution"][:] == ["5"]
+
+    def test_levels_of_another_name(self, tmp_path: Path):
+        rows = self.rows(problem=["a", "b"], answer=["1", "2"], difficulty=["easy", "hard"])
+        file = write(tmp_path / "some.jsonl", rows)
+        assert len(load_problems(file, columns={"level": "difficulty"}, levels=["hard"])) == 1
+        with pytest.raises(ValueError, match=r"levels=\['hard'\]: the data set has no levels"):
+            load_problems(file, levels=["hard"])
+
+    @pytest.mark.parametrize("columns", [{"problem": "text"}, {"question": "problem"}])
+    def test_columns_that_do_not_fit(self, tmp_path: Path, columns):
+        file = write(tmp_path / "some.jsonl", self.rows(problem=["a"], answer=["1"]))
+        with pytest.raises(ValueError, match=r"columns=.* does not fit .*solution.*problem, answer"):
+            load_problems(file, columns=columns)
+
+    def test_columns_of_ready_made_prompts(self):
+        dataset = datasets.Dataset.from_dict({"question": ["a"], "answer": ["1"]})
+        renamed = rename_columns(dataset, {"prompt": "question", "solution": "answer"})
+        assert renamed.column_names == ["prompt", "solution"]
+        with pytest.raises(ValueError, match=r"columns=\{'prompt': 'text'\} does not fit"):
+            rename_columns(dataset, {"prompt": "text"})
+        with pytest.raises(ValueError, match=r"columns=\{'answer': 'question'\} does not fit"):
+            rename_columns(dataset, {"answer": "question"})
 
 
 class TestSelection:

@@ -118,6 +118,14 @@ def write(name: str, content: bytes | str) -> Change:
     return change
 
 
+def append(name: str, text: str) -> Change:
+    def change(folder: Path) -> None:
+        with (folder / name).open("a") as file:
+            file.write(text)
+
+    return change
+
+
 def remove(*names: str) -> Change:
     def change(folder: Path) -> None:
         for name in names:
@@ -281,6 +289,17 @@ DATA = [
         "no column of solutions",
         ["dataset_name=", "no column ['solution']", "only ['problem', 'level', 'type']", "Rename"],
         change=write_rows([{k: v for k, v in row.items() if k != "solution"} for row in ROWS]),
+    ),
+    Case(
+        "columns that the data have not",
+        ["columns={'problem': 'question'}", "does not fit", "problem, level, type, solution", "Set `columns`"],
+        {"columns": {"problem": "question"}},
+    ),
+    Case("columns that are no names", ["columns={'problem': 1}", "Set `columns`"], {"columns": {"problem": 1}}),
+    Case(
+        "levels of data without them",
+        ["levels=['Level 1', 'Level 2']", "has no levels"],
+        change=write_rows([{"problem": "1 + 1", "answer": "2"}] * 8),
     ),
     Case(
         "column that a reward needs",
@@ -568,6 +587,143 @@ RUNS = [
     ),
 ]
 
+LONG = "x" * 300
+NUL = {"output_dir": "run\0"}
+
+PATHS = [
+    Case(
+        "folder below a file",
+        ["output_dir='recipe.yaml/run'", "recipe.yaml' is not a folder", "Choose another"],
+        {"output_dir": "recipe.yaml/run"},
+    ),
+    Case("empty folder name", ["output_dir='' is empty", "Set `output_dir`"], {"output_dir": ""}),
+    Case("folder name of a space", ["output_dir=' ' is empty", "Set `output_dir`"], {"output_dir": " "}),
+    Case("folder name with a NUL", ["output_dir='run\\x00'", "NUL", "Remove it"], NUL),
+    Case("folder name that is too long", ["output_dir='xxx", "is too long", "Shorten"], {"output_dir": LONG}),
+    Case("path that is too long", ["output_dir='x/x", "is too long", "Shorten"], {"output_dir": "x/" * 2500}),
+    Case("model's name that is too long", ["model_name_or_path='xxx", "Shorten"], {"model_name_or_path": LONG}),
+    Case("data set's name that is too long", ["dataset_name='./xxx", "Shorten"], {"dataset_name": f"./{LONG}"}),
+    Case("data set's name with a NUL", ["dataset_name='da\\x00ta'", "NUL"], {"dataset_name": "da\0ta"}),
+    Case(
+        "checkpoint's name that is too long",
+        ["resume_from_checkpoint='xxx", "Shorten"],
+        {"resume_from_checkpoint": LONG},
+    ),
+    Case("recipe's name that is too long", ["config='xxx", "Shorten"], fields=["--config", LONG]),
+    Case("recipe that is a folder", ["config='data'", "does not exist"], fields=["--config", "data"]),
+    Case(
+        "recipe of the checkout",
+        ["config='recipes/arithmetic/opo.yaml'", "does not exist, as seen from", "source checkout", "get the source"],
+        fields=["--config", "recipes/arithmetic/opo.yaml"],
+    ),
+    Case(
+        "recipe of the checkout, launched",
+        ["config='recipes/arithmetic/opo.yaml'", "source checkout"],
+        fields=["--config", "recipes/arithmetic/opo.yaml"],
+        command="launch",
+    ),
+    Case(
+        "recipe of the checkout, compared",
+        ["'recipes/arithmetic/opo.yaml' does not exist", "source checkout"],
+        fields=["recipes/arithmetic/opo.yaml", "--seeds", "1", "--output", "out"],
+        command="compare",
+    ),
+    Case(
+        "accelerate configuration of the checkout",
+        ["accelerate_config='recipes/accelerate/cpu.yaml'", "source checkout"],
+        {"accelerate_config": "recipes/accelerate/cpu.yaml"},
+    ),
+    Case(
+        "deepspeed configuration of the checkout",
+        ["deepspeed='recipes/ds.json'", "does not exist, as seen from", "source checkout"],
+        {"deepspeed": "recipes/ds.json"},
+    ),
+    Case(
+        "data of the checkout",
+        ["dataset_name='benchmarks/data/gpu/x.jsonl'", "does not exist", "source checkout"],
+        {"dataset_name": "benchmarks/data/gpu/x.jsonl"},
+    ),
+    Case("file of fsdp that is not there", ["fsdp_config='no.json'", "does not exist"], {"fsdp_config": "no.json"}),
+    Case(
+        "file of deepspeed that is no JSON",
+        ["deepspeed='recipe.yaml'", "not a JSON file", "Mend it"],
+        {"deepspeed": "recipe.yaml"},
+    ),
+]
+
+# Of each kind one: all ranges are in `tests/test_ranges.py`, and what libraries refuse in `tests/test_rehearsal.py`.
+KINDS = [
+    Case("key that stands twice", ["'max_steps' twice", "Remove one"], change=append("recipe.yaml", "max_steps: 2\n")),
+    Case("share above 1", ["top_p=1.5", "Set `top_p`", "(0, 1]"], {"top_p": 1.5}),
+    Case("decay of 1", ["adam_beta1=1.0", "[0, 1)"], {"adam_beta1": 1.0}),
+    Case("negative clipping", ["max_grad_norm=-1.0", "0 for no clipping"], {"max_grad_norm": -1}),
+    Case("negative KL", ["beta=-0.1", "0 or more"], {"beta": -0.1}),
+    Case("no step", ["max_steps=0", "-1 for `num_train_epochs`"], {"max_steps": 0}),
+    Case("no epoch", ["num_train_epochs=0.0", "positive"], {"max_steps": -1, "num_train_epochs": 0}),
+    Case("saving at no step", ["save_steps=0.0", "at least 1"], {"save_steps": 0}),
+    Case("negative seed", ["seed=-1", "from 0 to"], {"seed": -1}),
+    Case("dropout of 1", ["lora_dropout=1.0", "[0, 1)"], {"use_peft": True, "lora_dropout": 1.0}),
+    Case("rank of 0", ["lora_r=0", "at least 1"], {"use_peft": True, "lora_r": 0}),
+    Case(
+        "adapters on nothing",
+        ["lora_target_modules=['q_proj', 'c_attn']", "'c_attn' matches nothing", "v_proj"],
+        {"use_peft": True, "lora_target_modules": ["q_proj", "c_attn"]},
+    ),
+    Case(
+        "adapters on a name that is read as a pattern",
+        ["lora_target_modules='q_proj'", "['.*q_proj']"],
+        {"use_peft": True, "lora_target_modules": ["q_proj"]},
+    ),
+    Case(
+        "adapters for another task",
+        ["lora_task_type='SEQ_CLS'", "CAUSAL_LM"],
+        {"use_peft": True, "lora_task_type": "SEQ_CLS"},
+    ),
+    Case(
+        "adapters that one module cannot have",
+        ["lora_target_modules=['lm_head', 'q_proj']", "LM head"],
+        {"use_peft": True, "lora_target_modules": ["lm_head", "q_proj"]},
+    ),
+    Case("unknown attention", ["attn_implementation='quick'", "sdpa"], {"attn_implementation": "quick"}),
+    Case(
+        "attention that is not installed",
+        ["attn_implementation='flash_attention_2'", "installed"],
+        {"attn_implementation": "flash_attention_2"},
+    ),
+    Case("option of no model", ["model_init_kwargs=", "'layers'"], {"model_init_kwargs": {"layers": 3}}),
+    Case("type that goes unread", ["'torch_dtype'", "Set `dtype`"], {"model_init_kwargs": {"torch_dtype": "float32"}}),
+    Case(
+        "loss of experts that are not there", ["router_aux_loss_coef=0.1", "no experts"], {"router_aux_loss_coef": 0.1}
+    ),
+    Case(
+        "option that the template does not read",
+        ["chat_template_kwargs=", "'enable_thinking' has no effect", "Remove"],
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ),
+    Case(
+        "option of the template that TRL sets",
+        ["chat_template_kwargs=", "'tokenize'", "Remove"],
+        {"chat_template_kwargs": {"tokenize": False}},
+    ),
+    Case("unknown tracker", ["report_to='wandbb'", "Set `report_to`"], {"report_to": "wandbb"}),
+    Case("tracker that is not installed", ["report_to='clearml'", "pip install clearml"], {"report_to": "clearml"}),
+    Case(
+        "evaluation of nothing", ["eval_strategy=", "`validation_steps`"], {"eval_strategy": "steps", "eval_steps": 1}
+    ),
+    Case("reference that does not move", ["sync_ref_model=True", "Set `beta`"], {"sync_ref_model": True}),
+    Case(
+        "adapters and a reference that moves",
+        ["sync_ref_model=True", "use_peft=True", "Remove one"],
+        {"sync_ref_model": True, "beta": 0.1, "use_peft": True},
+    ),
+    Case("pushing without the Hub", ["push_to_hub=True", "remove `push_to_hub`"], {"push_to_hub": True}),
+    Case(
+        "address that is none",
+        ["vllm_server_base_url='localhost:8000'", "http://"],
+        {"vllm_server_base_url": "localhost:8000"},
+    ),
+]
+
 LAUNCH = [
     *[
         Case(
@@ -655,6 +811,8 @@ ALL = [
     *MODELS,
     *REWARD_FUNCTIONS,
     *RUNS,
+    *PATHS,
+    *KINDS,
     *LAUNCH,
     *OTHER_COMMANDS,
 ]

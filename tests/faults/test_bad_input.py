@@ -134,6 +134,17 @@ def test_the_run_that_the_cases_change_works(works: Path):
     assert json.loads((works / "run" / "summary.json").read_text())["optimizer_steps"] == 1
 
 
+def test_data_with_other_columns_train(folder: Path, capsys):
+    rows = [{"question": f"{i} + {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"} for i in range(8)]
+    write_rows(rows)(folder)
+    case = Case("columns of GSM8K", [], {"levels": None, "reward_funcs": ["accuracy_reward"]})
+    prepare(case, folder)
+    assert call(case) == 0
+    case = Case("columns by name", [], {**case.recipe, "columns": {"solution": "answer", "problem": "question"}})
+    prepare(case, folder)
+    assert call(case, "--overwrite") == 0
+
+
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
