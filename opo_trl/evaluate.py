@@ -216,7 +216,7 @@ def _solve(trainer: "GRPOTrainer", rows: list[dict[str, Any]]) -> list[dict[str,
 
     trainer.model.eval()  # for each batch: TRL's continuous batching leaves the model in training mode
     try:
-        with _set(trainer, _calculate_rewards=calculate):
+        with temporarily(trainer, _calculate_rewards=calculate):
             trainer._generate_and_score_completions(rows)
     except _Scored as scored:
         prompts, completions, rewards = scored.args
@@ -238,7 +238,7 @@ def _solve(trainer: "GRPOTrainer", rows: list[dict[str, Any]]) -> list[dict[str,
 
 
 @contextmanager
-def _set(holder: Any, **values: Any) -> Iterator[None]:
+def temporarily(holder: Any, **values: Any) -> Iterator[None]:
     """Set attributes of an object, and leave it as it was."""
     attributes = vars(holder)
     own = {name: attributes[name] for name in values if name in attributes}
@@ -257,7 +257,7 @@ def _evaluation_mode(trainer: "GRPOTrainer") -> Iterator[None]:
     notes = ("_metrics", "_logs", "_pending_metrics", "_pending_extra_logs")
     was_training, tokens = trainer.model.training, trainer.state.num_input_tokens_seen
     try:
-        with _set(
+        with temporarily(
             trainer,
             num_generations_eval=1,
             # The log-probabilities of anchor, reference and vLLM's correction: passes that no score depends on.
@@ -287,13 +287,13 @@ def _decoding(trainer: "GRPOTrainer", decoding: Decoding) -> Iterator[None]:
     elif trainer.use_vllm:
         engine = trainer.vllm_generation
         others = {name: value for name, value in engine.generation_kwargs.items() if name != "temperature"}
-        with _set(engine, temperature=0.0, generation_kwargs=others):
+        with temporarily(engine, temperature=0.0, generation_kwargs=others):
             yield
     else:
         greedy = copy(trainer.generation_config)
         greedy.do_sample = False
         greedy.temperature = greedy.top_p = greedy.top_k = greedy.min_p = None
-        with _set(trainer, generation_config=greedy):
+        with temporarily(trainer, generation_config=greedy):
             yield
 
 

@@ -36,7 +36,7 @@ from trl.trainer.utils import get_config_model_id
 from . import checkpoint, dynamic_sampling, trl_contract
 from .config import RolloutConfig
 from .dynamic_sampling import PromptStream, SampledPrompts
-from .evaluate import check_placed
+from .evaluate import check_placed, temporarily
 from .objective import gradient_response_efficiency
 from .plan import training_plan
 from .rollout import EpochSampler, check_enough_prompts, micro_batches, rows_of_steps
@@ -311,22 +311,15 @@ class RolloutTrainer(GRPOTrainer):
         Keep the rewards over all processes, as the outermost `_calculate_rewards` returns them: a subclass may change
         what `super()` returned, or never call it.
         """
-        attributes = vars(self)
-        outermost, own = self._calculate_rewards, attributes.get("_calculate_rewards")
+        outermost = self._calculate_rewards
         recorded: list[torch.Tensor] = []
 
         def calculate(*args, **kwargs):
             recorded.append(self._finite_rewards(outermost(*args, **kwargs)))
             return recorded[-1]
 
-        attributes["_calculate_rewards"] = calculate
-        try:
+        with temporarily(self, _calculate_rewards=calculate):
             yield recorded
-        finally:
-            if own is None:
-                del attributes["_calculate_rewards"]
-            else:  # the method was replaced on this object, not in its class
-                attributes["_calculate_rewards"] = own
 
     @contextmanager
     def _metrics_kept(self) -> Iterator[None]:
@@ -424,7 +417,8 @@ class RolloutTrainer(GRPOTrainer):
     def _keep_rows_of_step(self) -> Path:
         end = (self._step - 1) % self.args.steps_per_generation + 1
         buffered: Any = self._buffered_inputs
-        rows = buffered[max(end - self.current_gradient_accumulation_steps, 0) : end]
+        batches = buffered[max(end - self.current_gradient_accumulation_steps, 0) : end]
+        rows = [part for batch in batches for part in (batch if isinstance(batch, list) else [batch])]
         path = Path(self.args.output_dir) / f"skipped_step_{self.accelerator.process_index}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"step": self.state.global_step + 1, "micro_batches": rows}, path)

@@ -68,9 +68,7 @@ def test_rows_of_a_skipped_step_are_kept_and_give_its_loss_again(tiny_model, tmp
     assert kept["step"] == 2
     step = trainer.steps[1]
     trainer.model.load_state_dict(step.policy)
-    parts = kept["micro_batches"]
-    parts = [part for of_step in parts for part in of_step] if trainer_class is RecordingOPO else parts
-    losses = [trainer.compute_loss(trainer.model, rows).item() for rows in parts]
+    losses = [trainer.compute_loss(trainer.model, rows).item() for rows in kept["micro_batches"]]
     assert losses == pytest.approx(step.losses, nan_ok=True)
     assert sum(map(math.isnan, losses)) == 1
     assert len(losses) == 2
@@ -82,7 +80,7 @@ def test_only_the_micro_batches_of_the_skipped_step_are_kept(tiny_model, tmp_pat
 
     trainer = trained(tiny_model, tmp_path, inject=inject, max_steps=2, steps_per_generation=4)
     kept = torch.load(tmp_path / "skipped_step_0.pt", weights_only=True)
-    rows = torch.cat([part["row"] for parts in kept["micro_batches"] for part in parts])
+    rows = torch.cat([part["row"] for part in kept["micro_batches"]])
     assert rows.tolist() == torch.cat([batch["row"] for batch in trainer.steps[kept["step"] - 1].batches]).tolist()
     assert 3 in rows
     assert len(rows) == 8

@@ -49,6 +49,8 @@ FURTHER = replace(
         "ratio_form": "exact",
         "drive_scaling": "batch",
         "positivity": "project",
+        # The terms cancel in some elements of the first gradient, whose rounding error AdamW would make a step of.
+        "adam_epsilon": 1e-6,
     },
 )
 
