@@ -195,7 +195,8 @@ def test_report_says_the_means_differences_and_verdicts(one_figure, runs, tmp_pa
     base = np.mean([row["rewards/arithmetic_reward/mean"] for row in log if "reward" in row])
     assert report.startswith("# Comparison: grpo, opo\n")
     # Differences 0.1, 0.2, 0.3: t = 4.3027 with 2 degrees of freedom, standard error 0.1/√3.
-    assert f"opo (3 seeds): final reward {base + 0.2:.3f} [{base - 0.048:.3f}, {base + 0.448:.3f}]; " in report
+    mean, half = base + 0.2, 4.302653 * 0.1 / 3**0.5
+    assert f"opo (3 seeds): final reward {mean:.3f} [{mean - half:.3f}, {mean + half:.3f}]; " in report
     assert "differs from grpo by +0.200 [−0.048, +0.448]: undecided; " in report
     head, grpo, opo = rows_of(report, "Reward")
     assert head[:2] == ["method", "final reward"]
@@ -363,7 +364,7 @@ def test_fields_without_effect_in_opo_are_not_said_to_differ(one_figure, runs, t
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda runs: edit(runs / "opo" / "seed-2", mu=3.0), "Runs of 'opo' differ in more than the seed:\n  mu: 1.0"),
+        (lambda runs: edit(runs / "opo" / "seed-2", mu=3.0), "Runs of 'opo' differ in more than the seed:\n  mu: 0.3"),
         (lambda runs: edit(runs / "opo" / "seed-2", seed=1), "'opo' has several runs of one seed: [1, 1, 3]"),
         (lambda runs: write_json(runs / "opo/seed-2/summary.json", {"before": {}}), "seed-2' is not finished"),
         (lambda runs: (runs / "opo/seed-2/log.jsonl").unlink(), "lacks log.jsonl"),

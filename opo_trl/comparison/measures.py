@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..run_folder import number
 from .intervals import Difference, Estimate, estimate, paired_difference
 from .runs import Run, completions_per_rollout, optimizer_steps_per_rollout
 
@@ -137,8 +136,8 @@ def measure(run: Run, target: float) -> Values:
 
 
 def series(run: Run, key: str) -> Points:
-    """Optimizer step and value of every log entry that has a finite number for `key`."""
-    return [(row["step"], row[key]) for row in run.log if math.isfinite(number(row, key))]
+    """Optimizer step and value of every log entry that has `key`; TRL logs `None` where there was no number."""
+    return [(row["step"], row[key]) for row in run.log if row.get(key) is not None]
 
 
 def reward(run: Run) -> Points:
@@ -162,7 +161,7 @@ def reward_key(run: Run) -> str:
 
 def efficiency(run: Run) -> Points:
     """Gradient response efficiency, where it is defined: it is NaN in a step without any advantage."""
-    return series(run, "opo/gradient_response_efficiency")
+    return [(step, value) for step, value in series(run, "opo/gradient_response_efficiency") if not math.isnan(value)]
 
 
 def completions(run: Run) -> Points:
@@ -172,7 +171,7 @@ def completions(run: Run) -> Points:
     return [
         (row["step"], row.get("completions/generated") or math.ceil(row["step"] / steps) * rollout)
         for row in run.log
-        if math.isfinite(number(row, key))
+        if row.get(key) is not None
     ]
 
 

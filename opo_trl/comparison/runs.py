@@ -236,7 +236,7 @@ def _without_inert(settings: dict[str, Any]) -> dict[str, Any]:
     """Less the fields of GRPO's losses, where OPO leaves them at their defaults and computes another loss."""
     from ..config import REJECTED_FIELDS  # imports TRL, which takes seconds
 
-    inert = REJECTED_FIELDS if settings["trainer"] == "opo" else ()
+    inert = {*REJECTED_FIELDS, "importance_sampling_level"} if settings["trainer"] == "opo" else ()
     return {key: value for key, value in settings.items() if key not in inert}
 
 
