@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from .rollout import COMPLETION_COLUMNS, PROMPT_COLUMNS, EpochSampler, completion_tokens
@@ -116,6 +117,7 @@ class SampledPrompts(PromptStream):
             indices = list(self._sampler)
             starts = range(0, len(indices) - self._rollout + 1, self._rollout * self._repeats)
             prompts = [i for start in starts for i in indices[start : start + self._rollout : self._num_generations]]
+            prompts = broadcast_object_list([prompts])[0]  # a sampler of one's own may differ between processes
             if not prompts:
                 raise ValueError(
                     f"_get_train_sampler returned a sampler of {len(indices)} indices, but a rollout takes "
@@ -212,7 +214,9 @@ def _replace(
     mine = (to >= first) & (to < first + n_local)
     to, of = to[mine] - first, of[mine]
     merged = dict(rollout)
-    for name in rollout.keys() & set(_ROWS):
+    for name in _ROWS:  # in one order on all processes, as each is a collective call
+        if name not in rollout:
+            continue
         pad = trainer._tokenizer.pad_token_id if name in ("prompt_ids", "completion_ids") else 0
         left = name in PROMPT_COLUMNS
         # Every process pads to its own longest row, and holds rows that another one has a place for.

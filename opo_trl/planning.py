@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .rollout import COMPLETION_COLUMNS, PROMPT_COLUMNS, take_rows
+from .rollout import MULTIMODAL_KEYS, PROMPT_COLUMNS, take_rows
 
 
 Rows = dict[str, Any]
@@ -60,9 +60,12 @@ def trim(rows: Mapping[str, Any], multiple: int | None = None) -> Rows:
     full = rows["completion_mask"].size(1)
     for name in PROMPT_COLUMNS:
         trimmed[name] = rows[name][:, rows[name].size(1) - prompt :]
-    for name in (*COMPLETION_COLUMNS, "opo_steering"):
-        if name in rows and rows[name].size(1) == full:  # a weight per sequence has a single column
-            trimmed[name] = rows[name][:, :completion]
+    # The others by token are of completions, those of a subclass as well. A weight per sequence has a single column.
+    others = rows.keys() - {*PROMPT_COLUMNS, *MULTIMODAL_KEYS, "rewards_per_func"}
+    for name in others:
+        value = rows[name]
+        if isinstance(value, torch.Tensor) and value.ndim > 1 and value.size(1) == full:
+            trimmed[name] = value[:, :completion]
     return trimmed
 
 

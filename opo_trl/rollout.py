@@ -34,6 +34,20 @@ COMPLETION_COLUMNS = (
     "importance_sampling_ratio",
 )
 
+# Entries that the model's forward pass takes besides the tokens: images and the like.
+MULTIMODAL_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
 
 def check_enough_prompts(available: int, args: RolloutConfig) -> None:
     """
@@ -155,7 +169,8 @@ def gather_rows(rows: Mapping[str, Any], accelerator: Accelerator) -> dict[str, 
             return value
         return accelerator.gather(accelerator.pad_across_processes(value, dim=1, pad_first=name in PROMPT_COLUMNS))
 
-    return {name: gathered(name, value) for name, value in rows.items()}
+    # In one order on all processes, however the entries came about: each is a collective call.
+    return {name: gathered(name, rows[name]) for name in sorted(rows)}
 
 
 def _in_order(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:

@@ -346,7 +346,7 @@ class RolloutTrainer(GRPOTrainer):
             names = [self.reward_func_names[i] for i in infinite.any(dim=0).nonzero().flatten()]
             logger.warning(
                 f"Of {len(rewards)} completions, {int(infinite.any(dim=1).sum())} have an infinite reward, by "
-                f"{', '.join(names)}: they count as unscorable. Mend the function, or have it return None."
+                f"{', '.join(names)}: they count as unscorable. Fix the function, or have it return None."
             )
         return rewards.masked_fill(infinite, torch.nan)
 
@@ -365,7 +365,7 @@ class RolloutTrainer(GRPOTrainer):
                 f"max_reward_failure_rate={limit} is exceeded: {self._reward_failure_rate:.1%} of the completions of "
                 f"about the last {1 / _FAILURE_WEIGHT:.0f} rounds of generation could not be scored, {timeouts} of "
                 f"{n_scores} in the last one by running out of time and {errors} by errors. The warnings above say "
-                "why: mend the reward function, give it more time or memory, or raise `max_reward_failure_rate`."
+                "why: fix the reward function, give it more time or memory, or raise `max_reward_failure_rate`."
             )
 
     def _get_per_token_logps_and_entropies(self, *inputs, **options):

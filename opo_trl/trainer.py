@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
+from transformers.distributed.fsdp import is_fsdp_managed_module
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.models.utils import disable_gradient_checkpointing
@@ -34,25 +35,11 @@ from trl.models.utils import disable_gradient_checkpointing
 from . import objective, packing
 from .config import OPOConfig
 from .planning import FEWEST_PASSES, PASS_TOKENS, n_parts_of, parts_of_rows, row_lengths, shares, spread
-from .rollout import completion_tokens, gather_rows, micro_batches, take_rows
+from .rollout import MULTIMODAL_KEYS, completion_tokens, gather_rows, micro_batches, take_rows
 from .rollout_trainer import RolloutTrainer, takes_what_grpo_takes
 
 
 logger = get_logger(__name__)
-
-# Entries of a rollout that the model's forward pass takes beside the tokens: images and the like.
-_MULTIMODAL_KEYS = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
 
 # With an effective sample size below this for so many rollouts, one completion of each group has all the weight.
 _LOW_ESS = 2.0
@@ -126,6 +113,8 @@ class OPOTrainer(RolloutTrainer):
         self._low_ess_rollouts = 0
         self._anchor_deferred = False
         self._pending: deque[dict[str, Any]] = deque()  # parts of the micro-step that have not been trained on
+        self._part: dict[str, Any] = {}  # the one that is trained on
+        self._early_logps: Tensor | None = None  # of TRL's pass over the rollout
         if self.args.padding_free:
             packing.check(self.accelerator.unwrap_model(self.model))
 
@@ -144,17 +133,25 @@ class OPOTrainer(RolloutTrainer):
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         sampler_weights = self.use_vllm and self.vllm_importance_sampling_correction  # of every row
-        self._anchor_deferred = self._mode == "train" and not self.args.is_on_policy and not sampler_weights
+        self._anchor_deferred = not self.args.is_on_policy and not sampler_weights
         try:
             return super()._generate_once(inputs)
         finally:
             self._anchor_deferred = False
 
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        rollout = super()._generate_and_score_completions(inputs)
+        self._early_logps = rollout.get("old_per_token_logps")
+        return rollout
+
     def _finish_rollout(self, rollout: dict[str, Any]) -> dict[str, Any]:
         rollout = super()._finish_rollout(rollout)
-        # TRL's log-probabilities come from a pass over the rollout. They are good enough for the escort weights, but
-        # no anchor: in bfloat16 the same row differs from itself in a micro-batch of another shape.
-        logps, entropies = rollout.pop("old_per_token_logps", None), None
+        logps, entropies = rollout.get("old_per_token_logps"), None
+        if logps is self._early_logps:
+            # From a pass over the rollout: good enough for the escort weights, but no anchor. In bfloat16 a row
+            # differs from itself in a micro-batch of another shape. Others were set by an override, and stay.
+            rollout.pop("old_per_token_logps", None)
+        self._early_logps = None
         corrected = self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
         if (corrected and logps is None) or self.top_entropy_quantile < 1.0:
             logps, entropies = self._anchor_pass(rollout, batch_size=self.args.per_device_train_batch_size)
@@ -250,9 +247,14 @@ class OPOTrainer(RolloutTrainer):
 
         On the host and in float64: N numbers cost nothing there, and the drive is the same on every device.
         """
+        advantages = rollout["advantages"]
+        if advantages.ndim != 1:
+            raise ValueError(
+                f"The rollout has advantages of shape {tuple(advantages.shape)}, but OPO's target is one number per "
+                "completion. Return them with shape [B] from `_generate_and_score_completions`."
+            )
         mask = completion_tokens(rollout)
         logps = torch.zeros_like(mask, dtype=torch.float32) if logps is None else logps
-        advantages = rollout["advantages"]
         rows = [
             advantages,
             mask.sum(dim=1),
@@ -323,7 +325,7 @@ class OPOTrainer(RolloutTrainer):
                 parts = self._parts(rows, on_policy=on_policy, exchanged=exchanged)
             else:
                 parts = micro_batches(rows, n_batches)
-            for part in parts if not on_policy else []:
+            for part in parts if not (on_policy or "old_per_token_logps" in rows) else []:
                 part["old_per_token_logps"], _ = self._anchor_pass(part)
             planned += spread(parts, n_batches)
         return planned
@@ -337,9 +339,13 @@ class OPOTrainer(RolloutTrainer):
         if self.accelerator.num_processes == 1:
             return False
         tensors_only = all(isinstance(value, Tensor) for value in rows.values())
-        mine = [zlib.crc32(" ".join(sorted(rows)).encode()), tensors_only and not rows.keys() & set(_MULTIMODAL_KEYS)]
-        entries, exchangeable = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device)).T
+        mine = [zlib.crc32(" ".join(sorted(rows)).encode()), tensors_only and not rows.keys() & set(MULTIMODAL_KEYS)]
+        entries, exchangeable = self._of_all_processes(mine).T
         return bool((entries == entries[0]).all() and exchangeable.all())
+
+    def _of_all_processes(self, numbers: list[int]) -> Tensor:
+        """What each process has for some numbers, `[processes, numbers]`."""
+        return self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device))
 
     def _parts(self, rows: dict[str, Any], *, on_policy: bool, exchanged: bool) -> list[dict[str, Any]]:
         """The rows of an optimizer step in parts: equally many on every process, as each is a collective call."""
@@ -358,15 +364,17 @@ class OPOTrainer(RolloutTrainer):
 
     def _agreed_parts(self, rows: Mapping[str, Any], limits: Mapping[str, Any]) -> int:
         """The largest number of parts that a process needs for its rows."""
-        wanted = torch.tensor([n_parts_of(rows, **limits)], device=self.accelerator.device)
-        return int(self.accelerator.gather(wanted).max())
+        return int(self._of_all_processes([n_parts_of(rows, **limits)]).max())
 
     def _limits_of_parts(self, max_rows: int) -> dict[str, Any]:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
+        communicates = zero_stage >= 2 or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
+        # These optimizers take a step in every backward pass.
+        steps = any(kind in self.args.optim for kind in ("layerwise", "lomo"))
         return {
             "max_rows": max_rows,
             "max_tokens": self.args.max_tokens_per_micro_batch,
-            "pass_tokens": FEWEST_PASSES if zero_stage >= 2 or self.is_fsdp_enabled else PASS_TOKENS,
+            "pass_tokens": FEWEST_PASSES if communicates or steps else PASS_TOKENS,
         }
 
     @property
@@ -378,7 +386,12 @@ class OPOTrainer(RolloutTrainer):
         """Samples, `[B]`, with zero gradient in this optimizer step that no later step needs."""
         without_drive = (rows["opo_target"] == 0).cpu().numpy()  # and with a log-ratio of 0, on-policy
         idle = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
-        return without_drive & (self.args.skip_inert_rows and on_policy and idle and self.num_iterations == 1)
+        # The loss of a subclass may give a gradient to any row, and its anchors may be others than the policy.
+        own = (
+            type(self).compute_loss is OPOTrainer.compute_loss and type(self)._compute_loss is OPOTrainer._compute_loss
+        )
+        at_anchor = on_policy and "old_per_token_logps" not in rows and self.num_iterations == 1
+        return without_drive & (self.args.skip_inert_rows and idle and own and at_anchor)
 
     @torch.no_grad()
     def _anchor_pass(self, rows: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
@@ -396,7 +409,7 @@ class OPOTrainer(RolloutTrainer):
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
             inputs["completion_ids"].size(1),
             **options,
-            **{key: inputs[key] for key in _MULTIMODAL_KEYS if key in inputs},
+            **{key: inputs[key] for key in MULTIMODAL_KEYS if key in inputs},
         )
 
     def _get_per_token_logps_and_entropies(
@@ -407,7 +420,9 @@ class OPOTrainer(RolloutTrainer):
             return None, None, None
         model = packing.Packed(model) if self.args.padding_free else model
         whole = batch_size is None or not self.args.plan_micro_batches
-        if whole or any(options.get(name) is not None for name in _MULTIMODAL_KEYS):
+        images = any(options.get(name) is not None for name in MULTIMODAL_KEYS)
+        # All processes go the same way: in parts, they agree on a number, and each part may be a collective call.
+        if whole or self._of_all_processes([images]).any():
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **options
             )
@@ -442,6 +457,8 @@ class OPOTrainer(RolloutTrainer):
         """
         began = time.perf_counter()
         model.train()  # says that `_buffered` generates for training
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()  # of schedule-free optimizers: generate with the weights that are trained
         self._pending.clear()
         self._pending.extend(self._buffered(inputs))
         if not self._pending:  # all rows of the optimizer step fit into its other micro-steps
@@ -454,7 +471,8 @@ class OPOTrainer(RolloutTrainer):
                 loss += super(GRPOTrainer, self).training_step(model, inputs, num_items_in_batch)
         self._current_train_step_time += time.perf_counter() - began
         loss += super().training_step(model, inputs, num_items_in_batch)
-        if self.accelerator.sync_gradients:
+        self._part = {}
+        if self.accelerator.sync_gradients and self._step_rows:  # none, where a subclass has a loss of its own
             self._report_rows()
         return loss
 
@@ -462,7 +480,14 @@ class OPOTrainer(RolloutTrainer):
     def _without_exchange(self, model) -> Iterator[None]:
         """Add to the gradients of this process, without the exchange that comes with the last part."""
         exchanges = self.accelerator.sync_gradients
-        with self.accelerator.no_sync(model) if exchanges else nullcontext():
+        # As Transformers does it between micro-steps.
+        if not exchanges or self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+            without: Any = nullcontext()
+        elif self.is_distributed_loading_by_transformers and is_fsdp_managed_module(self.model):
+            without = self._defer_fsdp_gradient_reduction()
+        else:
+            without = self.accelerator.no_sync(model)
+        with without:
             self.accelerator.gradient_state._set_sync_gradients(False)
             try:
                 yield
@@ -475,7 +500,8 @@ class OPOTrainer(RolloutTrainer):
             return super()._prepare_inputs(generation_batch)
         if not self._pending:  # called by itself, outside `training_step`
             self._pending.extend(self._buffered(generation_batch))
-        return self._pending.popleft()
+        self._part = self._pending.popleft()
+        return self._part
 
     @profiling_decorator
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -491,11 +517,12 @@ class OPOTrainer(RolloutTrainer):
         logps, entropies, aux_loss = self._token_logps(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
-        # Without stored anchor values the rollout serves this optimizer step only, and its policy is the current one.
-        anchor = inputs.get("old_per_token_logps")
+        # Without stored anchor values the policy is the anchor. A later iteration finds them in the buffered part, of
+        # which a subclass may have passed on a copy.
+        anchor = inputs.get("old_per_token_logps", self._part.get("old_per_token_logps"))
         anchor = logps.detach() if anchor is None else anchor
-        if self.num_iterations > 1:
-            inputs["old_per_token_logps"] = anchor
+        if self.num_iterations > 1 and self._part:
+            self._part["old_per_token_logps"] = anchor
         steered, bonus_mask = logps, mask
         if "opo_steering" in inputs:
             bonus_mask = inputs["opo_steering"]

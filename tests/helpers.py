@@ -206,11 +206,15 @@ class Recording:
         self.rollouts.append(SimpleNamespace(policy=self._policy, **rollout))
         return rollout
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
         if self.model.training:
             self._batches.append(inputs)
-            self._losses.append(loss.item())
+        return inputs
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self._losses.append(loss.item())
         return loss
 
     def end_of_step(self):

@@ -40,8 +40,8 @@ def bfloat16_model(tmp_path_factory) -> str:
 class SampledByVLLM(RecordingOPO):
     """Whose rollout looks like one of vLLM's: TRL's pass over it has made the importance sampling ratio."""
 
-    def _generate_and_score_completions(self, inputs):
-        rollout = super()._generate_and_score_completions(inputs)
+    def _generate_once(self, inputs):
+        rollout = super()._generate_once(inputs)
         rollout["old_per_token_logps"], _ = self._anchor_pass(rollout, batch_size=4)
         rollout["importance_sampling_ratio"] = torch.ones(len(rollout["advantages"]), 1)
         return rollout

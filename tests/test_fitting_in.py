@@ -389,7 +389,7 @@ def test_images_of_several_sizes(tmp_path):
     assert min(norms[0]) > 0
 
 
-def train_mixed_images(folder: str) -> None:
+def train_mixed_images(folder: str, options: dict) -> None:
     """In each process: the first one's prompts have images, and the other's have none."""
     # Two prompts of each rollout on each process: within one process TRL takes either images or none.
     with_image = [True, True, False, False, False, False, True, True]
@@ -407,6 +407,7 @@ def train_mixed_images(folder: str) -> None:
         ddp_timeout=60,
         gradient_accumulation_steps=1,
         max_steps=4,
+        **options,
     )
     entries, original = [], trainer._parts
 
@@ -421,10 +422,11 @@ def train_mixed_images(folder: str) -> None:
     torch.save({"images": entries, "parameters": parameters}, Path(folder) / f"{rank}.pt")
 
 
-def test_images_on_one_process_and_none_on_the_other(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"anchor_correction": "length_normalized", "top_entropy_quantile": 0.5}])
+def test_images_on_one_process_and_none_on_the_other(tmp_path, options):
     """TRL leaves their entries out where there are none: what to gather is decided by all processes together."""
     where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "limit": 120.0}
-    assert launch(train_mixed_images, str(tmp_path), **where) == [0, 0], logs(tmp_path)
+    assert launch(train_mixed_images, str(tmp_path), options, **where) == [0, 0], logs(tmp_path)
     one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert any(a != b for a, b in zip(one["images"], other["images"], strict=True)), "no rollout was mixed"
     assert torch.allclose(one["parameters"], other["parameters"])

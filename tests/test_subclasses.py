@@ -158,11 +158,111 @@ def test_examples_of_the_loss(tiny_model, tmp_path):
     plain = trained(tiny_model, tmp_path / "0", RecordingOPO, **PARTS)
     scaled = trained(tiny_model, tmp_path / "1", example("Scaled"), **PARTS)
     assert distance(scaled.steps[0].gradient, {n: g / 2 for n, g in plain.steps[0].gradient.items()}) < 1e-4
-    decayed = trained(tiny_model, tmp_path / "2", example("WithDecay"), skip_inert_rows=False, **PARTS)
+    # As users have it: rows that OPO's own loss would leave out belong to this one.
+    decayed = trained(tiny_model, tmp_path / "2", example("WithDecay"), skip_inert_rows=True, **PARTS)
     weight = plain.initial["lm_head.weight"]
     for name, gradient in decayed.steps[0].gradient.items():
         expected = plain.steps[0].gradient[name] + (2 * weight / weight.numel() if name == "lm_head.weight" else 0)
         assert torch.allclose(gradient, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["compute_loss", "_compute_loss"])
+def test_loss_that_never_calls_super_is_trained(tiny_model, tmp_path, method):
+    """REINFORCE, as a subclass of GRPOTrainer might have it; rows without a target of OPO's are computed as well."""
+
+    def reinforce(self, model, inputs, *others, **named):
+        seen.append(inputs)
+        logps, _, _ = self._token_logps(model, inputs, compute_entropy=True)
+        kept = inputs["completion_mask"] * inputs["weight"]
+        rows = self.args.per_device_train_batch_size * self.current_gradient_accumulation_steps
+        return -(logps * kept).sum() / rows
+
+    class Weighted(RecordingOPO):
+        def _generate_and_score_completions(self, inputs):
+            rollout = super()._generate_and_score_completions(inputs)
+            rollout["weight"] = torch.rand(rollout["completion_mask"].shape)  # a column per token of one's own
+            return rollout
+
+    seen: list[dict] = []
+    own = type("Own", (Weighted,), {method: reinforce})
+    rewards = [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]  # a group of equal rewards, which OPO's loss would leave out
+    trainer = trained(tiny_model, tmp_path, own, rewards=rewards, skip_inert_rows=True, **PARTS)
+    assert all(inputs["weight"].shape == inputs["completion_mask"].shape for inputs in seen)
+    assert sum(len(inputs["weight"]) for inputs in seen) == 16
+    assert norm(trainer.steps[0].gradient) > 0.1
+    assert "opo/chi2" not in logged(trainer)[0]
+
+
+@pytest.mark.parametrize("seam", ["_prepare_inputs", "_compute_loss"])
+def test_copy_of_a_part_trains_as_the_part_itself(tiny_model, tmp_path, seam):
+    """The anchor of a first iteration is found again in the second one."""
+
+    class Copied(RecordingOPO):
+        def _prepare_inputs(self, inputs):
+            inputs = super()._prepare_inputs(inputs)
+            return dict(inputs) if seam == "_prepare_inputs" else inputs
+
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, dict(inputs) if seam == "_compute_loss" else inputs)
+
+    options = {"num_iterations": 2, "max_steps": 4}
+    copied = trained(tiny_model, tmp_path / "1", Copied, **options)
+    plain = trained(tiny_model, tmp_path / "2", RecordingOPO, **options)
+    assert same(copied, plain)
+    assert logged(plain)[1]["opo/log_ratio/absmax"] > 0.01
+
+
+def test_anchor_that_a_subclass_sets_is_the_anchor(tiny_model, tmp_path):
+    class Anchored(RecordingOPO):
+        def _generate_and_score_completions(self, inputs):
+            rollout = super()._generate_and_score_completions(inputs)
+            rollout["old_per_token_logps"] = torch.full(rollout["completion_ids"].shape, -5.0)
+            return rollout
+
+    trainer = trained(tiny_model, tmp_path, Anchored, skip_inert_rows=True, **PARTS)
+    for step, entry in zip(trainer.steps, logged(trainer), strict=True):
+        assert all((part["old_per_token_logps"] == -5).all() for part in step.batches)
+        assert entry["opo/log_ratio/absmax"] > 1
+        assert entry["opo/frac_skipped"] == 0  # a row without a target is pulled back to its anchor
+
+
+def test_advantages_per_token_are_rejected(tiny_model, tmp_path):
+    class PerToken(RecordingOPO):
+        def _generate_and_score_completions(self, inputs):
+            rollout = super()._generate_and_score_completions(inputs)
+            return rollout | {"advantages": rollout["advantages"][:, None] * rollout["completion_mask"]}
+
+    with pytest.raises(ValueError, match=r"advantages of shape \(\d+, \d+\).*with shape \[B\]"):
+        trained(tiny_model, tmp_path, PerToken)
+
+
+def test_rollout_is_made_with_the_weights_that_a_schedule_free_optimizer_trains(tiny_model, tmp_path):
+    """Transformers switches it to other weights for an evaluation, and back in its own training step."""
+    modes = []
+
+    class TwoModes(torch.optim.SGD):
+        mode = "train"
+
+        def train(self):
+            self.mode = "train"
+
+        def eval(self):
+            self.mode = "eval"
+
+    class Watched(RecordingOPO):
+        def _generate_and_score_completions(self, inputs):
+            if self.model.training:
+                modes.append(getattr(self.optimizer, "optimizer", self.optimizer).mode)
+            return super()._generate_and_score_completions(inputs)
+
+        def create_optimizer(self, model=None):
+            self.optimizer = TwoModes(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+    data = {"eval_dataset": Dataset.from_dict({"prompt": ["1", "2"]})}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "trainer_arguments": data}
+    trained(tiny_model, tmp_path, Watched, max_steps=3, **evaluated)
+    assert modes == ["train"] * 3
 
 
 def test_training_step_is_called_once_per_micro_step_and_inputs_once_per_part(tiny_model, tmp_path):
