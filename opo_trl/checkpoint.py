@@ -309,6 +309,7 @@ def give_up(trainer: "RolloutTrainer", folder: Path, error: BaseException) -> No
     written, free = _bytes(folder), shutil.disk_usage(folder.parent).free
     # The other processes of a save that has begun wait for this one, or write into the folder.
     agreed = isinstance(error, NoRoom) or trainer.accelerator.num_processes == 1
+    # Once sealed, its weights are complete, and stay even if `trainer_state.json` could not be written behind them.
     if agreed and trainer.args.should_save and not (folder / MANIFEST).exists():
         shutil.rmtree(folder, ignore_errors=True)
         if _replaced(folder).exists():
@@ -341,7 +342,8 @@ def _of_writing(error: BaseException, folder: Path) -> bool:
         return any(_of_writing(cause, folder) for cause, _ in error.failures.values())
     if isinstance(error, OSError):
         named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else Path()
-        return error.errno in _DISK_ERRORS or named.absolute().is_relative_to(folder.absolute())
+        forbidden = error.errno in (errno.EACCES, errno.EPERM) and named.absolute().is_relative_to(folder.absolute())
+        return error.errno in _DISK_ERRORS or forbidden
     # The writers of safetensors and of torch, which keep no number of the error.
     return (
         isinstance(error, NoRoom)

@@ -302,4 +302,6 @@ def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | N
 def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
-    return dict(value) if isinstance(value, Mapping) else value
+    if hasattr(value, "to_dict"):  # what Transformers has made of a mapping
+        value = value.to_dict()
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value

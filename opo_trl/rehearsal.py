@@ -11,7 +11,8 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -20,6 +21,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, Trainer, get_scheduler
+from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.integrations import integration_utils
 from transformers.integrations.accelerate import check_and_set_device_map
 from trl import GRPOConfig, ModelConfig, get_peft_config
@@ -410,8 +412,19 @@ def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mappi
         return None
     rest = {key: value for key, value in rest.items() if key not in ("trust_remote_code", "revision")}
     attention = options.get("attn_implementation", model_config.attn_implementation)
-    with torch.device("meta"):
+    with _without_zero3(), torch.device("meta"):
         return kind._from_config(config, **rest, attn_implementation=attention)
+
+
+@contextmanager
+def _without_zero3() -> Iterator[None]:
+    """Under ZeRO-3, Transformers would spread what it makes over all processes."""
+    kept = hf_deepspeed._hf_deepspeed_config_weak_ref
+    hf_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = kept
 
 
 def _check_router(model: Any, coefficient: float | None) -> None:

@@ -40,6 +40,7 @@ from . import paths
 RECIPE, SETTINGS, ENVIRONMENT = "recipe.yaml", "settings.json", "environment.json"
 REQUIREMENTS = "requirements.txt"
 PLAN, LOG, COMPLETIONS, SUMMARY = "plan.txt", "log.jsonl", "completions.jsonl", "summary.json"
+TRL_COMPLETIONS = "completions"  # of `log_completions`
 LOCK = "_lock"  # files whose names begin so are not pushed to the Hub
 
 _PACKAGES = (
@@ -71,20 +72,18 @@ def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
         folder (`Path`):
             Folder of the run.
         resume (`bool`):
-            Whether a run in this folder goes on: then it has to hold one.
+            Whether a run in this folder goes on: then what it holds stays.
         overwrite (`bool`):
             Whether an earlier run in this folder may be deleted.
 
     Raises:
         `ValueError`: another run writes into the folder, or it holds something that this run would overwrite, or
-            nothing to resume, or cannot be written to. Nothing has been written or deleted then.
+            cannot be written to. Nothing has been written or deleted then.
     """
     paths.check_folder("output_dir", folder)
     if (folder / LOCK).exists():
         _lock(folder, fcntl.LOCK_SH).close()  # shared: all processes of this run look at the same time
-    if resume and not is_run(folder):
-        raise ValueError(f"output_dir={str(folder)!r} holds no run to resume. Remove `resume_from_checkpoint`.")
-    if not resume and folder.exists() and any(entry.name != LOCK for entry in folder.iterdir()):
+    if not resume and folder.exists() and any(not _is_of_start(entry) for entry in folder.iterdir()):
         if not overwrite:
             raise ValueError(
                 f"output_dir={str(folder)!r} is not empty. Choose another `output_dir`, continue that run with "
@@ -95,6 +94,11 @@ def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
                 f"output_dir={str(folder)!r} is not empty and holds no {RECIPE}, so it is not a run of this program "
                 "and will not be deleted. Choose another `output_dir`."
             )
+
+
+def _is_of_start(entry: Path) -> bool:
+    """Whether a run makes this entry of its folder before it claims it: the lock, and TRL's folder, still empty."""
+    return entry.name == LOCK or (entry.name == TRL_COMPLETIONS and entry.is_dir() and not any(entry.iterdir()))
 
 
 def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
@@ -109,9 +113,13 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = _lock(folder, fcntl.LOCK_EX)
     for entry in folder.iterdir() if not resume else ():
+        if _is_of_start(entry):
+            continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-        elif entry.name != LOCK:
+            if entry.name == TRL_COMPLETIONS:  # which the trainer, made by now, writes into
+                entry.mkdir()
+        else:
             entry.unlink()
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {platform.node()}")
@@ -137,7 +145,7 @@ def _lock(folder: Path, kind: int) -> IO[str]:
 @contextmanager
 def left_as_found(folder: Path) -> Iterator[None]:
     """Remove the empty folders that the block has made on the way to `folder`, if it fails."""
-    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    absent = [path for path in (folder / TRL_COMPLETIONS, folder, *folder.parents) if not path.exists()]
     try:
         yield
     except Exception:

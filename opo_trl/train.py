@@ -365,7 +365,10 @@ def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, D
     folder = Path(args.output_dir)
     settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
     checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    resume = checkpoint is not None or (args.resume_from_checkpoint == "auto" and run_folder.is_run(folder))
+    # A checkpoint that lies elsewhere goes on in a new folder.
+    here = checkpoint is not None and Path(checkpoint).resolve().parent == folder.resolve()
+    goes_on = checkpoint is not None or args.resume_from_checkpoint == "auto"
+    resume = here or (goes_on and run_folder.is_run(folder))
     run_folder.check(folder, resume=resume, overwrite=script.overwrite)
     if checkpoint is not None:
         check_same_run(checkpoint, settings, model_path(model_config))

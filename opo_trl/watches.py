@@ -95,8 +95,9 @@ class Watches(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         fired = [watch for watch in self.watches if self._fires(watch, logs)]
         for watch in fired:
+            value = number(logs, watch.metric)
             logger.warning(
-                f"Watch '{watch.text}': {watch.metric} was {logs[watch.metric]:.4g} in step {state.global_step}, and "
+                f"Watch '{watch.text}': {watch.metric} was {value:.4g} in step {state.global_step}, and "
                 f"beyond the bound in {_ENTRIES_BEYOND} of the last {len(watch.recent)} entries of the log."
             )
         # Some metrics are measured on each process by itself.

@@ -41,8 +41,6 @@ def test_new_folder_is_created_and_an_empty_one_taken(tmp_path):
     [
         ([RECIPE, "log.jsonl"], {}, "is not empty.*--resume_from_checkpoint last.*--overwrite"),
         (["thesis.tex"], {"overwrite": True}, "not a run of this program.*will not be deleted"),
-        (["thesis.tex"], {"resume": True}, "holds no run to resume"),
-        ([], {"resume": True}, "holds no run to resume"),
     ],
 )
 def test_folder_that_holds_something_is_refused_and_left_alone(tmp_path, files, options, message):

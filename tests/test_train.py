@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from helpers import environment
 from invariance.canonical import fsdp_on_cpu
 from invariance.launch import launch, logs
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3ForCausalLM, set_seed
+from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOTrainer
 from opo_trl.arithmetic import base_model_path
@@ -157,7 +159,7 @@ def train_watched(config: str, folder: str) -> None:
     assert main(arguments(ARITHMETIC, **here, **rollout, **rest)) == 0
 
 
-@pytest.mark.parametrize("config", ["fsdp2", *(pytest.param(f"zero{n}", marks=pytest.mark.slow) for n in (2, 3))])
+@pytest.mark.parametrize("config", ["fsdp2", "zero3", pytest.param("zero2", marks=pytest.mark.slow)])
 def test_nothing_is_generated_before_the_model_is_sharded(tmp_path, config):
     folder = tmp_path / "run"
     status = launch(train_watched, config, str(folder), config=config, processes=2, folder=tmp_path)
@@ -212,12 +214,45 @@ def test_run_that_ended_during_the_report_makes_it_when_it_goes_on(tmp_path):
 
 def test_run_that_goes_on_in_another_folder_keeps_the_report_of_its_base_model(run, tmp_path):
     here = {**SHORT, "max_steps": 5, "resume_from_checkpoint": run / "checkpoint-4", "report_levels": "Level 4"}
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.yaml").write_text("")  # it has to look like a run
     assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", alpha=0.3, **here)) == 0
     summary = read_json(tmp_path / "run" / "summary.json")
     assert summary["before"] == read_json(run / "summary.json")["before"]
     assert summary["after"].keys() == {"Level 4"}
+
+
+@pytest.mark.parametrize("place", ["its own folder", "a new folder"])
+def test_checkpoint_of_another_trainer_goes_on(tmp_path, place):
+    folder = tmp_path / "grpo"
+    options = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
+    options |= {"max_steps": 1, "save_steps": 1, "logging_steps": 1, "max_completion_length": 4}
+    args = GRPOConfig(str(folder), num_generations=2, per_device_train_batch_size=2, **options)
+    data = Dataset.from_dict({"prompt": ["1+1=", "2+2="]})
+    theirs = GRPOTrainer(base_model_path(), lambda completions, **_: [1.0] * len(completions), args, data)
+    theirs.train()
+    theirs.save_model()
+    output = folder if place == "its own folder" else tmp_path / "opo"
+    short = {"max_steps": 2, "validation_steps": 2, "validation_size": 4, "report_size": 4, "save_strategy": "no"}
+    resume = {"resume_from_checkpoint": folder / "checkpoint-1", "output_dir": output, "overwrite": "false"}
+    assert main(arguments(ARITHMETIC, **short, **resume)) == 0
+    assert [row["step"] for row in read_lines(output / "log.jsonl") if "grad_norm" in row] == [2]
+    assert (folder / "checkpoint-1" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("overwrite", ["false", "true"])
+def test_completions_are_logged_into_the_run_folder(tmp_path, overwrite):
+    """TRL makes a folder for them before the run's folder is claimed."""
+    if overwrite == "true":
+        (tmp_path / "completions").mkdir()
+        for name in ("recipe.yaml", "completions/old.parquet"):
+            (tmp_path / name).write_text("")
+    short = {**SHORT, "max_steps": 1, "save_strategy": "no", "overwrite": overwrite, "log_completions": "true"}
+    recipe = tmp_path.with_suffix(".yaml")
+    recipe.write_text(ARITHMETIC.read_text().replace("../accelerate/", f"{ACCELERATE}/"))
+    with recipe.open("a") as file:  # a mapping, of which Transformers makes an object
+        file.write("accelerator_config: {split_batches: false}\n")
+    assert main(arguments(recipe, output_dir=tmp_path, **short)) == 0
+    assert [path.name for path in (tmp_path / "completions").iterdir()] == ["completions_00001.parquet"]
+    assert "split_batches: false" in (tmp_path / "recipe.yaml").read_text()
 
 
 def test_report_shows_what_is_known():
