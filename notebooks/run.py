@@ -6,19 +6,21 @@ Runs notebooks from top to bottom, in a kernel of their own, and stores their ou
 without names all of them. What is stored is what a machine without a GPU makes of the parameters as they stand.
 """
 
+import copy
 import os
 import sys
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import CellTimeoutError
 from nbformat import NotebookNode
 
 
 FOLDER = Path(__file__).resolve().parent
 
 
-def execute(path: Path, folder: Path = FOLDER, **parameters) -> NotebookNode:
+def execute(path: Path, folder: Path = FOLDER, *, seconds: int = 600, **parameters) -> NotebookNode:
     """
     Execute a notebook, and return it with its outputs.
 
@@ -27,11 +29,14 @@ def execute(path: Path, folder: Path = FOLDER, **parameters) -> NotebookNode:
             The notebook, which stays as it is.
         folder (`Path`, *optional*):
             Folder to run in, and to write to; that of the notebooks by default.
+        seconds (`int`, *optional*, defaults to `600`):
+            What a cell may take. If one takes longer, the notebook is run once more.
         **parameters:
             Values that are set behind the cell with the tag `parameters`, as papermill does.
 
     Raises:
         `nbclient.exceptions.CellExecutionError`: a cell failed.
+        `nbclient.exceptions.CellTimeoutError`: a cell took too long, twice.
     """
     notebook = nbformat.read(path, as_version=4)
     if parameters:
@@ -40,15 +45,23 @@ def execute(path: Path, folder: Path = FOLDER, **parameters) -> NotebookNode:
         notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(lines))
     # Nobody wants stored: progress that is over, and how DeepSpeed, where it is installed, looked for a GPU.
     quiet = {"TQDM_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
-    NotebookClient(
-        notebook,
-        timeout=1800,
-        record_timing=False,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(folder)}},
-    ).execute(env={**os.environ, **quiet})
-    notebook.metadata.pop("widgets", None)  # dead without their kernel
-    return notebook
+    for attempt in (1, 2):
+        executed = copy.deepcopy(notebook)
+        client = NotebookClient(
+            executed,
+            timeout=seconds,
+            record_timing=False,
+            coalesce_streams=True,
+            resources={"metadata": {"path": str(folder)}},
+        )
+        try:
+            client.execute(env={**os.environ, **quiet})
+            break
+        except CellTimeoutError:  # now and then the kernel's reply is lost, and would be waited for without end
+            if attempt == 2:
+                raise
+    executed.metadata.pop("widgets", None)  # dead without their kernel
+    return executed
 
 
 def main() -> None:

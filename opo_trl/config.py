@@ -273,7 +273,7 @@ class OPOConfig(RolloutConfig):
         log_ratio_reduction (`str`, *optional*, defaults to `"sum"`):
             `"sum"`: Δ is the log-ratio of the whole completion, and `opo/chi2` the χ² divergence of the policy; the
             loss is divided by the mean completion length of the rollout, which makes gradient norms comparable with
-            GRPO's and moves no minimum. `"mean"`: Δ is divided by the completion's length T, which at equal μ makes
+            GRPO's. `"mean"`: Δ is divided by the completion's length T, which at equal μ makes
             the trust region T times softer.
         log_ratio_clamp (`float`, *optional*):
             Bound on |Δ|, positive; 20 for `"sum"` and 5 for `"mean"` when not set. A completion beyond it has no

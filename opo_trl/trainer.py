@@ -228,7 +228,7 @@ class OPOTrainer(RolloutTrainer):
         self._drive_metrics[mode] = {name: value.item() for name, value in metrics.items()}
         self._watch_escort(num_generations)
         # The log-ratio of a completion is a sum over its tokens, and so is its gradient: a constant of the rollout
-        # makes the norm comparable with that of GRPO, whose loss is a mean over tokens, and moves no minimum.
+        # makes the norm comparable with that of GRPO, whose loss is a mean over tokens.
         scale = 1 / length[valid].mean() if args.log_ratio_reduction == "sum" and valid.any() else torch.tensor(1.0)
         return self._local_rows(
             rollout,

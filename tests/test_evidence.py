@@ -1,10 +1,11 @@
 """The committed evidence: reports come out of the committed runs byte for byte, and settings follow from the sweep."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import balance, claims, evidence, group_weights, regime, regime_report
+from benchmarks import balance, claims, clipping, communication, evidence, group_weights, regime, regime_report
 from opo_trl.compare import main as compare
 from opo_trl.recipe import parse
 
@@ -33,6 +34,13 @@ def test_regime_report_of_the_committed_runs_is_the_committed_one(tmp_path):
     regime_report.write_report(regime.read(), tmp_path)
     written = ("regime.md", "regime_map.png", "regime_reuse.png")
     assert files(tmp_path) == {name: (RESULTS / name).read_bytes() for name in written}
+
+
+@pytest.mark.parametrize("benchmark", [clipping, communication], ids=lambda module: module.__name__)
+def test_page_of_the_committed_measurements_is_the_committed_one(benchmark):
+    name = benchmark.__name__.rpartition(".")[2]
+    measured = json.loads((RESULTS / f"{name}.json").read_text())
+    assert benchmark.report(measured) == (RESULTS / f"{name}.md").read_text()
 
 
 def test_every_seed_of_every_method_is_there():

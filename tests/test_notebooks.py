@@ -54,7 +54,7 @@ def test_comparison_reports_on_both_methods(tmp_path):
 
 
 def test_geometry_runs(tmp_path):
-    notebook = execute(FOLDER / "geometry_of_opo.ipynb", tmp_path)
+    notebook = execute(FOLDER / "geometry_of_opo.ipynb", tmp_path, seconds=120)
     assert pictures(notebook) == 6
     assert "needed is 1 − min ω = 0.90" in text_of(notebook)
 
