@@ -355,16 +355,16 @@ class OPOTrainer(RolloutTrainer):
             rows = take_rows(rows, dealt[self.accelerator.process_index])
         inert = self._inert(rows, on_policy)
         limits = self._limits_of_parts(self.args.per_device_train_batch_size)
-        n_parts = self._agreed_parts(take_rows(rows, np.flatnonzero(~inert)), limits)
+        n_parts = self._agreed_parts(row_lengths(rows)[~inert], limits)
         # A process with fewer rows than parts fills up with rows that have no effect.
         kept, skipped = np.split(np.argsort(inert, kind="stable"), [max((~inert).sum(), n_parts)])
         parts = parts_of_rows(take_rows(rows, kept), n_parts, multiple=self._columns_multiple, **limits)
         parts[-1]["opo_skipped"] = rows["opo_valid"][skipped]
         return parts
 
-    def _agreed_parts(self, rows: Mapping[str, Any], limits: Mapping[str, Any]) -> int:
-        """The largest number of parts that a process needs for its rows."""
-        return int(self._of_all_processes([n_parts_of(rows, **limits)]).max())
+    def _agreed_parts(self, lengths: np.ndarray, limits: Mapping[str, Any]) -> int:
+        """The largest number of parts that a process needs for its rows, of these lengths `[B, 2]`."""
+        return int(self._of_all_processes([n_parts_of(lengths, **limits)]).max())
 
     def _limits_of_parts(self, max_rows: int) -> dict[str, Any]:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
@@ -387,9 +387,8 @@ class OPOTrainer(RolloutTrainer):
         without_drive = (rows["opo_target"] == 0).cpu().numpy()  # and with a log-ratio of 0, on-policy
         idle = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
         # The loss of a subclass may give a gradient to any row, and its anchors may be others than the policy.
-        own = (
-            type(self).compute_loss is OPOTrainer.compute_loss and type(self)._compute_loss is OPOTrainer._compute_loss
-        )
+        kind = type(self)
+        own = kind.compute_loss is OPOTrainer.compute_loss and kind._compute_loss is OPOTrainer._compute_loss
         at_anchor = on_policy and "old_per_token_logps" not in rows and self.num_iterations == 1
         return without_drive & (self.args.skip_inert_rows and idle and own and at_anchor)
 
@@ -432,7 +431,7 @@ class OPOTrainer(RolloutTrainer):
             rows[f"prompt_{name}"] = columns[:, :-logits_to_keep]
             rows[f"completion_{name}"] = columns[:, -logits_to_keep:]
         limits = self._limits_of_parts(batch_size)
-        n_parts = self._agreed_parts(rows, limits)
+        n_parts = self._agreed_parts(row_lengths(rows), limits)
         results = [input_ids.new_zeros(len(input_ids), logits_to_keep, dtype=torch.float32) for _ in range(2)]
         for part in parts_of_rows(rows, n_parts, multiple=self._columns_multiple, **limits):
             width = part["completion_ids"].size(1)
