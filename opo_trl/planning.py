@@ -189,7 +189,7 @@ def shares(lengths: np.ndarray, inert: np.ndarray, n_shares: int) -> np.ndarray:
     return np.array(dealt)
 
 
-def n_parts_of(lengths: np.ndarray, **limits: Any) -> int:
+def best_number(lengths: np.ndarray, **limits: Any) -> int:
     """The number of parts, at least one, that [`cut`] makes of rows of these lengths `[B, 2]`, with these limits."""
     return len(cut(lengths[longest_first(lengths)], **limits)) + 1
 

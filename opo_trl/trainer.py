@@ -34,7 +34,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from . import objective, packing
 from .config import OPOConfig
-from .planning import FEWEST_PASSES, PASS_TOKENS, n_parts_of, parts_of_rows, row_lengths, shares, spread
+from .planning import FEWEST_PASSES, PASS_TOKENS, best_number, parts_of_rows, row_lengths, shares, spread
 from .rollout import MULTIMODAL_KEYS, completion_tokens, gather_rows, micro_batches, take_rows
 from .rollout_trainer import RolloutTrainer, takes_what_grpo_takes
 
@@ -317,14 +317,10 @@ class OPOTrainer(RolloutTrainer):
         """
         args = self.args
         n_batches = args.steps_per_generation // len(steps)
-        exchanged = args.plan_micro_batches and self._can_exchange(steps[0])
         planned = []
         for number, rows in enumerate(steps):
             on_policy = (number + 1) * n_batches <= until_update
-            if args.plan_micro_batches:
-                parts = self._parts(rows, on_policy=on_policy, exchanged=exchanged)
-            else:
-                parts = micro_batches(rows, n_batches)
+            parts = self._parts(rows, on_policy) if args.plan_micro_batches else micro_batches(rows, n_batches)
             for part in parts if not (on_policy or "old_per_token_logps" in rows) else []:
                 part["old_per_token_logps"], _ = self._anchor_pass(part)
             planned += spread(parts, n_batches)
@@ -347,9 +343,9 @@ class OPOTrainer(RolloutTrainer):
         """What each process has for some numbers, `[processes, numbers]`."""
         return self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device))
 
-    def _parts(self, rows: dict[str, Any], *, on_policy: bool, exchanged: bool) -> list[dict[str, Any]]:
+    def _parts(self, rows: dict[str, Any], on_policy: bool) -> list[dict[str, Any]]:
         """The rows of an optimizer step in parts: equally many on every process, as each is a collective call."""
-        if exchanged:
+        if self._can_exchange(rows):
             rows = gather_rows(rows, self.accelerator)
             dealt = shares(row_lengths(rows), self._inert(rows, on_policy), self.accelerator.num_processes)
             rows = take_rows(rows, dealt[self.accelerator.process_index])
@@ -364,7 +360,7 @@ class OPOTrainer(RolloutTrainer):
 
     def _agreed_parts(self, lengths: np.ndarray, limits: Mapping[str, Any]) -> int:
         """The largest number of parts that a process needs for its rows, of these lengths `[B, 2]`."""
-        return int(self._of_all_processes([n_parts_of(lengths, **limits)]).max())
+        return int(self._of_all_processes([best_number(lengths, **limits)]).max())
 
     def _limits_of_parts(self, max_rows: int) -> dict[str, Any]:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0

@@ -411,9 +411,9 @@ def train_mixed_images(folder: str, options: dict) -> None:
     )
     entries, original = [], trainer._parts
 
-    def parts(rows, **options):
+    def parts(rows, on_policy):
         entries.append("pixel_values" in rows)
-        return original(rows, **options)
+        return original(rows, on_policy)
 
     trainer._parts = parts
     trainer.train()

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from opo_trl.planning import (
     FEWEST_PASSES,
+    best_number,
     cut,
     longest_first,
-    n_parts_of,
     parts_of_rows,
     row_lengths,
     shares,
@@ -152,7 +152,7 @@ def test_cost_of_planning_grows_with_the_rows_and_not_with_their_square():
 
 
 def test_no_rows_need_one_part():
-    assert n_parts_of(np.zeros((0, 2), dtype=int), max_rows=4, max_tokens=100) == 1
+    assert best_number(np.zeros((0, 2), dtype=int), max_rows=4, max_tokens=100) == 1
 
 
 def test_parts_hold_every_row_once_and_long_ones_together():
