@@ -140,14 +140,17 @@ def check_model(
         `PreTrainedConfig`: its configuration.
     """
     folder = Path(name)
-    if not folder.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+    with paths.readable(field, name):
+        is_folder, is_adapter = folder.is_dir(), (folder / "adapter_config.json").is_file()
+    if not is_folder and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         hint = paths.hint_at_checkout(name)
         raise ValueError(
             f"{field}={name!r} does not exist. Set `{field}` to a model's folder, or its id on the Hub. "
             f"{hint}".rstrip()
         )
-    if (folder / "adapter_config.json").is_file():
-        base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    if is_adapter:
+        with paths.readable(field, name):
+            base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
         raise ValueError(
             f"{field}={name!r} is an adapter for {base!r}, not a model. Set `{field}` to that, merge the adapter into "
             "it first, or go on from a checkpoint with `resume_from_checkpoint`."
@@ -159,8 +162,9 @@ def check_model(
         if "trust_remote_code" in str(error):
             fix = "Set `trust_remote_code` to true if you have read that code and trust it"
         raise ValueError(f"{field}={name!r} cannot be loaded: {error} {fix}.") from error
-    if folder.is_dir():
-        _check_weights(field, folder, pickled)
+    if is_folder:
+        with paths.readable(field, name):
+            _check_weights(field, folder, pickled)
     return config
 
 
@@ -266,13 +270,20 @@ def check_context(
 
 
 def check_columns(rewards: Sequence[Any], data: Dataset) -> None:
-    """Check that a data set has what the reward functions ask for."""
+    """Check that a data set has what the reward functions ask for, and that these take what TRL hands them."""
     for reward in rewards:
         function = reward.reward if isinstance(reward, IsolatedReward) else reward
         if not callable(function) or inspect.isclass(function):
             continue
         name = getattr(function, "__name__", type(function).__name__)
-        for parameter in inspect.signature(function).parameters.values():
+        try:
+            signature = inspect.signature(function)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"reward_funcs={name!r} cannot be used: {error}. Set `reward_funcs` to a function "
+                "`def reward(completions, **columns)` that calls it."
+            ) from error
+        for parameter in signature.parameters.values():
             needed = parameter.default is parameter.empty and parameter.kind in (
                 parameter.POSITIONAL_OR_KEYWORD,
                 parameter.KEYWORD_ONLY,
@@ -282,3 +293,13 @@ def check_columns(rewards: Sequence[Any], data: Dataset) -> None:
                     f"reward_funcs={name!r} needs the column {parameter.name!r}, but the data set has only "
                     f"{data.column_names}. Rename its column, or use another reward function."
                 )
+        given = {"prompts", "completions", "completion_ids", *data.column_names} - {"prompt", "completion"}
+        if not isinstance(reward, IsolatedReward):
+            given |= {"trainer_state", "log_extra", "log_metric"}
+        try:
+            signature.bind(**dict.fromkeys(sorted(given)))
+        except TypeError as error:
+            raise ValueError(
+                f"reward_funcs={name!r} cannot be called as TRL calls rewards, by name with {', '.join(sorted(given))}"
+                f": {error}. Set `reward_funcs` to a function such as `def reward(completions, **columns)`."
+            ) from error

@@ -222,6 +222,12 @@ def read_recipe(path: str | Path | None, argv: Sequence[str] = ()) -> tuple[dict
     plain = isinstance(variables, dict) and all(isinstance(part, str) for pair in variables.items() for part in pair)
     if not plain:
         raise ValueError(f"env={variables!r} is not allowed. Set `env` to a mapping: `env: {{NAME: value}}`.")
+    for name, value in variables.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(
+                f"env={{{name!r}: {value!r}}} cannot be set: a variable has a name without `=`, and no NUL. Set `env` "
+                "to a mapping: `env: {NAME: value}`."
+            )
     if variables:  # whole numbers as such, which look better in the recipe of the run's folder
         recipe["env"] = {name: int(v) if re.fullmatch(r"0|[1-9]\d*", v) else v for name, v in variables.items()}
     return recipe, trainer
@@ -229,7 +235,7 @@ def read_recipe(path: str | Path | None, argv: Sequence[str] = ()) -> tuple[dict
 
 def _read_yaml(path: str | Path) -> dict[str, Any]:
     paths.check_name("config", path)
-    if not Path(path).is_file():
+    if not paths.is_file("config", path):
         hint = paths.hint_at_checkout(path) or "Pass the path of a recipe."
         raise ValueError(f"config={str(path)!r} does not exist, as seen from {os.getcwd()!r}. {hint}")
     hints = {name: hint for trainer in CONFIGS for name, hint in _hints(trainer).items()}
@@ -291,7 +297,7 @@ def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | N
     if recipe_path is not None:
         places.insert(1, Path(recipe_path).parent / name)
     for place in places:
-        if place.is_file():
+        if paths.is_file("accelerate_config", place):
             return str(place.resolve())
     raise ValueError(
         f"accelerate_config={name!r} is neither a file nor one of TRL's configurations. Looked for "

@@ -13,11 +13,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import safe_open
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, Trainer, get_scheduler
 from transformers.integrations import integration_utils
@@ -39,6 +41,7 @@ REFUSALS = (
     ImportError,
     RuntimeError,
     StrictDataclassError,
+    re.error,  # of `lora_target_modules`
 )
 
 _STEPS = 10_000  # of a run whose length is not known yet
@@ -103,6 +106,9 @@ _OF_A_MODEL = ("galore", "apollo", "lomo")
 
 # Options of `gradient_checkpointing_kwargs` that Transformers takes out, before PyTorch gets the rest.
 _OWN_CHECKPOINTING = ("every_n_layers", "offload")
+
+# Fields that decide how a model is made.
+_OF_MODELS = ("model_revision", "trust_remote_code", "attn_implementation", "dtype", "model_init_kwargs")
 
 # Options that `from_pretrained` throws away, as they come from earlier versions.
 _IGNORED_IN_LOADING = {"mirror", "_fast_init", "low_cpu_mem_usage", "from_tf", "from_flax", "offload_state_dict"}
@@ -363,27 +369,39 @@ def rehearse_model(args: GRPOConfig, model_config: ModelConfig, path: str) -> No
             field.
     """
     options: Any = args.model_init_kwargs or {}
-
-    def attempt(fields: dict[str, Any]) -> None:
-        fields = dict(fields)
-        init_kwargs = fields.pop("model_init_kwargs", {})
-        router = fields.pop("router_aux_loss_coef", None)
-        model = _empty_model(args, ModelConfig(**fields), path, init_kwargs)
-        if model is not None:
-            _check_router(model, router)
-            _check_adapters(model, ModelConfig(**fields))
-
     named = given(model_config)
     named |= {"model_init_kwargs": options} if options else {}
-    named |= {"router_aux_loss_coef": args.router_aux_loss_coef} if args.router_aux_loss_coef else {}
+    # To make a model takes long, so each step blames only the fields that it reads.
+    of_model = {name: value for name, value in named.items() if name in _OF_MODELS}
+    of_adapters = {name: value for name, value in named.items() if name.startswith(("lora_", "use_"))}
+
+    def make(fields: dict[str, Any]) -> Any:
+        fields = dict(fields)
+        init_kwargs = fields.pop("model_init_kwargs", {})
+        model = _empty_model(args, ModelConfig(**fields), path, init_kwargs)
+        if model is not None:
+            _check_shapes(model, path, init_kwargs)
+        return model
+
+    def adapt(fields: dict[str, Any], model: Any = None) -> None:
+        _check_adapters(model or make(of_model), ModelConfig(use_peft=model_config.use_peft, **fields))
+
     try:
-        attempt(named)
+        model = make(of_model)
     except REFUSALS as error:
         if is_said(error, named):
             raise
-        # What makes it a model, and one with adapters, is not to blame for how it is made.
-        whole = {name: named.pop(name) for name in ("model_name_or_path", "use_peft") if name in named}
-        raise blame(named, lambda fields: attempt(whole | fields), error) from error
+        raise blame(of_model, make, error) from error
+    if model is None:
+        return
+    _check_router(model, args.router_aux_loss_coef)
+    of_adapters.pop("use_peft", None)  # which is not to blame for how adapters are made
+    try:
+        adapt(of_adapters, model)
+    except REFUSALS as error:
+        if is_said(error, named):
+            raise
+        raise blame(of_adapters, adapt, error) from error
 
 
 def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mapping[str, Any]) -> Any:
@@ -399,7 +417,11 @@ def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mappi
         raise ValueError(
             f"model_init_kwargs={options!r}: `dtype` goes before 'torch_dtype'. Set `dtype` in its place."
         )
-    check_and_set_device_map(options.get("device_map"))
+    _check_device_map(options.get("device_map"))
+    _check_numbers("model_init_kwargs", options)
+    for key, value in options.items():
+        if "drop" in key and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise ValueError(f"model_init_kwargs={options!r}: {key!r} is no share. Set it to a number in [0, 1].")
     rest = {key: value for key, value in options.items() if key not in loading | _IGNORED_IN_LOADING}
     revision, trust = options.get("revision", model_config.model_revision), args.trust_remote_code
     config, rest = AutoConfig.from_pretrained(
@@ -412,6 +434,35 @@ def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mappi
     attention = options.get("attn_implementation", model_config.attn_implementation)
     with torch.device("meta"):
         return kind._from_config(config, **rest, attn_implementation=attention)
+
+
+def _check_device_map(device_map: Any) -> None:
+    places = check_and_set_device_map(device_map)
+    for place in places.values() if isinstance(places, Mapping) else ():
+        device = torch.device("cpu" if place == "disk" else place)
+        here = torch.accelerator.current_accelerator()
+        known = (
+            here is not None and device.type == here.type and (device.index or 0) < torch.accelerator.device_count()
+        )
+        if not known and device.type not in ("cpu", "meta"):
+            raise ValueError(f"There is no device {str(place)!r} on this machine.")
+
+
+def _check_shapes(model: Any, path: str, options: Mapping[str, Any]) -> None:
+    """Weights of another shape than that of the model as it was asked for, which fail only when they are loaded."""
+    changed = options.keys() & model.config.to_dict().keys() - {"dtype"}
+    quantized = getattr(model.config, "quantization_config", None) is not None  # packed
+    if not changed or quantized or options.get("ignore_mismatched_sizes"):
+        return
+    shapes = {  # under ZeRO-3, a parameter's own shape is that of its part
+        name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()
+    }
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            for name in shapes.keys() & set(weights.keys()):
+                saved = tuple(weights.get_slice(name).get_shape())
+                if saved != shapes[name]:
+                    raise ValueError(f"{name} has the shape {saved} in {file.name}, and {shapes[name]} in the model.")
 
 
 def _check_router(model: Any, coefficient: float | None) -> None:

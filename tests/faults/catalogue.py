@@ -213,6 +213,9 @@ RECIPES = [
     Case("misspelt option", ["--learning_rat 1", "Did you mean `learning_rate`?"], fields=["--learning_rat", "1"]),
     Case("key of the other trainer", ["alpha=0.4", "belongs to `trainer: opo`"], {"trainer": "grpo", "alpha": 0.4}),
     Case("trainer that does not exist", ["trainer='ppo'", "Set `trainer` to one of opo, grpo"], {"trainer": "ppo"}),
+    Case("variable without a name", ["env={'': '1'}", "Set `env`"], {"env": {"": "1"}}),
+    Case("variable with a sign of equality", ["env={'A=B': '1'}", "Set `env`"], {"env": {"A=B": "1"}}),
+    Case("variable with a NUL", ["env={'A': 'x\\x00y'}", "Set `env`"], {"env": {"A": "x\0y"}}),
     Case("env that is no mapping", ["env=['A=1']", "Set `env` to a mapping"], {"env": ["A=1"]}),
     Case("word for a number", ["alpha: invalid float value: 'high'", "Set it to"], {"alpha": "high"}),
     Case("word for a number, typed", ["mu: invalid float value: 'soft'", "Set it to"], fields=["--mu", "soft"]),
@@ -505,6 +508,24 @@ REWARD_FUNCTIONS = [
         {"reward_funcs": ["my_rewards.constant"]},
     ),
     Case(
+        "reward that is a class",
+        ["reward_funcs='collections.Counter'", "is a class", "accuracy_reward"],
+        {"reward_funcs": ["collections.Counter"]},
+    ),
+    Case("reward without a signature", ["'hypot'", "no signature", "Set `reward"], {"reward_funcs": ["math.hypot"]}),
+    Case(
+        "reward that takes too little",
+        ["reward_funcs='bare'", "unexpected keyword argument", "Set `reward_funcs`"],
+        {"reward_funcs": ["bare.bare"]},
+        change=write("bare.py", "def bare(completions):\n    return [0.0 for _ in completions]\n"),
+    ),
+    Case(
+        "reward whose argument has no name",
+        ["reward_funcs='first'", "missing a required", "'texts'", "Set `reward_funcs`"],
+        {"reward_funcs": ["nameless.first"]},
+        change=write("nameless.py", "def first(texts, /, **columns):\n    return [0.0 for _ in texts]\n"),
+    ),
+    Case(
         "reward whose module fails",
         ["reward_funcs='broken.reward'", "ZeroDivisionError", "accuracy_reward"],
         {"reward_funcs": ["broken.reward"]},
@@ -587,6 +608,14 @@ RUNS = [
     ),
 ]
 
+
+def link(to: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / "link").symlink_to(to)
+
+    return change
+
+
 LONG = "x" * 300
 NUL = {"output_dir": "run\0"}
 
@@ -595,6 +624,23 @@ PATHS = [
         "folder below a file",
         ["output_dir='recipe.yaml/run'", "recipe.yaml' is not a folder", "Choose another"],
         {"output_dir": "recipe.yaml/run"},
+    ),
+    Case(
+        "link to nothing",
+        ["output_dir='link'", "leads nowhere", "Choose another"],
+        {"output_dir": "link"},
+        change=link("nothing"),
+    ),
+    Case(
+        "folder below a link to itself",
+        ["output_dir='link/run'", "leads nowhere", "Choose another"],
+        {"output_dir": "link/run"},
+        change=link("link"),
+    ),
+    Case(
+        "home of nobody",
+        ["output_dir='~nobody_has_this/run'", "there is no home", "Choose another"],
+        {"output_dir": "~nobody_has_this/run"},
     ),
     Case("empty folder name", ["output_dir='' is empty", "Set `output_dir`"], {"output_dir": ""}),
     Case("folder name of a space", ["output_dir=' ' is empty", "Set `output_dir`"], {"output_dir": " "}),
@@ -690,6 +736,24 @@ KINDS = [
         ["attn_implementation='flash_attention_2'", "installed"],
         {"attn_implementation": "flash_attention_2"},
     ),
+    Case(
+        "adapters on what is no pattern",
+        ["lora_target_modules='('", "unterminated", "Set `lora_target_modules`"],
+        {"use_peft": True, "lora_target_modules": ["("]},
+    ),
+    *[
+        Case(
+            f"model with {name} of {value}",
+            [f"model_init_kwargs={{'{name}': {value!r}", says],
+            {"model_init_kwargs": {name: value}},
+        )
+        for name, value, says in (
+            ("device_map", "cuda:77", "no device 'cuda:77'"),
+            ("device_map", {"": "foo"}, "Set `model_init_kwargs`"),
+            ("vocab_size", 5, "(5, "),
+            ("attention_dropout", 2.0, "[0, 1]"),
+        )
+    ],
     Case("option of no model", ["model_init_kwargs=", "'layers'"], {"model_init_kwargs": {"layers": 3}}),
     Case("type that goes unread", ["'torch_dtype'", "Set `dtype`"], {"model_init_kwargs": {"torch_dtype": "float32"}}),
     Case(
