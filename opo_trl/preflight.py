@@ -12,11 +12,13 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from datasets import Dataset
 from safetensors import SafetensorError, safe_open
@@ -58,16 +60,16 @@ _HTTP_SECONDS = 5.0  # that a vLLM server may take for one answer
 
 def check_installed(args: RolloutConfig, model_config: ModelConfig) -> None:
     """Check that the packages which a recipe's fields need are installed."""
-    for name, asked, package, extra in (
-        ("use_vllm", args.use_vllm, "vllm", "vllm"),
-        ("use_peft", model_config.use_peft, "peft", "peft"),
-        ("load_in_4bit", model_config.load_in_4bit, "bitsandbytes", "quantization"),
-        ("load_in_8bit", model_config.load_in_8bit, "bitsandbytes", "quantization"),
+    for name, asked, package, install in (
+        ("use_vllm", args.use_vllm, "vllm", "'opo_trl[vllm]'"),
+        ("use_peft", model_config.use_peft, "peft", "'opo_trl[peft]'"),
+        ("load_in_4bit", model_config.load_in_4bit, "bitsandbytes", "'opo_trl[quantization]'"),
+        ("load_in_8bit", model_config.load_in_8bit, "bitsandbytes", "'opo_trl[quantization]'"),
+        ("use_liger_kernel", args.use_liger_kernel, "liger_kernel", "liger-kernel"),
     ):
         if asked and find_spec(package) is None:
             raise ValueError(
-                f"{name}=True needs {package}, which is not installed. `pip install 'opo_trl[{extra}]'`, or remove "
-                f"`{name}`."
+                f"{name}=True needs {package}, which is not installed. `pip install {install}`, or remove `{name}`."
             )
 
 
@@ -90,19 +92,22 @@ def check_vllm_server(args: RolloutConfig) -> None:
             )
         time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
     host = urlsplit(url).hostname
-    with socket.socket() as connection:
-        connection.settimeout(_HTTP_SECONDS)
-        if connection.connect_ex((host, args.vllm_group_port)) == 0:
-            raise ValueError(
-                f"vllm_group_port={args.vllm_group_port} is taken: something listens there on {host!r}, where the "
-                "weights are to be sent. Set `vllm_group_port` to a free port."
-            )
+    with suppress(OSError), socket.create_connection((host, args.vllm_group_port), _HTTP_SECONDS):
+        raise ValueError(
+            f"vllm_group_port={args.vllm_group_port} is taken: something listens there on {host!r}, where the "
+            "weights are to be sent. Set `vllm_group_port` to a free port."
+        )
 
 
 def _answers(url: str, field: str) -> bool:
     """Whether a server says that it is well; `False` while there is none."""
+    parts = urlsplit(url)
+    user, at, place = parts.netloc.rpartition("@")
+    request = urllib.request.Request(parts._replace(netloc=place).geturl())
+    if at:  # which urllib would take for a part of the host's name
+        request.add_header("Authorization", f"Basic {b64encode(unquote(user).encode()).decode()}")
     try:
-        with urllib.request.urlopen(url, timeout=_HTTP_SECONDS) as answer:
+        with urllib.request.urlopen(request, timeout=_HTTP_SECONDS) as answer:
             said = answer.status
     except urllib.error.HTTPError as error:
         said = error.code

@@ -27,6 +27,14 @@ from .evaluate import Decoding
 from .ranges import require
 
 
+# Fields of earlier versions that public recipes set.
+_RENAMED = {
+    "torch_dtype": "`dtype`",
+    "overwrite_output_dir": "gone: set `overwrite` to delete an earlier run",
+    "logging_dir": "the variable TENSORBOARD_LOGGING_DIR: set `env: {TENSORBOARD_LOGGING_DIR: folder}`",
+    "warmup_ratio": "`warmup_steps`, with a share of all steps in (0, 1)",
+}
+
 CONFIGS: dict[str, type[RolloutConfig]] = {"opo": OPOConfig, "grpo": RolloutConfig}
 
 
@@ -142,6 +150,8 @@ class _Parser(TrlParser):
         hints = {name: hint for arguments in self.dataclass_types for name, hint in get_type_hints(arguments).items()}
         words = []
         for name, value in recipe.items():
+            if value in ("", []) and value == actions[name].default:
+                continue  # no word says it
             if isinstance(value, list) and any(item is None or isinstance(item, Mapping | list) for item in value):
                 self.error(f"{name}={value!r} is not allowed")
             elif isinstance(value, list) and actions[name].nargs == "+":
@@ -255,6 +265,8 @@ def _kind(hint: Any) -> written.Kind:
 
 def hint_at_field(name: str, trainer: str, further: Iterable[str] = ()) -> str:
     """What to do about a name that is no field: use the nearest one, of the fields and of `further` names."""
+    if name in _RENAMED:
+        return f"In Transformers 5 it is {_RENAMED[name]}."
     other = next((other for other in CONFIGS if name in _fields(other)), None)
     if other:
         return f"It belongs to `trainer: {other}`, and this is for `trainer: {trainer}`."

@@ -10,8 +10,10 @@ import copy
 import importlib
 import inspect
 import math
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,15 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, Trainer, get_scheduler
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, Trainer, get_scheduler, training_args
 from transformers.integrations import integration_utils
 from transformers.integrations.accelerate import check_and_set_device_map
 from trl import GRPOConfig, ModelConfig, get_peft_config
 
+from . import paths
 from .ranges import CHOICES, RANGES, Range
 
 
@@ -62,7 +66,17 @@ _FIELD_OF_KEY = {
 _ALWAYS = ("temperature", "max_new_tokens", "max_tokens")
 
 # Key of `generation_kwargs` → its only value: a rollout is sampled, one completion for each of its rows.
-_FIXED_KEYS = {"do_sample": True, "num_return_sequences": 1, "n": 1, "return_dict_in_generate": False}
+# With beams or guidance, its tokens come from another distribution than the policy's.
+_FIXED_KEYS = {
+    "do_sample": True,
+    "num_return_sequences": 1,
+    "n": 1,
+    "return_dict_in_generate": False,
+    "num_beams": 1,
+    "guidance_scale": 1,
+}
+
+_ASSISTED = ("assistant_", "num_assistant_", "prompt_lookup_", "max_matching_ngram_size", "speculative_")
 
 # Options of `GenerationConfig` that act on nothing here: `max_new_tokens` goes before the first, Transformers has
 # moved the others to the Hub, or they describe what a rollout does not return.
@@ -99,6 +113,24 @@ _GENERATION_RANGES = {
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
     "max_time": Range(0, ends="(]"),
+}
+
+# Keys whose value is text of any kind, and text that is meant for a switch.
+_TEXTS = {"stop", "bad_words", "stop_strings"}
+_SWITCHES = {"true", "false", "yes", "no", "on", "off"}
+
+# Keys of `generation_kwargs` that hold tokens, in lists of any depth.
+_TOKENS = {
+    "eos_token_id",
+    "pad_token_id",
+    "bos_token_id",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "bad_words_ids",
+    "stop_token_ids",
+    "allowed_token_ids",
 }
 
 # Optimizers that are made of a model.
@@ -161,8 +193,8 @@ def blame(named: Mapping[str, Any], attempt: Callable[[dict[str, Any]], object],
 def is_said(error: Exception, named: Iterable[str]) -> bool:
     """Whether an error says already which field to change, and how."""
     said = str(error)
-    fields_and_fix = any(f"{name}=" in said for name in named) and any(word in said for word in ("Set ", "Remove "))
-    return isinstance(error, ValueError) and fields_and_fix
+    fields_and_fix = any(f"{name}=" in said for name in named) and re.search(r"[Ss]et |[Rr]emove |Choose ", said)
+    return isinstance(error, ValueError) and bool(fields_and_fix)
 
 
 def rehearse(args: GRPOConfig) -> None:
@@ -177,6 +209,14 @@ def rehearse(args: GRPOConfig) -> None:
     _trackers(args.report_to)
     _generation(args)
     _checkpointing(args.gradient_checkpointing_kwargs)
+    _fsdp(args.fsdp_config)
+    if args.hub_model_id is not None:
+        validate_repo_id(args.hub_model_id)
+    if args.dataloader_persistent_workers and args.dataloader_num_workers == 0:
+        raise ValueError(
+            "dataloader_persistent_workers=True needs workers. Set `dataloader_num_workers` to a positive number, or "
+            "remove `dataloader_persistent_workers`."
+        )
     if args.torch_compile and args.torch_compile_backend != "inductor":
         known = torch._dynamo.list_backends(exclude_tags=())
         if args.torch_compile_backend not in known:
@@ -196,6 +236,17 @@ def _mappings(args: GRPOConfig) -> None:
         value = getattr(args, name)
         if value is not None and not isinstance(value, Mapping):
             raise ValueError(f"{name}={value!r} is not allowed. Set `{name}` to a mapping: `{name}: {{key: value}}`.")
+        _check_switches(name, value or {})
+
+
+def _check_switches(field: str, options: Mapping[str, Any]) -> None:
+    """Text is true to Python, also "false"."""
+    for key, value in options.items():
+        if key not in _TEXTS and isinstance(value, str) and value.lower() in _SWITCHES:
+            raise ValueError(
+                f"{field}={options!r}: {key!r} is text, where a switch belongs. Set it to true or false, without "
+                "quotes."
+            )
 
 
 # Optimizer and schedule
@@ -230,9 +281,10 @@ def _optimizer_and_schedule(args: Any) -> None:
     )
     for step in (0, 1, warmup, steps // 2, steps - 1, steps):
         for factor in getattr(schedule, "lr_lambdas", ()):  # a schedule that follows a metric has none
-            if not 0 <= factor(step) < math.inf:
+            if not 0 <= factor(step) <= 1 + 1e-6:  # a share of it: some end above where they began
                 raise ValueError(
-                    f"The schedule {name!r} multiplies the learning rate of step {step} by {factor(step)}."
+                    f"lr_scheduler_kwargs={options!r}: the schedule {name!r} multiplies learning_rate="
+                    f"{args.learning_rate} in step {step} by {factor(step)}. Set it to stay within [0, 1]."
                 )
 
 
@@ -242,6 +294,9 @@ def _check_optim_args_are_read(args: Any) -> None:
     if not asked:
         return
     options = dict(pair.split("=") for pair in asked.replace(" ", "").split(","))
+    for key, value in options.items():
+        if value.lower().lstrip("+-") in ("nan", "inf", "infinity"):
+            raise ValueError(f"optim_args={asked!r}: {key!r} must be finite. Set it to a finite number.")
 
     def made(changed: dict[str, str]) -> str:
         other = copy.copy(args)
@@ -264,6 +319,8 @@ def _trackers(names: Iterable[str]) -> None:
     for name in names or ():
         if name not in integration_utils.INTEGRATION_TO_CALLBACK:
             known = ", ".join(sorted(integration_utils.INTEGRATION_TO_CALLBACK))
+            if name == "none":
+                raise ValueError(f"report_to={names!r} holds none and others. Remove none, or the others.")
             raise ValueError(f"report_to={name!r} is no tracker. Set `report_to` to none, or to one of {known}.")
         package = _TRACKER_PACKAGES.get(name, name)
         available = getattr(integration_utils, f"is_{package}_available", lambda: True)
@@ -272,6 +329,9 @@ def _trackers(names: Iterable[str]) -> None:
                 f"report_to={name!r} needs a package that is not installed: `pip install {package}`, or set "
                 "`report_to` to none."
             )
+        folder = os.environ.get("TENSORBOARD_LOGGING_DIR")
+        if name == "tensorboard" and folder and os.environ.get("RANK", "0") == "0":
+            paths.check_folder("TENSORBOARD_LOGGING_DIR", folder)
 
 
 # Generation
@@ -282,6 +342,14 @@ def _generation(args: GRPOConfig) -> None:
     known = _sampling_options(args.use_vllm) if options else None  # it takes long to import vLLM
     for key, value in options.items():
         named = f"generation_kwargs={options!r}"
+        if key in _UNREAD_KEYS | _TOKENIZER_KEYS and (value is None or value is False):
+            continue  # as it is without the key
+        if key in _TOKENIZER_KEYS and not args.use_vllm:
+            raise ValueError(f"{named}: {key!r} needs a tokenizer, which TRL does not pass. Remove {key!r}.")
+        if key.startswith(_ASSISTED) and value is not None:
+            raise ValueError(
+                f"{named}: {key!r} belongs to assisted generation, which takes one prompt at a time. Remove {key!r}."
+            )
         if known is not None and key not in known:
             taker = "vLLM's SamplingParams" if args.use_vllm else "GenerationConfig"
             raise ValueError(f"{named}: {key!r} has no effect, it is no option of {taker}. Remove {key!r}.")
@@ -296,6 +364,16 @@ def _generation(args: GRPOConfig) -> None:
         allowed = _GENERATION_RANGES.get(key) or RANGES.get(field or key)
         if allowed is not None and value is not None and value not in allowed:
             raise ValueError(f"{named}: {key!r} is out of its range. Set it to {allowed}.")
+        longest = args.max_completion_length
+        if key in ("min_new_tokens", "min_tokens") and value is not None and longest is not None and value > longest:
+            raise ValueError(
+                f"{named}: {key!r} is above max_completion_length={longest}. Set it to {longest} or less."
+            )
+    for key, token in _tokens(options):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ValueError(
+                f"generation_kwargs={options!r}: {key!r} holds {token!r}, no token. Set it to whole numbers."
+            )
     _check_numbers("generation_kwargs", options)
     if not args.use_vllm:
         GenerationConfig(
@@ -313,6 +391,43 @@ def _generation(args: GRPOConfig) -> None:
         batching: Any = args.transformers_continuous_batching_config or {}
         _check_numbers("transformers_continuous_batching_config", batching)
         ContinuousBatchingConfig(**batching)
+
+
+def check_tokens(args: GRPOConfig, vocabulary: int | None) -> None:
+    """
+    Check the tokens that `generation_kwargs` names.
+
+    Raises:
+        `ValueError`: one is not in the vocabulary, or all of it is suppressed.
+    """
+    options: Any = args.generation_kwargs or {}
+    if vocabulary is None:
+        return
+    for key, token in _tokens(options):
+        if not 0 <= token < vocabulary and (key, token) != ("eos_token_id", -1):  # which ends nothing
+            raise ValueError(
+                f"generation_kwargs={options!r}: {key!r} holds {token}, which is no token of the model. Set it to "
+                f"numbers from 0 to {vocabulary - 1}."
+            )
+    if len(set(options.get("suppress_tokens") or ())) == vocabulary:
+        raise ValueError(f"generation_kwargs={options!r}: 'suppress_tokens' leaves no token. Remove some there.")
+
+
+def _tokens(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The tokens that options of generation name, with their key."""
+
+    def leaves(value: Any) -> Iterator[Any]:
+        if isinstance(value, list | tuple):
+            for part in value:
+                yield from leaves(part)
+        elif value is not None:
+            yield value
+
+    for key in sorted(_TOKENS & options.keys()):
+        yield from ((key, token) for token in leaves(options[key]))
+    biases = options.get("sequence_bias") or ()  # pairs, or a mapping, of tokens to their bias
+    for entry in biases:
+        yield from (("sequence_bias", token) for token in leaves(entry if isinstance(biases, Mapping) else entry[0]))
 
 
 def _check_same(args: GRPOConfig, field: str, key: str, value: Any, named: str) -> None:
@@ -338,8 +453,30 @@ def _sampling_options(use_vllm: bool) -> set[str] | None:
 
 def _check_numbers(field: str, options: Mapping[str, Any]) -> None:
     for key, value in options.items():
-        if isinstance(value, float) and not math.isfinite(value):
+        if not _is_finite(value):
             raise ValueError(f"{field}={options!r}: {key!r} must be finite. Set it to a finite number.")
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether every number is, in lists and mappings as well."""
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+# Sharding
+
+
+def _fsdp(options: Any) -> None:
+    """Transformers reads the keys that it knows, and says nothing of others."""
+    source = inspect.getsource(training_args) + inspect.getsource(transformers.trainer)
+    known = set(re.findall(r"""fsdp_config(?:\[|\.get\(|\.setdefault\()\s*["'](\w+)["']""", source))
+    for key in (options or {}).keys() - known:
+        raise ValueError(
+            f"fsdp_config={options!r}: {key!r} has no effect. Remove it, or set one of {', '.join(sorted(known))}."
+        )
 
 
 # Checkpointing of activations
@@ -481,13 +618,21 @@ def _check_adapters(model: Any, model_config: ModelConfig) -> None:
         ("lora_target_parameters", parameters),
     ):
         wanted = getattr(model_config, name)
-        for part in wanted if isinstance(wanted, list) else []:  # one by itself is a pattern, or "all-linear"
-            if not any(path == part or path.endswith(f".{part}") for path in parts):
-                known = sorted({path.rpartition(".")[2] for path, module in modules.items() if _is_linear(module)})
-                raise ValueError(
-                    f"{name}={wanted!r}: {part!r} matches nothing in the model. Its linear layers are "
-                    f"{', '.join(known)}. Set `{name}` to names of its parts."
-                )
+        # One by itself is a pattern, or "all-linear".
+        absent = [
+            part
+            for part in (wanted if isinstance(wanted, list) else [])
+            if not any(path == part or path.endswith(f".{part}") for path in parts)
+        ]
+        if absent:
+            known = sorted({path.rpartition(".")[2] for path, module in modules.items() if _is_linear(module)})
+            said = (
+                f"{name}={wanted!r}: {', '.join(map(repr, absent))} matches nothing in the model. It has the layers "
+                f"{', '.join(known)}. Set `{name}` to names of its parts."
+            )
+            if len(absent) == len(wanted):
+                raise ValueError(said)
+            warnings.warn(said, stacklevel=2)  # a list for several architectures
     import peft
 
     target = model_config.lora_target_modules

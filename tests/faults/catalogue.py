@@ -210,6 +210,8 @@ RECIPES = [
     ),
     Case("misspelt key", ["alhpa=0.4", "Did you mean `alpha`?"], {"alhpa": 0.4}),
     Case("key like no other", ["xyzzy=1", "Remove it"], {"xyzzy": 1}),
+    Case("field of earlier versions", ["torch_dtype='bfloat16'", "it is `dtype`"], {"torch_dtype": "bfloat16"}),
+    Case("folder of earlier versions", ["logging_dir='x'", "TENSORBOARD_LOGGING_DIR"], {"logging_dir": "x"}),
     Case("misspelt option", ["--learning_rat 1", "Did you mean `learning_rate`?"], fields=["--learning_rat", "1"]),
     Case("key of the other trainer", ["alpha=0.4", "belongs to `trainer: opo`"], {"trainer": "grpo", "alpha": 0.4}),
     Case("trainer that does not exist", ["trainer='ppo'", "Set `trainer` to one of opo, grpo"], {"trainer": "ppo"}),
@@ -712,8 +714,8 @@ KINDS = [
     Case("rank of 0", ["lora_r=0", "at least 1"], {"use_peft": True, "lora_r": 0}),
     Case(
         "adapters on nothing",
-        ["lora_target_modules=['q_proj', 'c_attn']", "'c_attn' matches nothing", "v_proj"],
-        {"use_peft": True, "lora_target_modules": ["q_proj", "c_attn"]},
+        ["lora_target_modules=['c_proj', 'c_attn']", "'c_proj', 'c_attn' matches nothing", "v_proj"],
+        {"use_peft": True, "lora_target_modules": ["c_proj", "c_attn"]},
     ),
     Case(
         "adapters on a name that is read as a pattern",
@@ -769,6 +771,18 @@ KINDS = [
         ["chat_template_kwargs=", "'tokenize'", "Remove"],
         {"chat_template_kwargs": {"tokenize": False}},
     ),
+    Case(
+        "token that the model has not",
+        ["generation_kwargs=", "'eos_token_id' holds 999999", "numbers from 0"],
+        {"generation_kwargs": {"eos_token_id": 999999}},
+    ),
+    Case(
+        "best checkpoint of no evaluation",
+        ["load_best_model_at_end=True", "Remove"],
+        {"load_best_model_at_end": True},
+    ),
+    Case("metric of no evaluation", ["metric_for_best_model='x'", "Remove"], {"metric_for_best_model": "x"}),
+    Case("options of no adapter", ["lora_r=4", "Set `use_peft` to true"], {"lora_r": 4}),
     Case("unknown tracker", ["report_to='wandbb'", "Set `report_to`"], {"report_to": "wandbb"}),
     Case("tracker that is not installed", ["report_to='clearml'", "pip install clearml"], {"report_to": "clearml"}),
     Case(
