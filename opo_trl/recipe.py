@@ -150,8 +150,10 @@ class _Parser(TrlParser):
         hints = {name: hint for arguments in self.dataclass_types for name, hint in get_type_hints(arguments).items()}
         words = []
         for name, value in recipe.items():
-            if value in ("", []) and value == actions[name].default:
-                continue  # no word says it
+            kind = actions[name].type
+            names = isinstance(kind, type) and issubclass(kind, Enum)
+            if value in ("", []) and (value == actions[name].default or (names and value == "")):
+                continue  # as it is without the field, and no word says it
             if isinstance(value, list) and any(item is None or isinstance(item, Mapping | list) for item in value):
                 self.error(f"{name}={value!r} is not allowed")
             elif isinstance(value, list) and actions[name].nargs == "+":

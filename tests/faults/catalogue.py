@@ -192,6 +192,7 @@ KNOWN_LEVELS = "['Level 1', 'Level 2']"
 TRAINED = {"alpha": 0.4, "model_name_or_path": "./model", "learning_rate": 1e-6}  # as an earlier run was
 # Packages of which a recipe says that it needs them.
 EXTRAS = {"use_vllm": "vllm", "use_peft": "peft", "load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes"}
+LIGER = {"use_liger_kernel": True}
 
 
 RECIPES = [
@@ -779,10 +780,16 @@ KINDS = [
     Case(
         "best checkpoint of no evaluation",
         ["load_best_model_at_end=True", "Remove"],
-        {"load_best_model_at_end": True},
+        {"load_best_model_at_end": True, "save_strategy": "no"},
     ),
     Case("metric of no evaluation", ["metric_for_best_model='x'", "Remove"], {"metric_for_best_model": "x"}),
     Case("options of no adapter", ["lora_r=4", "Set `use_peft` to true"], {"lora_r": 4}),
+    Case(
+        "folder of a tracker below a file",
+        ["report_to='tensorboard'", "TENSORBOARD_LOGGING_DIR='recipe.yaml/x'", "is not a folder", "Set `report_to`"],
+        {"report_to": "tensorboard"},
+        environment={"TENSORBOARD_LOGGING_DIR": "recipe.yaml/x"},
+    ),
     Case("unknown tracker", ["report_to='wandbb'", "Set `report_to`"], {"report_to": "wandbb"}),
     Case("tracker that is not installed", ["report_to='clearml'", "pip install clearml"], {"report_to": "clearml"}),
     Case(
@@ -812,6 +819,9 @@ LAUNCH = [
         )
         for name, package in EXTRAS.items()
     ],
+    Case(
+        "kernels are not installed", ["needs liger_kernel", "`pip install liger-kernel`"], LIGER, absent="liger_kernel"
+    ),
     Case(
         "deepspeed is not installed",
         ["deepspeed='ds.json'", "not installed", "pip install 'opo_trl[deepspeed]'"],
