@@ -123,7 +123,8 @@ class RolloutConfig(GRPOConfig):
 
     def _check_values(self):
         """What can be seen of each field by itself, and of the paths."""
-        words = {"true": "group", "false": "none"}  # as a command line says it
+        switches = dict.fromkeys(("true", "yes", "on"), "group")  # as a command line or a recipe says it
+        words = switches | dict.fromkeys(("false", "no", "off"), "none")
         self.scale_rewards = words.get(str(self.scale_rewards).lower(), self.scale_rewards)
         ranges.check(self)
         for name in ("temperature", "repetition_penalty"):  # Transformers takes no whole number for them
@@ -141,9 +142,13 @@ class RolloutConfig(GRPOConfig):
                 f"sync_ref_model=True with beta={self.beta} has no effect: without a KL term there is no reference "
                 "model. Set `beta` to a positive number, or remove `sync_ref_model`."
             )
+        weights = self.reward_weights
+        require(not weights or any(weights), "reward_weights", weights, "a list with a number other than 0")
+        require("\0" not in (self.run_name or ""), "run_name", self.run_name, "a name without a NUL")
         url = self.vllm_server_base_url
         if url is not None:
-            match = re.fullmatch(r"https?://[^\s/:?#]+(:\d+)?(/\S*)?", url)
+            # With a user and a password, or not; a name, or an address of IPv6 in brackets.
+            match = re.fullmatch(r"https?://([^\s/?#@]+@)?(\[[0-9a-fA-F:.%]+\]|[^\s/:?#@\[\]]+)(:\d+)?(/\S*)?", url)
             require(bool(match), "vllm_server_base_url", url, "an address such as http://localhost:8000")
         processes = int(os.environ.get("WORLD_SIZE", 1))
         last = ranges.RANGES["seed"].high - processes + 1  # each process adds its number

@@ -12,6 +12,7 @@ A row that cannot be used is never dropped silently: one warning counts the drop
 import gzip
 import json
 import logging
+import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from pyarrow import ArrowInvalid
 from transformers import PreTrainedTokenizerBase
 
 from .boxes import final_answer, find_boxes
-from .paths import hint_at_checkout
+from .paths import hint_at_checkout, readable
 
 
 logger = logging.getLogger(__name__)
@@ -201,22 +202,23 @@ def _in_a_box(solution: Any) -> Any:
 
 
 def _local_file(name: str, split: str) -> Path | None:
-    path = Path(name).expanduser()
-    if path.is_file() and path.name.endswith(_ENDINGS):
-        return path
-    if path.is_dir():
-        candidates = [path / f"{split}{ending}" for ending in _ENDINGS]
-        for candidate in candidates:
-            if candidate.is_file():
-                return candidate
-        raise ValueError(
-            f"dataset_name={name!r} is a folder without {split=}. Put one of {[c.name for c in candidates]} into it, "
-            f"or give another split."
-        )
-    if path.exists():
-        raise ValueError(
-            f"dataset_name={name!r} is not a file that can be read. Convert it to one of {list(_ENDINGS)}."
-        )
+    path = Path(os.path.expanduser(name))
+    with readable("dataset_name", name):
+        if path.is_file() and path.name.endswith(_ENDINGS):
+            return path
+        if path.is_dir():
+            candidates = [path / f"{split}{ending}" for ending in _ENDINGS]
+            for candidate in candidates:
+                if candidate.is_file():
+                    return candidate
+            raise ValueError(
+                f"dataset_name={name!r} is a folder without {split=}. Put one of {[c.name for c in candidates]} into "
+                "it, or give another split."
+            )
+        if path.exists():
+            raise ValueError(
+                f"dataset_name={name!r} is not a file that can be read. Convert it to one of {list(_ENDINGS)}."
+            )
     # A Hub id is `data_set` or `owner/data_set`.
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_ENDINGS):
         raise ValueError(

@@ -12,11 +12,13 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from datasets import Dataset
 from safetensors import SafetensorError, safe_open
@@ -58,16 +60,16 @@ _HTTP_SECONDS = 5.0  # that a vLLM server may take for one answer
 
 def check_installed(args: RolloutConfig, model_config: ModelConfig) -> None:
     """Check that the packages which a recipe's fields need are installed."""
-    for name, asked, package, extra in (
-        ("use_vllm", args.use_vllm, "vllm", "vllm"),
-        ("use_peft", model_config.use_peft, "peft", "peft"),
-        ("load_in_4bit", model_config.load_in_4bit, "bitsandbytes", "quantization"),
-        ("load_in_8bit", model_config.load_in_8bit, "bitsandbytes", "quantization"),
+    for name, asked, package, install in (
+        ("use_vllm", args.use_vllm, "vllm", "'opo_trl[vllm]'"),
+        ("use_peft", model_config.use_peft, "peft", "'opo_trl[peft]'"),
+        ("load_in_4bit", model_config.load_in_4bit, "bitsandbytes", "'opo_trl[quantization]'"),
+        ("load_in_8bit", model_config.load_in_8bit, "bitsandbytes", "'opo_trl[quantization]'"),
+        ("use_liger_kernel", args.use_liger_kernel, "liger_kernel", "liger-kernel"),
     ):
         if asked and find_spec(package) is None:
             raise ValueError(
-                f"{name}=True needs {package}, which is not installed. `pip install 'opo_trl[{extra}]'`, or remove "
-                f"`{name}`."
+                f"{name}=True needs {package}, which is not installed. `pip install {install}`, or remove `{name}`."
             )
 
 
@@ -90,19 +92,22 @@ def check_vllm_server(args: RolloutConfig) -> None:
             )
         time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
     host = urlsplit(url).hostname
-    with socket.socket() as connection:
-        connection.settimeout(_HTTP_SECONDS)
-        if connection.connect_ex((host, args.vllm_group_port)) == 0:
-            raise ValueError(
-                f"vllm_group_port={args.vllm_group_port} is taken: something listens there on {host!r}, where the "
-                "weights are to be sent. Set `vllm_group_port` to a free port."
-            )
+    with suppress(OSError), socket.create_connection((host, args.vllm_group_port), _HTTP_SECONDS):
+        raise ValueError(
+            f"vllm_group_port={args.vllm_group_port} is taken: something listens there on {host!r}, where the "
+            "weights are to be sent. Set `vllm_group_port` to a free port."
+        )
 
 
 def _answers(url: str, field: str) -> bool:
     """Whether a server says that it is well; `False` while there is none."""
+    parts = urlsplit(url)
+    user, at, place = parts.netloc.rpartition("@")
+    request = urllib.request.Request(parts._replace(netloc=place).geturl())
+    if at:  # which urllib would take for a part of the host's name
+        request.add_header("Authorization", f"Basic {b64encode(unquote(user).encode()).decode()}")
     try:
-        with urllib.request.urlopen(url, timeout=_HTTP_SECONDS) as answer:
+        with urllib.request.urlopen(request, timeout=_HTTP_SECONDS) as answer:
             said = answer.status
     except urllib.error.HTTPError as error:
         said = error.code
@@ -140,14 +145,17 @@ def check_model(
         `PreTrainedConfig`: its configuration.
     """
     folder = Path(name)
-    if not folder.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+    with paths.readable(field, name):
+        is_folder, is_adapter = folder.is_dir(), (folder / "adapter_config.json").is_file()
+    if not is_folder and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         hint = paths.hint_at_checkout(name)
         raise ValueError(
             f"{field}={name!r} does not exist. Set `{field}` to a model's folder, or its id on the Hub. "
             f"{hint}".rstrip()
         )
-    if (folder / "adapter_config.json").is_file():
-        base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    if is_adapter:
+        with paths.readable(field, name):
+            base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
         raise ValueError(
             f"{field}={name!r} is an adapter for {base!r}, not a model. Set `{field}` to that, merge the adapter into "
             "it first, or go on from a checkpoint with `resume_from_checkpoint`."
@@ -159,8 +167,9 @@ def check_model(
         if "trust_remote_code" in str(error):
             fix = "Set `trust_remote_code` to true if you have read that code and trust it"
         raise ValueError(f"{field}={name!r} cannot be loaded: {error} {fix}.") from error
-    if folder.is_dir():
-        _check_weights(field, folder, pickled)
+    if is_folder:
+        with paths.readable(field, name):
+            _check_weights(field, folder, pickled)
     return config
 
 
@@ -266,13 +275,20 @@ def check_context(
 
 
 def check_columns(rewards: Sequence[Any], data: Dataset) -> None:
-    """Check that a data set has what the reward functions ask for."""
+    """Check that a data set has what the reward functions ask for, and that these take what TRL hands them."""
     for reward in rewards:
         function = reward.reward if isinstance(reward, IsolatedReward) else reward
         if not callable(function) or inspect.isclass(function):
             continue
         name = getattr(function, "__name__", type(function).__name__)
-        for parameter in inspect.signature(function).parameters.values():
+        try:
+            signature = inspect.signature(function)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"reward_funcs={name!r} cannot be used: {error}. Set `reward_funcs` to a function "
+                "`def reward(completions, **columns)` that calls it."
+            ) from error
+        for parameter in signature.parameters.values():
             needed = parameter.default is parameter.empty and parameter.kind in (
                 parameter.POSITIONAL_OR_KEYWORD,
                 parameter.KEYWORD_ONLY,
@@ -282,3 +298,13 @@ def check_columns(rewards: Sequence[Any], data: Dataset) -> None:
                     f"reward_funcs={name!r} needs the column {parameter.name!r}, but the data set has only "
                     f"{data.column_names}. Rename its column, or use another reward function."
                 )
+        given = {"prompts", "completions", "completion_ids", *data.column_names} - {"prompt", "completion"}
+        if not isinstance(reward, IsolatedReward):
+            given |= {"trainer_state", "log_extra", "log_metric"}
+        try:
+            signature.bind(**dict.fromkeys(sorted(given)))
+        except TypeError as error:
+            raise ValueError(
+                f"reward_funcs={name!r} cannot be called as TRL calls rewards, by name with {', '.join(sorted(given))}"
+                f": {error}. Set `reward_funcs` to a function such as `def reward(completions, **columns)`."
+            ) from error

@@ -17,6 +17,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from .scoring import LEAST_MEMORY
 
 
+# Of numbers that are not whole, beside 0. Nobody means one beyond, and float32 would make 0 or infinity of its square.
+SMALLEST, LARGEST = 1e-30, 1e30
+
+
 @dataclass(frozen=True)
 class Range:
     """
@@ -49,6 +53,8 @@ class Range:
         number: Any = value
         if number in self.also:
             return True
+        if not self.whole and number and not SMALLEST <= abs(number) <= LARGEST:
+            return False
         above = number > self.low if self.ends[0] == "(" else number >= self.low
         below = number < self.high if self.ends[1] == ")" else number <= self.high
         # No count fits into more than 64 bits.
@@ -99,7 +105,7 @@ RANGES: dict[str, Range] = {
     "eval_steps": Steps(0),  # 0 stands for `logging_steps`
     "eval_delay": _NOT_NEGATIVE,
     "warmup_steps": Steps(0, text="a whole number of steps, at least 0, or a share of all steps in (0, 1)"),
-    "save_total_limit": _whole(1, text="a whole number, at least 1, or leave it out to keep every checkpoint"),
+    "save_total_limit": _whole(0, text="a whole number, at least 1, or to 0 to keep every checkpoint"),
     "torch_empty_cache_steps": _COUNT,
     "ref_model_sync_steps": _COUNT,
     "max_skipped_steps": _COUNT,
@@ -145,7 +151,7 @@ RANGES: dict[str, Range] = {
     "log_ratio_clamp": _POSITIVE,
     "beta": _NOT_NEGATIVE,
     "ref_model_mixup_alpha": _SHARE,
-    "entropy_coef": _NOT_NEGATIVE,  # TRL documents a bonus
+    "entropy_coef": _FINITE,  # below 0, a penalty
     "entropy_coef_min": _FINITE,  # the controller may take it below 0, where it is a penalty
     "entropy_coef_max": _FINITE,
     "entropy_coef_delta": _NOT_NEGATIVE,
@@ -215,12 +221,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
     "importance_sampling_level": ("token", "sequence"),
     "vllm_mode": ("colocate", "server"),
-    "vllm_model_impl": ("vllm", "transformers"),
+    "vllm_model_impl": ("vllm", "transformers", "auto"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "log_level": _LOG_LEVELS,
     "log_level_replica": _LOG_LEVELS,
     "include_num_input_tokens_seen": ("all", "non_padding", "no", True, False),
-    "train_sampling_strategy": ("random", "sequential", "group_by_length", "batch_rebalance"),
+    "train_sampling_strategy": ("random",),  # TRL's sampler reads `shuffle_dataset` in its place
     "dataloader_multiprocessing_context": (None, "fork", "spawn", "forkserver"),
     "torch_compile_mode": (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     "lora_task_type": ("CAUSAL_LM",),  # the other adapters cannot generate
@@ -269,7 +275,7 @@ def check(arguments: Any) -> None:
             entries = value if isinstance(value, list | tuple) else [value, None]
             require(all(entry in allowed for entry in entries), name, value, allowed)
         else:
-            require(value in allowed, name, value, allowed)
+            require(value in allowed, name, value, _wanted(allowed, value))
     for name, words in CHOICES.items():
         value = getattr(arguments, name, words[0])
         known = any(value is word or (isinstance(value, str) and value == word) for word in words)
@@ -277,13 +283,19 @@ def check(arguments: Any) -> None:
         require(known, name, value, named[0] if len(named) == 1 else f"one of {', '.join(named)}")
 
 
+def _wanted(allowed: Range, value: Any) -> str:
+    if isinstance(value, float) and value and math.isfinite(value) and not SMALLEST <= abs(value) <= LARGEST:
+        return f"{allowed}; beside 0, from {SMALLEST:g} to {LARGEST:g} in size"
+    return str(allowed)
+
+
 def _has_no_part(arguments: Any, name: str, value: Any) -> bool:
     """Whether TRL or Transformers give a value a meaning of its own, or do not read it."""
     if name == "pad_to_multiple_of":
         return isinstance(value, str)  # "auto", "none", or digits
-    if name in ("logging_steps", "save_steps"):
+    if name in ("logging_steps", "save_steps", "eval_steps"):
         strategy = getattr(arguments, name.replace("_steps", "_strategy"))
-        return value == 0 and getattr(strategy, "value", strategy) != "steps"
+        return getattr(strategy, "value", strategy) != "steps"
     if name == "top_k":  # what turns the filter off: −1 in vLLM, `None` in Transformers
         return (value == -1 and arguments.use_vllm) or (value is None and not arguments.use_vllm)
     return name in ("top_p", "repetition_penalty") and value is None and not arguments.use_vllm

@@ -27,6 +27,14 @@ from .evaluate import Decoding
 from .ranges import require
 
 
+# Fields of earlier versions that public recipes set.
+_RENAMED = {
+    "torch_dtype": "`dtype`",
+    "overwrite_output_dir": "gone: set `overwrite` to delete an earlier run",
+    "logging_dir": "the variable TENSORBOARD_LOGGING_DIR: set `env: {TENSORBOARD_LOGGING_DIR: folder}`",
+    "warmup_ratio": "`warmup_steps`, with a share of all steps in (0, 1)",
+}
+
 CONFIGS: dict[str, type[RolloutConfig]] = {"opo": OPOConfig, "grpo": RolloutConfig}
 
 
@@ -142,6 +150,10 @@ class _Parser(TrlParser):
         hints = {name: hint for arguments in self.dataclass_types for name, hint in get_type_hints(arguments).items()}
         words = []
         for name, value in recipe.items():
+            kind = actions[name].type
+            names = isinstance(kind, type) and issubclass(kind, Enum)
+            if value in ("", []) and (value == actions[name].default or (names and value == "")):
+                continue  # as it is without the field, and no word says it
             if isinstance(value, list) and any(item is None or isinstance(item, Mapping | list) for item in value):
                 self.error(f"{name}={value!r} is not allowed")
             elif isinstance(value, list) and actions[name].nargs == "+":
@@ -222,6 +234,12 @@ def read_recipe(path: str | Path | None, argv: Sequence[str] = ()) -> tuple[dict
     plain = isinstance(variables, dict) and all(isinstance(part, str) for pair in variables.items() for part in pair)
     if not plain:
         raise ValueError(f"env={variables!r} is not allowed. Set `env` to a mapping: `env: {{NAME: value}}`.")
+    for name, value in variables.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(
+                f"env={{{name!r}: {value!r}}} cannot be set: a variable has a name without `=`, and no NUL. Set `env` "
+                "to a mapping: `env: {NAME: value}`."
+            )
     if variables:  # whole numbers as such, which look better in the recipe of the run's folder
         recipe["env"] = {name: int(v) if re.fullmatch(r"0|[1-9]\d*", v) else v for name, v in variables.items()}
     return recipe, trainer
@@ -229,7 +247,7 @@ def read_recipe(path: str | Path | None, argv: Sequence[str] = ()) -> tuple[dict
 
 def _read_yaml(path: str | Path) -> dict[str, Any]:
     paths.check_name("config", path)
-    if not Path(path).is_file():
+    if not paths.is_file("config", path):
         hint = paths.hint_at_checkout(path) or "Pass the path of a recipe."
         raise ValueError(f"config={str(path)!r} does not exist, as seen from {os.getcwd()!r}. {hint}")
     hints = {name: hint for trainer in CONFIGS for name, hint in _hints(trainer).items()}
@@ -249,6 +267,8 @@ def _kind(hint: Any) -> written.Kind:
 
 def hint_at_field(name: str, trainer: str, further: Iterable[str] = ()) -> str:
     """What to do about a name that is no field: use the nearest one, of the fields and of `further` names."""
+    if name in _RENAMED:
+        return f"In Transformers 5 it is {_RENAMED[name]}."
     other = next((other for other in CONFIGS if name in _fields(other)), None)
     if other:
         return f"It belongs to `trainer: {other}`, and this is for `trainer: {trainer}`."
@@ -291,7 +311,7 @@ def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | N
     if recipe_path is not None:
         places.insert(1, Path(recipe_path).parent / name)
     for place in places:
-        if place.is_file():
+        if paths.is_file("accelerate_config", place):
             return str(place.resolve())
     raise ValueError(
         f"accelerate_config={name!r} is neither a file nor one of TRL's configurations. Looked for "

@@ -10,22 +10,28 @@ import copy
 import importlib
 import inspect
 import math
+import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import safe_open
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, Trainer, get_scheduler
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, Trainer, get_scheduler, training_args
 from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.integrations import integration_utils
 from transformers.integrations.accelerate import check_and_set_device_map
 from trl import GRPOConfig, ModelConfig, get_peft_config
 
+from . import paths
 from .ranges import CHOICES, RANGES, Range
 
 
@@ -41,6 +47,7 @@ REFUSALS = (
     ImportError,
     RuntimeError,
     StrictDataclassError,
+    re.error,  # of `lora_target_modules`
 )
 
 _STEPS = 10_000  # of a run whose length is not known yet
@@ -61,7 +68,17 @@ _FIELD_OF_KEY = {
 _ALWAYS = ("temperature", "max_new_tokens", "max_tokens")
 
 # Key of `generation_kwargs` → its only value: a rollout is sampled, one completion for each of its rows.
-_FIXED_KEYS = {"do_sample": True, "num_return_sequences": 1, "n": 1, "return_dict_in_generate": False}
+# With beams or guidance, its tokens come from another distribution than the policy's.
+_FIXED_KEYS = {
+    "do_sample": True,
+    "num_return_sequences": 1,
+    "n": 1,
+    "return_dict_in_generate": False,
+    "num_beams": 1,
+    "guidance_scale": 1,
+}
+
+_ASSISTED = ("assistant_", "num_assistant_", "prompt_lookup_", "max_matching_ngram_size", "speculative_")
 
 # Options of `GenerationConfig` that act on nothing here: `max_new_tokens` goes before the first, Transformers has
 # moved the others to the Hub, or they describe what a rollout does not return.
@@ -100,11 +117,32 @@ _GENERATION_RANGES = {
     "max_time": Range(0, ends="(]"),
 }
 
+# Keys whose value is text of any kind, and text that is meant for a switch.
+_TEXTS = {"stop", "bad_words", "stop_strings"}
+_SWITCHES = {"true", "false", "yes", "no", "on", "off"}
+
+# Keys of `generation_kwargs` that hold tokens, in lists of any depth.
+_TOKENS = {
+    "eos_token_id",
+    "pad_token_id",
+    "bos_token_id",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "bad_words_ids",
+    "stop_token_ids",
+    "allowed_token_ids",
+}
+
 # Optimizers that are made of a model.
 _OF_A_MODEL = ("galore", "apollo", "lomo")
 
 # Options of `gradient_checkpointing_kwargs` that Transformers takes out, before PyTorch gets the rest.
 _OWN_CHECKPOINTING = ("every_n_layers", "offload")
+
+# Fields that decide how a model is made.
+_OF_MODELS = ("model_revision", "trust_remote_code", "attn_implementation", "dtype", "model_init_kwargs")
 
 # Options that `from_pretrained` throws away, as they come from earlier versions.
 _IGNORED_IN_LOADING = {"mirror", "_fast_init", "low_cpu_mem_usage", "from_tf", "from_flax", "offload_state_dict"}
@@ -157,8 +195,8 @@ def blame(named: Mapping[str, Any], attempt: Callable[[dict[str, Any]], object],
 def is_said(error: Exception, named: Iterable[str]) -> bool:
     """Whether an error says already which field to change, and how."""
     said = str(error)
-    fields_and_fix = any(f"{name}=" in said for name in named) and any(word in said for word in ("Set ", "Remove "))
-    return isinstance(error, ValueError) and fields_and_fix
+    fields_and_fix = any(f"{name}=" in said for name in named) and re.search(r"[Ss]et |[Rr]emove |Choose ", said)
+    return isinstance(error, ValueError) and bool(fields_and_fix)
 
 
 def rehearse(args: GRPOConfig) -> None:
@@ -173,6 +211,14 @@ def rehearse(args: GRPOConfig) -> None:
     _trackers(args.report_to)
     _generation(args)
     _checkpointing(args.gradient_checkpointing_kwargs)
+    _fsdp(args.fsdp_config)
+    if args.hub_model_id is not None:
+        validate_repo_id(args.hub_model_id)
+    if args.dataloader_persistent_workers and args.dataloader_num_workers == 0:
+        raise ValueError(
+            "dataloader_persistent_workers=True needs workers. Set `dataloader_num_workers` to a positive number, or "
+            "remove `dataloader_persistent_workers`."
+        )
     if args.torch_compile and args.torch_compile_backend != "inductor":
         known = torch._dynamo.list_backends(exclude_tags=())
         if args.torch_compile_backend not in known:
@@ -192,6 +238,17 @@ def _mappings(args: GRPOConfig) -> None:
         value = getattr(args, name)
         if value is not None and not isinstance(value, Mapping):
             raise ValueError(f"{name}={value!r} is not allowed. Set `{name}` to a mapping: `{name}: {{key: value}}`.")
+        _check_switches(name, value or {})
+
+
+def _check_switches(field: str, options: Mapping[str, Any]) -> None:
+    """Text is true to Python, also "false"."""
+    for key, value in options.items():
+        if key not in _TEXTS and isinstance(value, str) and value.lower() in _SWITCHES:
+            raise ValueError(
+                f"{field}={options!r}: {key!r} is text, where a switch belongs. Set it to true or false, without "
+                "quotes."
+            )
 
 
 # Optimizer and schedule
@@ -226,9 +283,10 @@ def _optimizer_and_schedule(args: Any) -> None:
     )
     for step in (0, 1, warmup, steps // 2, steps - 1, steps):
         for factor in getattr(schedule, "lr_lambdas", ()):  # a schedule that follows a metric has none
-            if not 0 <= factor(step) < math.inf:
+            if not 0 <= factor(step) <= 1 + 1e-6:  # a share of it: some end above where they began
                 raise ValueError(
-                    f"The schedule {name!r} multiplies the learning rate of step {step} by {factor(step)}."
+                    f"lr_scheduler_kwargs={options!r}: the schedule {name!r} multiplies learning_rate="
+                    f"{args.learning_rate} in step {step} by {factor(step)}. Set it to stay within [0, 1]."
                 )
 
 
@@ -238,6 +296,9 @@ def _check_optim_args_are_read(args: Any) -> None:
     if not asked:
         return
     options = dict(pair.split("=") for pair in asked.replace(" ", "").split(","))
+    for key, value in options.items():
+        if value.lower().lstrip("+-") in ("nan", "inf", "infinity"):
+            raise ValueError(f"optim_args={asked!r}: {key!r} must be finite. Set it to a finite number.")
 
     def made(changed: dict[str, str]) -> str:
         other = copy.copy(args)
@@ -260,6 +321,8 @@ def _trackers(names: Iterable[str]) -> None:
     for name in names or ():
         if name not in integration_utils.INTEGRATION_TO_CALLBACK:
             known = ", ".join(sorted(integration_utils.INTEGRATION_TO_CALLBACK))
+            if name == "none":
+                raise ValueError(f"report_to={names!r} holds none and others. Remove none, or the others.")
             raise ValueError(f"report_to={name!r} is no tracker. Set `report_to` to none, or to one of {known}.")
         package = _TRACKER_PACKAGES.get(name, name)
         available = getattr(integration_utils, f"is_{package}_available", lambda: True)
@@ -268,6 +331,9 @@ def _trackers(names: Iterable[str]) -> None:
                 f"report_to={name!r} needs a package that is not installed: `pip install {package}`, or set "
                 "`report_to` to none."
             )
+        folder = os.environ.get("TENSORBOARD_LOGGING_DIR")
+        if name == "tensorboard" and folder and os.environ.get("RANK", "0") == "0":
+            paths.check_folder("TENSORBOARD_LOGGING_DIR", folder)
 
 
 # Generation
@@ -278,6 +344,14 @@ def _generation(args: GRPOConfig) -> None:
     known = _sampling_options(args.use_vllm) if options else None  # it takes long to import vLLM
     for key, value in options.items():
         named = f"generation_kwargs={options!r}"
+        if key in _UNREAD_KEYS | _TOKENIZER_KEYS and (value is None or value is False):
+            continue  # as it is without the key
+        if key in _TOKENIZER_KEYS and not args.use_vllm:
+            raise ValueError(f"{named}: {key!r} needs a tokenizer, which TRL does not pass. Remove {key!r}.")
+        if key.startswith(_ASSISTED) and value is not None:
+            raise ValueError(
+                f"{named}: {key!r} belongs to assisted generation, which takes one prompt at a time. Remove {key!r}."
+            )
         if known is not None and key not in known:
             taker = "vLLM's SamplingParams" if args.use_vllm else "GenerationConfig"
             raise ValueError(f"{named}: {key!r} has no effect, it is no option of {taker}. Remove {key!r}.")
@@ -292,6 +366,16 @@ def _generation(args: GRPOConfig) -> None:
         allowed = _GENERATION_RANGES.get(key) or RANGES.get(field or key)
         if allowed is not None and value is not None and value not in allowed:
             raise ValueError(f"{named}: {key!r} is out of its range. Set it to {allowed}.")
+        longest = args.max_completion_length
+        if key in ("min_new_tokens", "min_tokens") and value is not None and longest is not None and value > longest:
+            raise ValueError(
+                f"{named}: {key!r} is above max_completion_length={longest}. Set it to {longest} or less."
+            )
+    for key, token in _tokens(options):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ValueError(
+                f"generation_kwargs={options!r}: {key!r} holds {token!r}, no token. Set it to whole numbers."
+            )
     _check_numbers("generation_kwargs", options)
     if not args.use_vllm:
         GenerationConfig(
@@ -309,6 +393,43 @@ def _generation(args: GRPOConfig) -> None:
         batching: Any = args.transformers_continuous_batching_config or {}
         _check_numbers("transformers_continuous_batching_config", batching)
         ContinuousBatchingConfig(**batching)
+
+
+def check_tokens(args: GRPOConfig, vocabulary: int | None) -> None:
+    """
+    Check the tokens that `generation_kwargs` names.
+
+    Raises:
+        `ValueError`: one is not in the vocabulary, or all of it is suppressed.
+    """
+    options: Any = args.generation_kwargs or {}
+    if vocabulary is None:
+        return
+    for key, token in _tokens(options):
+        if not 0 <= token < vocabulary and (key, token) != ("eos_token_id", -1):  # which ends nothing
+            raise ValueError(
+                f"generation_kwargs={options!r}: {key!r} holds {token}, which is no token of the model. Set it to "
+                f"numbers from 0 to {vocabulary - 1}."
+            )
+    if len(set(options.get("suppress_tokens") or ())) == vocabulary:
+        raise ValueError(f"generation_kwargs={options!r}: 'suppress_tokens' leaves no token. Remove some there.")
+
+
+def _tokens(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The tokens that options of generation name, with their key."""
+
+    def leaves(value: Any) -> Iterator[Any]:
+        if isinstance(value, list | tuple):
+            for part in value:
+                yield from leaves(part)
+        elif value is not None:
+            yield value
+
+    for key in sorted(_TOKENS & options.keys()):
+        yield from ((key, token) for token in leaves(options[key]))
+    biases = options.get("sequence_bias") or ()  # pairs, or a mapping, of tokens to their bias
+    for entry in biases:
+        yield from (("sequence_bias", token) for token in leaves(entry if isinstance(biases, Mapping) else entry[0]))
 
 
 def _check_same(args: GRPOConfig, field: str, key: str, value: Any, named: str) -> None:
@@ -334,8 +455,30 @@ def _sampling_options(use_vllm: bool) -> set[str] | None:
 
 def _check_numbers(field: str, options: Mapping[str, Any]) -> None:
     for key, value in options.items():
-        if isinstance(value, float) and not math.isfinite(value):
+        if not _is_finite(value):
             raise ValueError(f"{field}={options!r}: {key!r} must be finite. Set it to a finite number.")
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether every number is, in lists and mappings as well."""
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+# Sharding
+
+
+def _fsdp(options: Any) -> None:
+    """Transformers reads the keys that it knows, and says nothing of others."""
+    source = inspect.getsource(training_args) + inspect.getsource(transformers.trainer)
+    known = set(re.findall(r"""fsdp_config(?:\[|\.get\(|\.setdefault\()\s*["'](\w+)["']""", source))
+    for key in (options or {}).keys() - known:
+        raise ValueError(
+            f"fsdp_config={options!r}: {key!r} has no effect. Remove it, or set one of {', '.join(sorted(known))}."
+        )
 
 
 # Checkpointing of activations
@@ -365,27 +508,39 @@ def rehearse_model(args: GRPOConfig, model_config: ModelConfig, path: str) -> No
             field.
     """
     options: Any = args.model_init_kwargs or {}
-
-    def attempt(fields: dict[str, Any]) -> None:
-        fields = dict(fields)
-        init_kwargs = fields.pop("model_init_kwargs", {})
-        router = fields.pop("router_aux_loss_coef", None)
-        model = _empty_model(args, ModelConfig(**fields), path, init_kwargs)
-        if model is not None:
-            _check_router(model, router)
-            _check_adapters(model, ModelConfig(**fields))
-
     named = given(model_config)
     named |= {"model_init_kwargs": options} if options else {}
-    named |= {"router_aux_loss_coef": args.router_aux_loss_coef} if args.router_aux_loss_coef else {}
+    # To make a model takes long, so each step blames only the fields that it reads.
+    of_model = {name: value for name, value in named.items() if name in _OF_MODELS}
+    of_adapters = {name: value for name, value in named.items() if name.startswith(("lora_", "use_"))}
+
+    def make(fields: dict[str, Any]) -> Any:
+        fields = dict(fields)
+        init_kwargs = fields.pop("model_init_kwargs", {})
+        model = _empty_model(args, ModelConfig(**fields), path, init_kwargs)
+        if model is not None:
+            _check_shapes(model, path, init_kwargs)
+        return model
+
+    def adapt(fields: dict[str, Any], model: Any = None) -> None:
+        _check_adapters(model or make(of_model), ModelConfig(use_peft=model_config.use_peft, **fields))
+
     try:
-        attempt(named)
+        model = make(of_model)
     except REFUSALS as error:
         if is_said(error, named):
             raise
-        # What makes it a model, and one with adapters, is not to blame for how it is made.
-        whole = {name: named.pop(name) for name in ("model_name_or_path", "use_peft") if name in named}
-        raise blame(named, lambda fields: attempt(whole | fields), error) from error
+        raise blame(of_model, make, error) from error
+    if model is None:
+        return
+    _check_router(model, args.router_aux_loss_coef)
+    of_adapters.pop("use_peft", None)  # which is not to blame for how adapters are made
+    try:
+        adapt(of_adapters, model)
+    except REFUSALS as error:
+        if is_said(error, named):
+            raise
+        raise blame(of_adapters, adapt, error) from error
 
 
 def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mapping[str, Any]) -> Any:
@@ -401,7 +556,11 @@ def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mappi
         raise ValueError(
             f"model_init_kwargs={options!r}: `dtype` goes before 'torch_dtype'. Set `dtype` in its place."
         )
-    check_and_set_device_map(options.get("device_map"))
+    _check_device_map(options.get("device_map"))
+    _check_numbers("model_init_kwargs", options)
+    for key, value in options.items():
+        if "drop" in key and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise ValueError(f"model_init_kwargs={options!r}: {key!r} is no share. Set it to a number in [0, 1].")
     rest = {key: value for key, value in options.items() if key not in loading | _IGNORED_IN_LOADING}
     revision, trust = options.get("revision", model_config.model_revision), args.trust_remote_code
     config, rest = AutoConfig.from_pretrained(
@@ -427,6 +586,35 @@ def _without_zero3() -> Iterator[None]:
         hf_deepspeed._hf_deepspeed_config_weak_ref = kept
 
 
+def _check_device_map(device_map: Any) -> None:
+    places = check_and_set_device_map(device_map)
+    for place in places.values() if isinstance(places, Mapping) else ():
+        device = torch.device("cpu" if place == "disk" else place)
+        here = torch.accelerator.current_accelerator()
+        known = (
+            here is not None and device.type == here.type and (device.index or 0) < torch.accelerator.device_count()
+        )
+        if not known and device.type not in ("cpu", "meta"):
+            raise ValueError(f"There is no device {str(place)!r} on this machine.")
+
+
+def _check_shapes(model: Any, path: str, options: Mapping[str, Any]) -> None:
+    """Weights of another shape than that of the model as it was asked for, which fail only when they are loaded."""
+    changed = options.keys() & model.config.to_dict().keys() - {"dtype"}
+    quantized = getattr(model.config, "quantization_config", None) is not None  # packed
+    if not changed or quantized or options.get("ignore_mismatched_sizes"):
+        return
+    shapes = {  # under ZeRO-3, a parameter's own shape is that of its part
+        name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()
+    }
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            for name in shapes.keys() & set(weights.keys()):
+                saved = tuple(weights.get_slice(name).get_shape())
+                if saved != shapes[name]:
+                    raise ValueError(f"{name} has the shape {saved} in {file.name}, and {shapes[name]} in the model.")
+
+
 def _check_router(model: Any, coefficient: float | None) -> None:
     if coefficient and not hasattr(model.config.get_text_config(), "output_router_logits"):
         raise ValueError(f"router_aux_loss_coef={coefficient} has no effect: the model has no experts. Remove it.")
@@ -443,13 +631,21 @@ def _check_adapters(model: Any, model_config: ModelConfig) -> None:
         ("lora_target_parameters", parameters),
     ):
         wanted = getattr(model_config, name)
-        for part in wanted if isinstance(wanted, list) else []:  # one by itself is a pattern, or "all-linear"
-            if not any(path == part or path.endswith(f".{part}") for path in parts):
-                known = sorted({path.rpartition(".")[2] for path, module in modules.items() if _is_linear(module)})
-                raise ValueError(
-                    f"{name}={wanted!r}: {part!r} matches nothing in the model. Its linear layers are "
-                    f"{', '.join(known)}. Set `{name}` to names of its parts."
-                )
+        # One by itself is a pattern, or "all-linear".
+        absent = [
+            part
+            for part in (wanted if isinstance(wanted, list) else [])
+            if not any(path == part or path.endswith(f".{part}") for path in parts)
+        ]
+        if absent:
+            known = sorted({path.rpartition(".")[2] for path, module in modules.items() if _is_linear(module)})
+            said = (
+                f"{name}={wanted!r}: {', '.join(map(repr, absent))} matches nothing in the model. It has the layers "
+                f"{', '.join(known)}. Set `{name}` to names of its parts."
+            )
+            if len(absent) == len(wanted):
+                raise ValueError(said)
+            warnings.warn(said, stacklevel=2)  # a list for several architectures
     import peft
 
     target = model_config.lora_target_modules

@@ -11,13 +11,14 @@ A recipe is a flat YAML file of the fields of [`OPOScriptArguments`], of [`OPOCo
 import dataclasses
 import gc
 import importlib
+import inspect
 import json
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from .data import drop_long_prompts, load_from_hub, load_problems, rename_column
 from .errors import refuse
 from .evaluate import evaluate
 from .recipe import OPOScriptArguments, parse, split
-from .rehearsal import rehearse_model
+from .rehearsal import REFUSALS, check_tokens, given, rehearse_model
 from .report import write_report
 from .rewards import accuracy_reward, format_reward
 from .rollout import check_enough_prompts
@@ -82,8 +83,8 @@ def load_reward(name: str) -> Callable:
     sys.path.insert(0, str(Path.cwd()))
     try:
         reward = getattr(importlib.import_module(module), attribute)
-        if not callable(reward):
-            raise TypeError(f"{reward!r} is not a function")
+        if not callable(reward) or inspect.isclass(reward):
+            raise TypeError(f"{reward!r} is {'a class, ' if callable(reward) else ''}not a function")
     except Exception as error:  # the module's own code may raise anything
         raise ValueError(
             f"reward_funcs={name!r} cannot be imported ({type(error).__name__}: {error}). Use one of "
@@ -197,13 +198,13 @@ def make_trainer(
 ) -> RolloutTrainer:
     """Build the trainer of a run, with its log file, progress bar and validation."""
     folder = Path(args.output_dir)
-    given: Any = args.model_init_kwargs or {}  # a dict, once parsed
+    options: Any = args.model_init_kwargs or {}  # a dict, once parsed
     args.model_init_kwargs = {
         "revision": model_config.model_revision,
         "attn_implementation": model_config.attn_implementation,
         "dtype": model_config.dtype,
         "use_safetensors": True,  # never pickled weights, whoever made them
-        **given,
+        **options,
     }
     trainer = TRAINERS[script.trainer](
         model=model_path(model_config),
@@ -313,7 +314,9 @@ def check_arguments(arguments: OPOScriptArguments | ModelConfig) -> None:
         paths.check_name(name, getattr(arguments, name, None))
 
 
-def _check_script(script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig):
+def _check_script(
+    script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig, recipe: Mapping[str, Any]
+):
     if not model_config.model_name_or_path:
         raise ValueError("model_name_or_path is not set. Set it to a model's Hub id or folder.")
     if not script.dataset_name:
@@ -331,6 +334,17 @@ def _check_script(script: OPOScriptArguments, args: RolloutConfig, model_config:
             f"{field}={getattr(args, field)!s} needs a data set of its own, which this command has not. Set "
             f"`validation_steps` in its place, and remove `{field}`."
         )
+    for name in ("load_best_model_at_end", "metric_for_best_model"):
+        if getattr(args, name):
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} needs an evaluation, which this command has not. Remove `{name}`."
+            )
+    if args.save_strategy == "best":
+        raise ValueError("save_strategy='best' needs an evaluation. Set `save_strategy` to steps, epoch or no.")
+    for name, value in given(model_config).items() if not model_config.use_peft else ():
+        # Where `use_peft` is written out, it has been switched off on purpose.
+        if (name.startswith("lora_") or name in ("use_dora", "use_rslora")) and "use_peft" not in recipe:
+            raise ValueError(f"{name}={value!r} has no effect without adapters. Set `use_peft` to true, or remove it.")
     if args.sync_ref_model and model_config.use_peft:
         raise ValueError(
             "sync_ref_model=True does not go with use_peft=True: the reference is the base model below the adapters, "
@@ -350,6 +364,18 @@ def _check_script(script: OPOScriptArguments, args: RolloutConfig, model_config:
             )
 
 
+@contextmanager
+def _said_of(what: str) -> Iterator[None]:
+    """Say of what was asked for whatever a library raises in this context; `--debug` shows where."""
+    try:
+        yield
+    except (ValueError, ImportError):
+        raise
+    except REFUSALS as error:
+        said = str(error).strip().rstrip(".") or "no more is said"
+        raise ValueError(f"{what} cannot be used: {type(error).__name__}: {said}. `--debug` shows where.") from error
+
+
 def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, Data, str | None, Lock]:
     """
     Everything that comes before the first step, the run's folder last, which stays locked within the last result.
@@ -357,39 +383,48 @@ def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, D
     Raises:
         `ValueError`, `ImportError`: it cannot be run as asked for. No file has been touched then.
     """
-    script, args, model_config, recipe = parse(argv)
+    with _said_of(f"The command line {' '.join(argv)!r}"):
+        script, args, model_config, recipe = parse(argv)
     check_arguments(script)
     check_arguments(model_config)
-    _check_script(script, args, model_config)
+    _check_script(script, args, model_config, recipe)
     preflight.check_installed(args, model_config)
     folder = Path(args.output_dir)
     settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
-    checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
-    # A checkpoint that lies elsewhere goes on in a new folder.
-    here = checkpoint is not None and Path(checkpoint).resolve().parent == folder.resolve()
-    goes_on = checkpoint is not None or args.resume_from_checkpoint == "auto"
-    resume = here or (goes_on and run_folder.is_run(folder))
-    run_folder.check(folder, resume=resume, overwrite=script.overwrite)
-    if checkpoint is not None:
-        check_same_run(checkpoint, settings, model_path(model_config))
+    with _said_of(f"output_dir={args.output_dir!r} with resume_from_checkpoint={args.resume_from_checkpoint!r}"):
+        checkpoint = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+        # A checkpoint that lies elsewhere goes on in a new folder.
+        here = checkpoint is not None and Path(checkpoint).resolve().parent == folder.resolve()
+        goes_on = checkpoint is not None or args.resume_from_checkpoint == "auto"
+        resume = here or (goes_on and run_folder.is_run(folder))
+        run_folder.check(folder, resume=resume, overwrite=script.overwrite)
+        if checkpoint is not None:
+            check_same_run(checkpoint, settings, model_path(model_config))
     reward_funcs = load_rewards(script, args)
     source: Any = {"revision": model_config.model_revision, "trust_remote_code": args.trust_remote_code}
-    given: Any = args.model_init_kwargs or {}  # a dict, once parsed
-    weights: Any = {"pickled": not given.get("use_safetensors", True)}
-    config = preflight.check_model("model_name_or_path", model_path(model_config), **source, **weights)
-    rehearse_model(args, model_config, model_path(model_config))
+    options: Any = args.model_init_kwargs or {}  # a dict, once parsed
+    weights: Any = {"pickled": not options.get("use_safetensors", True)}
+    named = f"model_name_or_path={model_config.model_name_or_path!r}"
+    with _said_of(named):
+        config = preflight.check_model("model_name_or_path", model_path(model_config), **source, **weights)
+        check_tokens(args, getattr(config.get_text_config(), "vocab_size", None))
+        rehearse_model(args, model_config, model_path(model_config))
+        tokenizer = preflight.load_tokenizer(model_path(model_config), **source)
     if script.reward_model_name_or_path:
-        preflight.check_model("reward_model_name_or_path", script.reward_model_name_or_path, **source, **weights)
-    tokenizer = preflight.load_tokenizer(model_path(model_config), **source)
-    with args.main_process_first(desc="loading the data set"):
-        data = load_data(script, args, tokenizer)
-    preflight.check_template_options(args, tokenizer, data.training[0]["prompt"])
-    preflight.check_columns(reward_funcs, data.training)
-    preflight.check_context(data.training["prompt"], tokenizer, config, args, script.max_prompt_length)
+        with _said_of(f"reward_model_name_or_path={script.reward_model_name_or_path!r}"):
+            preflight.check_model("reward_model_name_or_path", script.reward_model_name_or_path, **source, **weights)
+    with _said_of(f"dataset_name={script.dataset_name!r}"):
+        with args.main_process_first(desc="loading the data set"):
+            data = load_data(script, args, tokenizer)
+        preflight.check_template_options(args, tokenizer, data.training[0]["prompt"])
+        preflight.check_columns(reward_funcs, data.training)
+        preflight.check_context(data.training["prompt"], tokenizer, config, args, script.max_prompt_length)
     check_enough_prompts(len(data.training), args)
     if args.process_index == 0:
         preflight.check_vllm_server(args)
-    with run_folder.left_as_found(folder):
+    if options:
+        named = f"{named} with model_init_kwargs={options!r}"
+    with run_folder.left_as_found(folder), _said_of(named):
         trainer = make_trainer(script, args, model_config, data, reward_funcs)
         if checkpoint is not None:
             check_split(trainer, checkpoint)

@@ -17,6 +17,7 @@ import yaml
 # How a field's value is read: as the characters that are written, as a switch, or as what it looks like.
 Kind = Literal["text", "switch", "plain"]
 
+_LONGEST_NUMBER = 1000  # in characters; Python reads 4300 digits
 _PREFIX = "tag:yaml.org,2002:"
 _TWO_WAYS = "!two-ways"
 _SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
@@ -31,7 +32,7 @@ for _tag, _pattern in (
     (f"{_PREFIX}null", r"~|null|Null|NULL|"),
     (f"{_PREFIX}merge", r"<<"),
     (f"{_PREFIX}bool", r"true|True|TRUE|false|False|FALSE"),
-    (f"{_PREFIX}int", r"[-+]?(0|[1-9][0-9_]*)"),
+    (f"{_PREFIX}int", r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)"),
     (_TWO_WAYS, r"[-+]?0[0-9_]+|[-+]?0[xob][0-9a-fA-F_]+"),
     (f"{_PREFIX}float", r"[-+]?(\.[0-9]+|[0-9]+\.?[0-9]*)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
     (_TWO_WAYS, r"yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF"),
@@ -138,6 +139,12 @@ class _Reader:
         if tag == f"{_PREFIX}bool":
             return written.lower() == "true"
         if tag == f"{_PREFIX}int":
+            if len(written) > _LONGEST_NUMBER:
+                line = node.start_mark.line + 1
+                raise ValueError(
+                    f"{self.named}, line {line}: {where}={written[:20]}… has {len(written)} digits. Write a number "
+                    f"with at most {_LONGEST_NUMBER}."
+                )
             return int(written)
         if tag == f"{_PREFIX}float":
             return float(re.sub(r"\.(?=[in])", "", written.lower()))  # `.inf` and `.nan`

@@ -23,7 +23,10 @@ CONFIGURATIONS = (OPOConfig, OPOScriptArguments, ModelConfig)
 NUMBERS = {name: kind for kind in CONFIGURATIONS for name in numeric_fields(kind)}
 
 # What another field has to be, for a value to be looked at.
-TOGETHER = {"vllm_importance_sampling_clip_min": {"vllm_importance_sampling_clip_max": None}}
+TOGETHER = {
+    "vllm_importance_sampling_clip_min": {"vllm_importance_sampling_clip_max": None},
+    "eval_steps": {"eval_strategy": "steps"},
+}
 
 
 def make(name: str, value):
@@ -44,6 +47,7 @@ def outside(name: str) -> list:
     allowed = RANGES[name]
     step = 1 if allowed.whole else 1e-6
     values = [math.nan, -math.inf, "1", True]
+    values += [] if allowed.whole else [1e-40, 1e40]
     values += [math.inf] if math.inf not in allowed else []
     if not math.isinf(allowed.low):
         values.append(allowed.low if allowed.ends[0] == "(" else allowed.low - step)
@@ -107,6 +111,14 @@ def test_defaults_of_all_configurations_are_allowed():
     [
         {"max_steps": -1},
         {"save_total_limit": None},
+        {"save_total_limit": 0},
+        {"entropy_coef": -0.01},
+        {"save_steps": -1, "save_strategy": "epoch"},
+        {"eval_steps": -1},
+        {"scale_rewards": "no"},
+        {"vllm_model_impl": "auto"},
+        {"vllm_server_base_url": "http://[::1]:8000"},
+        {"vllm_server_base_url": "https://user:secret@host:80/path"},
         {"learning_rate": 0},
         {"learning_rate": np.float32(1e-6)},
         {"seed": np.int64(7)},
@@ -151,6 +163,11 @@ def test_what_transformers_and_trl_give_a_meaning_is_allowed(given):
         ({"scale_rewards": "groups"}, ["scale_rewards='groups'", "group, batch, none"]),
         ({"vllm_mode": "colocated"}, ["vllm_mode='colocated'", "colocate, server"]),
         ({"loss_type": "ppo"}, ["loss_type='ppo'", "dapo"]),
+        ({"reward_weights": [0.0, 0.0]}, ["reward_weights=[0.0, 0.0]", "other than 0"]),
+        ({"run_name": "a\0"}, ["run_name='a\\x00'", "NUL"]),
+        ({"train_sampling_strategy": "group_by_length"}, ["train_sampling_strategy=", "random"]),
+        ({"temperature": 1e300}, ["temperature=1e+300", "to 1e+30 in size"]),
+        ({"vllm_server_base_url": "http://a@b@c"}, ["vllm_server_base_url='http://a@b@c'"]),
         ({"watches": ["stop if reward < nan"]}, ["watches=", "nan", "finite"]),
     ],
     ids=str,

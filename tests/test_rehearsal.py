@@ -3,9 +3,10 @@
 import sys
 
 import pytest
+from trl import ModelConfig
 
 from opo_trl import OPOConfig
-from opo_trl.rehearsal import blame
+from opo_trl.rehearsal import blame, rehearse_model
 
 
 def config(**given) -> OPOConfig:
@@ -34,7 +35,9 @@ def config(**given) -> OPOConfig:
         ({"optim": "sgd", "optim_args": "momentum=0.9,nestrov=true"}, ["'nestrov' has no effect on sgd"]),
         ({"generation_kwargs": {"top_pp": 0.9}}, ["generation_kwargs={'top_pp': 0.9}", "'top_pp' has no effect"]),
         ({"generation_kwargs": {"max_length": 99}}, ["'max_length' has no effect"]),
-        ({"generation_kwargs": {"stop_strings": ["\n"]}}, ["'stop_strings' has no effect"]),
+        ({"generation_kwargs": {"stop_strings": ["\n"]}}, ["'stop_strings' needs a tokenizer", "Remove"]),
+        ({"generation_kwargs": {"num_assistant_tokens": 5}}, ["'num_assistant_tokens' belongs to assisted", "Remove"]),
+        ({"fsdp": True, "fsdp_config": {"foo": 1}}, ["fsdp_config=", "'foo' has no effect", "cpu_offload"]),
         (
             {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {"num_cycles": 2}},
             ["lr_scheduler_kwargs={'num_cycles': 2}", "no effect", "constant_with_warmup"],
@@ -65,10 +68,25 @@ def config(**given) -> OPOConfig:
             },
             ["transformers_continuous_batching_config={'pages': 3}"],
         ),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1.0}},
+            ["lr_scheduler_kwargs={'min_lr': 1.0}", "learning_rate=1e-06", "[0, 1]"],
+        ),
+        ({"optim": "sgd", "optim_args": "momentum=nan"}, ["optim_args='momentum=nan'", "'momentum' must be finite"]),
+        ({"generation_kwargs": {"sequence_bias": [[[1], float("nan")]]}}, ["'sequence_bias' must be finite"]),
+        ({"generation_kwargs": {"suppress_tokens": [1, "x"]}}, ["'suppress_tokens' holds 'x'", "whole numbers"]),
+        ({"generation_kwargs": {"use_cache": "false"}}, ["'use_cache' is text", "without quotes"]),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": "no"}}, ["'use_reentrant' is text"]),
+        ({"dataloader_persistent_workers": True}, ["dataloader_persistent_workers=True", "`dataloader_num_workers`"]),
+        ({"hub_model_id": "a/b/c"}, ["hub_model_id='a/b/c'", "namespace/repo_name"]),
+        ({"report_to": ["tensorboard", "none"]}, ["report_to=['tensorboard', 'none']", "Remove none"]),
         # Options that contradict a field, or are out of range
         ({"generation_kwargs": {"temperature": 0.5}}, ["contradicts temperature=1.0", "Set `temperature` to 0.5"]),
         ({"generation_kwargs": {"max_new_tokens": 9}}, ["contradicts max_completion_length=512"]),
         ({"generation_kwargs": {"top_p": 0.9}, "top_p": 0.5}, ["contradicts top_p=0.5"]),
+        ({"generation_kwargs": {"num_beams": 3}}, ["'num_beams' must be 1"]),
+        ({"generation_kwargs": {"guidance_scale": 2.0}}, ["'guidance_scale' must be 1"]),
+        ({"generation_kwargs": {"min_new_tokens": 600}}, ["'min_new_tokens' is above max_completion_length=512"]),
         ({"generation_kwargs": {"do_sample": False}}, ["'do_sample' must be True"]),
         ({"generation_kwargs": {"num_return_sequences": 2}}, ["'num_return_sequences' must be 1"]),
         ({"generation_kwargs": {"top_k": -3}}, ["generation_kwargs={'top_k': -3}", "out of its range"]),
@@ -103,7 +121,9 @@ def test_what_a_library_refuses_or_does_not_read_is_said_of_the_field(given, say
         {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 10}},
         {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 500, "max_steps": 10},
         {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"num_cycles": 0.5}'},
-        {"generation_kwargs": {"num_beams": 2, "suppress_tokens": [1]}},  # TRL's own examples
+        {"generation_kwargs": {"num_beams": 1, "suppress_tokens": [1], "output_scores": False, "stop_strings": None}},
+        {"generation_kwargs": {"sequence_bias": [[[1], -2.0]], "eos_token_id": [1, 2]}},
+        {"hub_model_id": "me/model"},
         {"generation_kwargs": {"top_p": 0.9, "min_new_tokens": 3, "renormalize_logits": True}},
         {"generation_kwargs": {"temperature": 0.7}, "temperature": 0.7},
         {"gradient_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2}},
@@ -115,6 +135,18 @@ def test_what_a_library_refuses_or_does_not_read_is_said_of_the_field(given, say
 )
 def test_what_the_libraries_take_is_taken(given):
     config(**given)
+
+
+def test_tracker_that_is_not_installed_is_named_once():
+    with pytest.raises(ValueError, match="report_to='swanlab'") as error:
+        config(report_to="swanlab")
+    assert str(error.value).count("report_to=") == 1
+
+
+def test_list_of_modules_of_several_architectures_is_taken_with_a_warning(tiny_model: str):
+    wanted = ModelConfig(tiny_model, use_peft=True, lora_target_modules=["q_proj", "c_attn"])
+    with pytest.warns(UserWarning, match="'c_attn' matches nothing"):
+        rehearse_model(config(), wanted, tiny_model)
 
 
 def test_generation_options_of_vllm_are_those_of_its_sampling_parameters(monkeypatch):

@@ -65,6 +65,9 @@ def test_value_is_what_is_written(recipe, text, value):
         ("max_steps: 010", ["line 1: max_steps=010"]),
         ("max_steps: 0x10", ["max_steps=0x10"]),
         ("max_steps: 1:30", ["max_steps=1:30"]),
+        ("max_steps: 1__0", ["max_steps: invalid int value: '1__0'", "Set it"]),
+        ("max_steps: 1_", ["max_steps: invalid int value: '1_'", "Set it"]),
+        (f"max_steps: {'9' * 5000}", ["line 1: max_steps=9999", "has 5000 digits"]),
         ("seed: 2024-01-01", ["seed=2024-01-01"]),
         ("mu: yes", ["mu=yes"]),
         ("chat_template_kwargs:\n  enable_thinking: no", ["line 2", "enable_thinking=no", "true or false"]),
@@ -95,7 +98,9 @@ def test_what_yaml_makes_something_else_of_is_refused(recipe, text, says):
 
 
 def test_strategies_that_say_no_arrive(recipe):
-    path = recipe("output_dir: run\nuse_cpu: on\nbf16: off\nsave_strategy: no\nscale_rewards: false\n")
+    path = recipe(
+        "output_dir: run\nuse_cpu: on\nbf16: off\nsave_strategy: no\nscale_rewards: no\nwatches: []\ndebug: ''\n"
+    )
     _, args, _, merged = parse(["--config", str(path), "--model_revision", "12e3"])
     assert (args.save_strategy, args.scale_rewards, args.use_cpu) == ("no", "none", True)
     assert merged["model_revision"] == "12e3"

@@ -192,6 +192,7 @@ KNOWN_LEVELS = "['Level 1', 'Level 2']"
 TRAINED = {"alpha": 0.4, "model_name_or_path": "./model", "learning_rate": 1e-6}  # as an earlier run was
 # Packages of which a recipe says that it needs them.
 EXTRAS = {"use_vllm": "vllm", "use_peft": "peft", "load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes"}
+LIGER = {"use_liger_kernel": True}
 
 
 RECIPES = [
@@ -210,9 +211,14 @@ RECIPES = [
     ),
     Case("misspelt key", ["alhpa=0.4", "Did you mean `alpha`?"], {"alhpa": 0.4}),
     Case("key like no other", ["xyzzy=1", "Remove it"], {"xyzzy": 1}),
+    Case("field of earlier versions", ["torch_dtype='bfloat16'", "it is `dtype`"], {"torch_dtype": "bfloat16"}),
+    Case("folder of earlier versions", ["logging_dir='x'", "TENSORBOARD_LOGGING_DIR"], {"logging_dir": "x"}),
     Case("misspelt option", ["--learning_rat 1", "Did you mean `learning_rate`?"], fields=["--learning_rat", "1"]),
     Case("key of the other trainer", ["alpha=0.4", "belongs to `trainer: opo`"], {"trainer": "grpo", "alpha": 0.4}),
     Case("trainer that does not exist", ["trainer='ppo'", "Set `trainer` to one of opo, grpo"], {"trainer": "ppo"}),
+    Case("variable without a name", ["env={'': '1'}", "Set `env`"], {"env": {"": "1"}}),
+    Case("variable with a sign of equality", ["env={'A=B': '1'}", "Set `env`"], {"env": {"A=B": "1"}}),
+    Case("variable with a NUL", ["env={'A': 'x\\x00y'}", "Set `env`"], {"env": {"A": "x\0y"}}),
     Case("env that is no mapping", ["env=['A=1']", "Set `env` to a mapping"], {"env": ["A=1"]}),
     Case("word for a number", ["alpha: invalid float value: 'high'", "Set it to"], {"alpha": "high"}),
     Case("word for a number, typed", ["mu: invalid float value: 'soft'", "Set it to"], fields=["--mu", "soft"]),
@@ -505,6 +511,24 @@ REWARD_FUNCTIONS = [
         {"reward_funcs": ["my_rewards.constant"]},
     ),
     Case(
+        "reward that is a class",
+        ["reward_funcs='collections.Counter'", "is a class", "accuracy_reward"],
+        {"reward_funcs": ["collections.Counter"]},
+    ),
+    Case("reward without a signature", ["'hypot'", "no signature", "Set `reward"], {"reward_funcs": ["math.hypot"]}),
+    Case(
+        "reward that takes too little",
+        ["reward_funcs='bare'", "unexpected keyword argument", "Set `reward_funcs`"],
+        {"reward_funcs": ["bare.bare"]},
+        change=write("bare.py", "def bare(completions):\n    return [0.0 for _ in completions]\n"),
+    ),
+    Case(
+        "reward whose argument has no name",
+        ["reward_funcs='first'", "missing a required", "'texts'", "Set `reward_funcs`"],
+        {"reward_funcs": ["nameless.first"]},
+        change=write("nameless.py", "def first(texts, /, **columns):\n    return [0.0 for _ in texts]\n"),
+    ),
+    Case(
         "reward whose module fails",
         ["reward_funcs='broken.reward'", "ZeroDivisionError", "accuracy_reward"],
         {"reward_funcs": ["broken.reward"]},
@@ -587,6 +611,14 @@ RUNS = [
     ),
 ]
 
+
+def link(to: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / "link").symlink_to(to)
+
+    return change
+
+
 LONG = "x" * 300
 NUL = {"output_dir": "run\0"}
 
@@ -595,6 +627,23 @@ PATHS = [
         "folder below a file",
         ["output_dir='recipe.yaml/run'", "recipe.yaml' is not a folder", "Choose another"],
         {"output_dir": "recipe.yaml/run"},
+    ),
+    Case(
+        "link to nothing",
+        ["output_dir='link'", "leads nowhere", "Choose another"],
+        {"output_dir": "link"},
+        change=link("nothing"),
+    ),
+    Case(
+        "folder below a link to itself",
+        ["output_dir='link/run'", "leads nowhere", "Choose another"],
+        {"output_dir": "link/run"},
+        change=link("link"),
+    ),
+    Case(
+        "home of nobody",
+        ["output_dir='~nobody_has_this/run'", "there is no home", "Choose another"],
+        {"output_dir": "~nobody_has_this/run"},
     ),
     Case("empty folder name", ["output_dir='' is empty", "Set `output_dir`"], {"output_dir": ""}),
     Case("folder name of a space", ["output_dir=' ' is empty", "Set `output_dir`"], {"output_dir": " "}),
@@ -666,8 +715,8 @@ KINDS = [
     Case("rank of 0", ["lora_r=0", "at least 1"], {"use_peft": True, "lora_r": 0}),
     Case(
         "adapters on nothing",
-        ["lora_target_modules=['q_proj', 'c_attn']", "'c_attn' matches nothing", "v_proj"],
-        {"use_peft": True, "lora_target_modules": ["q_proj", "c_attn"]},
+        ["lora_target_modules=['c_proj', 'c_attn']", "'c_proj', 'c_attn' matches nothing", "v_proj"],
+        {"use_peft": True, "lora_target_modules": ["c_proj", "c_attn"]},
     ),
     Case(
         "adapters on a name that is read as a pattern",
@@ -690,6 +739,24 @@ KINDS = [
         ["attn_implementation='flash_attention_2'", "installed"],
         {"attn_implementation": "flash_attention_2"},
     ),
+    Case(
+        "adapters on what is no pattern",
+        ["lora_target_modules='('", "unterminated", "Set `lora_target_modules`"],
+        {"use_peft": True, "lora_target_modules": ["("]},
+    ),
+    *[
+        Case(
+            f"model with {name} of {value}",
+            [f"model_init_kwargs={{'{name}': {value!r}", says],
+            {"model_init_kwargs": {name: value}},
+        )
+        for name, value, says in (
+            ("device_map", "cuda:77", "no device 'cuda:77'"),
+            ("device_map", {"": "foo"}, "Set `model_init_kwargs`"),
+            ("vocab_size", 5, "(5, "),
+            ("attention_dropout", 2.0, "[0, 1]"),
+        )
+    ],
     Case("option of no model", ["model_init_kwargs=", "'layers'"], {"model_init_kwargs": {"layers": 3}}),
     Case("type that goes unread", ["'torch_dtype'", "Set `dtype`"], {"model_init_kwargs": {"torch_dtype": "float32"}}),
     Case(
@@ -704,6 +771,24 @@ KINDS = [
         "option of the template that TRL sets",
         ["chat_template_kwargs=", "'tokenize'", "Remove"],
         {"chat_template_kwargs": {"tokenize": False}},
+    ),
+    Case(
+        "token that the model has not",
+        ["generation_kwargs=", "'eos_token_id' holds 999999", "numbers from 0"],
+        {"generation_kwargs": {"eos_token_id": 999999}},
+    ),
+    Case(
+        "best checkpoint of no evaluation",
+        ["load_best_model_at_end=True", "Remove"],
+        {"load_best_model_at_end": True, "save_strategy": "no"},
+    ),
+    Case("metric of no evaluation", ["metric_for_best_model='x'", "Remove"], {"metric_for_best_model": "x"}),
+    Case("options of no adapter", ["lora_r=4", "Set `use_peft` to true"], {"lora_r": 4}),
+    Case(
+        "folder of a tracker below a file",
+        ["report_to='tensorboard'", "TENSORBOARD_LOGGING_DIR='recipe.yaml/x'", "is not a folder", "Set `report_to`"],
+        {"report_to": "tensorboard"},
+        environment={"TENSORBOARD_LOGGING_DIR": "recipe.yaml/x"},
     ),
     Case("unknown tracker", ["report_to='wandbb'", "Set `report_to`"], {"report_to": "wandbb"}),
     Case("tracker that is not installed", ["report_to='clearml'", "pip install clearml"], {"report_to": "clearml"}),
@@ -734,6 +819,9 @@ LAUNCH = [
         )
         for name, package in EXTRAS.items()
     ],
+    Case(
+        "kernels are not installed", ["needs liger_kernel", "`pip install liger-kernel`"], LIGER, absent="liger_kernel"
+    ),
     Case(
         "deepspeed is not installed",
         ["deepspeed='ds.json'", "not installed", "pip install 'opo_trl[deepspeed]'"],

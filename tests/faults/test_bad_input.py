@@ -88,7 +88,7 @@ def call(case: Case, *further: str) -> int:
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Everything below a folder: files with their content, folders without, and when they were written."""
     return {
-        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        str(path.relative_to(folder)): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
         for path in sorted(folder.rglob("*"))
     }
 
