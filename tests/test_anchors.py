@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import RecordingOPO, Script, logged, make_trainer, trained
-from tiny import make_tokenizer
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny import save_tiny_model
 
 from opo_trl.objective import sequence_log_ratio
 
@@ -13,28 +12,7 @@ from opo_trl.objective import sequence_log_ratio
 @pytest.fixture(scope="module")
 def bfloat16_model(tmp_path_factory) -> str:
     """A model deep enough that bfloat16's rounding shows in the log-probability of a completion."""
-    folder, tokenizer = str(tmp_path_factory.mktemp("bfloat16")), make_tokenizer()
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=6,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_tiny_model(tmp_path_factory.mktemp("bfloat16"), dtype=torch.bfloat16, layers=6)
 
 
 class SampledByVLLM(RecordingOPO):
