@@ -512,9 +512,9 @@ class OPOTrainer(RolloutTrainer):
         logps, entropies, aux_loss = self._token_logps(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
-        # Without stored anchor values the policy is the anchor. A later iteration finds them in the buffered part, of
-        # which a subclass may have passed on a copy.
-        anchor = inputs.get("old_per_token_logps", self._part.get("old_per_token_logps"))
+        # Without stored anchor values the policy is the anchor. They are stored for a later iteration in the buffered
+        # part, of which a subclass may have passed on a copy.
+        anchor = inputs.get("old_per_token_logps")
         anchor = logps.detach() if anchor is None else anchor
         if self.num_iterations > 1 and self._part:
             self._part["old_per_token_logps"] = anchor
