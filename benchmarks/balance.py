@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from opo_trl.planning import cut, longest_first, shares, split_further
+from opo_trl.rollout.planning import cut, longest_first, shares, split_further
 
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from opo_trl.watches import Watches
+from opo_trl.metrics.watches import Watches
 
 from .pages import fill, table
 from .regime import COMMON

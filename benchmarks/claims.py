@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from opo_trl.comparison.intervals import Difference, Estimate, estimate, paired_difference
-from opo_trl.comparison.measures import LAST_STEPS, accuracies, efficiency, final, mean, reward, series
-from opo_trl.comparison.runs import Run, find_runs, read_run
+from opo_trl.report.intervals import Difference, Estimate, estimate, paired_difference
+from opo_trl.report.measures import LAST_STEPS, accuracies, efficiency, final, mean, reward, series
+from opo_trl.report.runs import Run, find_runs, read_run
 
 
 METHODS = ("grpo", "gspo", "dapo", "opo")

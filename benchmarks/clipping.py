@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from opo_trl.comparison.intervals import paired_difference
+from opo_trl.report.intervals import paired_difference
 
 from .pages import table
 from .record import origin

@@ -20,7 +20,6 @@ import sys
 from pathlib import Path
 
 import yaml
-
 from opo_trl.comparison.measures import final, reward
 from opo_trl.comparison.runs import find_runs, read_run
 

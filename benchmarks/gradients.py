@@ -38,10 +38,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, s
 from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
-from opo_trl.arithmetic import arithmetic_reward, base_model_path
-from opo_trl.comparison.intervals import estimate
+from opo_trl.data.arithmetic import arithmetic_reward, base_model_path
+from opo_trl.launch.recipe import parse
 from opo_trl.objective import gradient_response_efficiency
-from opo_trl.recipe import parse
+from opo_trl.report.intervals import estimate
 from opo_trl.train import Data, load_data, make_trainer
 
 from .pages import fill, table

@@ -162,7 +162,7 @@ def make_trainer(model: Any, *, rows: int, lora: int = 0, zero: dict[str, Any] |
     from datasets import Dataset
 
     from opo_trl import OPOConfig, OPOTrainer
-    from opo_trl.arithmetic import base_model_path
+    from opo_trl.data.arithmetic import base_model_path
 
     def reward(completion_ids, **kwargs):
         return [float(len(set(ids))) for ids in completion_ids]
@@ -302,7 +302,7 @@ def train_rank(*, sharding: str, weights: str, folder: str, **options):
         **({"use_cpu": True} if alone else {"ddp_backend": "gloo"}),
         **options,
     )
-    from opo_trl.plan import memory_plan
+    from opo_trl.metrics.plan import memory_plan
 
     plan, held = memory_plan(trainer), watch(trainer)
     trainer.train()

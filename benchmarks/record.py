@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from opo_trl.run_folder import git_commit, read_json, write_json
+from opo_trl.report.run_folder import git_commit, read_json, write_json
 
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")

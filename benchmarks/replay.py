@@ -26,7 +26,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
-from opo_trl.arithmetic import base_model_path
+from opo_trl.data.arithmetic import base_model_path
 
 from .memory_probes import held_bytes, profiled
 

@@ -50,7 +50,10 @@ SOURCES = {
     "NeMo-Skills": ("NVIDIA/NeMo-Skills, `tests/test_math_equal.py`, two versions", "Apache-2.0"),
     "SkyThought": ("NovaSky-AI/SkyThought, tests of `math_equal` in `math_parsing_util`", "Apache-2.0"),
     "inspect_ai": ("UKGovernmentBEIS/inspect_ai, `tests/scorer/test_math.py`, `math_cases.json`", "MIT"),
-    "TRL and open-r1": ("huggingface/trl and open-r1, `tests/test_rewards.py`: accuracy rewards", "Apache-2.0"),
+    "TRL and open-r1": (
+        "huggingface/trl and open-r1, `tests/test_rewards.py`: accuracy rewards",
+        "Apache-2.0",
+    ),
     "ms-swift": ("modelscope/ms-swift, tests of `MathAccuracy`", "Apache-2.0"),
     "Eval360": ("ifm-ai/Eval360, `tests/test_math_verify.py`", "Apache-2.0"),
     "math-validation": ("pie-framework/math-validation, 14 files of `src/fixtures/latex-equal/symbolic`", "ISC"),

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
-from opo_trl.run_folder import LOG, append_lines, read_lines
+from opo_trl.report.run_folder import LOG, append_lines, read_lines
 
 from .record import origin
 
@@ -56,7 +56,15 @@ def soak(steps: int, seconds: float) -> list[dict[str, Any]]:
         folder = Path(temporary) / "run"
         overrides = OVERRIDES | {"output_dir": folder, "max_steps": steps}
         options = [part for name, value in overrides.items() for part in (f"--{name}", str(value))]
-        command = [sys.executable, "-m", "opo_trl.cli", "train", "--config", "recipes/arithmetic/opo.yaml", *options]
+        command = [
+            sys.executable,
+            "-m",
+            "opo_trl.launch.cli",
+            "train",
+            "--config",
+            "recipes/arithmetic/opo.yaml",
+            *options,
+        ]
         samples = []
         with psutil.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}) as training:
             while training.poll() is None:

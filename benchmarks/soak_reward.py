@@ -4,8 +4,8 @@ import os
 from typing import Any
 from zlib import crc32
 
-from opo_trl.arithmetic import arithmetic_reward
-from opo_trl.scoring import IsolatedReward
+from opo_trl.data.arithmetic import arithmetic_reward
+from opo_trl.rewards.scoring import IsolatedReward
 
 
 def fragile_reward(completions: list[str], solution: list[str], **columns: Any) -> list[float]:

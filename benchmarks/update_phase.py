@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread brings little o
 
 import matplotlib.pyplot as plt
 
-from opo_trl.run_folder import write_json
+from opo_trl.report.run_folder import write_json
 
 from .pages import table
 from .record import origin

@@ -10,7 +10,7 @@ __all__ = ["OPOConfig", "OPOTrainer", "RolloutConfig", "RolloutTrainer"]
 
 if TYPE_CHECKING:
     from .config import OPOConfig, RolloutConfig
-    from .rollout_trainer import RolloutTrainer
+    from .rollout.trainer import RolloutTrainer
     from .trainer import OPOTrainer
 
 

@@ -11,11 +11,11 @@ from typing import Literal, get_args
 import torch
 from trl import GRPOConfig
 
-from . import paths, ranges
+from .checks import paths, ranges
+from .checks.ranges import require
+from .checks.rehearsal import REFUSALS, blame, given, is_said, rehearse
+from .metrics.watches import Watch
 from .objective import DriveScaling, Positivity, RatioForm, Reduction
-from .ranges import require
-from .rehearsal import REFUSALS, blame, given, is_said, rehearse
-from .watches import Watch
 
 
 AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
@@ -112,7 +112,7 @@ class RolloutConfig(GRPOConfig):
             raise ValueError(
                 "enable_jit_checkpoint=True is not allowed: it saves in the middle of an optimizer step, which cannot "
                 "be resumed exactly. Remove it; `opo-trl train` saves on SIGTERM, and so does a script that trains in "
-                "the context `opo_trl.signals.StopOnSignal(trainer)`."
+                "the context `opo_trl.launch.signals.StopOnSignal(trainer)`."
             )
         for name, value in (("scale_rewards", "batch"), ("multi_objective_aggregation", "normalize_then_sum")):
             if rounds > 1 and getattr(self, name) == value:
@@ -230,6 +230,20 @@ class RolloutConfig(GRPOConfig):
         The same condition as TRL's for leaving out the anchor log-probabilities.
         """
         return self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
+
+    def describe_policy(self) -> str:
+        """What the plan of a run says of the distance between the policy and the one that wrote the completions."""
+        if self.is_on_policy:
+            return "on-policy: the ratio is 1 in every optimizer step"
+        return "off-policy after the first optimizer step of a rollout: from there on the clip range acts"
+
+    def describe_objective(self) -> str:
+        """What the plan of a run says of the loss."""
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        return (
+            f"loss type {self.loss_type}, ratio per {self.importance_sampling_level} within "
+            f"[1 - {self.epsilon:g}, 1 + {high:g}], beta = {self.beta:g}"
+        )
 
 
 @dataclass
@@ -367,6 +381,29 @@ class OPOConfig(RolloutConfig):
             self.mu = 0.3
         if self.log_ratio_clamp is None:
             self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
+
+    def describe_policy(self) -> str:
+        stiffness = f"chi2_radius = {self.chi2_radius:g}" if self.chi2_radius else f"mu = {self.mu:g}"
+        if self.is_on_policy:
+            return (
+                "on-policy: the log-ratio is 0 in every optimizer step, so the χ² term is inert and "
+                f"{stiffness} has no effect; raise steps_per_generation or num_iterations to reuse rollouts"
+            )
+        return f"off-policy after the first optimizer step of a rollout: there the χ² term acts, with {stiffness}"
+
+    def describe_objective(self) -> str:
+        temperature = f"in {self.temperature_range} from {self.escort_temperature:g}"
+        terms = [
+            f"alpha = {self.alpha:g}",
+            f"temperature {temperature if self.adaptive_temperature else f'{self.escort_temperature:g}'}",
+            f"anchor correction {self.anchor_correction}",
+            f"drive scaling {self.drive_scaling}",
+            f"positivity {self.positivity}",
+            f"log-ratio {self.log_ratio_reduction} within ±{self.log_ratio_clamp:g}, {self.ratio_form} form",
+        ]
+        if self.beta:
+            terms.append(f"beta = {self.beta:g}")
+        return ", ".join(terms)
 
     def _reject_unused_fields(self):
         for parent_field in dataclasses.fields(GRPOConfig):

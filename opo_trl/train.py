@@ -5,7 +5,7 @@ Train a model with OPO, or with a baseline, as a recipe says.
 
 A recipe is a flat YAML file of the fields of [`OPOScriptArguments`], of [`OPOConfig`] (or with `trainer: grpo` of
 [`RolloutConfig`]) and of [`~trl.ModelConfig`]; a field on the command line overrides the recipe's. The run's folder
-(`output_dir`) is described in `opo_trl.run_folder`.
+(`output_dir`) is described in `opo_trl.report.run_folder`.
 """
 
 import dataclasses
@@ -31,25 +31,28 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import ModelConfig, get_peft_config, get_quantization_config, rewards
 from trl.rewards import get_soft_overlong_punishment
 
-from . import paths, preflight, ranges, run_folder
-from .arithmetic import arithmetic_reward, base_model_path
-from .callbacks import LogFile, ProgressBar, ReportBefore, Validation
-from .checkpoint import check_same_run, check_split
-from .checkpoint import resolve as find_checkpoint
+from .checks import paths, ranges
+from .checks.errors import refuse
+from .checks.rehearsal import REFUSALS, check_tokens, given, rehearse_model
 from .config import RolloutConfig
-from .data import drop_long_prompts, load_from_hub, load_problems, rename_columns, to_prompts, without_overlap
-from .errors import refuse
+from .data.arithmetic import arithmetic_reward, base_model_path
+from .data.problems import drop_long_prompts, load_from_hub, load_problems, rename_columns, to_prompts, without_overlap
 from .evaluate import evaluate
-from .recipe import OPOScriptArguments, parse, split
-from .rehearsal import REFUSALS, check_tokens, given, rehearse_model
-from .report import write_report
-from .rewards import accuracy_reward, format_reward
-from .rollout import check_enough_prompts
-from .rollout_trainer import RolloutTrainer
-from .scoring import IsolatedReward, RewardError
-from .settings import DATA, MODEL, SAMPLING
-from .settings import REWARDS as REWARD_FIELDS
-from .signals import StopOnSignal
+from .launch import preflight
+from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation
+from .launch.recipe import OPOScriptArguments, parse, split
+from .launch.resume import check_same_run
+from .launch.signals import StopOnSignal
+from .report import run_folder
+from .report.run_report import write_report
+from .report.settings import DATA, MODEL, SAMPLING
+from .report.settings import REWARDS as REWARD_FIELDS
+from .rewards.accuracy import accuracy_reward, format_reward
+from .rewards.scoring import IsolatedReward, RewardError
+from .rollout.checkpoint import check_split
+from .rollout.checkpoint import resolve as find_checkpoint
+from .rollout.rows import check_enough_prompts
+from .rollout.trainer import RolloutTrainer
 from .trainer import OPOTrainer
 
 

@@ -32,11 +32,12 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.models.utils import disable_gradient_checkpointing
 
-from . import objective, packing
+from . import objective
 from .config import OPOConfig
-from .planning import FEWEST_PASSES, PASS_TOKENS, best_number, parts_of_rows, row_lengths, shares, spread
-from .rollout import MULTIMODAL_KEYS, completion_tokens, gather_rows, micro_batches, take_rows
-from .rollout_trainer import RolloutTrainer, takes_what_grpo_takes
+from .rollout import packing
+from .rollout.planning import FEWEST_PASSES, PASS_TOKENS, best_number, parts_of_rows, row_lengths, shares, spread
+from .rollout.rows import MULTIMODAL_KEYS, completion_tokens, gather_rows, micro_batches, take_rows
+from .rollout.trainer import RolloutTrainer, takes_what_grpo_takes
 
 
 logger = get_logger(__name__)

@@ -29,8 +29,8 @@ SUITES = (
     "test_trainer",
     "test_trainer_options",
     "test_baselines",
-    "test_dynamic_sampling",
-    "test_checkpoint",
+    "rollout/test_dynamic_sampling",
+    "rollout/test_checkpoint",
     "test_lora",
     "test_fitting_in",
 )

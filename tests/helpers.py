@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import yaml
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -583,3 +584,18 @@ def assert_step_equals(record: Step, reference: SimpleNamespace, tolerance: floa
     # Work and bonus may cancel in the loss, so its error is measured against the size of its terms.
     size = statistics.fmean(abs(w) + d for w, d in zip(reference.work, reference.dissipation, strict=True))
     assert abs(sum(record.losses) - reference.loss) < 1e-5 * (1 + abs(reference.loss) + size)
+
+
+def on_cpu(folder: Path, sharding: str) -> list[str]:
+    """
+    Arguments that make a configuration of `recipes/accelerate` one for CPU processes.
+
+    DeepSpeed is off where `use_cpu` is set, and without a backend accelerate sees a single process. `cpu.yaml` does
+    not do: it starts one process, whatever number it is told.
+    """
+    recipes = Path(__file__).resolve().parents[1] / "recipes"
+    config = yaml.safe_load((recipes / "accelerate" / f"{sharding}.yaml").read_text())
+    path = folder / f"{sharding}.yaml"
+    path.write_text(yaml.safe_dump({**config, "mixed_precision": "no"}))
+    device = ["--ddp_backend", "gloo"] if sharding.startswith("zero") else ["--use_cpu", "true"]
+    return ["--accelerate_config", str(path), *device]

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 
 from benchmarks import broken_on_purpose
-from opo_trl.recipe import parse
+from opo_trl.launch.recipe import parse
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -42,7 +42,7 @@ from trl import BEMACallback, LogCompletionsCallback
 
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.evaluate import evaluate
-from opo_trl.recipe import find_accelerate_config
+from opo_trl.launch.recipe import find_accelerate_config
 
 
 PLAIN = Dataset.from_dict({"prompt": PROMPTS})

@@ -7,7 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from opo_trl import OPOConfig, OPOTrainer
-from opo_trl.weights import FrozenBase
+from opo_trl.rollout.frozen_base import FrozenBase
 
 
 OPTIONS = {"max_steps": 3, "num_iterations": 2, "beta": 0.1}

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from sympy import Symbol, lambdify
 from sympy.core import evalf
 
-from opo_trl import rewards
-from opo_trl.checkpoint import load_state
-from opo_trl.recipe import read_recipe
-from opo_trl.rewards import score
+from opo_trl.launch.recipe import read_recipe
+from opo_trl.rewards import accuracy as rewards
+from opo_trl.rewards.accuracy import score
+from opo_trl.rollout.checkpoint import load_state
 from opo_trl.train import main
 
 
@@ -100,7 +100,7 @@ from sympy import lambdify
 from sympy.core import evalf
 number = _Latex2Sympy.parse_number
 import opo_trl.rewards
-opo_trl.rewards.score(r"\\boxed{\\frac{1}{2} + 1}", "1.5")
+opo_trl.rewards.accuracy.score(r"\\boxed{\\frac{1}{2} + 1}", "1.5")
 assert evalf.lambdify is lambdify and _Latex2Sympy.parse_number is number
 assert logging.getLogger("math_verify").getEffectiveLevel() == logging.WARNING
 """

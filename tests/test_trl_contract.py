@@ -63,7 +63,7 @@ def test_every_problem_is_in_one_message():
 
 def test_check_runs_when_the_trainer_is_imported(monkeypatch):
     monkeypatch.delattr(trl.GRPOTrainer, "get_high_entropy_mask")
-    for module in ("opo_trl.rollout_trainer", "opo_trl.trainer"):
+    for module in ("opo_trl.rollout.trainer", "opo_trl.trainer"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(ImportError, match=r"GRPOTrainer\.get_high_entropy_mask is missing"):
         importlib.import_module("opo_trl.trainer")

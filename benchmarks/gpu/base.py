@@ -2,7 +2,7 @@
 Base model of the word problems: a Qwen3 of 57 million parameters, trained from scratch for a given number of seconds
 on worked solutions in which most carries are forgotten.
 
-The slips are systematic, as in the embedded arithmetic task (`opo_trl/arithmetic/make_base.py` says why): greedy
+The slips are systematic, as in the embedded arithmetic task (`benchmarks/make_base.py` says why): greedy
 decoding slips too, the right habit is sampled often enough to be rewarded, and it is the same habit at every level.
 """
 

@@ -1,5 +1,5 @@
 """
-`opo_trl.memory` against the peaks of one GPU: Qwen3-1.7B with random weights, `OPOTrainer.compute_loss`, AdamW.
+The memory plan against the peaks of one GPU: Qwen3-1.7B with random weights, `OPOTrainer.compute_loss`, AdamW.
 
     python -m benchmarks.gpu.memory --output runs/gpu/memory.json     a few minutes on a GPU of 24 GB or more
 

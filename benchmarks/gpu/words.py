@@ -24,7 +24,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from opo_trl.arithmetic.make_base import forget_to_carry
+from benchmarks.make_base import forget_to_carry
 
 
 LEVELS = tuple(f"Level {steps}" for steps in range(1, 7))

@@ -11,7 +11,7 @@ import sys
 
 
 with contextlib.redirect_stdout(sys.stderr):  # where libraries may say something when they are imported
-    from opo_trl.recipe import make_parser, read_recipe
+    from opo_trl.launch.recipe import make_parser, read_recipe
 
 
 # What the server has to have as the trainer has it: argument of `trl vllm-serve` → field.

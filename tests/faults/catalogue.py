@@ -700,7 +700,7 @@ PATHS = [
     ),
 ]
 
-# Of each kind one: all ranges are in `tests/test_ranges.py`, and what libraries refuse in `tests/test_rehearsal.py`.
+# One of each kind: `tests/checks/test_ranges.py` has all ranges, `test_rehearsal.py` what libraries reject.
 KINDS = [
     Case("key that stands twice", ["'max_steps' twice", "Remove one"], change=append("recipe.yaml", "max_steps: 2\n")),
     Case("share above 1", ["top_p=1.5", "Set `top_p`", "(0, 1]"], {"top_p": 1.5}),
@@ -865,12 +865,6 @@ LAUNCH = [
 
 OTHER_COMMANDS = [
     Case("figures of no run", ["log.jsonl", "Pass the folder of a run"], fields=["nothing"], command="figures"),
-    Case(
-        "figure of an unknown format",
-        ["--output figure.doc", "'.doc'", ".png"],
-        fields=["saturation", "--output", "figure.doc"],
-        command="figures",
-    ),
     Case(
         "comparison of nothing",
         ["'no.yaml' does not exist", "Pass recipes"],

@@ -30,7 +30,8 @@ from invariance.canonical import STEPS, Form, make_trainer, weights
 from invariance.launch import launch, logs
 from tiny import save_tiny_model
 
-from opo_trl import OPOTrainer, checkpoint
+from opo_trl import OPOTrainer
+from opo_trl.rollout import checkpoint
 
 
 SAVE_STEPS = 2

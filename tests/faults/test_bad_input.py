@@ -25,10 +25,11 @@ from trl import GRPOConfig
 
 from faults import catalogue
 from faults.catalogue import RECIPE, REWARDS, ROWS, Case, write_rows
-from opo_trl import OPOConfig, cli, train
-from opo_trl.checkpoint import check_same_run
-from opo_trl.preflight import check_vllm_server
-from opo_trl.settings import KEPT_ON_RESUME
+from opo_trl import OPOConfig, train
+from opo_trl.launch import cli
+from opo_trl.launch.preflight import check_vllm_server
+from opo_trl.launch.resume import check_same_run
+from opo_trl.report.settings import KEPT_ON_RESUME
 
 
 @pytest.fixture

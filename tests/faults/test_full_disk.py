@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from opo_trl import OPOTrainer
-from opo_trl.checkpoint import fault, finished, last_whole
+from opo_trl.rollout.checkpoint import fault, finished, last_whole
 
 
 OPTIONS = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-4}

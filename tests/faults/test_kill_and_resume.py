@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from opo_trl.checkpoint import fault, last_whole
+from opo_trl.rollout.checkpoint import fault, last_whole
 
 from .kill_and_resume import DYNAMIC, LORA, ONE, PLACES, SAVING, ZERO3, Kill, differences, start, train_without_state
 

@@ -18,8 +18,8 @@ from invariance.launch import launch, logs
 from safetensors.torch import load_file
 
 from opo_trl import OPOTrainer
-from opo_trl.checkpoint import fault
-from opo_trl.signals import StopOnSignal
+from opo_trl.launch.signals import StopOnSignal
+from opo_trl.rollout.checkpoint import fault
 from opo_trl.train import main
 
 from .kill_and_resume import ONE

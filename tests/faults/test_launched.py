@@ -11,11 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import environment, wait_until
-from test_several_nodes import on_cpu
+from helpers import environment, on_cpu, wait_until
 
-from opo_trl.checkpoint import last_whole
-from opo_trl.run_folder import read_lines
+from opo_trl.report.run_folder import read_lines
+from opo_trl.rollout.checkpoint import last_whole
 
 from .test_killed_command import OPTIONS, RECIPE
 
@@ -29,7 +28,7 @@ class Launched:
 
     def __init__(self, folder: Path, processes: int, *further: str):
         self.folder, self.log = folder / "run", folder / "log"
-        command = [sys.executable, "-m", "opo_trl.cli", "train", "--config", str(RECIPE), *further]
+        command = [sys.executable, "-m", "opo_trl.launch.cli", "train", "--config", str(RECIPE), *further]
         for name, value in {**OPTIONS, "max_steps": 1000, "save_steps": 1000, "output_dir": self.folder}.items():
             command += [f"--{name}", str(value)]
         if processes > 1:

@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from opo_trl.vllm_server import watched
+from opo_trl.rollout.vllm_server import watched
 
 
 ROOT = Path(__file__).parents[2]

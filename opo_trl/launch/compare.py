@@ -1,0 +1,154 @@
+"""
+Run methods side by side over seeds, and write one report of them.
+
+    opo-trl compare recipes/arithmetic/*.yaml --seeds 1 2 3 --output runs/comparison [--jobs 2] [--field value …]
+    opo-trl compare runs/a runs/b --output runs/comparison
+
+A recipe `R.yaml` runs into `OUTPUT/runs/R/seed-N`, unless a finished run is there; any further `--field value` goes to
+every `opo-trl train`. A folder is a finished run, or holds some. `docs/comparing.md` says what is computed.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..checks.errors import refuse
+from ..checks.paths import hint_at_checkout
+from ..report.measures import compare
+from ..report.runs import Run, by_label, check_comparable, check_same_method, find_runs, read_run
+from .jobs import OWN_FIELDS, Job, check_earlier_run, failure, overrides, run_missing
+
+
+def main(argv: Sequence[str]) -> int:
+    """
+    Entry point of `opo-trl compare`.
+
+    Args:
+        argv (`Sequence[str]`):
+            Command line after `opo-trl compare`.
+
+    Returns:
+        `int`: exit status: 1 when a run failed, 2 for what cannot be compared or run.
+    """
+    parser = _make_parser()
+    arguments, fields = parser.parse_known_args(argv)
+    try:
+        return _compare(arguments, fields)
+    except ValueError as error:
+        return refuse(parser.prog, error, debug=arguments.debug)
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted. The same command goes on.", file=sys.stderr)
+        return 130
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="opo-trl compare",
+        description="Run what is missing, and report on all. Any further --field value goes to every run.",
+        allow_abbrev=False,  # a prefix of an option may be a field of a run
+    )
+    parser.add_argument("inputs", nargs="+", type=Path, help="recipes (*.yaml), and folders of finished runs")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[], help="seeds to run each recipe with")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the report, and of the recipes' runs")
+    parser.add_argument("--jobs", type=int, default=1, help="how many runs at once (default: 1)")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("--baseline", help="method to compare with (default: grpo, or the first one)")
+    return parser
+
+
+def _compare(arguments: argparse.Namespace, fields: list[str]) -> int:
+    try:
+        from ..report.comparison_report import write_report
+    except ImportError as error:
+        raise ValueError(f"{error}. A report needs the figures: `pip install 'opo_trl[figures]'`.") from error
+
+    jobs = plan(arguments, fields)
+    own = [read_run(folder) for path in arguments.inputs if path.is_dir() for folder in find_runs(path)]
+    _check(own)
+    failed = run_missing(jobs, arguments.jobs, {run.name: run.settings for run in own})
+    if failed:
+        print(*map(failure, failed), sep="\n\n", file=sys.stderr)
+        print(f"\n{len(failed)} of {len(jobs)} runs failed. The same command goes on with them.", file=sys.stderr)
+        return 1
+    runs = [*own, *(read_run(job.folder) for job in jobs)]
+    _check(runs)
+    methods = order(runs, arguments.baseline)
+    print(*write_report(compare(methods), arguments.output, command(arguments, fields)), sep="\n")
+    return 0
+
+
+def _check(runs: Sequence[Run]) -> None:
+    check_same_method(runs)
+    check_comparable({run.name: run.settings for run in runs})
+
+
+def order(runs: Sequence[Run], baseline: str | None) -> dict[str, list[Run]]:
+    """
+    The runs of each method: the baseline first, then by name.
+
+    Raises:
+        `ValueError`: no run belongs to the baseline that was asked for.
+    """
+    methods = by_label(runs)
+    if baseline is None:
+        baseline = "grpo" if "grpo" in methods else runs[0].label
+    if baseline not in methods:
+        raise ValueError(f"--baseline {baseline} is none of the methods. Use one of {', '.join(sorted(methods))}.")
+    return {label: methods[label] for label in sorted(methods, key=lambda label: (label != baseline, label))}
+
+
+def command(arguments: argparse.Namespace, fields: Sequence[str]) -> str:
+    """The command that makes the report again, without what differs from machine to machine."""
+    parts = ["opo-trl", "compare", *map(str, arguments.inputs)]
+    if arguments.seeds:
+        parts += ["--seeds", *map(str, arguments.seeds)]
+    if arguments.baseline:
+        parts += ["--baseline", arguments.baseline]
+    named = [Path(part).name if Path(part).is_absolute() else part for part in [*parts, *fields]]
+    return shlex.join([*named, "--output", "OUTPUT"])
+
+
+def plan(arguments: argparse.Namespace, fields: list[str]) -> list[Job]:
+    """
+    The runs that the recipes ask for, seed by seed, so that every method comes early.
+
+    Raises:
+        `ValueError`: the arguments do not go together, or a run of other settings is where one would be written.
+    """
+    recipes = [path for path in arguments.inputs if not path.is_dir()]
+    _check_arguments(arguments, recipes, fields)
+    jobs = [
+        Job(recipe, seed, arguments.output / "runs" / recipe.stem / f"seed-{seed}", tuple(fields))
+        for seed in dict.fromkeys(arguments.seeds)
+        for recipe in recipes
+    ]
+    for job in jobs:
+        check_earlier_run(job)
+    return jobs
+
+
+def _check_arguments(arguments: argparse.Namespace, recipes: list[Path], fields: list[str]) -> None:
+    for path in recipes:
+        if not path.is_file():
+            hint = hint_at_checkout(path) or "Pass recipes or folders of runs; fields come last."
+            raise ValueError(f"{str(path)!r} does not exist. {hint}")
+    if recipes and not arguments.seeds:
+        raise ValueError(f"{str(recipes[0])!r} is a recipe, and --seeds is not set. Add the seeds: `--seeds 1 2 3`.")
+    if not recipes and (arguments.seeds or fields):
+        given = f"--seeds {' '.join(map(str, arguments.seeds))}" if arguments.seeds else " ".join(fields)
+        raise ValueError(f"{given} has no effect: there is no recipe to run. Remove it, or add a recipe.")
+    if arguments.jobs < 1:
+        raise ValueError(f"--jobs {arguments.jobs} is not allowed. Set it to a positive number.")
+    stems = [path.stem for path in recipes]
+    for stem in stems:
+        if stems.count(stem) > 1:
+            raise ValueError(f"Several recipes are called {stem!r}, which names the method. Rename one of them.")
+    for name in overrides(fields):
+        if name in OWN_FIELDS:
+            raise ValueError(f"--{name} is set for each run by this program. Remove it.")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

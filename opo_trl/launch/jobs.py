@@ -1,0 +1,243 @@
+"""The runs that recipes ask for: which of them are missing, and running those, a process each."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from ..report.run_folder import LOG, RECIPE, is_run
+from ..report.runs import Settings, check_comparable, is_finished, read_settings
+
+
+# Fields of a run that are set here, and those that say nothing about what is trained.
+OWN_FIELDS = ("config", "output_dir", "seed", "disable_tqdm", "resume_from_checkpoint")
+_IMMATERIAL = (*OWN_FIELDS, "overwrite", "report_to", "env")
+
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_POLL_SECONDS = 0.5
+_QUOTED_LINES = 12
+
+
+@dataclass(frozen=True)
+class Job:
+    """
+    A run that a recipe asks for.
+
+    Args:
+        recipe (`Path`), seed (`int`):
+            What to run.
+        folder (`Path`):
+            Where.
+        fields (`tuple[str, ...]`):
+            Further `--field value` of the command line.
+    """
+
+    recipe: Path
+    seed: int
+    folder: Path
+    fields: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Method and seed."""
+        return f"{self.folder.parent.name}, seed {self.seed}"
+
+    @property
+    def output(self) -> Path:
+        """File that the run's output goes to."""
+        return self.folder.parent / f"{self.folder.name}.txt"
+
+    @property
+    def command(self) -> list[str]:
+        """Command line of the run."""
+        own = ["--output_dir", str(self.folder), "--seed", str(self.seed), "--disable_tqdm", "true"]
+        start = [sys.executable, "-m", "opo_trl.launch.cli", "train", "--config", str(self.recipe)]
+        return [*start, *own, "--resume_from_checkpoint", "auto", *self.fields]
+
+
+def overrides(fields: Sequence[str]) -> dict[str, Any]:
+    """
+    Field → value or values of `--field value …` and `--field=value`.
+
+    Raises:
+        `ValueError`: a value without a field.
+    """
+    values: dict[str, list[str]] = {}
+    for item in fields:
+        if item.startswith("--"):
+            name, _, value = item[2:].partition("=")
+            name = name.replace("-", "_")
+            values[name] = [value] if value else []
+        elif values:
+            values[name].append(item)
+        else:
+            raise ValueError(f"{item!r} is neither a field nor a value of one. Write `--field value`.")
+    return {name: given[0] if len(given) == 1 else given or True for name, given in values.items()}
+
+
+def check_earlier_run(job: Job) -> None:
+    """
+    Make sure that a run which is finished, or would go on from a checkpoint, is the one that is asked for.
+
+    Raises:
+        `ValueError`: it is not; the message names the fields.
+    """
+    if not is_run(job.folder) or not (is_finished(job.folder) or any(job.folder.glob("checkpoint-*"))):
+        return
+    asked = {**read_yaml(job.recipe), **overrides(job.fields)}
+    earlier = read_yaml(job.folder / RECIPE)
+    lines = [
+        f"  {name}: {earlier.get(name, 'not set')} there, {asked.get(name, 'not set')} asked for"
+        for name in sorted((asked.keys() | earlier.keys()) - set(_IMMATERIAL))
+        if not agree(asked.get(name), earlier.get(name))
+    ]
+    if lines:
+        listed = "\n".join(lines)
+        raise ValueError(
+            f"The run in {str(job.folder)!r} is not the one of {str(job.recipe)!r}:\n{listed}\n"
+            "Choose another --output, or delete that run."
+        )
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """
+    Read a recipe, as written.
+
+    Raises:
+        `ValueError`: it is no `field: value` lines.
+    """
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{str(path)!r} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(path)!r} holds no `field: value` lines. Pass a recipe.")
+    return content
+
+
+def agree(asked: Any, resolved: Any) -> bool:
+    """Whether a value as typed in a recipe or on a command line is the one that a run has resolved it to."""
+    asked, resolved = _typed(asked), _typed(resolved)
+    if isinstance(asked, Mapping) and isinstance(resolved, Mapping):  # resolved with its defaults
+        return all(agree(value, resolved.get(key)) for key, value in asked.items())
+    if isinstance(resolved, list) and not isinstance(asked, list):
+        asked = [asked]
+    if isinstance(asked, str) and isinstance(resolved, str) and resolved.endswith(".yaml"):
+        return Path(asked).stem == Path(resolved).stem  # an accelerate configuration, as a path or a name
+    return asked == resolved
+
+
+def _typed(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_typed(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)  # YAML takes 1e-3 for a string
+    except ValueError:
+        pass
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value
+
+
+def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings]) -> list[Job]:
+    """
+    Run those that are not finished, each in a process of its own, under one progress bar.
+
+    Args:
+        jobs (`Sequence[Job]`):
+            All runs that are asked for.
+        at_once (`int`):
+            How many may run at the same time.
+        others (`Mapping[str, Mapping]`):
+            Settings of the finished runs that they will be compared with, by name.
+
+    Returns:
+        `list[Job]`: those that failed.
+
+    Raises:
+        `ValueError`: a run turns out not to be comparable with the others, or is being run by somebody else.
+    """
+    waiting = [job for job in jobs if not is_finished(job.folder)]
+    if not waiting:
+        return []
+    failed = []
+    with (
+        tqdm(total=len(jobs), initial=len(jobs) - len(waiting), unit="run") as bar,
+        _processes() as running,
+    ):
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                job = waiting.pop(0)
+                running[job] = _start(job)
+            time.sleep(_POLL_SECONDS)
+            ended = [job for job, process in running.items() if process.poll() is not None]
+            failed += [job for job in ended if running.pop(job).returncode or not is_finished(job.folder)]
+            bar.update(len(ended))
+            bar.set_postfix_str("; ".join(map(_progress, running)), refresh=sys.stderr.isatty())
+            if ended:  # hours before the last run ends
+                check_comparable({**others, **_begun(jobs)})
+    return failed
+
+
+@contextmanager
+def _processes() -> Iterator[dict[Job, subprocess.Popen]]:
+    """Processes that end when this one leaves the block or is told to end."""
+    running: dict[Job, subprocess.Popen] = {}
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in _ENDING_SIGNALS}
+    try:
+        yield running
+    finally:
+        for process in running.values():
+            os.killpg(process.pid, signal.SIGTERM)  # with what the launcher has started
+        for process in running.values():
+            process.wait()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _start(job: Job) -> subprocess.Popen:
+    job.output.parent.mkdir(parents=True, exist_ok=True)
+    with job.output.open("a") as output:
+        try:
+            # The run's processes hold the lock as long as one of them has the file, whatever becomes of this one.
+            fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{job.name} is still running: it writes to {str(job.output)!r}. Wait for it, or end it."
+            ) from None
+        output.truncate(0)
+        return subprocess.Popen(
+            job.command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def _progress(job: Job) -> str:
+    """Name of a run, with the last step that it has logged."""
+    log = job.folder / LOG
+    steps = log.read_bytes().count(b'"grad_norm"') if log.exists() else 0
+    return f"{job.name}: {steps} steps" if steps else job.name
+
+
+def _begun(jobs: Sequence[Job]) -> dict[str, Settings]:
+    settings = {job.name: read_settings(job.folder) for job in jobs}
+    return {name: own for name, own in settings.items() if own}
+
+
+def failure(job: Job) -> str:
+    """What to say about a run that has failed: where its output is, and how that ends."""
+    lines = [line for line in job.output.read_text(errors="replace").splitlines() if line.strip()]
+    quoted = "\n".join(f"    {line}" for line in lines[-_QUOTED_LINES:])
+    return f"{job.name} failed. The end of {job.output}:\n{quoted}"

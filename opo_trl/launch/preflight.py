@@ -1,0 +1,310 @@
+"""
+What can be known about a run before its model is loaded: that packages, server, model, tokenizer and prompts fit.
+
+Every check raises a `ValueError` that names the field, its value and what to do.
+"""
+
+import http.client
+import inspect
+import json
+import re
+import socket
+import time
+import urllib.error
+import urllib.request
+from base64 import b64encode
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from datasets import Dataset
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from trl import ModelConfig
+
+from ..checks import paths
+from ..config import RolloutConfig
+from ..data.problems import prompt_lengths
+from ..rewards.scoring import IsolatedReward
+
+
+# What TRL hands to every reward function, beside the columns of the data set.
+_GIVEN_TO_REWARDS = {
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "environments",
+}
+
+# What TRL hands to `apply_chat_template`.
+_GIVEN_TO_TEMPLATE = (
+    "conversation",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "tokenize",
+    "return_dict",
+    "return_tensors",
+    "padding",
+)
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_HTTP_SECONDS = 5.0  # that a vLLM server may take for one answer
+
+
+def check_installed(args: RolloutConfig, model_config: ModelConfig) -> None:
+    """Check that the packages which a recipe's fields need are installed."""
+    for name, asked, package, install in (
+        ("use_vllm", args.use_vllm, "vllm", "'opo_trl[vllm]'"),
+        ("use_peft", model_config.use_peft, "peft", "'opo_trl[peft]'"),
+        ("load_in_4bit", model_config.load_in_4bit, "bitsandbytes", "'opo_trl[quantization]'"),
+        ("load_in_8bit", model_config.load_in_8bit, "bitsandbytes", "'opo_trl[quantization]'"),
+        ("use_liger_kernel", args.use_liger_kernel, "liger_kernel", "liger-kernel"),
+    ):
+        if asked and find_spec(package) is None:
+            raise ValueError(
+                f"{name}=True needs {package}, which is not installed. `pip install {install}`, or remove `{name}`."
+            )
+
+
+def check_vllm_server(args: RolloutConfig) -> None:
+    """
+    Check that a vLLM server answers, for as long as TRL would wait for it, and that the port for the weights is free.
+    """
+    if not (args.use_vllm and args.vllm_mode == "server"):
+        return
+    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    field = (
+        f"vllm_server_base_url={url!r}" if args.vllm_server_base_url else f"vllm_server_port={args.vllm_server_port}"
+    )
+    deadline = time.monotonic() + args.vllm_server_timeout
+    while not _answers(f"{url}/health", field):
+        if time.monotonic() >= deadline:
+            raise ValueError(
+                f"{field}: nothing answers at {url}/health within vllm_server_timeout={args.vllm_server_timeout} "
+                "seconds. Start `trl vllm-serve` there, or set the address of one that runs."
+            )
+        time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
+    host = urlsplit(url).hostname
+    with suppress(OSError), socket.create_connection((host, args.vllm_group_port), _HTTP_SECONDS):
+        raise ValueError(
+            f"vllm_group_port={args.vllm_group_port} is taken: something listens there on {host!r}, where the "
+            "weights are to be sent. Set `vllm_group_port` to a free port."
+        )
+
+
+def _answers(url: str, field: str) -> bool:
+    """Whether a server says that it is well; `False` while there is none."""
+    parts = urlsplit(url)
+    user, at, place = parts.netloc.rpartition("@")
+    request = urllib.request.Request(parts._replace(netloc=place).geturl())
+    if at:  # which urllib would take for a part of the host's name
+        request.add_header("Authorization", f"Basic {b64encode(unquote(user).encode()).decode()}")
+    try:
+        with urllib.request.urlopen(request, timeout=_HTTP_SECONDS) as answer:
+            said = answer.status
+    except urllib.error.HTTPError as error:
+        said = error.code
+    except urllib.error.URLError:
+        return False
+    except (OSError, http.client.HTTPException) as error:
+        said = repr(error)
+    if said != 200:
+        raise ValueError(
+            f"{field} is taken: what listens there is no vLLM server, it answers {url} with {said}. Set it to the "
+            "port of `trl vllm-serve`, and start that on a free one."
+        )
+    return True
+
+
+def check_model(
+    field: str, name: str, *, revision: str | None, trust_remote_code: bool, pickled: bool
+) -> PreTrainedConfig:
+    """
+    Check that there is a model: its configuration, and if it is a folder its weights, down to their last byte.
+
+    Args:
+        field (`str`):
+            Field of the recipe that names it, for messages.
+        name (`str`):
+            Folder, or id on the Hub.
+        revision (`str`, *optional*):
+            Revision on the Hub.
+        trust_remote_code (`bool`):
+            Whether code that comes with the model may be run.
+        pickled (`bool`):
+            Whether weights may be pickled.
+
+    Returns:
+        `PreTrainedConfig`: its configuration.
+    """
+    folder = Path(name)
+    with paths.readable(field, name):
+        is_folder, is_adapter = folder.is_dir(), (folder / "adapter_config.json").is_file()
+    if not is_folder and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        hint = paths.hint_at_checkout(name)
+        raise ValueError(
+            f"{field}={name!r} does not exist. Set `{field}` to a model's folder, or its id on the Hub. "
+            f"{hint}".rstrip()
+        )
+    if is_adapter:
+        with paths.readable(field, name):
+            base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        raise ValueError(
+            f"{field}={name!r} is an adapter for {base!r}, not a model. Set `{field}` to that, merge the adapter into "
+            "it first, or go on from a checkpoint with `resume_from_checkpoint`."
+        )
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        fix = f"Set `{field}` to the folder of a model, or to its id on the Hub"
+        if "trust_remote_code" in str(error):
+            fix = "Set `trust_remote_code` to true if you have read that code and trust it"
+        raise ValueError(f"{field}={name!r} cannot be loaded: {error} {fix}.") from error
+    if is_folder:
+        with paths.readable(field, name):
+            _check_weights(field, folder, pickled)
+    return config
+
+
+def _check_weights(field: str, folder: Path, pickled: bool) -> None:
+    files = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
+    if files and not pickled and not any(file.suffix == ".safetensors" for file in files):
+        raise ValueError(
+            f"{field}={str(folder)!r} holds pickled weights only ({files[0].name}), which could run code. Convert "
+            "them to safetensors, or set `model_init_kwargs: {use_safetensors: false}` if you trust them."
+        )
+    for index in folder.glob("*.index.json"):
+        files += [folder / name for name in set(json.loads(index.read_text())["weight_map"].values())]
+    if not files:
+        raise ValueError(
+            f"{field}={str(folder)!r} holds no weights: no {' or '.join(_WEIGHTS)}. Set `{field}` to the folder of a "
+            "whole model."
+        )
+    for file in files:
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, "pt"):
+                    pass
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"{field}={str(folder)!r}: its {file.name} is missing or cut short ({error}). Restore that file."
+            ) from error
+
+
+def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer, and check that it has a vocabulary, and a token to pad with."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"model_name_or_path={name!r} has no tokenizer that can be loaded: {error} Put its files there."
+        ) from error
+    if len(tokenizer) < 2:
+        raise ValueError(f"model_name_or_path={name!r} holds no tokenizer. Put the files of its tokenizer there.")
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise ValueError(
+            f"model_name_or_path={name!r}: its tokenizer has neither pad_token nor eos_token, so that rows cannot be "
+            "padded and completions do not end. Set `eos_token` in its tokenizer_config.json."
+        )
+    return tokenizer
+
+
+def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a data set has prompts, and that a tokenizer can make tokens of them."""
+    if "prompt" not in data.column_names:
+        raise ValueError(
+            f"prompt_style='dataset', but dataset_name has no column 'prompt', only {data.column_names}. Rename its "
+            "column, or set `prompt_style` to 'chat' or 'plain'."
+        )
+    if tokenizer.chat_template is None and not isinstance(data[0]["prompt"], str):
+        raise ValueError(
+            f"prompt_style='chat', but the tokenizer of {tokenizer.name_or_path!r} has no chat template. Set "
+            "`prompt_style` to 'plain', or give the tokenizer a chat_template.jinja."
+        )
+
+
+def check_template_options(args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
+    """Check that a chat template reads what `chat_template_kwargs` holds."""
+    options: Any = args.chat_template_kwargs or {}  # a dict, once parsed
+    if options and isinstance(prompt, str):
+        raise ValueError(
+            f"chat_template_kwargs={options!r} has no effect: prompts that are text have no chat template. Remove it."
+        )
+    template, read = tokenizer.chat_template, inspect.signature(tokenizer.apply_chat_template).parameters
+    for key in options:
+        if key in _GIVEN_TO_TEMPLATE:
+            raise ValueError(f"chat_template_kwargs={options!r}: TRL sets {key!r} itself. Remove {key!r}.")
+        if isinstance(template, str) and key not in read and not re.search(rf"\b{re.escape(key)}\b", template):
+            raise ValueError(
+                f"chat_template_kwargs={options!r}: {key!r} has no effect, the chat template of "
+                f"{tokenizer.name_or_path!r} does not read it. Remove {key!r}."
+            )
+
+
+def check_context(
+    prompts: Sequence[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    args: RolloutConfig,
+    max_prompt_length: int | None,
+) -> None:
+    """Check that every prompt, of at most `max_prompt_length` tokens, fits into the context with its completion."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context is None:
+        return
+    room = context - (args.max_completion_length or 0)
+    if max_prompt_length is not None and max_prompt_length <= room:
+        return
+    template_kwargs: Any = args.chat_template_kwargs  # a dict, once parsed
+    lengths = prompt_lengths(list(prompts), tokenizer, template_kwargs)
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    if lengths[longest] > room:
+        raise ValueError(
+            f"max_completion_length={args.max_completion_length} does not fit: the longest prompt, row {longest}, has "
+            f"{lengths[longest]} tokens, and the model's context has {context}. "
+            + (f"Set `max_prompt_length` to {room}, which leaves longer ones out, or s" if room > 0 else "S")
+            + "horten `max_completion_length`."
+        )
+
+
+def check_columns(rewards: Sequence[Any], data: Dataset) -> None:
+    """Check that a data set has what the reward functions ask for, and that these take what TRL hands them."""
+    for reward in rewards:
+        function = reward.reward if isinstance(reward, IsolatedReward) else reward
+        if not callable(function) or inspect.isclass(function):
+            continue
+        name = getattr(function, "__name__", type(function).__name__)
+        try:
+            signature = inspect.signature(function)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"reward_funcs={name!r} cannot be used: {error}. Set `reward_funcs` to a function "
+                "`def reward(completions, **columns)` that calls it."
+            ) from error
+        for parameter in signature.parameters.values():
+            needed = parameter.default is parameter.empty and parameter.kind in (
+                parameter.POSITIONAL_OR_KEYWORD,
+                parameter.KEYWORD_ONLY,
+            )
+            if needed and parameter.name not in {*_GIVEN_TO_REWARDS, *data.column_names}:
+                raise ValueError(
+                    f"reward_funcs={name!r} needs the column {parameter.name!r}, but the data set has only "
+                    f"{data.column_names}. Rename its column, or use another reward function."
+                )
+        given = {"prompts", "completions", "completion_ids", *data.column_names} - {"prompt", "completion"}
+        if not isinstance(reward, IsolatedReward):
+            given |= {"trainer_state", "log_extra", "log_metric"}
+        try:
+            signature.bind(**dict.fromkeys(sorted(given)))
+        except TypeError as error:
+            raise ValueError(
+                f"reward_funcs={name!r} cannot be called as TRL calls rewards, by name with {', '.join(sorted(given))}"
+                f": {error}. Set `reward_funcs` to a function such as `def reward(completions, **columns)`."
+            ) from error

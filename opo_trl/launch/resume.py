@@ -1,0 +1,44 @@
+"""Whether a checkpoint is one of the run that is to go on."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..report.run_folder import SETTINGS, read_json
+from ..report.settings import KEPT_ON_RESUME, MODEL_PREFIX
+
+
+def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None:
+    """
+    Check that a checkpoint is resumed with the model, data and method that it was trained with.
+
+    Args:
+        folder (`str`):
+            Folder of the checkpoint. What it was trained with is read from the run's folder, in which it lies; of one
+            that lies elsewhere, only the base model of an adapter is known.
+        settings (`Mapping[str, Any]`):
+            Resolved settings of the run that is to go on.
+        model (`str`):
+            Its base model: folder, or id on the Hub.
+
+    Raises:
+        `ValueError`: names the fields that differ.
+    """
+    saved = read_json(Path(folder).resolve().parent / SETTINGS)
+    asked = json.loads(json.dumps(settings, default=str))
+    names = (*KEPT_ON_RESUME, *(name for name in asked if name.startswith(MODEL_PREFIX)))
+    differing = [name for name in names if saved and saved.get(name) != asked.get(name)]
+    if differing:
+        lines = "\n".join(f"  {name}={saved.get(name)!r} there, {name}={asked.get(name)!r} here" for name in differing)
+        raise ValueError(
+            f"resume_from_checkpoint={folder!r} is of a run with other settings:\n{lines}\n"
+            "Set them as they are there, or choose another `output_dir` and start at the beginning."
+        )
+    base = read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path", model)
+    if not saved and os.path.realpath(base) != os.path.realpath(model):
+        raise ValueError(
+            f"resume_from_checkpoint={folder!r} is an adapter for {base!r}, but model_name_or_path={model!r}. Set "
+            "`model_name_or_path` to that one."
+        )

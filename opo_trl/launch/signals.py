@@ -1,0 +1,128 @@
+"""
+SIGTERM and Ctrl-C, which a scheduler or a person sends to end a run that is to go on later.
+
+A run finishes the optimizer step at hand, saves a checkpoint and ends with the status that shells give the signal, 143
+or 130. Nothing smaller than an optimizer step would do: a checkpoint holds no gradients.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+from transformers import TrainerCallback
+
+from ..rollout.checkpoint import last_whole
+
+
+if TYPE_CHECKING:
+    from ..rollout.trainer import RolloutTrainer
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+# One Ctrl-C may come twice: from the terminal, and passed on by the launcher.
+_SAME_SECONDS = 1.0
+
+
+class StopOnSignal(TrainerCallback):
+    """
+    Within this context, SIGTERM and Ctrl-C end training after the optimizer step at hand, with a checkpoint.
+
+    Whichever process receives the signal, all of them stop after the same step: they agree once per optimizer step. A
+    second Ctrl-C ends the process at once. `opo-trl train` trains in this context; a script of one's own may, too:
+
+    ```python
+    >>> with StopOnSignal(trainer):
+    ...     trainer.train(resume_from_checkpoint="auto")
+    ```
+
+    Args:
+        trainer ([`RolloutTrainer`]):
+            Trainer that is to stop.
+
+    Raises:
+        `SystemExit`: out of `trainer.train`, when the checkpoint is written, with 128 plus the signal's number.
+    """
+
+    def __init__(self, trainer: "RolloutTrainer"):
+        self.trainer = trainer
+        self._received, self._agreed = 0, 0  # numbers of a signal: in this process, in any
+        self._received_at = 0.0
+
+    def __enter__(self) -> "StopOnSignal":
+        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        self.trainer.add_callback(self)
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        self.trainer.remove_callback(self)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._received and error is None:  # it came when the last step was over
+            signal.raise_signal(self._received)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == self._received == signal.SIGINT and now - self._received_at > _SAME_SECONDS:
+            _die(number)
+        if not self._received:
+            self._received, self._received_at = number, now
+            if self.trainer.args.local_process_index == 0:
+                # Not `print`, which may be what was interrupted.
+                name = signal.Signals(number).name
+                text = (
+                    f"\n{name}: the run saves a checkpoint after this optimizer step and ends. Ctrl-C ends it now.\n"
+                )
+                os.write(2, text.encode())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        accelerator = self.trainer.accelerator
+        received = torch.tensor(self._received, device=accelerator.device)
+        self._agreed = int(accelerator.reduce(received, reduction="max"))
+        control.should_save = control.should_save or self._agreed > 0
+
+    def on_save(self, args, state, control, **kwargs):
+        if self._agreed:
+            # None may leave while the first process writes, or the launcher would end it.
+            self.trainer.accelerator.wait_for_everyone()
+            name = signal.Signals(self._agreed).name
+            self.trainer.accelerator.print(
+                f"Ended by {name} after optimizer step {state.global_step}. The last whole checkpoint is "
+                f"{last_whole(args.output_dir)}: continue with `--resume_from_checkpoint last`.",
+                flush=True,
+            )
+            self.trainer.end()
+            raise SystemExit(128 + self._agreed)
+
+
+@contextmanager
+def passed_on() -> Iterator[None]:
+    """Pass SIGTERM and Ctrl-C on to the processes that this one starts, and leave it to them to end."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        started = psutil.Process().children()
+        if not started:
+            _die(number)
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    # PyTorch's launcher would kill them after 30 seconds.
+    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
+    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _die(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)

@@ -1,0 +1,1 @@
+"""What is read off one run folder, or several."""

@@ -1,0 +1,157 @@
+"""The report of a comparison: one HTML file that needs no other, the same in Markdown, and the figures beside them."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .curves import draw
+from .intervals import Difference, Interval
+from .measures import DECIMALS, LAST_STEPS, SHARE, WINDOW, Comparison
+from .pages import render, versions
+from .runs import what_differs
+
+
+NOTHING = "–"
+
+# What the summary in words speaks of.
+_HEADLINES = ("final reward", "validation accuracy")
+
+
+def write_report(comparison: Comparison, output: Path, command: str) -> list[Path]:
+    """
+    Write `report.html`, `report.md` and `figures/`.
+
+    The same runs give the same bytes: there is no date, no path and no order of chance in them.
+
+    Args:
+        comparison ([`Comparison`]):
+            What was measured.
+        output (`Path`):
+            Folder to write into.
+        command (`str`):
+            Command that makes the report again.
+
+    Returns:
+        `list[Path]`: the two files.
+    """
+    figures = draw(comparison, output / "figures")
+    content = {**describe(comparison), "figures": figures, "command": command}
+    paths = [output / "report.html", output / "report.md"]
+    for path in paths:
+        path.write_text(render(f"comparison{path.suffix}.j2", content), encoding="utf-8")
+    return paths
+
+
+def describe(comparison: Comparison) -> dict[str, Any]:
+    """Everything that a report says, as text."""
+    tables = comparison.tables()
+    target = comparison.target
+    return {
+        "methods": list(comparison.methods),
+        "baseline": comparison.baseline,
+        "summary": [_sentence(comparison, label) for label in comparison.methods],
+        "tables": [_estimates(comparison, table.title, table.measures) for table in tables],
+        "differences": [_differences(comparison, table.title, table.measures) for table in tables],
+        "unpaired": [label for label in comparison.methods if not comparison.pairs(label)],
+        "target": f"{target:.3f}" if math.isfinite(target) else None,
+        "share": f"{SHARE:.0%}".replace("%", " %"),
+        "window": WINDOW,
+        "last_steps": LAST_STEPS,
+        "settings": {
+            "head": ["setting", *comparison.methods],
+            "rows": [[name, *values] for name, values in what_differs(comparison.methods)],
+        },
+        "seeds": _per_seed(comparison, [measure for table in tables for measure in table.measures]),
+        "versions": versions([run.environment for runs in comparison.methods.values() for run in runs]),
+    }
+
+
+def _sentence(comparison: Comparison, label: str) -> str:
+    """A method's headline measures in words, with their difference from the baseline."""
+    parts = []
+    for measure in _HEADLINES:
+        own = comparison.estimate(label, measure)
+        if own is None:
+            continue
+        text = f"{measure} {number(own.mean, measure)}{_bracket(own.interval, measure)}"
+        difference = comparison.difference(label, measure) if label != comparison.baseline else None
+        if difference is not None:
+            text += f"; differs from {comparison.baseline} by {_difference(difference, measure)}: {difference.verdict}"
+        parts.append(text)
+    count = len(comparison.methods[label])
+    return f"{label} ({count} {'seed' if count == 1 else 'seeds'}): {'; '.join(parts)}."
+
+
+def _difference(difference: Difference, measure: str) -> str:
+    estimate = difference.estimate
+    return number(estimate.mean, measure, signed=True) + _bracket(estimate.interval, measure, signed=True)
+
+
+def _bracket(interval: Interval | None, measure: str, signed: bool = False) -> str:
+    if interval is None:
+        return ""
+    return f" [{', '.join(number(bound, measure, signed) for bound in interval)}]"
+
+
+def number(value: float, measure: str, signed: bool = False) -> str:
+    """A value of a measure as a report shows it: accuracies in percent, the others with the measure's decimals."""
+    if not math.isfinite(value):
+        return "not finite"
+    share = measure not in DECIMALS
+    text = f"{value * 100 if share else value:,.{1 if share else DECIMALS[measure]}f}"
+    if not any(digit in text for digit in "123456789"):
+        text = text.lstrip("-")  # no negative zero
+    sign = "+" if signed and not text.startswith("-") else ""
+    return f"{sign}{text}".replace("-", "−") + ("" if not share else " pp" if signed else " %")
+
+
+def _estimates(comparison: Comparison, title: str, measures: Sequence[str]) -> dict[str, Any]:
+    """A table with a row for each method: mean ± half of the 95 % interval."""
+    rows = [[label, *(_estimate(comparison, label, measure) for measure in measures)] for label in comparison.methods]
+    return {"title": title, "head": ["method", *measures], "rows": rows}
+
+
+def _estimate(comparison: Comparison, label: str, measure: str) -> str:
+    found = comparison.estimate(label, measure)
+    if found is None:
+        count = comparison.count(label, measure)
+        return f"{NOTHING} ({count} of {len(comparison.methods[label])} seeds)" if count else NOTHING
+    if found.interval is None:
+        return number(found.mean, measure)
+    return f"{number(found.mean, measure)} ± {number(found.interval[1] - found.mean, measure)}"
+
+
+def _differences(comparison: Comparison, title: str, measures: Sequence[str]) -> dict[str, Any]:
+    """A table with a row for each measure and method but the baseline."""
+    head = ["measure", "method", "difference", "95 % paired t", "95 % bootstrap", "pairs", "verdict"]
+    others = list(comparison.methods)[1:]
+    rows = [_difference_row(comparison, measure, label) for measure in measures for label in others]
+    return {"title": title, "head": head, "rows": rows}
+
+
+def _difference_row(comparison: Comparison, measure: str, label: str) -> list[str]:
+    found = comparison.difference(label, measure)
+    if found is None:
+        return [measure, label, *[NOTHING] * 5]
+    intervals = [_bracket(each, measure, signed=True).strip() or NOTHING for each in _intervals(found)]
+    mean = number(found.estimate.mean, measure, signed=True)
+    return [measure, label, mean, *intervals, str(found.estimate.n), found.verdict]
+
+
+def _intervals(difference: Difference) -> tuple[Interval | None, Interval | None]:
+    return difference.estimate.interval, difference.bootstrap
+
+
+def _per_seed(comparison: Comparison, measures: Sequence[str]) -> dict[str, Any]:
+    """A table with a row for each run."""
+    rows = []
+    for label, runs in comparison.methods.items():
+        for run in runs:
+            values = comparison.values[run.name]
+            rows.append([label, str(run.seed), *(_value(values.get(measure), measure) for measure in measures)])
+    return {"title": "Every run", "head": ["method", "seed", *measures], "rows": rows}
+
+
+def _value(value: float | None, measure: str) -> str:
+    return NOTHING if value is None else number(value, measure)

@@ -1,0 +1,193 @@
+"""
+Figures of a run, drawn from its log and nothing else.
+
+    opo-trl figures runs/arithmetic
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ..metrics.log import number, validations
+from .run_folder import LOG, SUMMARY, read_json, read_lines
+
+
+# Fixed identifiers and no date: the same log gives the same file.
+STYLE: Any = {"svg.hashsalt": "opo_trl", "figure.dpi": 120, "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+_COLOR, _SECOND = "#1f5fa8", "#c8552d"
+
+Row = dict[str, Any]
+
+_PHASE_COLORS = {
+    "generate": "#0072b2",
+    "score": "#56b4e9",
+    "anchor": "#e69f00",
+    "update": "#d55e00",
+    "sync": "#009e73",
+}
+
+# Panel title, metric, which rows of the log it is read from.
+_PANELS: tuple[tuple[str, str, Callable[[Row], bool]], ...] = (
+    ("training reward (mean of a rollout)", "reward", lambda row: True),
+    ("entropy per token (nats)", "entropy", lambda row: True),
+    ("gradient norm", "grad_norm", lambda row: True),
+    # In a rollout's first optimizer step the policy is its anchor, and the divergence 0 by construction.
+    ("χ² to the anchor, reused rollouts", "opo/chi2", lambda row: number(row, "opo/off_policy_steps") > 0),
+    ("gradient response efficiency", "opo/gradient_response_efficiency", lambda row: True),
+)
+
+
+def draw_run(folder: Path) -> list[Path]:
+    """
+    Draw the figures of a run into its `figures/`, each as PNG and SVG.
+
+    Args:
+        folder (`Path`):
+            Folder of the run, with its `log.jsonl` and, for the figure of accuracies, `summary.json`.
+
+    Returns:
+        `list[Path]`: the files written: `training.*` (reward, validation accuracy, entropy, gradient norm, χ² and
+        gradient response efficiency over optimizer steps), `time.*` (seconds of an optimizer step by phase) and
+        `accuracy.*` (before and after, with 95 % intervals).
+
+    Raises:
+        `ValueError`: the folder has no log.
+    """
+    log = read_lines(folder / LOG)
+    if not log:
+        raise ValueError(f"{str(folder / LOG)!r} does not exist or is empty. Pass the folder of a run.")
+    plt.switch_backend("Agg")  # files only: no display is needed
+    with plt.rc_context(STYLE):
+        figures = {"training": _training_figure(log)}
+        if timed := [row for row in log if math.isfinite(number(row, "opo/time/update"))]:
+            figures["time"] = _time_figure(timed)
+        summary = read_json(folder / SUMMARY)
+        if summary.get("after"):
+            figures["accuracy"] = _accuracy_figure(summary)
+        return [path for name, figure in figures.items() for path in _save(figure, folder / "figures" / name)]
+
+
+def _save(figure: Figure, stem: Path) -> list[Path]:
+    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+    for path in paths:
+        write(figure, path)
+    plt.close(figure)
+    return paths
+
+
+def write(figure: Figure, path: Path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def draw_progress(log: list[Row], max_steps: int) -> Figure:
+    """
+    Draw how far a training has come: reward, entropy, χ² and gradient response efficiency.
+
+    Args:
+        log (`list[dict]`):
+            The entries logged so far, such as a trainer's `state.log_history`.
+        max_steps (`int`):
+            Optimizer steps of the whole training.
+
+    Returns:
+        `matplotlib.figure.Figure`: four panels over optimizer steps, to be closed by the caller.
+    """
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(2, 2, figsize=(9, 5), layout="constrained")
+        shown = [panel for panel in _PANELS if panel[1] != "grad_norm"]
+        for axis, (title, metric, chosen) in zip(axes.flat, shown, strict=True):
+            _curve(axis, _points(log, metric, chosen))
+            axis.set(title=title, xlim=(0, max_steps))
+        for axis in axes[-1]:
+            axis.set_xlabel("optimizer step")
+    return figure
+
+
+def _points(log: list[Row], metric: str, chosen: Callable[[Row], bool]) -> list[tuple[int, float]]:
+    return [(row["step"], number(row, metric)) for row in log if math.isfinite(number(row, metric)) and chosen(row)]
+
+
+def _training_figure(log: list[Row]) -> Figure:
+    figure, axes = plt.subplots(2, 3, figsize=(11, 5.5), layout="constrained")
+    reward, validation, *others = axes.flat
+    for axis, (title, metric, chosen) in zip([reward, *others], _PANELS, strict=True):
+        _curve(axis, _points(log, metric, chosen))
+        axis.set_title(title)
+    _validation_curve(validation, log)
+    for axis in axes[-1]:
+        axis.set_xlabel("optimizer step")
+    return figure
+
+
+def _curve(axis: Axes, points: list[tuple[int, float]]):
+    """Every value, and their mean over a window of a tenth of the run."""
+    if not points:
+        return _say_nothing_logged(axis)
+    steps, values = np.array(points, dtype=float).T
+    axis.plot(steps, values, color=_COLOR, alpha=0.35, linewidth=0.8)
+    window = max(len(values) // 10, 1)
+    smooth = np.convolve(values, np.ones(window) / window, mode="valid")
+    axis.plot(steps[window - 1 :], smooth, color=_COLOR, linewidth=1.8, label=f"mean of {window}")
+    if window > 1:
+        axis.legend(loc="best", frameon=False)
+
+
+def _validation_curve(axis: Axes, log: list[Row]):
+    axis.set_title("validation accuracy, 95 % interval")
+    rows = validations(log)
+    if not rows:
+        return _say_nothing_logged(axis)
+    steps = [row["step"] for row in rows]
+    low, accuracy, high = ([row[f"validation/{name}"] for row in rows] for name in ("low", "accuracy", "high"))
+    axis.fill_between(steps, low, high, color=_SECOND, alpha=0.2, linewidth=0)
+    axis.plot(steps, accuracy, color=_SECOND, marker="o", markersize=3, linewidth=1.5)
+    axis.set_ylim(0, 1.02)
+
+
+def _time_figure(steps: list[Row]) -> Figure:
+    """Mean seconds of an optimizer step by phase, those that generate and those that reuse a rollout together."""
+    figure, axis = plt.subplots(figsize=(8, 1.9), layout="constrained")
+    left = 0.0
+    for phase, color in _PHASE_COLORS.items():
+        points = _points(steps, f"opo/time/{phase}", lambda row: True)
+        seconds = float(np.mean([value for _, value in points])) if points else 0.0
+        if seconds > 0:
+            axis.barh(0, seconds, left=left, color=color, label=f"{phase}, {seconds:.3g} s")
+            left += seconds
+    axis.set_yticks([])
+    axis.set_xlabel("seconds per optimizer step")
+    axis.set_title(f"{number(steps[-1], 'opo/tokens_per_second'):,.0f} tokens per second")
+    figure.legend(loc="outside lower center", ncols=len(_PHASE_COLORS), frameon=False)
+    return figure
+
+
+def _say_nothing_logged(axis: Axes):
+    axis.text(0.5, 0.5, "not logged in this run", ha="center", va="center", transform=axis.transAxes)
+
+
+def _accuracy_figure(summary: dict[str, Any]) -> Figure:
+    before = summary.get("before", {})  # a run that was resumed may report on other levels
+    rows = [
+        (level, way) for level, by_way in summary["after"].items() for way in by_way if way in before.get(level, {})
+    ]
+    figure, axis = plt.subplots(figsize=(7, 1.2 + 0.55 * len(rows)), layout="constrained")
+    for time, offset, color in (("before", -0.17, "#8a8a8a"), ("after", 0.17, _COLOR)):
+        results = [summary[time][level][decoding] for level, decoding in rows]
+        accuracy = np.array([result["accuracy"] for result in results])
+        errors = [accuracy - [r["low"] for r in results], [r["high"] for r in results] - accuracy]
+        places = np.arange(len(rows)) + offset
+        axis.barh(places, accuracy, height=0.3, color=color, label=time)
+        axis.errorbar(accuracy, places, xerr=errors, fmt="none", ecolor="black", elinewidth=1, capsize=2)
+    axis.set_yticks(range(len(rows)), [f"{level}, {decoding}" for level, decoding in rows])
+    axis.set_xlim(0, 1)
+    axis.set_xlabel("accuracy (95 % Wilson interval)")
+    axis.invert_yaxis()
+    figure.legend(loc="outside upper right", ncols=2, frameon=False)
+    return figure

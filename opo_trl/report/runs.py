@@ -1,0 +1,246 @@
+"""Finished runs: reading their folders, and whether they may be compared."""
+
+import gzip
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .run_folder import ENVIRONMENT, LOG, RECIPE, SETTINGS, SUMMARY, is_run, read_json, read_lines
+from .settings import DATA, MODEL, MODEL_PREFIX, SAMPLING
+
+
+Settings = Mapping[str, Any]
+
+# What defines the data, the budget, the base model and the reward: runs that differ here answer different questions.
+_DEFINING = (*DATA, *MODEL, "max_steps", *SAMPLING)
+_DEFINING_PREFIXES = (MODEL_PREFIX, "validation_", "report_")
+
+# Where a run is written, how it is shown and what it is launched by: no part of the method.
+_INCIDENTAL = (
+    "seed",
+    "output_dir",
+    "logging_dir",
+    "run_name",
+    "accelerate_config",
+    "overwrite",
+    "resume_from_checkpoint",
+    "disable_tqdm",
+    "report_to",
+    "local_rank",
+    "reward_workers",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    A finished run.
+
+    Args:
+        label (`str`), seed (`int`):
+            Method and seed: of a folder `LABEL/seed-N`, the name of the upper one; of any other, its own.
+        settings (`dict`), environment (`dict`), summary (`dict`):
+            What its `settings.json`, `environment.json` and `summary.json` hold.
+        log (`list[dict]`):
+            Lines of its `log.jsonl`.
+    """
+
+    label: str
+    seed: int
+    settings: Settings
+    environment: Settings = field(repr=False)
+    summary: Settings = field(repr=False)
+    log: list[dict[str, Any]] = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """Label and seed, as messages and tables show them."""
+        return f"{self.label}, seed {self.seed}"
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """
+    Folders of the runs in a folder: itself, or those below it at any depth.
+
+    Raises:
+        `ValueError`: there is none.
+    """
+    folders = [folder] if is_run(folder) else sorted(path.parent for path in folder.rglob(RECIPE))
+    if not folders:
+        raise ValueError(f"{str(folder)!r} holds no run: no {RECIPE} in it or below. Pass the folder of a run.")
+    return folders
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in this folder has come to its end."""
+    return "after" in read_json(folder / SUMMARY)
+
+
+def read_run(folder: Path) -> Run:
+    """
+    Read a finished run; its log may be gzipped (`log.jsonl.gz`).
+
+    Raises:
+        `ValueError`: the run is not finished, or lacks its settings or log.
+    """
+    if not is_finished(folder):
+        raise ValueError(f"The run {str(folder)!r} is not finished. Let it finish (`--resume_from_checkpoint auto`).")
+    settings, log = read_settings(folder), _read_log(folder)
+    if not settings or not log:
+        missing = LOG if settings else SETTINGS
+        raise ValueError(f"The run {str(folder)!r} lacks {missing}, or it is empty. Restore it, or run again.")
+    return Run(
+        label=label_of(folder),
+        seed=settings["seed"],
+        settings=settings,
+        environment=read_json(folder / ENVIRONMENT),
+        summary=read_json(folder / SUMMARY),
+        log=log,
+    )
+
+
+def label_of(folder: Path) -> str:
+    """The method's name for a run's folder."""
+    folder = folder.resolve()
+    return folder.parent.name if re.fullmatch(r"seed-\d+", folder.name) else folder.name
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Resolved settings of a run; empty where they are not written yet."""
+    return read_json(folder / SETTINGS)
+
+
+def _read_log(folder: Path) -> list[dict[str, Any]]:
+    zipped = folder / f"{LOG}.gz"
+    if zipped.exists() and not (folder / LOG).exists():
+        return [json.loads(line) for line in gzip.decompress(zipped.read_bytes()).decode().splitlines()]
+    return read_lines(folder / LOG)
+
+
+def defining_settings(settings: Settings) -> dict[str, Any]:
+    """What has to agree between runs that are compared."""
+    prefixed = [key for key in settings if key.startswith(_DEFINING_PREFIXES) and key != "report_to"]
+    values = {key: settings.get(key) for key in (*_DEFINING, *sorted(prefixed))}
+    if values["max_steps"] is None or values["max_steps"] <= 0:  # else the number of epochs is without effect
+        values["num_train_epochs"] = settings.get("num_train_epochs")
+    values["completions per optimizer step"] = completions_per_rollout(settings) / optimizer_steps_per_rollout(
+        {**settings, "num_iterations": 1}
+    )
+    values["optimizer steps per rollout"] = optimizer_steps_per_rollout(settings)
+    values["reward_funcs[0]"] = settings["reward_funcs"][0]  # the others shape the reward: they belong to the method
+    return values
+
+
+def completions_per_rollout(settings: Settings) -> int:
+    """How many completions one rollout generates, over all processes."""
+    return settings["generation_batch_size"]
+
+
+def optimizer_steps_per_rollout(settings: Settings) -> float:
+    """How many optimizer steps one rollout serves."""
+    micro_steps = settings["steps_per_generation"] * settings["num_iterations"]
+    return micro_steps / settings["gradient_accumulation_steps"]
+
+
+def check_comparable(settings: Mapping[str, Settings]) -> None:
+    """
+    Refuse runs of different data, budget, base model or reward.
+
+    Args:
+        settings (`Mapping[str, Mapping]`):
+            Resolved settings of each run, by its name.
+
+    Raises:
+        `ValueError`: runs differ in a defining setting; the message names each with its values.
+    """
+    differing = list(_differing({name: defining_settings(own) for name, own in settings.items()}))
+    if differing:
+        raise ValueError(
+            "These runs are not comparable: they differ in data, budget, base model, reward or validation:\n"
+            + "\n".join(differing)
+            + "\nLeave runs out until the rest agree, or train with the same values."
+        )
+
+
+def check_same_method(runs: Sequence[Run]) -> None:
+    """
+    Refuse runs of one label that are not repetitions of one another with other seeds.
+
+    Raises:
+        `ValueError`: runs of the same label differ in a setting, or have the same seed.
+    """
+    for label, members in by_label(runs).items():
+        differing = list(_differing({run.name: method_settings(run.settings) for run in members}))
+        if differing:
+            lines = "\n".join(differing)
+            raise ValueError(f"Runs of {label!r} differ in more than the seed:\n{lines}\nGive them different names.")
+        seeds = [run.seed for run in members]
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(
+                f"{label!r} has several runs of one seed: {sorted(seeds)}. Give one of them another name."
+            )
+
+
+def _differing(values: Mapping[str, Settings]) -> Iterator[str]:
+    """One line for each field in which not all agree: every value, with the names that have it."""
+    for key in sorted({key for own in values.values() for key in own}):
+        names: dict[str, list[str]] = {}
+        for name, own in values.items():
+            names.setdefault(repr(own.get(key)), []).append(name)
+        if len(names) > 1:
+            yield f"  {key}: " + "; ".join(f"{value} in {_shorten(who)}" for value, who in names.items())
+
+
+def _shorten(names: list[str]) -> str:
+    return " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
+
+
+def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs of each method, in the order of their seeds."""
+    groups: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.seed):
+        groups.setdefault(run.label, []).append(run)
+    return groups
+
+
+def method_settings(settings: Settings) -> dict[str, Any]:
+    """The settings less what is incidental to a run."""
+    return {key: value for key, value in settings.items() if key not in _INCIDENTAL}
+
+
+def what_differs(methods: Mapping[str, list[Run]]) -> list[tuple[str, list[str]]]:
+    """
+    Settings in which methods differ.
+
+    Args:
+        methods (`Mapping[str, list[Run]]`):
+            Runs of each method.
+
+    Returns:
+        `list[tuple[str, list[str]]]`: field and its value in each method; `–` where a method has no such field, or
+        one without effect.
+    """
+    settings = [{"trainer": "opo", **method_settings(runs[0].settings)} for runs in methods.values()]
+    if len({own["trainer"] for own in settings}) > 1:
+        settings = [_without_inert(own) for own in settings]
+    keys = sorted({key for own in settings for key in own})
+    rows = [(key, ["–" if own.get(key) is None else _shown(own[key]) for own in settings]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _without_inert(settings: dict[str, Any]) -> dict[str, Any]:
+    """Less the fields of GRPO's losses, where OPO leaves them at their defaults and computes another loss."""
+    from ..config import REJECTED_FIELDS  # imports TRL, which takes seconds
+
+    inert = {*REJECTED_FIELDS, "importance_sampling_level"} if settings["trainer"] == "opo" else ()
+    return {key: value for key, value in settings.items() if key not in inert}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) and math.isfinite(value) else str(value)

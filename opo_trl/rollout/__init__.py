@@ -1,0 +1,1 @@
+"""From TRL's generation to micro-batches, and back after a kill."""

@@ -1,0 +1,200 @@
+"""
+Every number of the three configurations: just outside its range, NaN, infinite, or of another type.
+
+The walk over the installed dataclasses is the guard against a number that is accepted whatever it is: one that a later
+release adds fails it by name, until it is in the table.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from transformers import TrainingArguments
+from trl import ModelConfig
+
+from opo_trl import OPOConfig, RolloutConfig
+from opo_trl.checks import ranges
+from opo_trl.checks.ranges import RANGES, Range, numeric_fields
+from opo_trl.launch.recipe import OPOScriptArguments
+from opo_trl.train import check_arguments
+
+
+CONFIGURATIONS = (OPOConfig, OPOScriptArguments, ModelConfig)
+NUMBERS = {name: kind for kind in CONFIGURATIONS for name in numeric_fields(kind)}
+
+# What another field has to be, for a value to be looked at.
+TOGETHER = {
+    "vllm_importance_sampling_clip_min": {"vllm_importance_sampling_clip_max": None},
+    "eval_steps": {"eval_strategy": "steps"},
+}
+
+
+def make(name: str, value):
+    """A configuration with one field set, checked as a user of it meets the check."""
+    if NUMBERS[name] is OPOConfig:
+        kind = RolloutConfig if name in fields(RolloutConfig) else OPOConfig  # which rejects some whatever they are
+        kind("…", use_cpu=True, bf16=False, **{name: value}, **TOGETHER.get(name, {}))
+    else:
+        check_arguments(NUMBERS[name](**{name: value}))
+
+
+def fields(kind: type) -> set[str]:
+    return {f.name for f in dataclasses.fields(kind)}
+
+
+def outside(name: str) -> list:
+    """Values next to the ends of a range that it does not have, and what is no number."""
+    allowed = RANGES[name]
+    step = 1 if allowed.whole else 1e-6
+    values = [math.nan, -math.inf, "1", True]
+    values += [] if allowed.whole else [1e-40, 1e40]
+    values += [math.inf] if math.inf not in allowed else []
+    if not math.isinf(allowed.low):
+        values.append(allowed.low if allowed.ends[0] == "(" else allowed.low - step)
+    if not math.isinf(allowed.high):
+        values.append(allowed.high if allowed.ends[1] == ")" else allowed.high + step)
+    if allowed.whole:
+        values += [allowed.low + 0.5] if not math.isinf(allowed.low) else [0.5]
+    if name == "pad_to_multiple_of":
+        values.remove("1")  # as a command line says it
+    return [value for value in values if value not in allowed.also]
+
+
+def wrapped(name: str, value):
+    return {"reward_weights": [1.0, value], "temperature_range": [0.1, value]}.get(name, value)
+
+
+CASES = [(name, value) for name in sorted(RANGES) for value in outside(name)]
+
+
+def test_every_number_of_the_configurations_has_a_range():
+    unknown = sorted(NUMBERS.keys() - RANGES.keys())
+    assert not unknown, f"{unknown} are numbers without a range. Give each one in ranges.RANGES."
+    assert not RANGES.keys() - NUMBERS.keys(), "these are no fields"
+
+
+def test_every_field_with_words_is_a_field():
+    assert not ranges.CHOICES.keys() - set().union(*map(fields, CONFIGURATIONS))
+
+
+@pytest.mark.parametrize("name", sorted(NUMBERS))
+def test_whole_numbers_are_those_of_whole_fields(name):
+    hint = next(f.type for f in dataclasses.fields(NUMBERS[name]) if f.name == name)
+    text = hint if isinstance(hint, str) else getattr(hint, "__name__", str(hint))
+    assert RANGES[name].whole == ("float" not in str(text) and "float" not in str(hint))
+
+
+@pytest.mark.parametrize(("name", "value"), CASES, ids=lambda part: str(part))
+def test_number_out_of_its_range_is_refused_with_field_value_and_fix(name, value):
+    with pytest.raises(ValueError, match="is not allowed") as error:
+        make(name, wrapped(name, value))
+    assert f"{name}={wrapped(name, value)!r}" in str(error.value)
+    assert f"Set `{name}` to {RANGES[name]}" in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_ends_that_belong_to_a_range_are_allowed_by_it(name):
+    allowed = RANGES[name]
+    for end, bracket in ((allowed.low, allowed.ends[0]), (allowed.high, allowed.ends[1])):
+        if bracket in "[]" and not math.isinf(end):
+            assert (int(end) if allowed.whole else end) in allowed
+
+
+def test_defaults_of_all_configurations_are_allowed():
+    RolloutConfig("…", use_cpu=True, bf16=False)
+    for kind in (OPOScriptArguments, ModelConfig):
+        check_arguments(kind())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_steps": -1},
+        {"save_total_limit": None},
+        {"save_total_limit": 0},
+        {"entropy_coef": -0.01},
+        {"save_steps": -1, "save_strategy": "epoch"},
+        {"eval_steps": -1},
+        {"scale_rewards": "no"},
+        {"vllm_model_impl": "auto"},
+        {"vllm_server_base_url": "http://[::1]:8000"},
+        {"vllm_server_base_url": "https://user:secret@host:80/path"},
+        {"learning_rate": 0},
+        {"learning_rate": np.float32(1e-6)},
+        {"seed": np.int64(7)},
+        {"warmup_steps": 0.03},
+        {"warmup_steps": 100.0},
+        {"logging_steps": 0.1},
+        {"logging_steps": 0, "logging_strategy": "epoch"},
+        {"save_steps": 0, "save_strategy": "no"},
+        {"eval_steps": 0},
+        {"max_grad_norm": 0},
+        {"max_grad_norm": math.inf},
+        {"top_k": 0},
+        {"top_k": None},
+        {"top_k": -1, "use_vllm": True},
+        {"top_p": None},
+        {"min_p": 0.05},
+        {"temperature": 2},
+        {"max_completion_length": None},
+        {"num_generations_eval": 1, "per_device_eval_batch_size": 3},
+        {"epsilon_high": 5.0, "loss_type": "cispo"},
+        {"pad_to_multiple_of": "auto"},
+        {"pad_to_multiple_of": "none"},
+        {"pad_to_multiple_of": "64"},
+        {"scale_rewards": False},
+        {"scale_rewards": "False"},
+        {"reward_weights": [1.0, -0.5]},
+        {"vllm_importance_sampling_clip_max": None},
+        {"top_entropy_quantile": 0.0},
+        {"ddp_timeout": 180_000_000},
+    ],
+    ids=str,
+)
+def test_what_transformers_and_trl_give_a_meaning_is_allowed(given):
+    RolloutConfig("…", use_cpu=True, bf16=False, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"entropy_coef_min": 0.5, "entropy_coef_max": 0.1}, ["entropy_coef_min=0.5", "entropy_coef_max=0.1"]),
+        ({"sync_ref_model": True}, ["sync_ref_model=True", "beta=0.0", "Set `beta`"]),
+        ({"scale_rewards": "groups"}, ["scale_rewards='groups'", "group, batch, none"]),
+        ({"vllm_mode": "colocated"}, ["vllm_mode='colocated'", "colocate, server"]),
+        ({"loss_type": "ppo"}, ["loss_type='ppo'", "dapo"]),
+        ({"reward_weights": [0.0, 0.0]}, ["reward_weights=[0.0, 0.0]", "other than 0"]),
+        ({"run_name": "a\0"}, ["run_name='a\\x00'", "NUL"]),
+        ({"train_sampling_strategy": "group_by_length"}, ["train_sampling_strategy=", "random"]),
+        ({"temperature": 1e300}, ["temperature=1e+300", "to 1e+30 in size"]),
+        ({"vllm_server_base_url": "http://a@b@c"}, ["vllm_server_base_url='http://a@b@c'"]),
+        ({"watches": ["stop if reward < nan"]}, ["watches=", "nan", "finite"]),
+    ],
+    ids=str,
+)
+def test_values_that_contradict_each_other_or_are_no_word_are_refused(given, says):
+    with pytest.raises(ValueError, match="=") as error:
+        RolloutConfig("…", use_cpu=True, bf16=False, **given)
+    for text in says:
+        assert text in str(error.value)
+
+
+def test_seed_leaves_room_for_the_numbers_of_all_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match=r"seed=4294967295 is not allowed.*from 0 to 4294967288"):
+        RolloutConfig("…", use_cpu=True, bf16=False, per_device_train_batch_size=8, seed=2**32 - 1)
+
+
+def test_transformers_samples_with_a_temperature_that_was_written_as_a_whole_number():
+    args = RolloutConfig("…", use_cpu=True, bf16=False, temperature=2, repetition_penalty=2)
+    assert isinstance(args.temperature, float)
+    assert isinstance(args.repetition_penalty, float)
+
+
+def test_ranges_say_what_they_hold():
+    assert str(Range(0, 1, ends="[)")) == "a number in [0, 1)"
+    assert 0.0 in Range(0, 1)
+    assert True not in Range(0, 1)
+    assert 10**400 not in Range(0, whole=True)
+    assert fields(TrainingArguments) & NUMBERS.keys()

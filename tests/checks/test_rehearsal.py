@@ -1,0 +1,173 @@
+"""Options that a library would refuse later or never read are said of our field when the configuration is made."""
+
+import sys
+
+import pytest
+from trl import ModelConfig
+
+from opo_trl import OPOConfig
+from opo_trl.checks.rehearsal import blame, rehearse_model
+
+
+def config(**given) -> OPOConfig:
+    return OPOConfig("…", use_cpu=True, bf16=False, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        # Words of Transformers
+        ({"optim": "adam"}, ["optim='adam'", "OptimizerNames"]),
+        ({"lr_scheduler_type": "cosinus"}, ["lr_scheduler_type='cosinus'", "SchedulerType"]),
+        ({"save_strategy": "never"}, ["save_strategy='never'"]),
+        ({"hub_strategy": "never"}, ["hub_strategy='never'"]),
+        ({"debug": "everything"}, ["debug='everything'"]),
+        ({"pad_to_multiple_of": "many"}, ["pad_to_multiple_of='many'"]),
+        ({"cache_implementation": "fast"}, ["cache_implementation='fast'", "dynamic"]),
+        ({"torch_compile": True, "torch_compile_backend": "gcc"}, ["torch_compile_backend='gcc'", "cudagraphs"]),
+        # Packages that are not there
+        ({"optim": "schedule_free_adamw"}, ["optim='schedule_free_adamw'", "schedulefree"]),
+        ({"optim": "galore_adamw", "optim_target_modules": "all-linear"}, ["optim='galore_adamw'", "galore"]),
+        ({"report_to": "mlfow"}, ["report_to='mlfow'", "mlflow"]),
+        ({"report_to": ["tensorboard", "swanlab"]}, ["report_to='swanlab'", "pip install swanlab"]),
+        # Options that are not read
+        ({"optim_args": "momentum=0.9"}, ["optim_args='momentum=0.9'", "no effect on adamw_torch_fused"]),
+        ({"optim": "sgd", "optim_args": "momentum=0.9,nestrov=true"}, ["'nestrov' has no effect on sgd"]),
+        ({"generation_kwargs": {"top_pp": 0.9}}, ["generation_kwargs={'top_pp': 0.9}", "'top_pp' has no effect"]),
+        ({"generation_kwargs": {"max_length": 99}}, ["'max_length' has no effect"]),
+        ({"generation_kwargs": {"stop_strings": ["\n"]}}, ["'stop_strings' needs a tokenizer", "Remove"]),
+        ({"generation_kwargs": {"num_assistant_tokens": 5}}, ["'num_assistant_tokens' belongs to assisted", "Remove"]),
+        ({"fsdp": True, "fsdp_config": {"foo": 1}}, ["fsdp_config=", "'foo' has no effect", "cpu_offload"]),
+        (
+            {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {"num_cycles": 2}},
+            ["lr_scheduler_kwargs={'num_cycles': 2}", "no effect", "constant_with_warmup"],
+        ),
+        # Options that are refused later
+        ({"optim_args": "momentum"}, ["optim_args='momentum'"]),
+        ({"optim": "sgd", "optim_args": "momentum=much"}, ["optim_args='momentum=much'"]),
+        ({"optim": "sgd", "optim_args": "momentum=-1"}, ["optim_args='momentum=-1'", "Invalid momentum"]),
+        ({"lr_scheduler_kwargs": {"num_cycles": 2}}, ["lr_scheduler_kwargs={'num_cycles': 2}", "unexpected"]),
+        (
+            {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": float("inf")}},
+            ["lr_scheduler_kwargs=", "'num_cycles' must be finite"],
+        ),
+        (
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1.0}},
+            ["lr_scheduler_kwargs={'lr_end': 1.0} cannot be used", "lr_end"],
+        ),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": -1.0}},
+            ["lr_scheduler_kwargs={'min_lr': -1.0}", "'min_lr' is below 0"],
+        ),
+        ({"gradient_checkpointing_kwargs": {"reentrant": False}}, ["gradient_checkpointing_kwargs=", "reentrant"]),
+        ({"accelerator_config": {"split": True}}, ["accelerator_config={'split': True}"]),
+        (
+            {
+                "use_transformers_continuous_batching": True,
+                "transformers_continuous_batching_config": {"pages": 3},
+            },
+            ["transformers_continuous_batching_config={'pages': 3}"],
+        ),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1.0}},
+            ["lr_scheduler_kwargs={'min_lr': 1.0}", "learning_rate=1e-06", "[0, 1]"],
+        ),
+        ({"optim": "sgd", "optim_args": "momentum=nan"}, ["optim_args='momentum=nan'", "'momentum' must be finite"]),
+        ({"generation_kwargs": {"sequence_bias": [[[1], float("nan")]]}}, ["'sequence_bias' must be finite"]),
+        ({"generation_kwargs": {"suppress_tokens": [1, "x"]}}, ["'suppress_tokens' holds 'x'", "whole numbers"]),
+        ({"generation_kwargs": {"use_cache": "false"}}, ["'use_cache' is text", "without quotes"]),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": "no"}}, ["'use_reentrant' is text"]),
+        ({"dataloader_persistent_workers": True}, ["dataloader_persistent_workers=True", "`dataloader_num_workers`"]),
+        ({"hub_model_id": "a/b/c"}, ["hub_model_id='a/b/c'", "namespace/repo_name"]),
+        ({"report_to": ["tensorboard", "none"]}, ["report_to=['tensorboard', 'none']", "Remove none"]),
+        # Options that contradict a field, or are out of range
+        ({"generation_kwargs": {"temperature": 0.5}}, ["contradicts temperature=1.0", "Set `temperature` to 0.5"]),
+        ({"generation_kwargs": {"max_new_tokens": 9}}, ["contradicts max_completion_length=512"]),
+        ({"generation_kwargs": {"top_p": 0.9}, "top_p": 0.5}, ["contradicts top_p=0.5"]),
+        ({"generation_kwargs": {"num_beams": 3}}, ["'num_beams' must be 1"]),
+        ({"generation_kwargs": {"guidance_scale": 2.0}}, ["'guidance_scale' must be 1"]),
+        ({"generation_kwargs": {"min_new_tokens": 600}}, ["'min_new_tokens' is above max_completion_length=512"]),
+        ({"generation_kwargs": {"do_sample": False}}, ["'do_sample' must be True"]),
+        ({"generation_kwargs": {"num_return_sequences": 2}}, ["'num_return_sequences' must be 1"]),
+        ({"generation_kwargs": {"top_k": -3}}, ["generation_kwargs={'top_k': -3}", "out of its range"]),
+        ({"generation_kwargs": {"typical_p": 2.0}}, ["generation_kwargs=", "'typical_p' is out of its range"]),
+        ({"generation_kwargs": {"length_penalty": float("nan")}}, ["'length_penalty' must be finite"]),
+        # Mappings that are none, and files that are not there
+        ({"generation_kwargs": "top_p=0.9"}, ["generation_kwargs='top_p=0.9'", "a mapping"]),
+        ({"model_init_kwargs": [1]}, ["model_init_kwargs=[1]", "a mapping"]),
+        ({"lr_scheduler_kwargs": "{num_cycles: 2}"}, ["lr_scheduler_kwargs='{num_cycles: 2}'"]),
+        ({"accelerator_config": "no.json"}, ["accelerator_config='no.json'", "does not exist"]),
+        ({"fsdp": True, "fsdp_config": "no.json"}, ["fsdp_config='no.json'", "does not exist"]),
+        ({"deepspeed": "no.json"}, ["deepspeed='no.json'", "does not exist"]),
+    ],
+    ids=str,
+)
+def test_what_a_library_refuses_or_does_not_read_is_said_of_the_field(given, says):
+    with pytest.raises(ValueError, match="=") as error:
+        config(**given)
+    for text in says:
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"},
+        {"optim": "sgd", "optim_args": "momentum=0.0"},  # its default, and read all the same
+        {"optim": "adafactor"},
+        {"lr_scheduler_type": "constant"},
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+        {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}, "max_steps": 1},
+        {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 10}},
+        {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 500, "max_steps": 10},
+        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"num_cycles": 0.5}'},
+        {"generation_kwargs": {"num_beams": 1, "suppress_tokens": [1], "output_scores": False, "stop_strings": None}},
+        {"generation_kwargs": {"sequence_bias": [[[1], -2.0]], "eos_token_id": [1, 2]}},
+        {"hub_model_id": "me/model"},
+        {"generation_kwargs": {"top_p": 0.9, "min_new_tokens": 3, "renormalize_logits": True}},
+        {"generation_kwargs": {"temperature": 0.7}, "temperature": 0.7},
+        {"gradient_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2}},
+        {"report_to": "tensorboard"},
+        {"report_to": "all"},
+        {"accelerator_config": {"split_batches": False}},
+    ],
+    ids=str,
+)
+def test_what_the_libraries_take_is_taken(given):
+    config(**given)
+
+
+def test_tracker_that_is_not_installed_is_named_once():
+    with pytest.raises(ValueError, match="report_to='swanlab'") as error:
+        config(report_to="swanlab")
+    assert str(error.value).count("report_to=") == 1
+
+
+def test_list_of_modules_of_several_architectures_is_taken_with_a_warning(tiny_model: str):
+    wanted = ModelConfig(tiny_model, use_peft=True, lora_target_modules=["q_proj", "c_attn"])
+    with pytest.warns(UserWarning, match="'c_attn' matches nothing"):
+        rehearse_model(config(), wanted, tiny_model)
+
+
+def test_generation_options_of_vllm_are_those_of_its_sampling_parameters(monkeypatch):
+    class SamplingParams:
+        def __init__(self, n=1, temperature=1.0, logit_bias=None, max_tokens=16): ...
+
+    monkeypatch.setitem(sys.modules, "vllm", type(sys)("vllm"))
+    sys.modules["vllm"].SamplingParams = SamplingParams
+    config(use_vllm=True, generation_kwargs={"logit_bias": {1: 2.0}})
+    with pytest.raises(ValueError, match=r"'num_beams' has no effect, it is no option of vLLM's SamplingParams"):
+        config(use_vllm=True, generation_kwargs={"num_beams": 2})
+    with pytest.raises(ValueError, match=r"contradicts max_completion_length=512"):
+        config(use_vllm=True, generation_kwargs={"max_tokens": 2})
+
+
+def test_error_is_said_of_the_fields_without_which_it_goes_well():
+    def attempt(named):
+        if named.get("a") == 1 and named.get("b") == 2:
+            raise KeyError("ab")
+
+    named = {"a": 1, "b": 2, "c": 3}
+    assert str(blame(named, attempt, KeyError("ab"))).startswith("a=1 and b=2 cannot be used: 'ab'. Set `a` or `b` to")
+    error = ValueError("whatever the fields")
+    assert blame({"c": 3}, lambda named: attempt({"a": 1, "b": 2}), error) is error

@@ -1,0 +1,111 @@
+"""A recipe is read as it is written, and what YAML makes something else of is an error."""
+
+from pathlib import Path
+
+import pytest
+
+from opo_trl.launch.recipe import parse, read_recipe
+
+
+@pytest.fixture
+def recipe(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("save_strategy: no", "no"),  # false, in YAML 1.1
+        ("report_to: off", "off"),
+        ("model_revision: 1234e5", "1234e5"),
+        ("model_revision: 0012", "0012"),
+        ("model_revision: 1.10", "1.10"),
+        ("run_name: 2024-01-01T10:00:00Z", "2024-01-01T10:00:00Z"),
+        ("run_name: 1:30", "1:30"),
+        ("run_name: 'null'", "null"),
+        ("run_name: null", None),
+        ("run_name:", None),
+        ("instruction: |\n  a\n  b\n", "a\nb\n"),
+        ("levels: [no, 1.10, Level 1, 'x']", ["no", "1.10", "Level 1", "x"]),
+        ("env: {A: no, B: 010, C: 1e3, D: true}", {"A": "no", "B": "010", "C": "1e3", "D": "true"}),
+        ("learning_rate: 1e-4", 1e-4),  # text, in YAML 1.1
+        ("learning_rate: 1.0e-4", 1e-4),
+        ("max_steps: 1_000", 1000),
+        ("mu: .5", 0.5),
+        ("mu: -.inf", -float("inf")),
+        ("use_cpu: off", False),
+        ("use_cpu: Yes", True),
+        ("use_cpu: true", True),
+        ("reward_weights: [1, .5, 1e-3]", [1, 0.5, 0.001]),
+        ("generation_kwargs: {length_penalty: 1e-4, use_cache: true}", {"length_penalty": 1e-4, "use_cache": True}),
+        ("generation_kwargs: {logit_bias: {1: 2.0}, a: '010'}", {"logit_bias": {1: 2.0}, "a": "010"}),
+        ("generation_kwargs: '{\"top_k\": 3}'", '{"top_k": 3}'),
+        ("generation_kwargs: {<<: {a: 1, b: 2}, b: 3}", {"a": 1, "b": 3}),
+        ("deepspeed: ds.json", "ds.json"),
+    ],
+)
+def test_value_is_what_is_written(recipe, text, value):
+    field = text.partition(":")[0]
+    assert read_recipe(recipe(text))[0] == {field: value}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("alpha: 0.3\nmu: 1\nalpha: 0.4", ["'alpha' twice", "lines 1 and 3", "Remove one"]),
+        ("alpha: 0.3\n'alpha': 0.4", ["'alpha' twice"]),
+        ("generation_kwargs:\n  top_k: 1\n  top_k: 2", ["'top_k' twice", "lines 2 and 3"]),
+        ("generation_kwargs: {a: {b: 1, b: 1}}", ["'b' twice"]),
+        ("env: {A: 1, A: 2}", ["'A' twice"]),
+        ("max_steps: 010", ["line 1: max_steps=010"]),
+        ("max_steps: 0x10", ["max_steps=0x10"]),
+        ("max_steps: 1:30", ["max_steps=1:30"]),
+        ("max_steps: 1__0", ["max_steps: invalid int value: '1__0'", "Set it"]),
+        ("max_steps: 1_", ["max_steps: invalid int value: '1_'", "Set it"]),
+        (f"max_steps: {'9' * 5000}", ["line 1: max_steps=9999", "has 5000 digits"]),
+        ("seed: 2024-01-01", ["seed=2024-01-01"]),
+        ("mu: yes", ["mu=yes"]),
+        ("chat_template_kwargs:\n  enable_thinking: no", ["line 2", "enable_thinking=no", "true or false"]),
+        ("generation_kwargs: {date: 2024-01-01}", ["date=2024-01-01"]),
+        ("- alpha", ["one field per line"]),
+        ("0.4", ["one field per line"]),
+        ("", ["one field per line"]),
+        ("alpha: 0.3\n---\nalpha: 0.4", ["not valid YAML", "another document"]),
+        ("alpha:\t0.3\n\tmu: 1", ["not valid YAML"]),
+        ("1: 2", ["sets 1=2", "no such field"]),
+        ("no: 2", ["sets no=2", "no such field"]),
+        ("? [alpha]\n: 1", ["line 1", "a key is no name"]),
+        ("alpha: !!binary aGk=", ["not valid YAML", "binary"]),
+        ("generation_kwargs: &a {x: *a}", ["not valid YAML", "holds itself"]),
+        ("env: {A: }", ["env={'A': None}", "Set `env`"]),
+        ("env: {A: [1]}", ["env={'A': ['1']}", "Set `env`"]),
+        ("levels: [[a]]", ["levels=[['a']]"]),
+        ("levels: [a, ]\nreward_weights: [1, ~]", ["reward_weights=[1, None]"]),
+        ('generation_kwargs: \'{"top_k": 3, "top_k": 4}\'', ["generation_kwargs=", "'top_k' twice"]),
+    ],
+)
+def test_what_yaml_makes_something_else_of_is_refused(recipe, text, says):
+    fields = ["--output_dir", "run", "--use_cpu", "true", "--bf16", "false"]
+    with pytest.raises(ValueError, match=r"\w") as error:
+        parse(["--config", str(recipe(text)), *fields])
+    for part in says:
+        assert part in str(error.value)
+
+
+def test_strategies_that_say_no_arrive(recipe):
+    path = recipe(
+        "output_dir: run\nuse_cpu: on\nbf16: off\nsave_strategy: no\nscale_rewards: no\nwatches: []\ndebug: ''\n"
+    )
+    _, args, _, merged = parse(["--config", str(path), "--model_revision", "12e3"])
+    assert (args.save_strategy, args.scale_rewards, args.use_cpu) == ("no", "none", True)
+    assert merged["model_revision"] == "12e3"
+
+
+def test_trainer_of_the_command_line_is_found_in_either_form():
+    assert read_recipe(None, ["--trainer=grpo"])[1] == "grpo"
+    assert read_recipe(None, ["--trainer", "opo", "--trainer=grpo"])[1] == "grpo"

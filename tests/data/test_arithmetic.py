@@ -1,0 +1,230 @@
+"""
+The arithmetic task and its stored base model: problems, reward, tokenizer, and the accuracy in `ACCURACY.json`.
+
+    pytest tests/arithmetic
+"""
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.make_base import build_tokenizer, complete, draw_slipping_chain, forget_to_carry, measure
+from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
+from opo_trl.data.arithmetic.task import LEVELS
+
+
+CHAIN = "85-16=69"  # worked solution of 47+38-16=
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(base_model_path())
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(base_model_path(), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def claimed():
+    return json.loads((Path(base_model_path()) / "ACCURACY.json").read_text())
+
+
+# Problems
+
+
+@pytest.mark.parametrize(("split", "size"), [("train", 2048), ("test", 1000)])
+def test_every_level_has_its_number_of_distinct_problems(split, size):
+    for level in LEVELS:
+        rows = make_problems(split, [level])
+        assert len({row["problem"] for row in rows}) == len(rows) == size
+        assert {row["level"] for row in rows} == {level}
+
+
+def test_same_problems_on_every_call_whatever_the_state_of_the_random_generator():
+    random.seed(1)
+    first = make_problems("train")
+    random.seed(2)
+    assert make_problems("train") == first
+    # Pins the stream itself: the stored model was trained without these very test problems.
+    assert first[2048]["problem"] == "14+28-19="
+    assert make_problems("test", ["Level 3"])[0]["problem"] == "12+23-21+30="
+
+
+def test_splits_share_no_problem():
+    train, test = ({row["problem"] for row in make_problems(split)} for split in ("train", "test"))
+    assert not train & test
+
+
+def test_levels_are_selected_in_the_order_given():
+    rows = make_problems("test", ["Level 4", "Level 1"])
+    assert [row["level"] for row in rows] == ["Level 4"] * 1000 + ["Level 1"] * 1000
+    assert make_problems("test", []) == []
+
+
+def test_every_step_of_every_solution_is_right():
+    for row in make_problems("train") + make_problems("test"):
+        value = eval(row["problem"][:-1])
+        steps = row["solution"].split("=")
+        assert all(eval(step) == value for step in steps)
+        assert steps[-1] == str(value)
+        assert len(steps) == int(row["level"][-1]) == len(re.findall(r"[+-]", row["problem"]))
+
+
+def test_numbers_have_two_digits_and_a_level_has_one_length():
+    for level in LEVELS:
+        rows = make_problems("test", [level])
+        assert len({(len(row["problem"]), len(row["solution"])) for row in rows}) == 1
+        assert all(re.fullmatch(r"\d\d([+\-=]\d\d)*", row["problem"] + row["solution"]) for row in rows)
+
+
+def test_type_names_the_operators():
+    for row in make_problems("test"):
+        operators = frozenset(re.findall(r"[+-]", row["problem"]))
+        names = {frozenset("+"): "Addition", frozenset("-"): "Subtraction", frozenset("+-"): "Mixed"}
+        assert row["type"] == names[operators]
+
+
+@pytest.mark.parametrize("levels", [["Level 6"], ["level 1"], "Level 1"])
+def test_unknown_level_is_refused(levels):
+    with pytest.raises(ValueError, match="levels="):
+        make_problems("train", levels)
+
+
+def test_unknown_split_is_refused():
+    with pytest.raises(ValueError, match="split='validation'"):
+        make_problems("validation")
+
+
+# Reward
+
+
+@pytest.mark.parametrize("completion", [CHAIN, "69", "75-16=69", "=69", "70=69"])
+def test_a_right_answer_is_rewarded_whatever_the_chain_before_it(completion):
+    assert arithmetic_reward([completion], [CHAIN]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "85-16=59",
+        "85-16=6",  # cut off
+        "85-16=",
+        "85-16",
+        "",
+        "85-16=69=70",  # two answers
+        "69=85-16",
+        "85-16=69=",
+        "85-16=69+",
+        "85-16=69-00",
+        "85-16=6969",
+        "85-16=69 ",
+        "85-16= 69",
+        "85-16=69\n",
+        "85-16=+69",
+        "85-16=069",
+        "85-16=69.0",
+        "85-16=６９",  # full-width digits
+        "85-16=0123456789",
+    ],
+)
+def test_a_wrong_or_decorated_answer_is_not_rewarded(completion):
+    assert arithmetic_reward([completion], [CHAIN]) == [0.0]
+
+
+def test_every_solution_earns_the_reward_and_no_other_number_does():
+    rows = make_problems("test")
+    solutions = [row["solution"] for row in rows]
+    assert arithmetic_reward(solutions, solutions) == [1.0] * len(rows)
+    changed = [solution[:-1] + str((int(solution[-1]) + 1) % 10) for solution in solutions]
+    assert arithmetic_reward(changed, solutions) == [0.0] * len(rows)
+
+
+def test_reward_takes_messages_and_further_columns():
+    completions = [[{"role": "assistant", "content": text}] for text in (CHAIN, "85-16=71")]
+    rewards = arithmetic_reward(completions=completions, solution=[CHAIN, CHAIN], prompts=["", ""], level=["", ""])
+    assert rewards == [1.0, 0.0]
+
+
+# Slips
+
+
+@pytest.mark.parametrize(
+    ("left", "operator", "right", "result"),
+    [(47, "+", 38, 75), (47, "+", 32, 79), (85, "-", 16, 71), (85, "-", 13, 72), (50, "+", 40, 90)],
+)
+def test_forgetting_to_carry(left, operator, right, result):
+    assert forget_to_carry(left, operator, right) == result
+
+
+def test_slips_propagate_and_stay_in_range():
+    rng = random.Random(0)
+    chains = {draw_slipping_chain("47+38-16=", rng) for _ in range(100)}
+    assert chains == {"85-16=69", "85-16=71", "75-16=59", "75-16=61"}
+    # With 47+38 slipped to 75, the next result would be 0, which is out of range.
+    assert {draw_slipping_chain("47+38-75=", rng) for _ in range(100)} == {"85-75=10"}
+
+
+# Stored model
+
+
+def test_tokenizer_has_one_token_per_character_and_round_trips(tokenizer):
+    for row in make_problems("test")[::50]:
+        text = row["problem"] + row["solution"]
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+
+
+def test_tokenizer_pads_on_the_left_and_is_the_one_the_script_builds(tokenizer):
+    assert tokenizer.padding_side == "left"
+    padded = tokenizer(["47+38=", "7"], padding=True)["input_ids"]
+    assert padded[1][:-1] == [tokenizer.pad_token_id] * 5
+    assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
+    assert tokenizer("a")["input_ids"] == [tokenizer.unk_token_id]
+
+
+def test_stored_model_is_small_and_knows_its_special_tokens(model, tokenizer):
+    assert (Path(base_model_path()) / "model.safetensors").stat().st_size <= 3e6
+    assert model.config.model_type == "qwen3"
+    assert model.config.vocab_size == len(tokenizer)
+    for config in (model.config, model.generation_config):
+        assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+
+def test_completions_do_not_depend_on_padding(model, tokenizer):
+    problems = [row["problem"] for level in LEVELS for row in make_problems("test", [level])[:4]]
+    together = complete(model, tokenizer, problems, do_sample=False)
+    alone = [complete(model, tokenizer, [problem], do_sample=False)[0] for problem in problems]
+    assert together == alone
+
+
+def test_claimed_accuracy_leaves_something_to_learn(claimed):
+    assert 0.30 <= claimed["Level 3"]["sampled"]["accuracy"] <= 0.55
+    assert claimed["Level 3"]["greedy"]["accuracy"] <= 0.75
+    for mode in ("sampled", "greedy"):
+        assert claimed["Level 4"][mode]["accuracy"] < claimed["Level 3"][mode]["accuracy"]
+
+
+@pytest.mark.parametrize("level", ["Level 3", "Level 4"])
+def test_greedy_accuracy_is_the_claimed_one(model, tokenizer, claimed, level):
+    figures = measure(model, tokenizer, make_problems("test", [level]), do_sample=False)
+    # The same problems and no chance involved; the kernels of another machine may break a near tie differently.
+    assert abs(figures["accuracy"] - claimed[level]["greedy"]["accuracy"]) <= 0.01
+
+
+@pytest.mark.parametrize("level", ["Level 1", "Level 3"])
+def test_sampled_accuracy_agrees_with_the_claimed_one(model, tokenizer, claimed, level):
+    torch.manual_seed(1)
+    figures = measure(model, tokenizer, make_problems("test", [level]), do_sample=True)
+    share, n = claimed[level]["sampled"]["accuracy"], figures["problems"]
+    # Two independent samples of n: four standard errors of their difference.
+    assert abs(figures["accuracy"] - share) <= 4 * math.sqrt(2 * share * (1 - share) / n)

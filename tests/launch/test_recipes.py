@@ -1,0 +1,203 @@
+"""Every recipe is parsed with the installed dataclasses, and says what it does."""
+
+import re
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+
+from opo_trl.launch.recipe import OPOScriptArguments, find_accelerate_config, make_parser, parse, read_recipe
+from opo_trl.train import load_reward, load_rewards
+
+
+ROOT = Path(__file__).resolve().parents[2] / "recipes"
+GPU = ROOT.parent / "benchmarks" / "gpu" / "recipes"
+ALL = sorted(path for folder in (ROOT, GPU) for path in folder.rglob("*.yaml") if path.parent.name != "accelerate")
+EXPERIMENTS = [*sorted({path.parent for path in ALL if path.parent.name.startswith("experiment")}), GPU]
+QWEN = [path for path in ALL if "qwen3-1.7b" in path.parts]
+ACCELERATE = sorted((ROOT / "accelerate").glob("*.yaml"))
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT.parent))
+
+
+def parse_recipe(path: Path, *overrides: str):
+    """Parse as on the hardware at hand: bf16 asks for a GPU before anything else is looked at."""
+    return parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false", *overrides])
+
+
+@pytest.mark.parametrize("path", ALL, ids=name)
+def test_recipe_parses_and_its_values_arrive(path):
+    script, args, model, recipe = parse_recipe(path)
+    written, _ = read_recipe(path)
+    assert recipe.keys() == written.keys() | {"use_cpu", "bf16"}
+    for field in ("alpha", "mu", "epsilon", "epsilon_high", "beta", "num_generations", "learning_rate"):
+        assert field not in written or getattr(args, field) == float(written[field])
+    assert script.levels == written["levels"]
+    assert model.model_name_or_path == written["model_name_or_path"]
+    assert all(callable(reward) for reward in load_rewards(script, args))
+
+
+@pytest.mark.parametrize("path", ALL, ids=name)
+def test_accelerate_config_of_a_recipe_exists(path):
+    script, *_ = parse_recipe(path)
+    assert Path(script.accelerate_config).parent == ROOT / "accelerate"
+
+
+@pytest.mark.parametrize("path", ACCELERATE, ids=name)
+def test_accelerate_config_is_one_that_accelerate_reads(path):
+    assert load_config_from_file(str(path)).num_machines == 1
+
+
+@pytest.mark.parametrize("path", ALL, ids=name)
+def test_two_optimizer_steps_share_a_rollout(path):
+    _, args, *_ = parse_recipe(path)
+    assert args.optimizer_steps_per_rollout == 2
+    assert not args.is_on_policy
+
+
+@pytest.mark.parametrize("path", QWEN, ids=name)
+def test_rollout_holds_as_many_prompts_as_the_paper_says(path):
+    _, args, *_ = parse_recipe(path)
+    written, _ = read_recipe(path)
+    processes = load_config_from_file(find_accelerate_config(written["accelerate_config"], str(path)))
+    completions = args.per_device_train_batch_size * args.steps_per_generation * processes.num_processes
+    assert completions == (48 if path.parent.name == "experiment2" else 32) * 6
+    if path.stem == "opo":
+        assert args.temperature_range == [0.2, 1.5]
+    assert args.learning_rate == (2e-5 if "lora" in path.parent.name else 2e-6)
+
+
+def test_experiment_2_takes_a_tenth_of_the_data_with_seed_42():
+    script, args, *_ = parse_recipe(ROOT / "qwen3-1.7b" / "experiment2/opo.yaml")
+    assert (script.fraction, script.subset_seed, args.num_train_epochs) == (0.1, 42, 8)
+    assert (script.validation_levels, script.validation_size, script.validation_steps) == (["Level 4"], 100, 10)
+
+
+# What makes a method …
+OBJECTIVES = {
+    "grpo": {"trainer", "loss_type", "importance_sampling_level", "epsilon"},
+    "opo": {
+        "trainer",
+        "alpha",
+        "mu",
+        "adaptive_temperature",
+        "escort_temperature",
+        "anchor_correction",
+        "drive_scaling",
+        "positivity",
+        "log_ratio_reduction",
+        "log_ratio_clamp",
+        "ratio_form",
+    },
+}
+# … and everything else is the same for all four.
+METHOD_FIELDS = {
+    *OBJECTIVES["grpo"],
+    *OBJECTIVES["opo"],
+    "epsilon_high",
+    "mask_truncated_completions",
+    "overlong_cache",
+    "max_sampling_rounds",
+    "temperature_range",
+    "learning_rate",
+}
+
+
+@pytest.mark.parametrize("path", ALL, ids=name)
+def test_recipe_says_what_its_method_is(path):
+    written, trainer = read_recipe(path)
+    assert {"beta", *OBJECTIVES[trainer]} <= written.keys()
+
+
+def test_commands_in_comments_name_files_that_are_there():
+    """Nothing else reads them."""
+    files = [
+        path for folder in (ROOT, GPU) for path in folder.rglob("*.*") if path.suffix in (".yaml", ".sbatch", ".sh")
+    ]
+    for path in files:
+        named = re.findall(r"(?:benchmarks/gpu/)?\brecipes/[\w./-]+\.\w+", path.read_text(encoding="utf-8"))
+        assert [file for file in named if not (ROOT.parent / file).is_file()] == [], path
+        if path in ALL:
+            assert f"--config {path.relative_to(ROOT.parent)}\n" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("folder", EXPERIMENTS, ids=name)
+def test_methods_of_an_experiment_differ_in_nothing_but_the_method(folder):
+    recipes = {method: read_recipe(folder / f"{method}.yaml")[0] for method in ("opo", "grpo", "gspo", "dapo")}
+    assert {path.stem for path in folder.iterdir()} == recipes.keys()
+    shared = [{k: v for k, v in recipe.items() if k not in METHOD_FIELDS} for recipe in recipes.values()]
+    for method, fields in zip(recipes, shared, strict=True):
+        place = "gpu/word_arithmetic" if folder == GPU else folder.relative_to(ROOT)
+        assert fields.pop("output_dir") == f"runs/{place}/{method}"
+        solved, *shaping = fields.pop("reward_funcs")
+        assert shaping == (["soft_overlong_punishment"] if method == "dapo" else [])
+        assert solved in ("accuracy_reward", "arithmetic_reward", "benchmarks.gpu.words.word_reward")
+    assert shared[0] == shared[1] == shared[2] == shared[3]
+
+
+@pytest.mark.parametrize("folder", EXPERIMENTS, ids=name)
+def test_baselines_are_configured_as_their_papers_say(folder):
+    grpo, gspo, dapo = (parse_recipe(folder / f"{method}.yaml")[1] for method in ("grpo", "gspo", "dapo"))
+    assert (grpo.loss_type, grpo.importance_sampling_level, grpo.epsilon, grpo.epsilon_high) == (
+        "grpo",
+        "token",
+        0.2,
+        None,
+    )
+    assert (gspo.loss_type, gspo.importance_sampling_level) == ("grpo", "sequence")
+    assert (gspo.epsilon, gspo.epsilon_high) == (3e-4, 4e-4)
+    assert (dapo.loss_type, dapo.epsilon, dapo.epsilon_high) == ("dapo", 0.2, 0.28)
+    assert dapo.mask_truncated_completions
+    assert dapo.max_sampling_rounds > 1
+    assert {config.beta for config in (grpo, gspo, dapo)} == {0.0}
+
+
+def test_field_of_the_other_trainer_is_named(tmp_path):
+    recipe = tmp_path / "mixed.yaml"
+    recipe.write_text("trainer: grpo\nalpha: 0.4\n")
+    with pytest.raises(ValueError, match=r"alpha=0.4.*belongs to `trainer: opo`"):
+        read_recipe(recipe)
+    assert read_recipe(recipe, ["--trainer", "opo"]) == ({"trainer": "grpo", "alpha": 0.4}, "opo")
+    with pytest.raises(ValueError, match=r"trainer='ppo' does not exist.*opo, grpo"):
+        read_recipe(None, ["--trainer", "ppo"])
+
+
+def test_unknown_key_fails_with_the_nearest_known_one(tmp_path):
+    recipe = tmp_path / "typo.yaml"
+    recipe.write_text("learning_rat: 1.0e-3\n")
+    with pytest.raises(ValueError, match=r"learning_rat=0.001.*Did you mean `learning_rate`\?"):
+        read_recipe(recipe)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- a\n- b\n", "holds no `field: value` lines"), ("a: [1\n", "is not valid YAML"), (None, "does not exist")],
+)
+def test_file_that_is_no_recipe_is_named(tmp_path, text, message):
+    path = tmp_path / "recipe.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_recipe(path)
+
+
+def test_command_line_overrides_the_recipe_and_is_part_of_it(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"output_dir: {tmp_path}/run\nalpha: 0.3\nlearning_rate: 1e-3\n")  # YAML reads 1e-3 as a string
+    _, args, _, recipe = parse_recipe(path, "--alpha", "0.7", "--levels", "Level 1", "Level 2")
+    assert (args.alpha, args.learning_rate) == (0.7, 1e-3)
+    assert recipe["alpha"] == 0.7
+    assert recipe["levels"] == ["Level 1", "Level 2"]
+
+
+def test_fields_of_the_script_have_help_for_the_command_line():
+    text = make_parser("opo").format_help()
+    assert all(f"--{field}" in text for field in OPOScriptArguments.__dataclass_fields__)
+
+
+def test_reward_function_is_found_by_dotted_path_and_a_wrong_one_is_named():
+    assert load_reward("os.path.basename")("a/b") == "b"
+    with pytest.raises(ValueError, match=r"reward_funcs='no_such.reward' cannot be imported.*accuracy_reward"):
+        load_reward("no_such.reward")

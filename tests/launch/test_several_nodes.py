@@ -1,0 +1,430 @@
+"""
+Several nodes, on one machine: launchers that meet over the network are one run, and the Slurm scripts do as they say.
+
+The scripts are run as `sbatch` runs them, with stand-ins for Slurm (`scripts/slurm.py`) that start a command once per
+node. No test has seen a cluster.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import environment, on_cpu, wait_until
+from invariance.launch import launch as launch_forked
+from invariance.launch import logs
+from safetensors.torch import load_file
+from trl.scripts.vllm_serve import make_parser as vllm_serve_parser
+
+from opo_trl.data.arithmetic import base_model_path
+from opo_trl.report.run_folder import read_json, read_lines
+from opo_trl.train import main
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SLURM = ROOT / "recipes" / "slurm"
+STAND_INS = ROOT / "tests" / "scripts" / "slurm.py"
+
+# DeepSpeed compiles a part of itself.
+DEEPSPEED = importlib.util.find_spec("deepspeed") is not None and all(map(shutil.which, ("g++", "ninja")))
+
+
+def free_port() -> int:
+    """A port that the scripts can derive from a job's number."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 30000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+
+
+# 1. Launchers that meet
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    """A few steps of the arithmetic recipe that move the model, without what measures it on the way."""
+    fields = yaml.safe_load((ROOT / "recipes" / "arithmetic" / "opo.yaml").read_text())
+    unwanted = ("validation", "report_levels", "report_size", "accelerate_config", "overwrite", "use_cpu", "save")
+    fields = {name: value for name, value in fields.items() if not name.startswith(unwanted)}
+    fields |= {"max_steps": 3, "per_device_train_batch_size": 12, "save_strategy": "no"}
+    fields |= {"learning_rate": 1e-4, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    fields |= {"vllm_max_model_length": 64}
+    fields |= {"max_sampling_rounds": 3}  # real processes hash strings otherwise: nothing may go by the order of a set
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    return path
+
+
+def launch(folder: Path, recipe: Path, arguments: list[str], *, machines: int, processes: int) -> Path:
+    """`accelerate launch` once per machine, all at once; the folder of the run that they made together."""
+    position = arguments.index("--accelerate_config")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", arguments[position + 1]]
+    command += ["--num_machines", str(machines), "--num_processes", str(processes)]
+    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+    machine_logs = [folder / f"machine-{rank}.log" for rank in range(machines)]
+    started = []
+    for rank, log in enumerate(machine_logs):
+        script = ["-m", "opo_trl.train", "--config", str(recipe), *arguments, "--output_dir", str(folder / "run")]
+        with log.open("w") as file:
+            machine = [*command, "--machine_rank", str(rank), *script]
+            started.append(
+                subprocess.Popen(machine, env=environment(), stdout=file, stderr=file, start_new_session=True)
+            )
+    try:
+        for process, log in zip(started, machine_logs, strict=True):
+            assert process.wait(timeout=600) == 0, log.read_text()[-3000:]
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert [planned_processes(log) for log in machine_logs] == [[processes], *[[]] * (machines - 1)]
+    return folder / "run"
+
+
+def planned_processes(log: Path) -> list[int]:
+    """The number of processes in each plan that was printed, which only the run's first process does."""
+    return [int(n) for n in re.findall(r"processes × micro-batches × rows: (\d+) ×", log.read_text())]
+
+
+def assert_same_run(one: Path, other: Path):
+    """The same losses and gradients at every step and the same model, which has moved."""
+    steps, other_steps = (
+        [line for line in read_lines(folder / "log.jsonl") if "grad_norm" in line] for folder in (one, other)
+    )
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert steps[0]["grad_norm"] > 0
+    assert steps[1]["loss"] != 0
+    for line, other_line in zip(steps, other_steps, strict=True):
+        assert line.keys() == other_line.keys()
+        for name in {"step", "loss", "grad_norm", "reward", "num_tokens", "opo/chi2"} & line.keys():
+            assert other_line[name] == pytest.approx(line[name], rel=1e-4), (line["step"], name)
+    model, other_model = (load_file(folder / "model.safetensors") for folder in (one, other))
+    base = load_file(Path(base_model_path()) / "model.safetensors")
+    assert model.keys() == other_model.keys()
+    difference = max((model[name] - other_model[name]).abs().max().item() for name in model)
+    moved = max((model[name] - base[name].to(model[name].dtype)).abs().max().item() for name in base)
+    assert moved > 1e-4
+    assert difference < 0.01 * moved
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DEEPSPEED, reason="needs DeepSpeed, g++ and ninja")
+def test_two_launchers_of_two_processes_are_one_of_four(recipe, tmp_path):
+    runs = []
+    for machines in (1, 2):
+        folder = tmp_path / str(machines)
+        folder.mkdir()
+        runs.append(launch(folder, recipe, on_cpu(folder, "zero2"), machines=machines, processes=4))
+    assert_same_run(*runs)
+
+
+# 2. The Slurm scripts
+
+
+@dataclass
+class Job:
+    """
+    A job of two nodes, on 127.0.0.1 and 127.0.0.2.
+
+    Args:
+        folder (`Path`):
+            Checkout that it is submitted from.
+        programs (`Path`):
+            Folder of the stand-ins.
+        port (`int`):
+            Free port, which the job's number leads to.
+    """
+
+    folder: Path
+    programs: Path
+    port: int
+
+    @property
+    def number(self) -> str:
+        return str(70000 + self.port - 20000)
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "runs" / "slurm" / self.number
+
+    def start(self, script: str, *argv: str, **more: str) -> subprocess.Popen:
+        """Start a script as Slurm does: a copy of it, elsewhere, in the folder that it was submitted from."""
+        spooled = self.programs / "slurm_script"
+        shutil.copy(SLURM / script, spooled)
+        job = {"SLURM_JOB_ID": self.number, "SLURM_JOB_NODELIST": "127.0.0.[1-2]", "SLURM_GPUS_ON_NODE": "1"}
+        job |= {"HOSTS": "127.0.0.1 127.0.0.2", "CALLS": str(self.folder / "calls"), "TRAINING": "0", "SERVER": "runs"}
+        job |= {"http_proxy": "http://127.0.0.1:9"}  # as clusters have them
+        settings = environment(**job | more)
+        settings["PATH"] = os.pathsep.join([str(self.programs), settings["PATH"]])
+        return subprocess.Popen(
+            ["bash", str(spooled), *argv], cwd=self.folder, env=settings, stderr=subprocess.PIPE, text=True
+        )
+
+    def finish(self, process: subprocess.Popen) -> tuple[int, str]:
+        """Status of a script and what it said of errors, when it has ended and nothing of the job is left."""
+        _, errors = process.communicate(timeout=600)
+        wait_until(lambda: not self.running())
+        return process.returncode, errors
+
+    def run(self, script: str, *argv: str, **more: str) -> tuple[int, str]:
+        """Run a script to its end."""
+        return self.finish(self.start(script, *argv, **more))
+
+    def running(self) -> list[Path]:
+        """Processes of the job: each has its list of calls in the environment."""
+        mark, found = f"CALLS={self.folder / 'calls'}".encode(), []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                found += [process] if mark in (process / "environ").read_bytes().split(b"\0") else []
+        return found
+
+    def calls(self, name: str) -> list[list[str]]:
+        """Arguments of each call of a stand-in so far, those of a step in the order of its nodes."""
+        path = self.folder / "calls"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        calls = [line for line in lines if line["name"] == name]
+        return [line["argv"] for line in sorted(calls, key=lambda line: line["node"] or "")]
+
+
+def write_program(path: Path, text: str):
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture(scope="module")
+def remembered(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("remembered")
+
+
+@pytest.fixture
+def job(tmp_path, remembered) -> Iterator[Job]:
+    """A job whose Slurm is a stand-in, and whose programs are real."""
+    folder, programs = tmp_path / "check out", tmp_path / "programs"
+    folder.mkdir()
+    programs.mkdir()
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    python = shlex.quote(sys.executable)
+    for name in ("srun", "scancel", "scontrol"):
+        write_program(programs / name, f'exec {python} {shlex.quote(str(STAND_INS))} {name} "$@"')
+    write_program(programs / "opo-trl", f'exec {python} -m opo_trl.launch.cli "$@"')
+    # The scripts run settings.py, which imports PyTorch and all: once for each set of arguments, and is remembered.
+    known = f"{shlex.quote(str(remembered))}/$(printf '%s\\0' \"$@\" | cksum | tr ' ' -)"
+    remember = f'{python} "$@" >"$known.part" && mv "$known.part" "$known"'
+    write_program(programs / "python", f'known={known}\n[ -f "$known" ] || {{ {remember}; }} && cat "$known"')
+    job = Job(folder, programs, free_port())
+    yield job
+    for process in job.running():  # of a test that has failed
+        os.kill(int(process.name), signal.SIGKILL)
+
+
+@pytest.fixture
+def rehearsal(job) -> Job:
+    """A job that pretends to train and to serve, and does not sleep long."""
+    python = shlex.quote(sys.executable)
+    for name in ("trl", "opo-trl"):
+        write_program(job.programs / name, f'exec {python} {shlex.quote(str(STAND_INS))} {name} "$@"')
+    write_program(job.programs / "sleep", f"exec {shutil.which('sleep')} 0.2")
+    return job
+
+
+@pytest.fixture(scope="module")
+def fields(tmp_path_factory) -> list[str]:
+    """Fields of a run with two processes, whose quotation marks, spaces and patterns have to arrive as they are."""
+    awkward = ["--instruction", 'Don\'t  "guess": $HOME/*', "--output_dir", "runs/a b"]
+    device = on_cpu(tmp_path_factory.mktemp("accelerate"), "multi_gpu")
+    return [*awkward, *device, "--vllm_server_port", str(free_port())]
+
+
+@pytest.mark.parametrize("path", sorted([*SLURM.glob("*.sbatch"), *SLURM.glob("*.sh")]), ids=lambda path: path.name)
+def test_script_is_valid_shell(path):
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "--external-sources", str(path.relative_to(ROOT))], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("path", sorted(SLURM.glob("*.sbatch")), ids=lambda path: path.name)
+def test_sbatch_sees_every_option(path):
+    """It stops looking at the first line that is no comment."""
+    lines = path.read_text().splitlines()
+    first_command = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    options = [i for i, line in enumerate(lines) if line.startswith("#SBATCH")]
+    assert options
+    assert max(options) < first_command
+
+
+@pytest.fixture(scope="module")
+def one_launch(tmp_path_factory, recipe, fields) -> Path:
+    """The run that two nodes are to repeat."""
+    folder = tmp_path_factory.mktemp("one")
+    words = ["--config", str(recipe), *fields, "--output_dir", str(folder / "run")]
+    assert launch_forked(train, words, config="multi_gpu", processes=2, folder=folder) == [0, 0], logs(folder)
+    return folder / "run"
+
+
+def train(words: list[str]) -> None:
+    """In each process."""
+    assert main(words) == 0
+
+
+def test_job_on_two_nodes_is_the_run_of_one_launch(job, recipe, fields, one_launch):
+    status, errors = job.run("colocate.sbatch", str(recipe), *fields)
+    node_logs = [job.logs / f"train-{node}.log" for node in range(2)]
+    assert status == 0, errors + "".join(log.read_text()[-3000:] for log in node_logs)
+    assert [planned_processes(log) for log in node_logs] == [[2], []]
+    run = job.folder / "runs" / "a b"
+    settings = read_json(run / "settings.json")
+    assert (settings["instruction"], settings["vllm_mode"]) == (fields[1], "colocate")
+    assert_same_run(one_launch, run)
+
+
+@pytest.mark.slow
+def test_job_submitted_again_is_the_run_that_was_never_stopped(job, recipe, fields, one_launch):
+    """It stops between the two optimizer steps of its first rollout."""
+    saving = ["--save_strategy", "steps", "--save_steps", "1", "--max_steps"]
+    for steps in (1, 3):
+        status, errors = job.run("colocate.sbatch", str(recipe), *fields, *saving, str(steps))
+        assert status == 0, errors
+    run = job.folder / "runs" / "a b"
+    assert sorted(path.name for path in run.glob("checkpoint-*"))[-1] == "checkpoint-3"
+    assert_same_run(one_launch, run)
+
+
+def test_training_on_all_nodes(rehearsal, recipe, fields):
+    status, errors = rehearsal.run("colocate.sbatch", str(recipe), *fields, SLURM_GPUS_ON_NODE="4")
+    assert status == 0, errors
+    (step,) = rehearsal.calls("srun")
+    assert {"--nodes=2", "--ntasks=2", "--nodelist=127.0.0.1,127.0.0.2", "--kill-on-bad-exit=1"} < set(step)
+    launchers = rehearsal.calls("opo-trl")
+    assert len(launchers) == 2
+    for node, argv in enumerate(launchers):
+        assert argv == [
+            *("train", "--machine_rank", str(node), "--num_machines", "2", "--num_processes", "8"),
+            *("--main_process_ip", "127.0.0.1", "--main_process_port", str(rehearsal.port)),
+            *("--config", str(recipe), *fields, "--vllm_mode", "colocate"),
+        ]
+
+
+def test_training_that_fails_on_one_node_ends_on_all(rehearsal, recipe, fields):
+    """Elsewhere it would wait for the node that is gone, as long as NCCL is patient."""
+    status, errors = rehearsal.run("colocate.sbatch", str(recipe), *fields, TRAINING="fails on one node")
+    assert status != 0
+    assert f"error: training ended with status {status}: see runs/slurm/{rehearsal.number}/train-*.log" in errors
+
+
+def test_server_is_there_before_training_and_ends_with_it(rehearsal, recipe, fields):
+    for_server = ["--tensor_parallel_size", "2", "--chat-template", "a b.jinja"]
+    argv = [str(recipe), *fields, "--", *for_server]
+    status, errors = rehearsal.run("vllm_server.sbatch", *argv, SLURM_GPUS_ON_NODE="4")
+    assert status == 0, errors
+    serve, train = rehearsal.calls("srun")
+    assert {"--nodes=1", "--ntasks=1", "--nodelist=127.0.0.2"} < set(serve)
+    assert {"--nodes=1", "--ntasks=1", "--nodelist=127.0.0.1"} < set(train)
+    port = fields[-1]
+    ((command, *server),) = rehearsal.calls("trl")
+    assert command == "vllm-serve"
+    parsed, rest = vllm_serve_parser().parse_args_and_config(server, return_remaining_strings=True)
+    assert (parsed.model, parsed.port, parsed.max_model_len) == ("arithmetic", int(port), 64)
+    assert (parsed.revision, parsed.trust_remote_code) == ("main", False)
+    assert parsed.tensor_parallel_size == 2  # for all four GPUs, had the command line not said otherwise
+    assert server[:2] == ["--tensor_parallel_size", "4"]
+    assert rest == ["--chat-template", "a b.jinja"]
+    (training,) = rehearsal.calls("opo-trl")
+    assert training[3:7] == ["--num_machines", "1", "--num_processes", "4"]
+    assert training[training.index("--config") + 2 :] == [
+        *(*fields, "--use_vllm", "true", "--vllm_mode", "server"),
+        *("--vllm_server_host", "127.0.0.2", "--vllm_server_port", port),
+    ]
+
+
+def test_training_that_fails_beside_a_server_gives_the_job_its_status(rehearsal, recipe, fields):
+    status, errors = rehearsal.run("vllm_server.sbatch", str(recipe), *fields, TRAINING="7")
+    assert status == 7
+    assert "error: training ended with status 7" in errors
+
+
+@pytest.mark.parametrize(
+    ("server", "message", "launchers"),
+    [("fails at once", "ended before it was ready", 0), ("fails in training", "ended while training went on", 1)],
+)
+def test_server_that_dies_fails_the_job(rehearsal, recipe, fields, server, message, launchers):
+    status, errors = rehearsal.run("vllm_server.sbatch", str(recipe), *fields, SERVER=server, TRAINING="goes on")
+    assert status == 1
+    assert f"error: the vLLM server {message}: see runs/slurm/{rehearsal.number}/server.log" in errors
+    assert len(rehearsal.calls("opo-trl")) == launchers
+
+
+def test_server_that_does_not_get_ready_fails_the_job(rehearsal, recipe, fields):
+    more = {"SERVER": "is never ready", "SERVER_TIMEOUT": "1"}
+    status, errors = rehearsal.run("vllm_server.sbatch", str(recipe), *fields, **more)
+    assert status == 1
+    assert "error: the vLLM server is not ready after" in errors
+    assert not rehearsal.calls("opo-trl")
+
+
+def test_server_needs_a_node_of_its_own(rehearsal, recipe, fields):
+    status, errors = rehearsal.run("vllm_server.sbatch", str(recipe), *fields, HOSTS="127.0.0.1")
+    assert status == 1
+    assert "--nodes=2 or more" in errors
+
+
+@pytest.mark.parametrize("argv", [[], ["no such.yaml"]])
+def test_recipe_that_is_not_there_is_named(rehearsal, argv):
+    status, errors = rehearsal.run("colocate.sbatch", *argv)
+    assert status == 1
+    assert f"error: no recipe '{' '.join(argv)}' in {rehearsal.folder}" in errors
+
+
+def test_arguments_for_a_server_are_refused_where_there_is_none(rehearsal, recipe, fields):
+    status, errors = rehearsal.run("colocate.sbatch", str(recipe), *fields, "--", "--max_model_len", "5")
+    assert status == 1
+    assert "error: arguments after '--' are for a server" in errors
+    assert not rehearsal.calls("opo-trl")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "restarts", "added"),
+    [
+        ("checkpoint-50/trainer_state.json", 0, ["--resume_from_checkpoint", "last"]),
+        ("checkpoint-50/trainer_state.json", 1, ["--resume_from_checkpoint", "last"]),
+        # A checkpoint that was cut short: of this job, or of another, for `opo-trl train` to refuse
+        ("checkpoint-50/model.safetensors", 1, ["--resume_from_checkpoint", "auto"]),
+        ("checkpoint-50/model.safetensors", 0, []),
+    ],
+)
+def test_job_that_starts_again_continues_the_run(rehearsal, recipe, fields, checkpoint, restarts, added):
+    path = rehearsal.folder / "runs" / "a b" / checkpoint
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert rehearsal.run("colocate.sbatch", str(recipe), *fields, SLURM_RESTART_COUNT=str(restarts))[0] == 0
+    for argv in rehearsal.calls("opo-trl"):
+        assert argv[argv.index(str(recipe)) + 1 :] == [*added, *fields, "--vllm_mode", "colocate"]
+
+
+@pytest.mark.parametrize(("training", "requeued"), [("saves", True), ("saves when told", True), ("goes on", False)])
+@pytest.mark.parametrize("script", ["colocate.sbatch", "vllm_server.sbatch"])
+def test_job_out_of_time_is_put_back_into_the_queue_if_it_got_anywhere(
+    rehearsal, recipe, fields, script, training, requeued
+):
+    process = rehearsal.start(script, str(recipe), *fields, TRAINING=training)
+    trainers = 2 if script == "colocate.sbatch" else 1
+    wait_until(lambda: len(rehearsal.calls("opo-trl")) == trainers)
+    wait_until((rehearsal.folder / "trains").exists)
+    process.send_signal(signal.SIGUSR1)
+    status, errors = rehearsal.finish(process)
+    assert (["requeue", rehearsal.number] in rehearsal.calls("scontrol")) == requeued
+    assert status == (0 if requeued else 1)
+    assert ("out of time without a new checkpoint" in errors) != requeued

@@ -1,0 +1,380 @@
+"""The program as a user runs it: recipe in, run folder out, and a model that has learned something."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from helpers import environment
+from invariance.canonical import fsdp_on_cpu
+from invariance.launch import launch, logs
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3ForCausalLM, set_seed
+from trl import GRPOConfig, GRPOTrainer
+
+from opo_trl import OPOTrainer
+from opo_trl.data.arithmetic import base_model_path
+from opo_trl.evaluate import evaluate
+from opo_trl.launch.recipe import parse
+from opo_trl.report.run_folder import read_json, read_lines, write_json
+from opo_trl.train import TRAINERS, format_report, main
+
+
+ROOT = Path(__file__).resolve().parents[2]
+ARITHMETIC = ROOT / "recipes" / "arithmetic" / "opo.yaml"
+ACCELERATE = ROOT / "recipes" / "accelerate"
+SHORT = {"max_steps": 4, "save_steps": 2, "validation_steps": 2, "validation_size": 20, "report_size": 24}
+
+
+def arguments(recipe: Path, **overrides) -> list[str]:
+    return ["--config", str(recipe), *(part for key, value in overrides.items() for part in (f"--{key}", str(value)))]
+
+
+def opo_trl_train(*argv: str) -> subprocess.CompletedProcess:
+    """`opo-trl train` in a process of its own, as typed in the checkout."""
+    command = [sys.executable, "-m", "opo_trl.launch.cli", "train", *argv]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "arithmetic"
+    done = opo_trl_train(*arguments(ARITHMETIC, output_dir=folder, alpha=0.3, **SHORT))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("OPO training plan") == 1
+    assert done.stdout.count("Level 4, sampled") == 2
+    return folder
+
+
+def test_run_folder_holds_what_was_asked_what_happened_and_what_came_out(run):
+    assert {path.name for path in run.iterdir()} >= {
+        "recipe.yaml",
+        "settings.json",
+        "environment.json",
+        "requirements.txt",
+        "log.jsonl",
+        "completions.jsonl",
+        "summary.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "README.md",
+        "checkpoint-4",
+        "report.html",
+    }
+    assert (run / "plan.txt").read_text().startswith("OPO training plan\n  rollout ")
+    report = (run / "report.html").read_text()
+    assert report.count("data:image/png") == 3
+    for said in ("Finished: 4 optimizer steps", "Escort effective sample size stayed at", "OPO training plan"):
+        assert said in report
+    assert {path.name for path in (run / "figures").iterdir()} == {
+        f"{name}.{ending}" for name in ("training", "time", "accuracy") for ending in ("png", "svg")
+    }
+    log = read_lines(run / "log.jsonl")
+    assert [line["step"] for line in log if "grad_norm" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in log if "validation/accuracy" in line] == [0, 2, 4]
+    assert all("opo/chi2" in line for line in log if "grad_norm" in line)
+    completions = read_lines(run / "completions.jsonl")
+    assert {line["step"] for line in completions} == {0, 2, 4}
+    assert all(line["prompt"].endswith("=") and line["reward"] in (0.0, 1.0) for line in completions)
+    summary = read_json(run / "summary.json")
+    for time in ("before", "after"):
+        assert {(level, decoding) for level in summary[time] for decoding in summary[time][level]} == {
+            (level, decoding) for level in ("Level 3", "Level 4") for decoding in ("greedy", "sampled")
+        }
+        assert all(cell["scored"] == 24 for level in summary[time].values() for cell in level.values())
+
+
+def test_recipe_in_the_run_folder_repeats_the_run(run):
+    *original, written = parse(arguments(ARITHMETIC, output_dir=run, alpha=0.3, **SHORT))
+    *repeated, again = parse(["--config", str(run / "recipe.yaml")])
+    assert again == written
+    assert again["env"] == {"OMP_NUM_THREADS": 1}
+    for first, second in zip(original, repeated, strict=True):
+        differing = {k for k in vars(first) if vars(first)[k] != vars(second)[k]}
+        assert differing <= {"distributed_state", "__cached__setup_devices", "logging_dir"}, differing
+    assert read_json(run / "settings.json")["alpha"] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"overwrite": "false"}, "is not empty"),
+        ({"levels": "Level 9"}, "Level 9"),
+        ({"fraction": 0.0001}, "fraction=0.0001"),
+        ({"reward_funcs": "no_such.reward"}, "reward_funcs='no_such.reward'"),
+        ({"dataset_name": "./no_such"}, "no_such"),
+        ({"prompt_style": "dataset"}, "levels=['Level 3'] has no effect with prompt_style='dataset'"),
+    ],
+)
+def test_refused_run_leaves_the_run_in_its_folder_alone(run, capsys, overrides, message):
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    assert main(arguments(ARITHMETIC, output_dir=run, **{"overwrite": "true", **SHORT, **overrides})) == 2
+    assert message in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_run_is_resumed_where_it_was_saved(run):
+    longer = {**SHORT, "max_steps": 6, "resume_from_checkpoint": "last"}
+    before = read_json(run / "summary.json")["before"]
+    assert main(arguments(ARITHMETIC, output_dir=run, alpha=0.3, **longer)) == 0
+    assert [line["step"] for line in read_lines(run / "log.jsonl") if "grad_norm" in line] == [1, 2, 3, 4, 5, 6]
+    summary = read_json(run / "summary.json")
+    assert summary["before"] == before  # the base model's accuracy, not that of the checkpoint
+    assert summary["optimizer_steps"] == 6
+
+
+# The report before training
+
+
+class Watching(OPOTrainer):
+    """Notes whether its model is sharded whenever it generates, and tries to before training."""
+
+    def train(self, *arguments, **options):
+        with pytest.raises(RuntimeError, match=r"Nothing can be generated yet: .* Call `evaluate` after `train\(\)`"):
+            evaluate(self, self.train_dataset)
+        self.generated = []
+        result = super().train(*arguments, **options)
+        path = Path(self.args.output_dir, f"generated_{self.accelerator.process_index}.json")
+        path.write_text(json.dumps(self.generated))
+        return result
+
+    def _generate_single_turn(self, *arguments, **options):
+        # FSDP2 gathers the outermost module's parameters in its first pass, and leaves them so.
+        sharded = sum(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in self.model.parameters()) > 10
+        self.generated.append([self.state.global_step, sharded, self.deepspeed is not None])
+        return super()._generate_single_turn(*arguments, **options)
+
+
+def train_watched(config: str, folder: str) -> None:
+    """In each process of a sharded run."""
+    if config == "fsdp2":
+        fsdp_on_cpu()
+    TRAINERS["opo"] = Watching
+    here = {"use_cpu": "false", "output_dir": folder, "max_steps": 1, "report_size": 4, "validation_size": 4}
+    rollout = {"per_device_train_batch_size": 6, "steps_per_generation": 1, "max_completion_length": 4}
+    rest = {"save_strategy": "no", "disable_tqdm": "true", "ddp_backend": "gloo"}
+    assert main(arguments(ARITHMETIC, **here, **rollout, **rest)) == 0
+
+
+@pytest.mark.parametrize("config", ["fsdp2", "zero3", pytest.param("zero2", marks=pytest.mark.slow)])
+def test_nothing_is_generated_before_the_model_is_sharded(tmp_path, config):
+    folder = tmp_path / "run"
+    status = launch(train_watched, config, str(folder), config=config, processes=2, folder=tmp_path)
+    assert status == [0, 0], logs(tmp_path)
+    for process in range(2):
+        generated = json.loads((folder / f"generated_{process}.json").read_text())
+        assert len(generated) == 6  # the report, greedy and sampled at two levels, a validation and a rollout
+        assert all(entry == [0, config != "zero2", config != "fsdp2"] for entry in generated), generated
+    summary = read_json(folder / "summary.json")
+    for time in ("before", "after"):
+        assert all(summary[time][level]["greedy"]["scored"] == 4 for level in ("Level 3", "Level 4"))
+
+
+def broken_reward(completions, **columns):
+    """Fails in the first rollout: the report and the validation before it are of fewer completions."""
+    if len(completions) == 96:
+        raise ArithmeticError("no score")
+    return [0.0] * len(completions)
+
+
+def unscored_reward(**columns):
+    raise ArithmeticError("no score")
+
+
+BRIEF = {"report_size": 2, "validation_size": 2, "max_steps": 1, "max_completion_length": 4, "steps_per_generation": 1}
+
+
+def test_report_is_written_before_the_first_step_and_repeated_only_if_it_would_be_another(tmp_path, capsys):
+    """Of a run that ends again and again before its first checkpoint."""
+    options = {**BRIEF, "output_dir": tmp_path / "run", "reward_funcs": "test_train.broken_reward"}
+    summary = tmp_path / "run" / "summary.json"
+    for change, repeated in (({}, False), ({"report_size": 3}, True), ({"seed": 7}, False)):
+        assert main(arguments(ARITHMETIC, **options)) == 1
+        before = read_json(summary)
+        assert before.keys() == {"before"}
+        before["before"]["Level 4"]["greedy"]["accuracy"] = 0.123  # which none would measure
+        write_json(summary, before)
+        options |= {"resume_from_checkpoint": "auto", **change}
+        capsys.readouterr()
+        assert main(arguments(ARITHMETIC, **options)) == 1
+        assert ("Level 4, greedy            12.3% " in capsys.readouterr().out) is not repeated
+        assert (read_json(summary) == before) is not repeated
+
+
+def test_run_that_ended_during_the_report_makes_it_when_it_goes_on(tmp_path):
+    options = {**BRIEF, "output_dir": tmp_path / "run"}
+    assert main(arguments(ARITHMETIC, **options, reward_funcs="test_train.unscored_reward")) == 1
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert main(arguments(ARITHMETIC, **options, resume_from_checkpoint="auto")) == 0
+    assert read_json(tmp_path / "run" / "summary.json").keys() >= {"before", "after"}
+
+
+def test_run_that_goes_on_in_another_folder_keeps_the_report_of_its_base_model(run, tmp_path):
+    [checkpoint] = run.glob("checkpoint-*")  # which one depends on the tests before
+    steps = int(checkpoint.name.rpartition("-")[2]) + 1
+    here = {**SHORT, "max_steps": steps, "resume_from_checkpoint": checkpoint, "report_levels": "Level 4"}
+    assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", alpha=0.3, **here)) == 0
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert summary["before"] == read_json(run / "summary.json")["before"]
+    assert summary["after"].keys() == {"Level 4"}
+
+
+@pytest.mark.parametrize("place", ["its own folder", "a new folder"])
+def test_checkpoint_of_another_trainer_goes_on(tmp_path, place):
+    folder = tmp_path / "grpo"
+    options = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
+    options |= {"max_steps": 1, "save_steps": 1, "logging_steps": 1, "max_completion_length": 4}
+    args = GRPOConfig(str(folder), num_generations=2, per_device_train_batch_size=2, **options)
+    data = Dataset.from_dict({"prompt": ["1+1=", "2+2="]})
+    theirs = GRPOTrainer(base_model_path(), lambda completions, **_: [1.0] * len(completions), args, data)
+    theirs.train()
+    theirs.save_model()
+    output = folder if place == "its own folder" else tmp_path / "opo"
+    short = {"max_steps": 2, "validation_steps": 2, "validation_size": 4, "report_size": 4, "save_strategy": "no"}
+    resume = {"resume_from_checkpoint": folder / "checkpoint-1", "output_dir": output, "overwrite": "false"}
+    assert main(arguments(ARITHMETIC, **short, **resume)) == 0
+    assert [row["step"] for row in read_lines(output / "log.jsonl") if "grad_norm" in row] == [2]
+    assert (folder / "checkpoint-1" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("overwrite", ["false", "true"])
+def test_completions_are_logged_into_the_run_folder(tmp_path, overwrite):
+    """TRL makes a folder for them before the run's folder is claimed."""
+    if overwrite == "true":
+        (tmp_path / "completions").mkdir()
+        for name in ("recipe.yaml", "completions/old.parquet"):
+            (tmp_path / name).write_text("")
+    short = {**SHORT, "max_steps": 1, "save_strategy": "no", "overwrite": overwrite, "log_completions": "true"}
+    recipe = tmp_path.with_suffix(".yaml")
+    recipe.write_text(ARITHMETIC.read_text().replace("../accelerate/", f"{ACCELERATE}/"))
+    with recipe.open("a") as file:  # a mapping, of which Transformers makes an object
+        file.write("accelerator_config: {split_batches: false}\n")
+    assert main(arguments(recipe, output_dir=tmp_path, **short)) == 0
+    assert [path.name for path in (tmp_path / "completions").iterdir()] == ["completions_00001.parquet"]
+    assert "split_batches: false" in (tmp_path / "recipe.yaml").read_text()
+
+
+def test_report_shows_what_is_known():
+    cell = {"accuracy": 0.5, "low": 0.25, "high": 0.75}
+    table = format_report({"Level 3": {"greedy": cell}}, {"Level 4": {"greedy": cell}})
+    assert table.splitlines()[1:] == [
+        "Level 3, greedy            50.0% [25.0%, 75.0%]",
+        f"{'Level 4, greedy':<52} 50.0% [25.0%, 75.0%]",
+    ]
+
+
+def test_objective_teaches_the_base_model_to_carry_on_the_trained_level_and_beyond(tmp_path):
+    """The lesson of the README's first command, in a quarter of its steps."""
+    short = {"max_steps": 56, "report_size": 200, "validation_steps": 56, "validation_size": 10}
+    assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", **short)) == 0
+    summary = read_json(tmp_path / "run" / "summary.json")
+    for level in ("Level 3", "Level 4"):
+        for decoding in ("greedy", "sampled"):
+            before, after = (summary[time][level][decoding] for time in ("before", "after"))
+            assert after["low"] > before["high"], (level, decoding, before, after)
+    assert summary["after"]["Level 3"]["greedy"]["accuracy"] > 0.85
+    rewards = [line["reward"] for line in read_lines(tmp_path / "run" / "log.jsonl") if "reward" in line]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
+
+
+def test_baseline_runs_from_its_recipe_and_reports_what_opo_does(run, tmp_path):
+    recipe = ROOT / "recipes" / "arithmetic" / "experiment1" / "dapo.yaml"
+    short = {"max_steps": 4, "report_size": 8, "validation_size": 8, "validation_steps": 2}
+    assert main(arguments(recipe, output_dir=tmp_path / "run", **short)) == 0
+    steps = [line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]
+    assert len(steps) == 4
+    assert steps[0]["dynamic_sampling/rounds"] > 1
+    assert steps[0]["rewards/soft_overlong_punishment_reward/mean"] <= 0
+    assert not any("opo/chi2" in line for line in steps)
+    opo = [line for line in read_lines(run / "log.jsonl") if "grad_norm" in line]
+    read_by_comparisons = {"rewards/arithmetic_reward/mean", "grad_norm", "entropy", "completions/generated"}
+    for lines in (steps, opo):  # OPO logs no entropy where it leaves completions out
+        assert read_by_comparisons <= set().union(*lines)
+    after = read_json(tmp_path / "run" / "summary.json")["after"]["Level 4"]["sampled"]
+    assert after["pass_at"].keys() == {"1", "2", "4", "8"}
+    assert after["pass_at"]["1"] <= after["pass_at"]["8"]
+    report = (tmp_path / "run" / "report.html").read_text()
+    for said in ("Level 4, sampled, pass@8", "frac_reward_zero_std", "Slowest phase"):
+        assert said in report
+    assert "Escort" not in report
+
+
+def test_run_that_ends_with_an_error_leaves_its_report(tmp_path):
+    options = {"output_dir": tmp_path / "run", "reward_funcs": "test_train.unscored_reward", "report_size": 1}
+    assert main(arguments(ARITHMETIC, **options)) == 1
+    assert "Nothing has been logged yet." in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_without_a_drive_nothing_is_learned(tmp_path):
+    """alpha = 1 gives every completion of a group the same weight: the control of the lesson above."""
+    assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", alpha=1.0, weight_decay=0.0, **SHORT)) == 0
+    trained = load_file(tmp_path / "run" / "model.safetensors")
+    base = load_file(Path(base_model_path()) / "model.safetensors")
+    assert all((trained[name].to(base[name].dtype) == base[name]).all() for name in base)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"accelerate_config": ACCELERATE / "multi_gpu.yaml", "num_processes": 2, "bf16": False},
+    ],
+    ids=["one process", "two processes"],
+)
+def test_launcher_ends_with_status_2_and_one_message(tmp_path, overrides):
+    done = opo_trl_train(*arguments(ARITHMETIC, output_dir=tmp_path / "run", alpha=3, **overrides))
+    assert done.returncode == 2
+    assert done.stderr.count("alpha=3.0 is not allowed") == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def small_qwen3(shared_data, tmp_path_factory) -> Path:
+    """Random Qwen3 of 5 million parameters, with the real tokenizer, chat template and whole vocabulary."""
+    source, folder = shared_data / "Qwen3-1.7B", tmp_path_factory.mktemp("qwen3")
+    config = AutoConfig.from_pretrained(source)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config.update({**sizes, "num_key_value_heads": 1, "head_dim": 32, "layer_types": config.layer_types[:1]})
+    set_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    GenerationConfig.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def ascii_reward(completions, **kwargs):
+    """Something a random model can be better or worse at: the share of its text that is ASCII."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(character.isascii() for character in text) / max(len(text), 1) for text in texts]
+
+
+def test_qwen3_recipe_trains_on_the_real_math_rows(small_qwen3, shared_data, tmp_path):
+    here = {
+        "use_cpu": "true",
+        "bf16": "false",
+        "dtype": "float32",
+        "use_vllm": "false",
+        "accelerate_config": "../../accelerate/cpu.yaml",
+    }
+    sizes = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 6,
+        "gradient_accumulation_steps": 1,
+        "max_completion_length": 8,
+    }
+    sizes |= {"steps_per_generation": 2, "validation_size": 2, "validation_steps": 4, "report_size": 2}
+    recipe = ROOT / "recipes" / "qwen3-1.7b" / "experiment1/opo.yaml"
+    fields = {"model_name_or_path": small_qwen3, "dataset_name": shared_data / "math", "learning_rate": 1e-3}
+    rewards = ("--reward_funcs", "accuracy_reward", "test_train.ascii_reward")
+    assert main([*arguments(recipe, **here, **sizes, **fields, output_dir=tmp_path / "run"), *rewards]) == 0
+    log = [line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]
+    assert len(log) == 4
+    assert all(line["grad_norm"] > 0 for line in log)
+    assert all(0.2 <= line["opo/temperature"] <= 1.5 for line in log)
+    assert [line["opo/off_policy_steps"] for line in log] == [0, 1, 0, 1]
+    assert log[1]["opo/chi2"] > log[0]["opo/chi2"]
+    prompts = [json.dumps(line["prompt"]) for line in read_lines(tmp_path / "run" / "completions.jsonl")]
+    assert all("boxed" in prompt for prompt in prompts)

@@ -1,0 +1,80 @@
+"""The seconds of an optimizer step add up, and what lies outside of one is not among them."""
+
+import time
+
+import pytest
+import torch
+from helpers import logged, make_trainer
+from transformers import TrainerState
+
+from opo_trl.metrics.step_clock import PHASES, StepClock
+
+
+PAUSE = 0.02  # seconds, far above what the clock itself takes
+
+
+def test_a_phase_inside_another_is_counted_once():
+    clock = StepClock(torch.device("cpu"))
+    began = time.perf_counter()
+    clock.on_step_begin(None, None, None)
+    with clock.phase("generate"):
+        time.sleep(PAUSE)
+        with clock.phase("sync"):
+            time.sleep(2 * PAUSE)
+    clock.on_optimizer_step(None, None, None)
+    whole = time.perf_counter() - began
+    seconds = clock.seconds_per_step()
+    assert seconds.keys() == set(PHASES)
+    assert PAUSE <= seconds["generate"] < 2 * PAUSE <= seconds["sync"]
+    assert sum(seconds.values()) == pytest.approx(whole, abs=PAUSE / 2)
+
+
+def test_seconds_are_those_of_one_step_since_the_last_call():
+    clock = StepClock(torch.device("cpu"))
+    for _ in range(3):
+        clock.on_step_begin(None, None, None)
+        time.sleep(PAUSE)
+        clock.on_optimizer_step(None, None, None)
+        with clock.phase("generate"):  # of a validation
+            time.sleep(5 * PAUSE)
+    seconds = clock.seconds_per_step()
+    assert PAUSE <= seconds["update"] < 2 * PAUSE
+    assert seconds["generate"] == 0
+    assert sum(clock.seconds_per_step().values()) == 0
+
+
+def test_tokens_are_counted_from_where_the_run_was_resumed():
+    clock = StepClock(torch.device("cpu"))
+    clock.on_train_begin(None, TrainerState(num_input_tokens_seen=1000), None)
+    clock.on_step_begin(None, None, None)
+    time.sleep(PAUSE)
+    clock.on_optimizer_step(None, None, None)
+    seconds = sum(clock.seconds_per_step().values())
+    assert clock.tokens_per_second(1500) == pytest.approx(500 / seconds)
+
+
+def test_a_run_that_ended_inside_a_step_leaves_nothing_to_the_next():
+    clock = StepClock(torch.device("cpu"))
+    clock.on_step_begin(None, None, None)
+    time.sleep(PAUSE)
+    clock.on_train_begin(None, TrainerState(), None)
+    clock.on_step_begin(None, None, None)
+    clock.on_optimizer_step(None, None, None)
+    assert sum(clock.seconds_per_step().values()) < PAUSE
+
+
+def test_every_step_of_a_run_logs_its_phases(tiny_model, tmp_path):
+    def slow(prompts, **kwargs):
+        time.sleep(PAUSE)
+        return [0.0] * len(prompts)
+
+    trainer = make_trainer(
+        tiny_model, tmp_path, max_steps=2, steps_per_generation=4, trainer_arguments={"reward_funcs": slow}
+    )
+    trainer.train()
+    first, second = logged(trainer)
+    assert first["opo/time/score"] >= PAUSE
+    assert all(first[f"opo/time/{phase}"] > 0 for phase in ("generate", "anchor", "update"))
+    assert [second[f"opo/time/{phase}"] for phase in PHASES] == [0, 0, 0, second["opo/time/update"], 0]
+    assert second["opo/time/update"] > 0
+    assert first["opo/tokens_per_second"] > second["opo/tokens_per_second"] > 0

@@ -1,0 +1,128 @@
+"""The toy of gradient saturation: every curve against its closed form, and the page against the program."""
+
+import itertools
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.saturation import ALPHA, BETA, METHODS, MU, gradient, on_policy_gradient, tables
+from benchmarks.saturation_figure import draw, main
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "saturation.md"
+CLIP_RANGES = {"GRPO": (0.2, 0.2), "DAPO": (0.2, 0.28), "GSPO": (3e-4, 4e-4)}
+TARGET = math.tanh(1 - ALPHA) / MU
+
+
+def logit(*p):
+    return torch.tensor(p, dtype=torch.float64).logit()
+
+
+def clipped(p, low, high):
+    return -p * (1 - p) * ((2 * p <= 1 + high).double() + (2 * (1 - p) >= 1 - low).double())
+
+
+CLOSED_FORMS = {
+    "SFT": lambda p: -(1 - p),
+    "DPO": lambda p: -BETA * torch.sigmoid(-BETA * p.logit()),
+    **{name: lambda p, edges=edges: clipped(p, *edges) for name, edges in CLIP_RANGES.items()},
+    "OPO": lambda p: MU / 2 * (((2 * p).log() - TARGET) * (1 - p) - ((2 * (1 - p)).log() + TARGET) * p),
+    "OPO, exact": lambda p: MU * (2 * p - 1 - TARGET) * 2 * p * (1 - p),
+}
+
+
+def test_every_method_has_a_closed_form():
+    assert METHODS.keys() == CLOSED_FORMS.keys()
+
+
+@pytest.mark.parametrize("method", CLOSED_FORMS)
+def test_gradient_is_the_closed_form(method):
+    z = torch.linspace(-7, 9, 1001, dtype=torch.float64)
+    torch.testing.assert_close(gradient(method, z), CLOSED_FORMS[method](z.sigmoid()), rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("method", CLIP_RANGES)
+def test_each_completion_falls_silent_at_its_clip_point(method):
+    low, high = CLIP_RANGES[method]
+    unrewarded, rewarded = (1 + low) / 2, (1 + high) / 2  # 2(1 − p) = 1 − low and 2p = 1 + high
+    for p, completions in ((min(unrewarded, rewarded) - 1e-6, 2), (max(unrewarded, rewarded) + 1e-6, 0)):
+        assert gradient(method, logit(p)).item() == pytest.approx(-p * (1 - p) * completions)
+    if low != high:
+        p = (unrewarded + rewarded) / 2
+        assert gradient(method, logit(p)).item() == pytest.approx(-p * (1 - p))
+
+
+def test_opo_pulls_back_beyond_its_target_and_does_not_vanish():
+    z = logit(0.72, 0.73, 0.99, 0.9999)
+    log, exact = gradient("OPO", z), gradient("OPO, exact", z)
+    assert log[0] < 0 < log[1] < log[2] < log[3]
+    assert log[3] / z[3] == pytest.approx(0.5, rel=0.15)  # z/2, far out
+    assert exact[1] < 0 < exact[3] < exact[2]
+    at_target = logit((1 + TARGET) / 2)
+    assert gradient("OPO, exact", at_target).abs().item() < 1e-15
+
+
+def closed_form_on_policy(method, p, size):
+    """Sum over the number k of rewarded completions: in each group the two kinds have drives of opposite sums."""
+    total = 0.0
+    for k in range(1, size):
+        high, low = math.sqrt((size - k) / k), -math.sqrt(k / (size - k))
+        drive = high
+        if method == "OPO":
+            up, down = math.exp((1 - ALPHA) * high), math.exp((1 - ALPHA) * low)
+            drive = size * up / (k * up + (size - k) * down) - 1
+        total -= math.comb(size, k) * p**k * (1 - p) ** (size - k) * k / size * drive
+    return total
+
+
+@pytest.mark.parametrize("form", ["GRPO", "DAPO", "GSPO", "OPO", "OPO, exact"])
+def test_on_policy_gradient_is_the_closed_form(form):
+    p = [0.01, 0.3, 0.5, 0.9, 0.999]
+    measured = on_policy_gradient(form, logit(*p))
+    method = "OPO" if form.startswith("OPO") else "GRPO"
+    expected = torch.tensor([closed_form_on_policy(method, x, 8) for x in p], dtype=torch.float64)
+    torch.testing.assert_close(measured, expected, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("method", ["GRPO", "OPO"])
+def test_on_policy_gradient_is_the_mean_over_all_groups(method):
+    z = torch.tensor([-0.4, 1.3], dtype=torch.float64)
+    expected = torch.zeros_like(z)
+    for group in itertools.product((0.0, 1.0), repeat=3):
+        if len(set(group)) > 1:
+            probability = torch.stack([z.sigmoid() if reward else (-z).sigmoid() for reward in group]).prod(dim=0)
+            expected += probability * gradient(method, z, anchor=z, rewards=group)
+    torch.testing.assert_close(on_policy_gradient(method, z, num_generations=3), expected)
+
+
+def test_on_policy_gradients_fall_in_proportion_to_failure():
+    z = logit(0.999, 0.9999)
+    for method in ("GRPO", "OPO"):
+        near, nearer = on_policy_gradient(method, z)
+        assert near / nearer == pytest.approx(10, rel=0.02)
+
+
+def test_tables_of_the_page_are_what_the_program_gives():
+    page = PAGE.read_text()
+    for name, table in tables().items():
+        (shown,) = re.findall(rf"<!-- {name} -->\n(.*?)\n<!-- end -->", page, flags=re.DOTALL)
+        assert shown == table
+        assert len(table.splitlines()) == 2 + {"fixed anchor": len(METHODS), "on-policy": 2}[name]
+
+
+def test_figure_is_drawn_with_every_method_and_is_the_same_again(tmp_path):
+    first, again = (draw(tmp_path / name / "saturation.svg") for name in ("first", "again"))
+    drawn = first.read_text()
+    for text in (*METHODS, "a step lowers p", "clipped: exactly 0", "on-policy", "off-policy"):
+        assert text in drawn, text
+    assert again.read_text() == drawn
+
+
+def test_unknown_format_of_the_figure_is_rejected(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--output", "figure.doc"])
+    assert ended.value.code == 2
+    assert all(text in capsys.readouterr().err for text in ("--output figure.doc", "'.doc'", ".png"))

@@ -1,0 +1,70 @@
+"""Figures come from logged files, the same from the same log."""
+
+import json
+
+import pytest
+
+from opo_trl.launch.cli import main
+from opo_trl.metrics.step_clock import PHASES
+from opo_trl.report.figures import draw_run
+from opo_trl.report.run_folder import append_lines, write_json
+
+
+@pytest.fixture
+def run(tmp_path):
+    rows = []
+    for step in range(1, 41):
+        row = {"step": step, "grad_norm": 1 + step % 3, "entropy": 1 / step, "opo/off_policy_steps": (step - 1) % 2}
+        row |= {"opo/chi2": 0.1 * ((step - 1) % 2), "opo/gradient_response_efficiency": 0.5}
+        row |= {f"opo/time/{phase}": 0.25 * (phase != "sync") for phase in PHASES} | {"opo/tokens_per_second": 1234.0}
+        rows.append(row | ({"reward": step / 40} if step % 2 else {}))
+        if step % 10 == 0:
+            rows.append(
+                {"step": step, "validation/accuracy": step / 50, "validation/low": 0.1, "validation/high": 0.9}
+            )
+    append_lines(tmp_path / "log.jsonl", rows)
+    cell = {"accuracy": 0.5, "low": 0.4, "high": 0.6}
+    levels = {"Level 3": {"greedy": cell, "sampled": cell}}
+    write_json(tmp_path / "summary.json", {"before": levels, "after": levels})
+    return tmp_path
+
+
+def test_figures_are_drawn_as_png_and_svg_and_labelled(run):
+    files = {path.name: path for path in draw_run(run)}
+    assert files.keys() == {
+        f"{name}.{suffix}" for name in ("training", "time", "accuracy") for suffix in ("png", "svg")
+    }
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for name, path in files.items() if name.endswith("png"))
+    svg = files["training.svg"].read_text()
+    for title in ("training reward", "validation accuracy", "entropy", "gradient norm", "χ²", "response efficiency"):
+        assert title in svg, title
+    assert "not logged" not in svg
+    assert "Level 3, greedy" in files["accuracy.svg"].read_text()
+    for label in ("generate, 0.25 s", "update, 0.25 s", "1,234 tokens per second"):
+        assert label in files["time.svg"].read_text()
+    assert "sync" not in files["time.svg"].read_text()
+
+
+def test_same_log_gives_the_same_files(run):
+    first = {path: path.read_bytes() for path in draw_run(run)}
+    assert {path: path.read_bytes() for path in draw_run(run)} == first
+
+
+def test_missing_metric_is_said_not_drawn(run):
+    log = run / "log.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    log.unlink()
+    append_lines(log, [{"step": row["step"], "reward": row["reward"]} for row in rows if "reward" in row])
+    (run / "summary.json").unlink()
+    files = draw_run(run)
+    assert {path.name for path in files} == {"training.png", "training.svg"}
+    assert "not logged" in files[1].read_text()
+
+
+def test_command_draws_and_names_the_files_and_refuses_a_folder_without_a_log(run, tmp_path_factory, capsys):
+    assert main(["figures", str(run)]) == 0
+    assert "training.png" in capsys.readouterr().out
+    empty = tmp_path_factory.mktemp("empty")
+    assert main(["figures", str(empty)]) == 2
+    assert "does not exist or is empty" in capsys.readouterr().err
+    assert not any(empty.iterdir())

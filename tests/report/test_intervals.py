@@ -1,0 +1,97 @@
+"""Intervals against closed forms, published quantiles, SciPy and enumeration."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from opo_trl.report.intervals import bootstrap_interval, estimate, paired_difference, t_quantile
+
+
+# Student's t, two-sided 95 %, as printed in any table.
+TABLE = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 9: 2.2622, 30: 2.0423}
+
+
+@pytest.mark.parametrize(("degrees", "quantile"), TABLE.items())
+def test_t_quantile_is_the_printed_one(degrees, quantile):
+    assert t_quantile(0.975, degrees) == pytest.approx(quantile, abs=5e-5)
+
+
+def test_t_quantile_in_closed_form_for_one_and_two_degrees_of_freedom():
+    for p in (0.5, 0.6, 0.9, 0.975, 0.9995):
+        assert t_quantile(p, 1) == pytest.approx(math.tan(math.pi * (p - 0.5)), rel=1e-11, abs=1e-12)
+        assert t_quantile(p, 2) == pytest.approx((2 * p - 1) / math.sqrt(2 * p * (1 - p)), rel=1e-11, abs=1e-12)
+
+
+def test_t_quantile_agrees_with_scipy_for_any_degrees_of_freedom():
+    for degrees in (*range(1, 40), 200, 1001):
+        for p in (0.55, 0.9, 0.975, 0.995):
+            assert t_quantile(p, degrees) == pytest.approx(stats.t.ppf(p, degrees), rel=1e-10)
+
+
+def test_estimate_is_students_interval():
+    values = [0.91, 0.95, 0.89, 0.97, 0.93]
+    result = estimate(values)
+    low, high = stats.t.interval(0.95, 4, np.mean(values), stats.sem(values))
+    assert result.interval == pytest.approx((low, high), rel=1e-12)
+    assert (result.mean, result.n) == (pytest.approx(0.93), 5)
+
+
+def test_interval_holds_its_level():
+    draws = np.random.default_rng(3).normal(2.0, 0.5, size=(4000, 4))
+    covered = np.mean([low <= 2.0 <= high for low, high in (estimate(list(row)).interval for row in draws)])
+    assert covered == pytest.approx(0.95, abs=0.012)
+
+
+def test_one_seed_has_no_interval_and_decides_nothing():
+    assert estimate([0.5]).interval is None
+    difference = paired_difference([0.9], [0.1])
+    assert difference.estimate.mean == pytest.approx(0.8)
+    assert (difference.estimate.interval, difference.bootstrap, difference.verdict) == (None, None, "undecided")
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_bootstrap_is_that_of_all_resamples(n):
+    values = list(np.random.default_rng(n).normal(size=n))
+    means = sorted(sum(resample) / n for resample in itertools.product(values, repeat=n))
+    # The smallest value that at least 2.5 % (97.5 %) of all resamples do not exceed.
+    low, high = (means[math.ceil(p * len(means)) - 1] for p in (0.025, 0.975))
+    assert bootstrap_interval(values) == pytest.approx((low, high), rel=1e-12)
+
+
+def test_bootstrap_of_many_seeds_is_the_same_every_time_and_close_to_the_normal_one():
+    values = list(np.random.default_rng(0).normal(1.0, 2.0, size=40))
+    first = bootstrap_interval(values)
+    assert bootstrap_interval(values) == first
+    half = 1.96 * np.std(values) / math.sqrt(40)
+    assert first == pytest.approx((np.mean(values) - half, np.mean(values) + half), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ([1.1, 2.2, 3.3, 4.4], "higher"),
+        ([0.9, 1.8, 2.7, 3.6], "lower"),
+        ([1.5, 1.5, 3.5, 3.5], "undecided"),
+        ([1.0, 2.0, 3.0, 4.0], "undecided"),
+    ],
+)
+def test_verdict_goes_by_the_paired_t_interval(values, verdict):
+    difference = paired_difference(values, [1.0, 2.0, 3.0, 4.0])
+    assert difference.verdict == verdict
+
+
+def test_pairing_takes_out_what_seeds_have_in_common():
+    """The two methods differ less than their seeds do, but in every seed alike."""
+    baseline, other = [0.2, 0.5, 0.8], [0.25, 0.56, 0.84]
+    assert estimate(other).interval[0] < estimate(baseline).interval[1]
+    assert paired_difference(other, baseline).verdict == "higher"
+    assert paired_difference([0.56, 0.84, 0.25], baseline).verdict == "undecided"
+
+
+def test_t_interval_decides_where_the_bootstrap_of_few_seeds_is_too_narrow():
+    difference = paired_difference([0.1, 0.2, 0.6], [0.0, 0.0, 0.0])
+    assert difference.bootstrap[0] > 0
+    assert difference.verdict == "undecided"

@@ -1,0 +1,419 @@
+"""The report of a run: plain verdicts that tell a healthy run from a broken one, in a file that needs no other."""
+
+import os
+import re
+import shutil
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from opo_trl.launch.cli import main
+from opo_trl.metrics.step_clock import PHASES
+from opo_trl.report.run_folder import append_lines, read_lines, write_json
+from opo_trl.report.run_report import describe, samples, write_report
+from opo_trl.report.verdicts import fired, judge, trend
+
+
+SETTINGS = {"trainer": "opo", "num_generations": 6, "model_name_or_path": "arithmetic", "seed": 42, "max_steps": 40}
+
+HEALTHY = {
+    "grad_norm": lambda share, reused: 3 + share,
+    "entropy": lambda share, reused: 0.05 - 0.03 * share,
+    "completions/clipped_ratio": lambda share, reused: 0.01,
+    "completions/generated": lambda share, reused: 400 + 3600 * share,
+    "opo/escort/ess": lambda share, reused: 4.8,
+    "opo/chi2": lambda share, reused: 0.05 * reused,
+    "opo/conservation_residual": lambda share, reused: -0.04 * reused,
+    "opo/frac_zero_drive": lambda share, reused: 0.4,
+    "opo/frac_masked": lambda share, reused: 0.0,
+    "opo/frac_clamped": lambda share, reused: 0.0,
+    "opo/off_policy_steps": lambda share, reused: float(reused),
+    "opo/skipped_steps": lambda share, reused: 0.0,
+    "opo/tokens_per_second": lambda share, reused: 1000.0,
+    "reward/timeouts": lambda share, reused: 0.0,
+    "reward/errors": lambda share, reused: 0.0,
+    "opo/time/generate": lambda share, reused: 1.5 * (1 - reused),
+    **{f"opo/time/{phase}": lambda share, reused: 0.1 for phase in PHASES[1:]},
+}
+
+
+def scripted(*, validated: tuple[float, float] | None = (0.2, 0.8), rewards=(0.4, 0.9), **changed) -> list[dict]:
+    """A log of 40 optimizer steps, each rollout serving two; `changed` has `__` for `/`."""
+    metrics = HEALTHY | {name.replace("__", "/"): value for name, value in changed.items()}
+    log = []
+    for step in range(1, 41):
+        share, reused = (step - 1) / 39, (step - 1) % 2
+        row = {name: value(share, reused) for name, value in metrics.items() if value is not None}
+        wobble = 0.03 * (step % 4 - 1)
+        log.append({"step": step, **row, "reward": rewards[0] + (rewards[1] - rewards[0]) * share + wobble})
+    if validated:
+        for step, accuracy in zip((0, 40), validated, strict=True):
+            interval = {"validation/low": accuracy - 0.1, "validation/high": accuracy + 0.1}
+            log.append({"step": step, "validation/accuracy": accuracy, **interval})
+    return sorted(log, key=lambda row: row["step"])
+
+
+def write_run(folder: Path, log: list[dict], settings: dict = SETTINGS, summary: dict | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.yaml").write_text("alpha: 0.4\n")
+    (folder / "plan.txt").write_text("OPO training plan\n  rollout    8 prompts × 6 completions = 48\n")
+    write_json(folder / "settings.json", settings)
+    write_json(folder / "environment.json", {"python": "3.11.7", "devices": ["cpu"], "packages": {"trl": "1.16.0"}})
+    append_lines(folder / "log.jsonl", log)
+    if summary is not None:
+        write_json(folder / "summary.json", summary)
+    return folder
+
+
+# Verdicts
+
+
+def said(log: list[dict], **settings) -> dict[str, str]:
+    """Sentences by metric; that on reused rollouts has a key of its own."""
+    verdicts = judge(log, SETTINGS | settings)
+    return {v.metric + (" reused" if "norm on reused" in v.sentence else ""): v.sentence for v in verdicts}
+
+
+def test_healthy_run_is_called_healthy_in_every_respect():
+    assert said(scripted()) == {
+        "reward": "Reward rose from 0.426 to 0.887 (linear trend +0.5 ± 0.037): healthy.",
+        "opo/frac_zero_drive": "Groups without a spread of rewards held 40% of completions at the end: healthy.",
+        "completions/clipped_ratio": "Truncated completions were 1% at the end: healthy.",
+        "entropy": "Entropy per token went from 0.049 to 0.021 nats: healthy.",
+        "grad_norm": "Gradient norm went from 3.04 to 3.96: healthy.",
+        "grad_norm reused": "Gradient norm on reused rollouts was 1 times that on fresh ones: healthy.",
+        "opo/escort/ess": "Escort effective sample size stayed at 4.8 of 6: healthy.",
+        "opo/chi2": "χ² to the anchor on reused rollouts was 0.05, with a bound of 0.7: healthy.",
+        "opo/conservation_residual": "Probability kept by the completions trained on changed by -4% on reused "
+        "rollouts: healthy.",
+        "opo/frac_clamped": "Completions at the clamp of the log-ratio were 0% at most: healthy.",
+        "opo/frac_masked": "Masked completions were 0%: healthy.",
+        "opo/skipped_steps": "Skipped optimizer steps were 0: healthy.",
+        "reward/timeouts": "Completions that ran out of time while being scored were 0 (0.0%): healthy.",
+        "reward/errors": "Completions on which scoring failed were 0 (0.0%): healthy.",
+        "validation/accuracy": "Validation accuracy rose from 20.0% [10.0%, 30.0%] to 80.0% [70.0%, 90.0%]: healthy.",
+        "opo/time/generate": "Slowest phase: generate, 65% of 1.15 s per optimizer step. `use_vllm` generates faster.",
+    }
+
+
+def at_end(before: float, after: float):
+    return lambda share, reused: after if share > 0.5 else before
+
+
+BROKEN = {
+    "reward": ({"rewards": (0.5, 0.45)}, r"went from 0\.\d+ to 0\.\d+ \(.*: no rise that can be told from noise"),
+    "opo/frac_zero_drive": ({"opo__frac_zero_drive": at_end(0.4, 0.96)}, "held 96% .* which teach nothing"),
+    "completions/clipped_ratio": (
+        {"completions__clipped_ratio": at_end(0, 0.6)},
+        "were 60% .*: their answers are cut",
+    ),
+    "entropy": ({"entropy": at_end(0.05, 0.001)}, "fell from 0.05 to 0.001 nats: the policy hardly explores"),
+    "entropy up": ({"entropy": at_end(0.05, 0.3)}, "rose from 0.05 to 0.3 nats: the policy gets lost"),
+    "grad_norm": ({"grad_norm": at_end(3, 300)}, "grew from 3 to 300"),
+    "grad_norm down": ({"grad_norm": at_end(3, 0)}, "vanished, from 3 to 0"),
+    "grad_norm always 0": ({"grad_norm": at_end(0, 0)}, "vanished, from 0 to 0"),
+    "grad_norm reused": ({"grad_norm": lambda share, reused: 4 + 196 * reused}, "was 50 times that on fresh ones"),
+    "opo/escort/ess": ({"opo__escort__ess": at_end(1.3, 1.3)}, "was 1.3 of 6: one completion of a group has nearly"),
+    "opo/chi2": ({"opo__chi2": lambda share, reused: 0.9 * reused}, "was 0.9, above its bound of 0.7"),
+    "opo/conservation_residual": (
+        {"opo__conservation_residual": lambda share, reused: -0.7 * reused},
+        "changed by -70% on reused rollouts: the policy has left its anchor",
+    ),
+    "opo/frac_clamped": ({"opo__frac_clamped": at_end(0, 0.25)}, "were 25% at most: there the gradient is cut off"),
+    "opo/frac_masked": ({"opo__frac_masked": at_end(0.3, 0.3)}, "were 30%: they take no part in training"),
+    "opo/skipped_steps": ({"opo__skipped_steps": at_end(0, 2)}, "were 2: their gradient was not finite"),
+    "reward/timeouts": ({"reward__timeouts": at_end(2, 4)}, r"were 120 \(3.0%\)"),
+    "reward/errors": ({"reward__errors": at_end(2, 4)}, r"were 120 \(3.0%\)"),
+    "validation/accuracy": ({"validated": (0.8, 0.2)}, r"accuracy fell from 80.0% \[70.0%, 90.0%\] to 20.0%"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_broken_is_said_with_what_to_try_and_the_rest_stays_healthy(case):
+    changes, sentence = BROKEN[case]
+    log = scripted(**changes)
+    poor = [verdict for verdict in judge(log, SETTINGS) if verdict.healthy is False]
+    assert len(poor) == 1
+    assert re.search(sentence, poor[0].sentence)
+    assert case.startswith(poor[0].metric)
+    assert not poor[0].sentence.endswith("healthy.")
+    assert poor[0].remedy
+
+
+def test_radius_is_the_bound_of_the_divergence_where_it_is_set():
+    assert said(scripted(), chi2_radius=0.01)["opo/chi2"].startswith(
+        "χ² to the anchor on reused rollouts was 0.05, above its bound of 0.01"
+    )
+
+
+def test_two_completions_per_group_have_a_lower_bound_of_their_own():
+    log = scripted(opo__escort__ess=at_end(1.8, 1.8))
+    assert (
+        said(log, num_generations=2)["opo/escort/ess"] == "Escort effective sample size stayed at 1.8 of 2: healthy."
+    )
+    assert "nearly all the weight" in said(log)["opo/escort/ess"]
+
+
+def test_runs_of_trls_losses_are_judged_by_what_they_log():
+    own = {name.replace("/", "__"): None for name in HEALTHY if name.startswith("opo/") and "time" not in name}
+    log = scripted(**own, frac_reward_zero_std=at_end(0.2, 0.95))
+    sentences = said(log, trainer="grpo")
+    assert sentences["frac_reward_zero_std"].endswith("held 95% of completions at the end, which teach nothing.")
+    assert {"reward", "entropy", "grad_norm", "completions/clipped_ratio", "opo/time/generate"} < sentences.keys()
+    assert not any("rollouts" in sentence or "Escort" in sentence for sentence in sentences.values())
+
+
+def test_values_that_are_not_finite_and_short_logs_are_no_verdict():
+    log = scripted(opo__escort__ess=lambda share, reused: float("nan"))
+    assert "opo/escort/ess" not in said(log)
+    short = said(log[:5])
+    assert short["reward"] == "Reward: nothing can be said from this log."
+    assert "validation/accuracy" not in short
+    assert judge([], SETTINGS) == []
+
+
+def test_trend_is_that_of_least_squares():
+    values = [0.1, 0.4, 0.2, 0.5, 0.3, 0.9, 0.4]
+    found = stats.linregress(range(7), values)
+    assert trend(values) == pytest.approx((6 * found.slope, 6 * found.stderr * stats.t.ppf(0.975, 5)))
+    assert trend([0.5] * 6) == (0, 0)
+
+
+@pytest.mark.parametrize("validated", [(0.4, 0.5), (0.5, 0.4)])
+def test_overlapping_validations_are_undecided(validated):
+    verdict = next(v for v in judge(scripted(validated=validated), SETTINGS) if v.metric == "validation/accuracy")
+    assert verdict.healthy is None
+    assert "intervals meet" in verdict.sentence
+
+
+def test_watches_are_found_again_where_they_fired_with_the_remedy_of_their_side():
+    log = scripted(entropy=at_end(0.05, 0.001), opo__frac_clamped=at_end(0.05, 0.1))
+    watches = ["warn if entropy < 0.002", "warn if entropy > 1", "stop if opo/frac_clamped > 0.1", "warn if x > 1"]
+    found = fired(log, SETTINGS | {"watches": [*watches, "warn if completions/generated > 500"]})
+    assert [(each.text, each.step, each.value) for each in found] == [
+        ("warn if entropy < 0.002", 23, 0.001),
+        ("warn if completions/generated > 500", 5, log[5]["completions/generated"]),
+    ]
+    assert "entropy_coef" in found[0].remedy
+    assert "`completions/generated`" in found[1].remedy
+
+
+# The page
+
+
+class Page(HTMLParser):
+    """A page as its elements, text and tables; every element has to be closed, but for void ones."""
+
+    void = ("meta", "img", "br")
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open, self.elements, self.text = [], [], ""
+        self.feed(html)
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.text += data
+
+    def named(self, tag: str) -> list[dict]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+CELL = {"accuracy": 0.5, "low": 0.4, "high": 0.6}
+NASTY = "<script>alert('no')</script> & \"so on\" `x`"
+
+
+@pytest.fixture(scope="module")
+def broken_run(tmp_path_factory) -> Path:
+    """The folder of a finished run with something of everything, and its report."""
+    watches = ["warn if entropy < 0.002"]
+    after = {"Level 3": {"sampled": CELL | {"pass_at": {"1": 0.5, "4": 0.875}}}}
+    summary = {"before": {"Level 3": {"sampled": CELL | {"pass_at": {"1": 0.4, "4": 0.75}}}}, "after": after}
+    summary |= {"optimizer_steps": 40, "train_seconds": 61.2}
+    folder = tmp_path_factory.mktemp("runs") / "a <b>run"
+    run = write_run(folder, scripted(entropy=at_end(0.05, 0.001)), SETTINGS | {"watches": watches}, summary)
+    chat = [{"role": "user", "content": "Two and two?"}]
+    rows = [
+        {"step": step, "prompt": prompt, "completion": completion, "reward": reward}
+        for step in range(0, 90, 10)
+        for prompt, completion, reward in (("1+1=", NASTY, 0.0), (chat, [{"content": "4" * 3000}], None))
+    ]
+    append_lines(run / "completions.jsonl", rows)
+    write_report(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def page(broken_run) -> Page:
+    return Page((broken_run / "report.html").read_text())
+
+
+@pytest.fixture
+def without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.delitem(sys.modules, "opo_trl.report.figures", raising=False)
+
+
+def test_report_is_one_file_with_its_figures_and_asks_the_network_for_nothing(broken_run, page):
+    html = (broken_run / "report.html").read_text()
+    images = page.named("img")
+    assert len(images) == 3
+    assert all(image["src"].startswith("data:image/png;base64,iVBOR") and image["alt"] for image in images)
+    assert len(page.named("polyline")) == 16
+    for points in (element["points"].split() for element in page.named("polyline")):
+        assert all(0 <= float(x) <= 100 and 0 <= float(y) <= 24 for x, y in (point.split(",") for point in points))
+    without = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "", html)
+    assert not re.search(r"https?:|//|file:|@import|url\(", without)
+    assert not {"script", "link", "iframe"} & {tag for tag, _ in page.elements}
+    assert str(broken_run.parent) not in html
+
+
+def test_report_says_it_all(page):
+    for text in (
+        "Run: a <b>run",
+        "OPO, model arithmetic",
+        "Finished: 40 optimizer steps in 61 seconds.",
+        "14 of 15 diagnostics are healthy.",
+        "8 prompts × 6 completions = 48",
+        "50.0% [40.0%, 60.0%]",
+        "87.5%",
+        "Escort effective sample size stayed at 4.8 of 6: healthy.",
+        "Slowest phase: generate, 65%",
+        "Watch “warn if entropy < 0.002” fired in step 23, at 0.001. If validation rises, this is learning.",
+        "Entropy per token fell from 0.05 to 0.001 nats",
+    ):
+        assert text in page.text, text
+    _, tried = page.text.split("What to try next")
+    assert "Entropy per token fell from 0.05 to 0.001 nats" in tried.split("Completions")[0]
+
+
+def test_completions_are_text_and_shown_over_time(broken_run, page):
+    assert page.text.count(NASTY) == 5
+    assert page.text.count("4" * 2000 + "\n… 1,000 more characters") == 5
+    assert "4" * 2001 not in page.text
+    assert "Two and two?" in page.text
+    assert "unscorable" in page.text
+    shown = samples(read_lines(broken_run / "completions.jsonl"))
+    assert [[row["step"] for row in sample["rows"]] for sample in shown] == [[0, 20, 40, 60, 80]] * 2
+
+
+def test_same_folder_gives_the_same_report(broken_run, capsys):
+    before = (broken_run / "report.html").read_bytes()
+    assert main(["report", str(broken_run)]) == 0
+    assert capsys.readouterr().out.strip() == str(broken_run / "report.html")
+    assert (broken_run / "report.html").read_bytes() == before
+
+
+def test_interrupted_run_is_reported_as_far_as_it_got(without_matplotlib, tmp_path):
+    run = write_run(tmp_path / "run", scripted(validated=None), summary={"before": {"Level 3": {"greedy": CELL}}})
+    page = Page(write_report(run).read_text())
+    assert "Not finished when this was written: 40 of 40 optimizer steps." in page.text
+    assert "matplotlib is not installed" in page.text
+    assert "No diagnostic is beyond its bound." in page.text
+    assert "validation_steps says how often" in page.text
+    assert [row[1:] for row in describe(run)["accuracies"]["rows"]] == [["50.0% [40.0%, 60.0%]", "–"]]
+    assert not page.named("img")
+    assert len(page.named("polyline")) == 15
+
+
+def test_run_that_has_logged_nothing_has_a_report(tmp_path):
+    run = write_run(tmp_path / "run", [])
+    (run / "plan.txt").unlink()
+    text = Page(write_report(run).read_text()).text
+    assert text.count("Nothing has been logged yet.") == 2
+    assert "training had not begun" in text
+
+
+def test_folder_without_a_run_is_refused(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no recipe.yaml, so it is no run" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: docs/report.md says how to install it")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    executable = next(filter(None, map(shutil.which, names)), None)
+    with api.sync_playwright() as playwright:
+        if executable is None and not Path(playwright.chromium.executable_path).exists():
+            pytest.skip("needs a browser: docs/report.md says how to install one")
+        opened = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_browser_shows_all_of_it_without_an_error_or_a_request(browser, broken_run, scheme):
+    page = browser.new_page(color_scheme=scheme, viewport={"width": 390, "height": 800})
+    address = (broken_run / "report.html").as_uri()
+    said, requested = [], []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: requested.append(request.url))
+    page.goto(address)
+    assert said == []
+    assert [url for url in requested if not url.startswith("data:")] == [address]
+    assert page.evaluate("[...document.images].map(image => image.naturalWidth > 100)") == [True] * 3
+    drawn = "[...document.querySelectorAll('polyline')].map(line => line.getBoundingClientRect().width > 20)"
+    assert page.evaluate(drawn) == [True] * 16
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    background = luminance(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert (background < 0.1) == (scheme == "dark")
+    for selector in ("h1", "p", ".good", ".poor", ".fact", ".prose code", "figcaption"):
+        color = luminance(page.eval_on_selector(selector, "element => getComputedStyle(element).color"))
+        low, high = sorted((background, color))
+        assert (high + 0.05) / (low + 0.05) > 4.5, selector  # WCAG's contrast of text
+    page.emulate_media(media="print", color_scheme=scheme)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.eval_on_selector("figure img", "image => getComputedStyle(image).filter") == "none"
+    scrolling = "[...document.querySelectorAll('pre')].filter(pre => pre.scrollHeight > pre.clientHeight + 1).length"
+    assert page.evaluate(scrolling) == 0
+    assert page.pdf(format="A4").startswith(b"%PDF")
+
+
+def luminance(color: str) -> float:
+    """Relative luminance of `rgb(r, g, b)`."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+# `opo-trl env`
+
+
+def test_env_prints_what_a_bug_report_needs_and_no_secret(monkeypatch, capsys):
+    for name in [name for name in os.environ if name.startswith(("HF_", "WANDB_", "NCCL_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("WANDB_API_KEY", "key_secret")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert main(["env"]) == 0
+    printed = capsys.readouterr().out
+    lines = dict(re.fullmatch(r"- \*\*(.+?)\*\*: (.+)", line).groups() for line in printed.splitlines())
+    assert "trl 1." in lines["packages"]
+    assert "matplotlib" in lines["packages"]
+    assert lines["Python"].startswith(".".join(map(str, sys.version_info[:3])))
+    assert re.search(r"\d+ CPU cores with \d+\.\d GiB", lines["devices"])
+    assert re.match("built for (CPU|CUDA|ROCm)", lines["torch"])
+    assert "NCCL_DEBUG=INFO" in lines["variables"]
+    assert {"HF_TOKEN", "WANDB_API_KEY"} <= set(lines["variables set, values left out"].split(", "))
+    assert "secret" not in printed

@@ -1,0 +1,443 @@
+"""Rewards: what a function may return, and what a failing scorer costs where it is isolated."""
+
+import functools
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import psutil
+import pytest
+import scorers
+import torch
+from datasets import Dataset
+from helpers import PROMPTS, RecordingBaseline, RecordingOPO, logged, make_trainer, trained, wait_until
+from invariance.launch import launch, logs
+from test_rewards import ADVERSARIAL
+from transformers import TrainerCallback
+
+from opo_trl import OPOConfig
+from opo_trl.launch.recipe import OPOScriptArguments
+from opo_trl.rewards import accuracy_reward, format_reward
+from opo_trl.rewards.scoring import LEAST_MEMORY, IsolatedReward, RewardError
+from opo_trl.train import load_rewards
+
+
+ROOTS = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+
+@pytest.fixture(scope="module")
+def by_fate() -> Iterator[IsolatedReward]:
+    reward = IsolatedReward(scorers.by_fate, workers=2, timeout=2.0)
+    yield reward
+    reward.close()
+
+
+def score(reward: IsolatedReward, fates: list[str]) -> list[float | None]:
+    return reward(["…"] * len(fates), fate=fates)
+
+
+def none_alive(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+
+
+# What a reward function is, and may return
+
+
+def trainer_with(tiny_model: str, folder: Path, reward_funcs) -> RecordingBaseline:
+    arguments = {"reward_funcs": reward_funcs}
+    return make_trainer(tiny_model, folder, trainer_class=RecordingBaseline, trainer_arguments=arguments)
+
+
+def rewards_of(trainer: RecordingBaseline, n: int = 3) -> torch.Tensor:
+    """`[n, number of reward functions]`, of n completions."""
+    inputs = [{"prompt": "1+1="} for _ in range(n)]
+    return trainer._calculate_rewards(inputs, ["1+1="] * n, ["2"] * n, [[5]] * n)
+
+
+class Scorer:
+    """A callable object."""
+
+    def __init__(self, scores):
+        self.scores = scores
+
+    def __call__(self, **columns):
+        return self.scores() if callable(self.scores) else self.scores
+
+
+class AsynchronousScorer(Scorer):
+    async def __call__(self, **columns):
+        return self.scores
+
+
+async def asynchronous(completions, **columns):
+    return (0.5 for _ in completions)
+
+
+ACCEPTED = {
+    "generator": lambda: (score for score in (0.5, None, 2)),
+    "map": lambda: map(float, ("0.5", "nan", "2")),
+    "tuple": (0.5, None, 2),
+    "array": np.array([0.5, np.nan, 2.0], dtype=np.float32),
+    "array of objects": np.array([0.5, None, 2], dtype=object),
+    "tensor": torch.tensor([0.5, torch.nan, 2.0], dtype=torch.bfloat16),
+    "tensor of a column": torch.tensor([[0.5], [torch.nan], [2.0]]),
+    "tensor with a gradient": torch.tensor([0.5, torch.nan, 2.0], requires_grad=True),
+    "other numbers": [Fraction(1, 2), None, Decimal(2)],
+    "scalars": [np.float16(0.5), None, torch.tensor(2)],
+}
+
+
+def test_whatever_holds_one_number_for_each_completion_is_accepted_as_by_trl(tiny_model, tmp_path):
+    functions = [Scorer(scores) for scores in ACCEPTED.values()]
+    functions += [AsynchronousScorer([0.5, None, 2]), functools.partial(AsynchronousScorer((0.5, None, 2)))]
+    rewards = rewards_of(trainer_with(tiny_model, tmp_path, functions)).nan_to_num(nan=-1.0)
+    assert rewards.T.tolist() == [[0.5, -1.0, 2.0]] * len(functions)
+
+
+@pytest.mark.parametrize(
+    ("scores", "says"),
+    [
+        (lambda: (1.0 for _ in iter(int, 1)), "Scorer has returned 4 values for 3 completions"),
+        (lambda: (1 / i for i in (2, 1, 0)), "Scorer has raised ZeroDivisionError: division by zero"),
+        ([1.0] * 5, "Scorer has returned 5 values for 3 completions"),
+        (iter([1.0]), "Scorer has returned 1 values for 3 completions"),
+        ({"a": 1, "b": 0, "c": 1}, "Scorer has returned {'a': 1, 'b': 0, 'c': 1}, not a list"),
+        ({1, 2, 3}, "Scorer has returned {1, 2, 3}, not a list"),
+        (b"101", "Scorer has returned b'101', not a list"),
+        ("101", "Scorer has returned '101', not a list"),
+        (None, "Scorer has returned None, not a list"),
+        (torch.tensor(1.0), "has returned tensor"),
+        ([1.0, "1", 1.0], "Scorer has returned '1' for completion 1, of type str"),
+        ([1.0, np.str_("1"), 1.0], "for completion 1, of type str_"),
+        ([1.0, 1j, 1.0], "Scorer has returned 1j for completion 1, of type complex"),
+        ([1.0, 10**400, 1.0], "for completion 1, of type int"),
+        (np.ones((3, 2)), "for completion 0, of type ndarray"),
+        ([[1.0], [1.0], [1.0]], r"Scorer has returned [1.0] for completion 0, of type list"),
+        (lambda: asynchronous([1, 2, 3]), "which nobody awaits. Define it with `async def`"),
+    ],
+)
+def test_anything_else_is_named(tiny_model, tmp_path, scores, says):
+    trainer = trainer_with(tiny_model, tmp_path, [length_of, reward := Scorer(scores)])
+    with pytest.raises(RewardError) as error:
+        rewards_of(trainer)
+    assert says in str(error.value)
+    assert trainer.reward_funcs[1] is reward
+
+
+def length_of(completions, **columns):
+    """A reward function that keeps state of its own."""
+    length_of.calls = getattr(length_of, "calls", 0) + 1
+    return map(len, completions)
+
+
+def test_trainer_holds_the_users_own_objects(tiny_model, tmp_path):
+    rewards = (length_of, Scorer([0.0] * 8), asynchronous)
+    trainer = trainer_with(tiny_model, tmp_path, rewards)
+    held = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *_, **named):
+            held.append(list(trainer.reward_funcs))
+
+    trainer.add_callback(Look())
+    length_of.calls = 0
+    trainer.train()
+    held.append(trainer.reward_funcs)
+    assert all(one is other for now in held for one, other in zip(now, rewards, strict=True))
+    assert trainer.reward_funcs[0].calls == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"length": length_of}, "reward_funcs={'length':"),
+        ([length_of, 0.5], "reward_funcs[1]=0.5 is of type float, not a reward"),
+        (Scorer, "is a class, not a reward. Pass an object of it, such as Scorer()"),
+    ],
+)
+def test_what_is_no_reward_is_refused(tiny_model, tmp_path, given, says):
+    with pytest.raises(TypeError) as error:
+        trainer_with(tiny_model, tmp_path, given)
+    assert says in str(error.value)
+
+
+# What happens to a completion
+
+
+@pytest.mark.parametrize(
+    ("fate", "timeouts", "errors"),
+    [
+        ("hang in native code", 1, 0),
+        ("sleep", 1, 0),
+        ("allocate", 0, 1),
+        ("raise", 0, 1),
+        ("exit", 0, 1),
+        ("unscorable", 0, 0),
+    ],
+)
+def test_failure_costs_its_completion_and_no_other(by_fate, fate, timeouts, errors):
+    start = time.monotonic()
+    assert score(by_fate, ["1", fate, "0", "0.5"]) == [1.0, None, 0.0, 0.5]
+    assert (by_fate.timeouts, by_fate.errors) == (timeouts, errors)
+    assert time.monotonic() - start < 60
+    assert score(by_fate, ["1", "0"]) == [1.0, 0.0]
+    assert (by_fate.timeouts, by_fate.errors) == (0, 0)
+
+
+@pytest.mark.parametrize("fate", ["be killed", "crash"])
+def test_worker_that_dies_costs_one_completion(by_fate, fate):
+    assert score(by_fate, ["1", fate, "0", "0.5"]) == [1.0, None, 0.0, 0.5]
+    assert by_fate.errors + by_fate.timeouts == 1
+
+
+def test_warning_says_how_many_failed_and_why(by_fate, caplog):
+    score(by_fate, ["sleep", "raise", "1"])
+    assert "by_fate could not score 2 of 3 completions: 1 took longer than 2.0 seconds, 1 failed" in caplog.text
+    assert "Unpicklable: cannot be rebuilt" in caplog.text
+
+
+def test_workers_that_keep_dying_are_all_replaced():
+    reward = IsolatedReward(scorers.by_fate, workers=2)
+    assert score(reward, ["be killed", "1", "crash"] * 10) == [None, 1.0, None] * 10
+    assert reward.errors + reward.timeouts == 20
+    reward.close()
+
+
+def test_what_a_reward_remembers_does_not_add_up_to_the_limit_on_memory():
+    reward = IsolatedReward(scorers.remember, workers=1, memory=600)
+    assert reward(["…"] * 20_000) == [1.0] * 20_000
+    reward.close()
+
+
+def test_worker_gets_one_completion_and_its_columns():
+    reward = IsolatedReward(scorers.seen, workers=1)
+    assert reward(["a", "bcd"], level=["Level 3"] * 2, trainer_state=object(), log_metric=print) == [1.0, 3.0]
+    reward.close()
+
+
+def test_workers_import_neither_torch_nor_trl():
+    reward = IsolatedReward(scorers.loaded, workers=1)
+    assert reward(["opo_trl.rewards.scoring", "torch", "trl", "datasets", "transformers"]) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    reward.close()
+
+
+@pytest.mark.parametrize("told", ["workers", "fork server"])
+def test_workers_that_a_scheduler_tells_to_end_cost_no_score(by_fate, told):
+    assert score(by_fate, ["1"]) == [1.0]
+    server = next(
+        p for p in psutil.Process().children() if any("opo_trl.rewards.scoring" in word for word in p.cmdline())
+    )
+    to_end = server.children() if told == "workers" else [*server.children(), server]
+    timer = threading.Timer(0.5, lambda: [process.terminate() for process in to_end])
+    timer.start()
+    assert score(by_fate, ["take a second"] * 4) == [1.0] * 4
+    assert (by_fate.timeouts, by_fate.errors) == (0, 0)
+
+
+def test_idle_workers_may_be_killed():
+    reward = IsolatedReward(scorers.process_id, workers=2)
+    for _ in range(2):
+        for pid in {int(pid) for pid in reward(["…"] * 50)}:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.3)
+    assert None not in reward(["…"] * 4)
+    reward.close()
+
+
+# What it takes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": 0}, "workers=0 is not allowed"),
+        ({"timeout": 0}, "timeout=0 is not allowed"),
+        ({"memory": 64}, "memory=64 is not allowed. Set `memory` to 512 or more"),
+        ({"reward": lambda completions, **kwargs: [0.0]}, "cannot be sent to a worker"),
+    ],
+)
+def test_argument_out_of_range_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        IsolatedReward(**{"reward": scorers.by_fate, **options})
+
+
+SCRIPT = """
+import sys
+import scorers
+from opo_trl.rewards.scoring import IsolatedReward
+
+def own(completions, **kwargs): return [0.0 for _ in completions]
+
+print("imported", flush=True)
+what = sys.argv[1]
+if what == "own":
+    IsolatedReward(own, workers=1)(["…"])
+reward = IsolatedReward(scorers.process_id, workers=2)
+print(*(int(pid) for pid in reward(["…"] * 50)), flush=True)
+reward = IsolatedReward(scorers.by_fate, workers=1, timeout=1.0 if what == "killed" else 5.0)
+reward(["…"], fate=["1"])
+if what == "raises":
+    raise SystemExit(7)
+if what == "killed":
+    reward(["…"] * 100, fate=["hang in native code"] * 100)
+"""
+
+
+def start(tmp_path: Path, what: str) -> subprocess.Popen:
+    """A script without a guard, as people write them."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*ROOTS, *sys.path])}
+    command = [sys.executable, str(tmp_path / "script.py"), what]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(("what", "status"), [("returns", 0), ("raises", 7)])
+def test_script_is_not_imported_by_workers_and_leaves_none_behind(tmp_path, what, status):
+    script = start(tmp_path, what)
+    out, err = script.communicate(timeout=60)
+    assert script.returncode == status, err
+    assert out.count("imported") == 1
+    wait_until(lambda: none_alive([int(pid) for pid in out.split()[1:]]), 10)
+
+
+def test_killed_script_leaves_no_worker_behind_that_hangs_in_native_code(tmp_path):
+    script = start(tmp_path, "killed")
+    script.stdout.readline()
+    script.stdout.readline()
+    time.sleep(0.5)
+    left = [child.pid for child in psutil.Process(script.pid).children(recursive=True)]
+    assert len(left) >= 3
+    script.kill()
+    script.communicate()
+    wait_until(lambda: none_alive(left), 60)
+
+
+def test_function_of_the_script_itself_is_refused_with_the_fix(tmp_path):
+    script = start(tmp_path, "own")
+    _, err = script.communicate(timeout=60)
+    assert script.returncode == 1
+    assert "cannot be sent to a worker process" in err
+    assert "a module other than the script that is run" in err
+
+
+def test_workers_that_cannot_start_are_an_error():
+    # Only this process has the module.
+    sys.modules["nowhere"] = module = ModuleType("nowhere")
+    exec("def reward(completions, **kwargs): ...", vars(module))
+    with pytest.raises(RuntimeError, match="worker processes of reward do not start"):
+        IsolatedReward(module.reward, workers=1)(["…"])
+
+
+def test_reward_that_is_no_longer_used_ends_its_workers():
+    reward = IsolatedReward(scorers.process_id, workers=2)
+    pids = [int(pid) for pid in reward(["…"] * 50)]
+    del reward
+    gc.collect()
+    wait_until(lambda: none_alive(pids), 10)
+
+
+@pytest.mark.parametrize(("workers", "memory"), [pytest.param(1, 2048, marks=pytest.mark.slow), (8, LEAST_MEMORY)])
+def test_scores_depend_neither_on_the_number_of_workers_nor_on_their_memory(workers, memory):
+    answers = [("0.5", r"\frac{1}{2}", 1.0), (r"\{2,1\}", r"\{1,2\}", 1.0), ("(x-1)(x+1)", "x^2-1", 1.0)]
+    cases = [(rf"So $\boxed{{{answer}}}$.", gold, verdict) for answer, gold, verdict in answers] * 8
+    completions, golds, verdicts = zip(*cases, *(rows[0] for rows in ADVERSARIAL.values()), strict=True)
+    # So many workers may share a slow processor that the limit on the wall clock must not decide.
+    reward = IsolatedReward(accuracy_reward, workers=workers, timeout=300.0, memory=memory)
+    assert reward(completions, solution=golds) == list(verdicts)
+    reward.close()
+
+
+@pytest.mark.parametrize(("processes", "workers"), [("1", 4), ("2", 2), ("8", 1)])
+def test_recipe_isolates_accuracy_reward_and_shares_the_workers_of_a_node(monkeypatch, processes, workers):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    script = OPOScriptArguments(
+        dataset_name="…", reward_funcs=["accuracy_reward", "format_reward"], reward_timeout=9, reward_memory=1024
+    )
+    isolated, plain = load_rewards(script, OPOConfig("…", use_cpu=True, bf16=False))
+    assert isolated.reward is accuracy_reward
+    assert (isolated.workers, isolated.timeout, isolated.memory) == (workers, 9, 1024)
+    assert plain is format_reward
+
+
+def test_recipe_may_score_in_the_process_itself():
+    script = OPOScriptArguments(dataset_name="…", reward_workers=0)
+    assert load_rewards(script, OPOConfig("…", use_cpu=True, bf16=False)) == [accuracy_reward]
+
+
+# In a run
+
+
+@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+def test_run_goes_on_as_if_the_failed_completions_had_no_score(tiny_model, tmp_path, trainer_class):
+    def run(reward: Callable, name: str):
+        return trained(
+            tiny_model,
+            tmp_path / name,
+            trainer_class=trainer_class,
+            trainer_arguments={"reward_funcs": reward},
+            max_steps=3,
+            max_reward_failure_rate=1.0,
+        )
+
+    plain = run(scorers.none_for_every_third_length, "plain")
+    isolated = run(IsolatedReward(scorers.raise_for_every_third_length, workers=2), "isolated")
+    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), isolated.model.parameters(), strict=True))
+    errors = [entry["reward/errors"] for entry in logged(isolated)]
+    assert sum(errors) > 3
+    assert all(0 < count < 8 for count in errors)
+    assert [entry["reward/timeouts"] for entry in logged(isolated)] == [0, 0, 0]
+    assert not any("reward/errors" in entry for entry in logged(plain))
+
+
+FATES = ["1", "0", "raise", "0.5", "hang in native code", "1", "0", "1"]
+
+
+def fated(tiny_model: str, tmp_path: Path, reward: IsolatedReward, fates: list[str] = FATES, **options):
+    data = Dataset.from_dict({"prompt": PROMPTS, "fate": fates})
+    arguments = {"reward_funcs": reward, "train_dataset": data}
+    options = {"trainer_class": RecordingBaseline, "max_steps": 4, "shuffle_dataset": False, **options}
+    return make_trainer(tiny_model, tmp_path / "run", trainer_arguments=arguments, **options)
+
+
+def test_failures_are_summed_over_the_rollouts_of_a_log_entry(tiny_model, tmp_path, by_fate):
+    trainer = fated(tiny_model, tmp_path, by_fate, max_reward_failure_rate=0.5, logging_steps=2)
+    trainer.train()
+    entries = [(entry["reward/errors"], entry["reward/timeouts"]) for entry in logged(trainer)]
+    assert entries == [(4, 0), (0, 4)]
+
+
+def test_failures_that_become_too_many_end_the_run(tiny_model, tmp_path, by_fate):
+    trainer = fated(tiny_model, tmp_path, by_fate, fates=["1", "0", "1", "0", *["raise"] * 4], max_steps=8)
+    with pytest.raises(RuntimeError, match=r"max_reward_failure_rate=0.1 is exceeded: 19.0%.*8 by errors"):
+        trainer.train()
+    assert trainer.state.global_step == 3  # two rollouts without a failure, and one that is all failures
+
+
+def train_with_failing_scores(model: str, folder: str) -> None:
+    """In each of two processes, on one of which every completion fails to be scored; writes down how it ends."""
+    reward, options = IsolatedReward(scorers.by_fate, workers=1), {"gradient_accumulation_steps": 1, "max_steps": 20}
+    trainer = fated(model, Path(folder), reward, fates=["raise", "1"] * 4, trainer_class=RecordingOPO, **options)
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        (Path(folder) / f"{trainer.accelerator.process_index}.txt").write_text(str(error))
+    finally:
+        reward.close()  # a forked process does not at its exit, and would wait for its workers
+
+
+def test_processes_agree_on_the_end(tiny_model, tmp_path):
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path}
+    assert launch(train_with_failing_scores, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
+    ends = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert ends[0] == ends[1]
+    assert "0 of 8 in the last one by running out of time and 4 by errors" in ends[0]

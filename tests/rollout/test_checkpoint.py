@@ -1,0 +1,283 @@
+"""Which checkpoints are whole, which one a run goes on from, and what it says about the others."""
+
+import datetime
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from accelerate import PartialState
+from helpers import RecordingGRPO, RecordingOPO, even_tokens, logged, make_trainer, snapshot, trained, without_times
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from opo_trl.rollout import checkpoint
+from opo_trl.rollout.checkpoint import MANIFEST, fault, finished, lacking, last_whole, resolve
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run with a checkpoint at each of three steps; one rollout serves two."""
+    folder = tmp_path_factory.mktemp("run")
+    trained(tiny_model, folder, max_steps=3, num_iterations=2, save_strategy="steps", save_steps=1)
+    return folder
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(run, tmp_path / "copy")
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_finished_checkpoint_is_whole(run: Path):
+    assert [fault(run / f"checkpoint-{step}") for step in (1, 2, 3)] == [None] * 3
+
+
+def test_a_checkpoint_without_any_one_of_its_files_is_not_whole(copy: Path):
+    folder = copy / "checkpoint-2"
+    assert {"optimizer.pt", "rng_state.pth", "rollout_state_0.pt", "model.safetensors"} <= set(files(folder))
+    for name in files(folder):
+        hidden = (folder / name).rename(copy / "hidden")
+        assert name in fault(folder)
+        hidden.rename(folder / name)
+    assert fault(folder) is None
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "trainer_state.json"])
+def test_a_checkpoint_whose_last_files_are_cut_short_is_not_whole(copy: Path, name: str):
+    path = copy / "checkpoint-2" / name
+    path.write_text(path.read_text()[:-5])
+    assert f"{name} is cut short" in fault(copy / "checkpoint-2")
+
+
+def test_last_whole_checkpoint_is_taken_and_the_others_are_named(copy: Path, caplog: pytest.LogCaptureFixture):
+    PartialState()
+    (copy / "checkpoint-3" / "optimizer.pt").unlink()
+    (copy / "checkpoint-10").mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert resolve("last", str(copy)) == str(copy / "checkpoint-2") == last_whole(str(copy))
+    assert "checkpoint-3 is passed over: of its files, optimizer.pt is missing" in caplog.text
+    assert "checkpoint-10 is passed over: it has no manifest.json" in caplog.text
+    for wanted in (True, "true", "auto"):
+        assert resolve(wanted, str(copy)) == str(copy / "checkpoint-2")
+
+
+def test_a_named_checkpoint_that_is_not_whole_is_refused(copy: Path):
+    (copy / "checkpoint-3" / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match=r"cannot be resumed: it has no trainer_state.json.*checkpoint-2'"):
+        resolve(str(copy / "checkpoint-3"), str(copy))
+    with pytest.raises(ValueError, match="does not exist"):
+        resolve(str(copy / "checkpoint-7"), str(copy))
+    assert resolve(str(copy / "checkpoint-1"), str(copy)) == str(copy / "checkpoint-1")
+
+
+def test_run_without_a_whole_checkpoint(tmp_path: Path):
+    PartialState()
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint='last'.*holds no whole checkpoint.*`auto`"):
+        resolve("last", str(tmp_path))
+    assert resolve("auto", str(tmp_path)) is None
+    for wanted in (None, False):
+        assert resolve(wanted, str(tmp_path)) is None
+
+
+def test_trainer_refuses_a_checkpoint_that_is_not_whole(copy: Path, tiny_model: str):
+    (copy / "checkpoint-3" / "rollout_state_0.pt").unlink()
+    trainer = make_trainer(tiny_model, copy, max_steps=4)
+    with pytest.raises(ValueError, match=r"rollout_state_0\.pt is missing"):
+        trainer.train(resume_from_checkpoint=str(copy / "checkpoint-3"))
+
+
+ADAM = {"optim": "adamw_torch", "lr_scheduler_type": "linear", "learning_rate": 1e-3, "max_steps": 3}
+
+
+@pytest.mark.parametrize("kind", ["GRPOTrainer", "save_only_model"])
+def test_checkpoint_without_a_rollout_goes_on_as_in_transformers(tiny_model: str, tmp_path: Path, kind: str, caplog):
+    whole = kind == "GRPOTrainer"
+    writer = {"trainer_class": RecordingGRPO} if whole else {"save_only_model": True}
+    trained(tiny_model, tmp_path / "first", **ADAM, save_strategy="steps", save_steps=2, **writer)
+    folder = tmp_path / "first" / "checkpoint-2"
+    assert "`save_only_model`, saves it" in fault(folder)
+    assert "cut short" not in fault(folder)
+    trainer = make_trainer(tiny_model, tmp_path / "second", **ADAM)
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=str(folder))
+    (step,) = trainer.steps
+    kept = load_file(folder / "model.safetensors")
+    assert all(step.policy[name].equal(tensor) for name, tensor in kept.items())
+    moments = trainer.optimizer.state_dict()["state"]
+    assert {int(state["step"]) for state in moments.values()} == {3 if whole else 1}
+    assert logged(trainer)[-1]["step"] == 3
+    assert logged(trainer)[-1]["learning_rate"] == pytest.approx(1e-3 / 3 if whole else 1e-3)
+    (warning,) = [record.getMessage() for record in caplog.records if "holds no rollout" in record.getMessage()]
+    assert ("no optimizer or learning-rate schedule, no random states" in warning) != whole
+    assert "`model_name_or_path`" in warning
+
+
+@pytest.mark.parametrize("options", [{"trainer_class": RecordingGRPO}, {"save_only_model": True}], ids=str)
+def test_checkpoint_without_a_rollout_is_not_chosen(tiny_model: str, tmp_path: Path, options: dict, caplog):
+    trained(tiny_model, tmp_path, save_strategy="steps", save_steps=1, **options)
+    with caplog.at_level(logging.WARNING):
+        assert resolve("auto", str(tmp_path)) is None
+    assert "checkpoint-1 is passed over: it holds no rollout" in caplog.text
+    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+        resolve("last", str(tmp_path))
+
+
+@pytest.mark.parametrize("options", [{}, {"save_only_model": True}, {"trainer_class": RecordingGRPO}], ids=str)
+def test_half_written_checkpoint_is_never_one_without_a_rollout(tiny_model: str, tmp_path: Path, options: dict):
+    """Whichever files a kill leaves: each of those before it in the order of writing."""
+    trained(tiny_model, tmp_path, save_strategy="steps", save_steps=1, **options)
+    folder, half = tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"
+    written = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert written[-1].name == "trainer_state.json"
+    half.mkdir()
+    for path in written:
+        assert lacking(half) is None
+        with pytest.raises(ValueError, match="cut short"):
+            resolve(str(half), str(tmp_path))
+        shutil.copy(path, half)
+    assert finished(half)
+
+
+def test_what_deepspeed_cannot_load_is_refused(tiny_model: str, tmp_path: Path):
+    trained(tiny_model, tmp_path, save_strategy="steps", save_steps=1, save_only_model=True)
+    trainer = make_trainer(tiny_model, tmp_path / "second")
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(ValueError, match=r"nothing that DeepSpeed can resume.*`model_name_or_path`"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_entropy_controller_is_resumed_though_its_file_was_cut_short(tiny_model: str, tmp_path: Path):
+    """TRL writes it after the manifest."""
+    controlled = {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_coef_max": 0.5, "entropy_target": 100.0}
+    options = {**controlled, "max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    whole = trained(tiny_model, tmp_path, **options)
+    (tmp_path / "checkpoint-2" / "entropy_ctrl_state.json").write_text("")
+    resumed = make_trainer(tiny_model, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.entropy_coef == whole.entropy_coef > 0.05
+
+
+def test_room_is_asked_for_with_a_moving_reference(tiny_model: str, tmp_path: Path):
+    moving = {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1}
+    trainer = trained(tiny_model, tmp_path, **ADAM, **moving, save_strategy="steps", save_steps=2)
+    folder = tmp_path / "checkpoint-2"
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert (folder / "reference.pt").stat().st_size > 0.2 * size
+    for run in (tmp_path / "none yet", tmp_path):
+        assert 0.8 * size < checkpoint._least_bytes(trainer, run) <= size
+
+
+def test_reference_of_another_sharding_is_refused(tiny_model: str, tmp_path: Path):
+    moving = {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1}
+    trained(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1, **moving)
+    folder = tmp_path / "checkpoint-1"
+    (folder / "reference.pt").rename(folder / "reference_0.pt")
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.iterdir()}
+    (folder / MANIFEST).write_text(json.dumps({"files": {name: files[name] for name in files if name != MANIFEST}}))
+    trainer = make_trainer(tiny_model, tmp_path, max_steps=2, **moving)
+    with pytest.raises(ValueError, match=r"the reference model of `sync_ref_model`.*Resume with"):
+        trainer.train(resume_from_checkpoint=str(folder))
+
+
+# A save of what is there already
+
+
+class SaveAgain(TrainerCallback):
+    """Asks for a second save of the same step, at the end of an epoch."""
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        control.should_save = True
+
+
+class Killed(BaseException):
+    """As SIGKILL, nothing that an `except Exception` sees."""
+
+
+class KilledInASecondSave(RecordingOPO):
+    saves: ClassVar[list[int]] = []
+
+    def _save_optimizer_and_scheduler(self, output_dir: str):
+        if self.state.global_step in self.saves:
+            raise Killed
+        self.saves.append(self.state.global_step)
+        super()._save_optimizer_and_scheduler(output_dir)
+
+
+def test_checkpoint_stays_while_it_is_written_again(tiny_model: str, tmp_path: Path):
+    # 8 prompts in rollouts of 2: an epoch is 4 steps.
+    options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
+    options["trainer_arguments"] = {"callbacks": [SaveAgain()], "reward_funcs": even_tokens, "rollout_func": None}
+    whole = trained(tiny_model, tmp_path / "whole", **options)
+    assert [path.name for path in (tmp_path / "whole").glob("*checkpoint-*")] == ["checkpoint-5"]
+    KilledInASecondSave.saves.clear()
+    killed = make_trainer(tiny_model, tmp_path, trainer_class=KilledInASecondSave, **options)
+    with pytest.raises(Killed):
+        killed.train()
+    assert fault(tmp_path / "checkpoint-4") is not None
+    last = last_whole(str(tmp_path))
+    assert last == str(tmp_path / "_checkpoint-4") == resolve("auto", str(tmp_path))
+    resumed = make_trainer(tiny_model, tmp_path, **options)
+    resumed.train(resume_from_checkpoint="last")
+    assert len(resumed.steps) == 1
+    one, other = snapshot(resumed.model), snapshot(whole.model)
+    assert all(one[name].equal(other[name]) for name in other)
+    assert last_whole(str(tmp_path)) == str(tmp_path / "checkpoint-5")
+    assert list(tmp_path.glob("_checkpoint-*")) == []
+
+
+def test_inside_a_rollout_the_cut_must_be_the_same(copy: Path, tiny_model: str):
+    options = {"max_steps": 4, "num_iterations": 2}
+    trainer = make_trainer(tiny_model, copy, per_device_train_batch_size=2, gradient_accumulation_steps=4, **options)
+    with pytest.raises(ValueError, match=r"Set per_device_train_batch_size=4"):
+        trainer.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
+    trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))  # at the end of one
+    assert [entry["step"] for entry in logged(trainer)] == [1, 2, 3, 4]
+
+
+def test_resuming_a_finished_run_trains_no_further(copy: Path, tiny_model: str):
+    trainer = make_trainer(tiny_model, copy, max_steps=3, num_iterations=2)
+    trainer.train(resume_from_checkpoint="last")
+    assert trainer.state.global_step == 3
+    assert trainer.steps == []
+
+
+def test_a_stale_checkpoint_of_the_same_step_is_replaced(copy: Path, tiny_model: str):
+    (copy / "checkpoint-3" / "left behind").write_text("by an earlier attempt")
+    options = {"max_steps": 3, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(tiny_model, copy, **options).train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+    assert not (copy / "checkpoint-3" / "left behind").exists()
+    assert fault(copy / "checkpoint-3") is None
+
+
+def test_what_a_reward_function_logs_does_not_keep_a_checkpoint_from_being_loaded(tiny_model: str, tmp_path: Path):
+    def reward(completions, log_extra, log_metric, **kwargs):
+        log_extra("number", [np.float32(0.5)] * len(completions))
+        log_extra("date", [datetime.date(2026, 1, 2)] * len(completions))
+        log_metric("custom", 0.1)
+        return [float(i % 3) for i in range(len(completions))]
+
+    options = {
+        "max_steps": 2,
+        "num_iterations": 2,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "logging_steps": 2,
+        "log_completions": True,
+        "num_completions_to_print": 0,
+        "trainer_arguments": {"reward_funcs": reward},
+    }
+    whole = trained(tiny_model, tmp_path, **options)
+    resumed = make_trainer(tiny_model, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert list(resumed._logs["completion"]) == list(whole._logs["completion"]) != []
+    one, other = ([without_times(entry) for entry in t.state.log_history] for t in (whole, resumed))
+    assert json.dumps(one) == json.dumps(other)
+    assert any("custom" in entry for entry in one)

@@ -1,0 +1,252 @@
+"""Groups without spread of rewards are replaced: by the right rows, up to the bound, and no prompt is lost."""
+
+import logging
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers import RecordingBaseline, RecordingOPO, Script, logged, make_trainer
+from invariance.launch import launch, logs
+
+from opo_trl import OPOConfig
+from opo_trl.rollout.dynamic_sampling import PromptStream
+
+
+G = 4
+
+
+class ScriptByPrompt(Script):
+    """Prompts are numbers; those in `dead` give all their completions the same reward. Notes what was asked for."""
+
+    dead: frozenset[int] = frozenset()
+
+    def rollout(self, prompts, trainer):
+        self.rounds = [*getattr(self, "rounds", []), [int(prompt) for prompt in prompts[::G]]]
+        return super().rollout(prompts, trainer)
+
+    def reward_functions(self):
+        def reward(prompts, row, **kwargs):
+            return [1.0 if int(prompt) in self.dead else float(i % 2) for i, prompt in zip(row, prompts, strict=True)]
+
+        return [reward]
+
+
+def run(model, folder, *, dead, n_prompts=24, train=True, trainer_class=RecordingOPO, **options):
+    """A run of rollouts of 2 prompts × 4 completions; returns the trainer and the script."""
+    script = ScriptByPrompt()
+    script.dead = frozenset(dead)
+    data = Dataset.from_dict({"prompt": [str(i) for i in range(n_prompts)]})
+    trainer = make_trainer(
+        model,
+        folder,
+        script=script,
+        trainer_class=trainer_class,
+        trainer_arguments={"train_dataset": data},
+        **{"max_sampling_rounds": 4, **options},
+    )
+    if train:
+        trainer.train()
+    return trainer, script
+
+
+def prompts_of(trainer, rollout) -> list[int]:
+    """The prompt of each group of a rollout."""
+    rows = zip(rollout.prompt_ids[::G], rollout.prompt_mask[::G], strict=True)
+    return [int(trainer.processing_class.decode(ids[mask.bool()])) for ids, mask in rows]
+
+
+# The stream
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_epoch_of_the_stream_has_every_prompt_once_however_many_are_given_back(shuffle):
+    stream, draw = PromptStream(7, seed=3, shuffle=shuffle), random.Random(0)
+    used = []
+    while len(used) < 5 * 7 or stream.returned:
+        drawn = stream.draw(draw.randint(1, 5))
+        unused = draw.sample(drawn, draw.randint(0, len(drawn) - 1)) if len(used) < 5 * 7 else []
+        stream.give_back(unused)
+        used += [position for position in drawn if position not in unused]
+    assert sorted(used) == list(range(len(used)))
+    for epoch in range(5):
+        prompts = stream.prompts(list(range(7 * epoch, 7 * epoch + 7)))
+        assert sorted(prompts) == list(range(7))
+        assert (prompts == list(range(7))) is not shuffle
+
+
+def test_order_of_the_stream_depends_on_the_seed_and_the_epoch():
+    orders = [PromptStream(50, seed=seed).prompts(list(range(100))) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0][:50] != orders[0][50:]
+
+
+# A rollout
+
+
+@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+def test_groups_without_spread_are_replaced_and_the_prompts_of_an_epoch_are_neither_lost_nor_repeated(
+    tiny_model, tmp_path, trainer_class
+):
+    dead = {0, 3, 4, 9, 11, 17, 18, 22}
+    trainer, script = run(
+        tiny_model, tmp_path, dead=dead, trainer_class=trainer_class, max_steps=8, max_sampling_rounds=9
+    )
+    trained_on = [prompt for rollout in trainer.rollouts for prompt in prompts_of(trainer, rollout)]
+    assert len(trained_on) == 8 * 2
+    assert Counter(trained_on) == Counter(set(range(24)) - dead)  # 16 prompts with spread: an epoch, all of them once
+    asked_for = [prompt for prompts in script.rounds for prompt in prompts]
+    assert len(asked_for) == len(set(asked_for)) >= 22  # the epoch may end on prompts without spread
+
+
+def test_replaced_rows_are_those_of_the_further_round(tiny_model, tmp_path):
+    plain, _ = run(tiny_model, tmp_path / "1", dead=(), train=False)
+    order = plain._prompt_stream.prompts(list(range(6)))
+    dead = {order[1], order[2]}  # the second place, and the first prompt to be offered to it
+    trainer, script = run(
+        tiny_model, tmp_path / "2", dead=dead, max_steps=1, steps_per_generation=2, num_iterations=2, beta=0.1
+    )
+    assert script.rounds == [order[:2], [order[2]], [order[3]]]
+    rollout = trainer.rollouts[0]
+    assert prompts_of(trainer, rollout) == [order[0], order[3]]
+    kept, replaced = script.calls[0][:G], script.calls[2]
+    for i, row in enumerate([*kept, *replaced]):
+        tokens = rollout.completion_mask[i].sum()
+        assert rollout.completion_ids[i, :tokens].tolist() == row.completion
+        assert rollout.prompt_ids[i][rollout.prompt_mask[i].bool()].tolist() == row.prompt
+    # The stored log-probabilities are those of the rows that are there now, under the policy that wrote them.
+    mask = rollout.completion_mask.bool()
+    after = logps_under(trainer, rollout)
+    trainer.model.load_state_dict(rollout.policy)
+    before = logps_under(trainer, rollout)
+    assert not torch.allclose(before[mask], after[mask], atol=1e-4)
+    assert torch.allclose(rollout.ref_per_token_logps[mask], before[mask], atol=1e-5)
+    assert rollout.num_items_in_batch == rollout.completion_mask.sum()
+    assert rollout.opo_target[G:].abs().min() > 0.1
+
+
+def logps_under(trainer, rollout):
+    """Log-probabilities of a rollout's completions under the trainer's policy."""
+    with torch.no_grad():
+        logps, *_ = trainer._get_per_token_logps_and_entropies(
+            trainer.model,
+            torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1),
+            torch.cat([rollout.prompt_mask, rollout.completion_mask], dim=1),
+            rollout.completion_ids.size(1),
+        )
+    return logps
+
+
+def test_metrics_are_those_of_the_first_round_and_counts_are_of_all(tiny_model, tmp_path):
+    plain, _ = run(tiny_model, tmp_path / "1", dead=(), train=False)
+    order = plain._prompt_stream.prompts(list(range(6)))
+    trainer, _ = run(tiny_model, tmp_path / "2", dead=order[:3], max_steps=2)
+    first, second = logged(trainer)
+    assert first["reward"] == 1.0  # both first prompts have no spread
+    assert first["frac_reward_zero_std"] == 1.0
+    assert first["dynamic_sampling/rounds"] == 3
+    assert first["dynamic_sampling/frac_replaced"] == 1.0
+    assert first["dynamic_sampling/frac_without_spread"] == 0.0
+    assert first["dynamic_sampling/epoch"] == pytest.approx(5 / 24)
+    assert (first["completions/generated"], second["completions/generated"]) == (5 * G, 7 * G)
+    assert second["reward"] == 0.5
+    assert first["num_tokens"] < second["num_tokens"]
+
+
+def test_bound_on_the_rounds_is_kept_and_said(tiny_model, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="opo_trl.rollout.dynamic_sampling"):
+        trainer, script = run(tiny_model, tmp_path, dead=range(24), max_steps=2, max_sampling_rounds=3)
+    assert [len(prompts) for prompts in script.rounds] == [2] * 6
+    assert len({prompt for prompts in script.rounds for prompt in prompts}) == 12
+    assert logged(trainer)[0]["dynamic_sampling/frac_without_spread"] == 1.0
+    assert logged(trainer)[0]["grad_norm"] == 0.0
+    (warning,) = [message for message in caplog.messages if "After 3 rounds" in message]
+    assert "2 of 2 groups" in warning
+
+
+def test_spread_counts_among_the_completions_that_take_part(tiny_model, tmp_path):
+    """Equal but for one completion that is masked as truncated: no spread."""
+    script = Script([1.0, 1.0, 1.0, 0.0, 0.1, 0.2, 0.3, 0.4], truncated=(3,))
+    trainer = make_trainer(tiny_model, tmp_path, script=script, max_sampling_rounds=2, mask_truncated_completions=True)
+    trainer.train()
+    assert len(script.calls) == 2
+    assert logged(trainer)[0]["dynamic_sampling/frac_without_spread"] == 0.5  # the further group is the same again
+
+
+def test_rewards_equal_up_to_their_sum_have_no_spread_whatever_their_size(tiny_model, tmp_path):
+    """max = min, not a standard deviation near zero: a spread of 1e-6 of large rewards is a spread."""
+    script = Script([3.1e4, 3.1e4, 3.1e4, 3.1e4 + 1e-2, *[3.1e4] * 4])
+    trainer = make_trainer(tiny_model, tmp_path, script=script, max_sampling_rounds=2)
+    trainer.train()
+    assert [len(call) for call in script.calls] == [8, 4]
+    assert logged(trainer)[0]["dynamic_sampling/frac_without_spread"] == 0.0
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_sampling_rounds": 0}, r"max_sampling_rounds=0 is not allowed.*at least 1"),
+        ({"max_sampling_rounds": 2, "scale_rewards": "batch"}, r"scale_rewards='batch' does not go with"),
+        (
+            {"max_sampling_rounds": 2, "multi_objective_aggregation": "normalize_then_sum"},
+            r"multi_objective_aggregation='normalize_then_sum' does not go with",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_named(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        OPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options)
+
+
+def test_stream_of_prompts_is_refused(tiny_model, tmp_path):
+    data = Dataset.from_dict({"prompt": ["1", "2"]}).to_iterable_dataset()
+    with pytest.raises(ValueError, match="max_sampling_rounds=2 needs a data set whose rows can be picked"):
+        make_trainer(tiny_model, tmp_path, trainer_arguments={"train_dataset": data}, max_sampling_rounds=2)
+
+
+# Several processes
+
+
+def odd_processes(model: str, folder: str) -> None:
+    """Rollouts of 4 groups of 3, on 2 processes: a single group does not divide, so two are generated."""
+    script = ScriptByPrompt()
+    script.dead = frozenset(range(0, 40, 3))
+    data = Dataset.from_dict({"prompt": [str(i) for i in range(40)]})
+    trainer = make_trainer(
+        model,
+        Path(folder),
+        script=script,
+        trainer_arguments={"train_dataset": data},
+        num_generations=3,
+        per_device_train_batch_size=6,
+        gradient_accumulation_steps=1,
+        max_steps=6,
+        max_sampling_rounds=9,
+        ddp_backend="gloo",
+    )
+    trainer.train()
+    seen = []
+    for rollout in trainer.rollouts:
+        rows = zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)
+        prompts = [int(trainer.processing_class.decode(ids[mask.bool()])) for ids, mask in rows]
+        seen += trainer.accelerator.gather(torch.tensor(prompts)).tolist()[::3]
+    stream = trainer._prompt_stream
+    if trainer.accelerator.is_main_process:
+        torch.save({"seen": seen, "position": stream.position, "returned": stream.returned}, Path(folder) / "seen.pt")
+
+
+def test_prompts_are_neither_lost_nor_repeated_where_groups_do_not_divide_by_processes(tiny_model, tmp_path):
+    status = launch(odd_processes, tiny_model, str(tmp_path), config="multi_gpu", processes=2, folder=tmp_path)
+    assert status == [0, 0], logs(tmp_path)
+    result = torch.load(tmp_path / "seen.pt")
+    seen, alive = result["seen"], {i for i in range(40) if i % 3}
+    assert len(seen) == 24
+    assert set(seen) <= alive
+    assert len(set(seen)) == 24
+    drawn = PromptStream(40, seed=42).prompts([p for p in range(result["position"]) if p not in result["returned"]])
+    assert sorted(seen) == sorted(prompt for prompt in drawn if prompt in alive)

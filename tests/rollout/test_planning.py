@@ -1,0 +1,288 @@
+"""How the rows of an optimizer step are cut changes its cost and not its gradient."""
+
+import cProfile
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from helpers import EXACT, RecordingOPO, Script, distance, logged, norm, snapshot, trained, without_times
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opo_trl.rollout.planning import (
+    FEWEST_PASSES,
+    best_number,
+    cut,
+    longest_first,
+    parts_of_rows,
+    row_lengths,
+    shares,
+    split_further,
+    spread,
+    trim,
+)
+
+
+def rows_of(lengths: list[tuple[int, int]], prompt: int = 5, completion: int = 9) -> dict:
+    """Rows of a rollout, padded to more than is needed; tokens count from 1."""
+
+    def mask(n: int, width: int, left: bool) -> torch.Tensor:
+        row = torch.zeros(width, dtype=torch.long)
+        row[width - n :] = 1 if left else row[width - n :]
+        row[: 0 if left else n] = 1
+        return row
+
+    prompts = torch.stack([mask(p, prompt, left=True) for p, _ in lengths])
+    completions = torch.stack([mask(c, completion, left=False) for _, c in lengths])
+    return {
+        "prompt_mask": prompts,
+        "prompt_ids": prompts * torch.arange(1, prompt + 1),
+        "completion_mask": completions,
+        "completion_ids": completions * torch.arange(1, completion + 1),
+        "importance_sampling_ratio": torch.ones(len(lengths), 1),
+        "opo_target": torch.arange(len(lengths)).float(),
+        "names": [str(i) for i in range(len(lengths))],
+        "num_items_in_batch": torch.tensor(7),
+    }
+
+
+def test_trimmed_rows_have_every_token_and_no_column_of_padding():
+    rows = rows_of([(2, 3), (4, 1), (1, 6)])
+    trimmed = trim(rows)
+    assert trimmed["prompt_ids"].shape == (3, 4)
+    assert trimmed["completion_ids"].shape == (3, 6)
+    for name in ("prompt", "completion"):
+        for i in range(3):
+            whole, kept = (r[f"{name}_ids"][i][r[f"{name}_mask"][i].bool()] for r in (rows, trimmed))
+            assert torch.equal(whole, kept)
+    assert trimmed["importance_sampling_ratio"].shape == (3, 1)
+    assert trimmed["num_items_in_batch"] == 7
+
+
+@pytest.mark.parametrize(("multiple", "prompt", "completion"), [(2, 4, 6), (4, 4, 8), (8, 5, 8)])
+def test_remaining_columns_are_a_multiple_as_far_as_there_are_so_many(multiple, prompt, completion):
+    trimmed = trim(rows_of([(3, 5)]), multiple)
+    assert (trimmed["prompt_ids"].size(1), trimmed["completion_ids"].size(1)) == (prompt, completion)
+
+
+def test_rows_without_any_token_keep_a_column():
+    assert trim(rows_of([(0, 0)]))["completion_ids"].shape == (1, 1)
+
+
+@st.composite
+def steps(draw):
+    """Lengths of a step's rows, longest first, and limits."""
+    rows = draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 50)), min_size=1, max_size=9))
+    lengths = np.array(sorted(rows, key=sum, reverse=True))
+    return lengths, draw(st.integers(1, 5)), draw(st.one_of(st.none(), st.integers(1, 300)))
+
+
+def padded_tokens(part: np.ndarray) -> int:
+    return len(part) * int(part.max(axis=0).sum())
+
+
+def all_cuts(lengths: np.ndarray, n_parts: int, max_rows: int, max_tokens: int | None) -> list[int]:
+    """Padded tokens of every way to cut the rows within the limits."""
+    ways = (np.split(lengths, bounds) for bounds in combinations(range(1, len(lengths)), n_parts - 1))
+    return [
+        sum(map(padded_tokens, parts))
+        for parts in ways
+        if all(
+            len(part) <= max_rows and (max_tokens is None or len(part) == 1 or padded_tokens(part) <= max_tokens)
+            for part in parts
+        )
+    ]
+
+
+@given(step=steps(), pass_tokens=st.sampled_from([0, 13, 256, FEWEST_PASSES]))
+def test_cuts_keep_to_the_limits_and_cost_the_least(step, pass_tokens):
+    lengths, max_rows, max_tokens = step
+    limits = {"max_rows": max_rows, "max_tokens": max_tokens}
+    parts = np.split(lengths, cut(lengths, pass_tokens=pass_tokens, **limits))
+    for part in parts:
+        assert 1 <= len(part) <= max_rows
+        assert max_tokens is None or len(part) == 1 or padded_tokens(part) <= max_tokens
+    costs = [
+        pass_tokens * n_parts + min(all_cuts(lengths, n_parts, **limits), default=np.inf)
+        for n_parts in range(1, len(lengths) + 1)
+    ]
+    assert pass_tokens * len(parts) + sum(map(padded_tokens, parts)) == min(costs)
+
+
+@given(step=steps(), data=st.data())
+def test_parts_are_split_further_where_it_saves_the_most(step, data):
+    lengths, max_rows, max_tokens = step
+    limits = {"max_rows": max_rows, "max_tokens": max_tokens, "pass_tokens": FEWEST_PASSES}
+    bounds = cut(lengths, **limits)
+    n_parts = data.draw(st.integers(1, len(lengths)))
+    further = split_further(lengths, bounds, n_parts)
+    assert len(further) + 1 == max(n_parts, len(bounds) + 1)
+    assert set(bounds) <= set(further)
+    assert sorted(set(further)) == further
+    if n_parts == len(bounds) + 2:
+        one_more = [sorted([*bounds, middle]) for middle in set(range(1, len(lengths))) - set(bounds)]
+        tokens = [sum(map(padded_tokens, np.split(lengths, cuts))) for cuts in (further, *one_more)]
+        assert tokens[0] == min(tokens)
+
+
+def test_fewest_passes_are_never_more_than_without_a_plan():
+    """24 rows of the flagship recipe in micro-batches of 4: 9 to 11 passes by padding, 6 unplanned."""
+    random = np.random.default_rng(0)
+    for _ in range(8):
+        lengths = np.stack([random.integers(60, 250, 24), np.minimum(random.lognormal(6.0, 0.6, 24), 1280)], axis=1)
+        lengths = lengths.astype(int)[longest_first(lengths.astype(int))]
+        by_padding = cut(lengths, max_rows=4, max_tokens=None)
+        fewest = cut(lengths, max_rows=4, max_tokens=None, pass_tokens=FEWEST_PASSES)
+        assert len(fewest) + 1 == 6 < len(by_padding) + 1
+
+
+def test_cost_of_planning_grows_with_the_rows_and_not_with_their_square():
+    """In calls of functions, which do not depend on the machine."""
+
+    def calls(n_rows: int) -> int:
+        lengths = np.random.default_rng(0).integers(1, 2000, (n_rows, 2))
+        lengths = lengths[longest_first(lengths)]
+        profile = cProfile.Profile()
+        with profile:
+            split_further(lengths, cut(lengths, max_rows=8, max_tokens=16384), n_rows // 2)
+        return sum(entry.callcount for entry in profile.getstats())
+
+    assert calls(2048) < 9 * calls(256)
+
+
+def test_no_rows_need_one_part():
+    assert best_number(np.zeros((0, 2), dtype=int), max_rows=4, max_tokens=100) == 1
+
+
+def test_parts_hold_every_row_once_and_long_ones_together():
+    rows = rows_of([(1, 1), (5, 9), (2, 2), (4, 8), (1, 2)])
+    parts = parts_of_rows(rows, 2, max_rows=3, max_tokens=None)
+    assert [part["names"] for part in parts] == [["1", "3"], ["2", "4", "0"]]
+    assert [part["opo_target"].tolist() for part in parts] == [[1, 3], [2, 4, 0]]
+    assert parts[1]["completion_ids"].shape == (3, 2)
+    assert row_lengths(parts[1]).tolist() == [[2, 2], [1, 2], [1, 1]]
+
+
+@given(n_parts=st.integers(1, 30), n_steps=st.integers(1, 12))
+def test_parts_are_spread_evenly_in_order_and_the_last_step_has_one(n_parts, n_steps):
+    steps = spread([{"i": i} for i in range(n_parts)], n_steps)
+    assert [part["i"] for step in steps for part in step] == list(range(n_parts))
+    assert len(steps) == n_steps
+    assert steps[-1]
+    assert max(map(len, steps)) - min(map(len, steps)) <= 1
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 50), st.booleans()), min_size=1, max_size=6),
+    n_shares=st.integers(1, 4),
+)
+def test_no_process_is_dealt_much_more_to_compute_than_the_mean(rows, n_shares):
+    rows = np.array(rows * n_shares)
+    lengths, inert = rows[:, :2], rows[:, 2].astype(bool)
+    dealt = shares(lengths, inert, n_shares)
+    assert sorted(dealt.flatten()) == list(range(len(rows)))
+    tokens = np.where(inert, 0, lengths.sum(axis=1))
+    assert tokens[dealt].sum(axis=1).max() <= tokens.mean() * dealt.shape[1] + tokens.max()
+
+
+def test_rows_without_an_effect_are_no_load():
+    lengths = np.array([[0, 50], [0, 10], [0, 10], [0, 9]])
+    assert [sorted(rows) for rows in shares(lengths, np.array([True, False, False, True]), 2)] == [[0, 1], [2, 3]]
+
+
+# In training
+
+REWARDS = [0, 1, 1, 0, 1, 1, 1, 1, 0.5, 0.2, 0.1, 0.7, 0, 0, 0, 0]
+RUN = {
+    "max_completion_length": 40,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "max_steps": 4,
+}
+
+
+def run(model, folder, **options):
+    script = Script(REWARDS, max_length=30, truncated=(5,))
+    return trained(model, folder, script=script, **{"skip_inert_rows": True, **RUN, **options})
+
+
+@pytest.fixture(scope="module")
+def unplanned(tiny_model, tmp_path_factory):
+    """Runs whose micro-batches are cut as TRL cuts them, by options."""
+    runs = {}
+
+    def of(**options) -> RecordingOPO:
+        key = str(sorted(options.items()))
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("unplanned")
+            runs[key] = run(tiny_model, folder, plan_micro_batches=False, **options)
+        return runs[key]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_iterations": 2},
+        {"beta": 0.1},
+        {"entropy_coef": 0.1},
+        {"anchor_correction": "length_normalized"},
+        {"top_entropy_quantile": 0.5},
+        {"steps_per_generation": 2},
+        {"steps_per_generation": 1},
+        {"gradient_accumulation_steps": 3, "steps_per_generation": 2},
+        {"mask_truncated_completions": True},
+        {"off_policy_mask_threshold": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "plan",
+    [{}, {"skip_inert_rows": False}, {"max_tokens_per_micro_batch": 60}, {"padding_free": True}],
+    ids=["plan", "no skip", "budget", "packed"],
+)
+def test_planned_steps_are_those_without_a_plan(tiny_model, tmp_path, unplanned, options, plan):
+    reference, planned = unplanned(**options), run(tiny_model, tmp_path, **options, **plan)
+    end, start = snapshot(reference.model), reference.initial
+    moved = norm({name: end[name] - start[name] for name in end})
+    assert moved > 1e-3
+    assert distance(snapshot(planned.model), end) < EXACT * moved
+    for mine, theirs in zip(logged(planned), logged(reference), strict=True):
+        for name, value in without_times(theirs).items():
+            skipped = name == "opo/frac_skipped" or (name == "entropy" and mine["opo/frac_skipped"] > 0)
+            if not skipped:
+                assert mine[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
+def test_half_of_the_rows_are_left_out_of_the_first_step_and_none_of_the_second(tiny_model, tmp_path):
+    planned = run(tiny_model, tmp_path)
+    assert [entry["opo/frac_skipped"] for entry in logged(planned)] == [0.5, 0.0, 0.5, 0.0]
+    assert [sum(len(b["opo_target"]) for b in step.batches) for step in planned.steps] == [4, 8, 4, 8]
+
+
+def test_anchor_pass_covers_only_the_rows_that_need_it(tiny_model, tmp_path, monkeypatch):
+    seen = []
+    anchor_pass = RecordingOPO._anchor_pass
+
+    def counted(self, rows, **options):
+        seen.append(len(rows["completion_ids"]))
+        return anchor_pass(self, rows, **options)
+
+    monkeypatch.setattr(RecordingOPO, "_anchor_pass", counted)
+    run(tiny_model, tmp_path / "1", max_steps=2)
+    assert sum(seen) == 8  # the second step's rows
+    seen.clear()
+    run(tiny_model, tmp_path / "2", max_steps=2, steps_per_generation=2)
+    assert sum(seen) == 0  # on-policy
+
+
+def test_no_micro_batch_exceeds_its_budget(tiny_model, tmp_path):
+    planned = run(tiny_model, tmp_path, max_tokens_per_micro_batch=60)
+    for step in planned.steps:
+        for batch in step.batches:
+            width = batch["prompt_ids"].size(1) + batch["completion_ids"].size(1)
+            assert len(batch["prompt_ids"]) == 1 or width * len(batch["prompt_ids"]) <= 60
