@@ -20,8 +20,8 @@ import sys
 from pathlib import Path
 
 import yaml
-from opo_trl.comparison.measures import final, reward
-from opo_trl.comparison.runs import find_runs, read_run
+from opo_trl.report.measures import final, reward
+from opo_trl.report.runs import find_runs, read_run
 
 
 ROOT = Path(__file__).resolve().parents[1]

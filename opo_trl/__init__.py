@@ -20,7 +20,7 @@ def __getattr__(name: str):
         "OPOConfig": ".config",
         "OPOTrainer": ".trainer",
         "RolloutConfig": ".config",
-        "RolloutTrainer": ".rollout_trainer",
+        "RolloutTrainer": ".rollout.trainer",
     }
     if name in modules:
         return getattr(import_module(modules[name], __name__), name)

@@ -46,7 +46,7 @@ def test_wheel_holds_the_package_with_its_data_and_nothing_else(wheel):
     source = wheel.parent / "source"
     package = {str(path.relative_to(source)) for path in (source / "opo_trl").rglob("*") if path.is_file()}
     assert {name for name in names if not name.split("/")[0].endswith(".dist-info")} == package
-    assert {"opo_trl/py.typed", "opo_trl/arithmetic/base/model.safetensors"} <= package
+    assert {"opo_trl/py.typed", "opo_trl/data/arithmetic/base/model.safetensors"} <= package
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # Waits in native code, which no exception reaches, as a broadcast over NCCL does.
 WAIT = """
 import sys, threading, time
-from opo_trl import vllm_server
+from opo_trl.rollout import vllm_server
 vllm_server.PERIOD, vllm_server.PATIENCE = 0.2, 1.0
 with vllm_server.watched(sys.argv[1]):
     if sys.argv[2] == "for ever":

@@ -406,8 +406,8 @@ def test_arguments_that_do_not_go_together_are_refused(runs, monkeypatch, capsys
 
 def test_missing_matplotlib_is_said_before_anything_runs(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    for name in ("report", "curves"):
-        monkeypatch.delitem(sys.modules, f"opo_trl.comparison.{name}", raising=False)
+    for name in ("comparison_report", "curves"):
+        monkeypatch.delitem(sys.modules, f"opo_trl.report.{name}", raising=False)
     assert main([str(runs), "--output", str(tmp_path / "report")]) == 2
     assert "pip install 'opo_trl[figures]'" in capsys.readouterr().err
 

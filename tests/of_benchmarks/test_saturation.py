@@ -125,4 +125,5 @@ def test_unknown_format_of_the_figure_is_rejected(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--output", "figure.doc"])
     assert ended.value.code == 2
-    assert all(text in capsys.readouterr().err for text in ("--output figure.doc", "'.doc'", ".png"))
+    message = capsys.readouterr().err
+    assert all(text in message for text in ("--output figure.doc", "'.doc'", ".png"))
