@@ -55,7 +55,8 @@ def execute(path: Path, folder: Path = FOLDER, *, seconds: int = 600, **paramete
             resources={"metadata": {"path": str(folder)}},
         )
         try:
-            client.execute(env={**os.environ, **quiet})
+            # The checkout's `benchmarks`, from whatever folder the notebook runs in.
+            client.execute(env={**os.environ, **quiet, "PYTHONPATH": str(FOLDER.parent)})
             break
         except CellTimeoutError:  # now and then the kernel's reply is lost, and would be waited for without end
             if attempt == 2:
