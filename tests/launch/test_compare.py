@@ -65,7 +65,7 @@ def start(folder: Path, *argv: str) -> subprocess.Popen:
 def test_call_that_is_ended_takes_its_runs_with_it_and_says_how_to_go_on(story):
     _, _, (stderr, status), left, _ = story
     assert status == 130
-    assert "interrupted. The same command goes on." in stderr
+    assert "interrupted. To resume, repeat the command." in stderr
     assert "before" in left["summary"]
     assert "after" not in left["summary"]
 
@@ -86,7 +86,7 @@ def test_failing_run_is_named_with_its_log_and_does_not_stop_the_others(story):
     assert status == 1
     assert "broken, seed 1 failed. The end of out/runs/broken/seed-1.txt:" in stderr
     assert "Did you mean `learning_rate`?" in stderr.partition("broken, seed 1 failed")[2]
-    assert "1 of 2 runs failed. The same command goes on with them." in stderr
+    assert "1 of 2 runs failed. To resume them, repeat the command." in stderr
     assert not (folder / "out" / "report.html").exists()
 
 
@@ -111,10 +111,10 @@ def contents(output: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (["--alpha", "0.4"], "alpha: 0.3 there, 0.4 asked for"),
-        ([], "alpha: 0.3 there, 0.4 asked for"),
-        (["--alpha", "0.3", "--max_steps", "6"], "max_steps: 12 there, 6 asked for"),
-        (["--alpha", "0.3", "--top_p", "0.9"], "top_p: not set there, 0.9 asked for"),
+        (["--alpha", "0.4"], "alpha: 0.3 there, 0.4 requested"),
+        ([], "alpha: 0.3 there, 0.4 requested"),
+        (["--alpha", "0.3", "--max_steps", "6"], "max_steps: 12 there, 6 requested"),
+        (["--alpha", "0.3", "--top_p", "0.9"], "top_p: not set there, 0.9 requested"),
     ],
 )
 def test_finished_run_of_other_settings_is_refused_and_left_alone(story, monkeypatch, capsys, fields, message):
@@ -271,7 +271,7 @@ def test_only_common_seeds_are_paired(one_figure, runs, tmp_path):
     assert difference == ["final reward", "opo", "+0.200", "–", "–", "1", "undecided"]
     shutil.rmtree(runs / "opo" / "seed-2")
     report = report_of(tmp_path, runs)
-    assert "opo has no seed in common with grpo: no difference is given." in report
+    assert "opo has no seed in common with grpo, so there is no difference." in report
     assert rows_of(report.partition("## Differences from grpo")[2], "Reward")[1][2:] == ["–"] * 5
 
 
@@ -383,11 +383,11 @@ def test_record_that_will_not_do_is_named(runs, tmp_path, capsys, spoil, message
     [
         (["no_such.yaml", "--seeds", "1"], "'no_such.yaml' does not exist"),
         (["a.yaml"], "--seeds is not set"),
-        (["a.yaml", "b/a.yaml", "--seeds", "1"], "Several recipes are called 'a'"),
+        (["a.yaml", "b/a.yaml", "--seeds", "1"], "Several recipes are named 'a'"),
         (["a.yaml", "--seeds", "1", "--jobs", "0"], "--jobs 0 is not allowed"),
-        (["a.yaml", "--seeds", "1", "--seed", "3"], "--seed is set for each run"),
-        (["a.yaml", "--seeds", "1", "--output-dir", "x"], "--output_dir is set for each run"),
-        (["b", "--seeds", "1"], "'b' holds no run"),
+        (["a.yaml", "--seeds", "1", "--seed", "3"], "--seed is set by this command"),
+        (["a.yaml", "--seeds", "1", "--output-dir", "x"], "--output_dir is set by this command"),
+        (["b", "--seeds", "1"], "'b' contains no run"),
         (["runs", "--seeds", "1"], "--seeds 1 has no effect"),
         (["runs", "--alpha", "0.1"], "--alpha 0.1 has no effect"),
     ],
@@ -441,7 +441,7 @@ def test_overrides_are_read_as_the_command_line_writes_them():
     fields = ["--learning-rate", "1e-4", "--levels", "Level 1", "Level 2", "--alpha=0.3", "--bf16", "--beta", "-1"]
     expected = {"learning_rate": "1e-4", "levels": ["Level 1", "Level 2"], "alpha": "0.3", "bf16": True, "beta": "-1"}
     assert overrides(fields) == expected
-    with pytest.raises(ValueError, match=r"'0\.3' is neither a field nor a value"):
+    with pytest.raises(ValueError, match=r"'0\.3' is neither a field nor the value of one"):
         overrides(["0.3"])
 
 

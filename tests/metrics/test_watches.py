@@ -22,7 +22,7 @@ from opo_trl.rollout import checkpoint
     ids=str,
 )
 def test_what_is_no_watch_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match=r"which is no watch\. Write it as 'warn if entropy < 0\.1'"):
+    with pytest.raises(ValueError, match=r"which is not a watch\. Write it as 'warn if entropy < 0\.1'"):
         OPOConfig("…", watches=[text], use_cpu=True, bf16=False)
 
 
