@@ -12,10 +12,9 @@ import argparse
 import gzip
 import json
 import re
-import statistics
 import sys
-from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import yaml
@@ -128,13 +127,9 @@ def first_watch(steps: Steps) -> str:
 def runs_table(runs: dict[str, Steps]) -> str:
     """Markdown table: first and last rollouts, and extremes."""
 
-    def mean(numbers: Iterable[float]) -> float:
-        numbers = list(numbers)
-        return sum(numbers) / max(len(numbers), 1)
-
     def span(steps: Steps, key: str, n: int) -> str:
         series = values(steps, key)
-        return f"{mean(series[:n]):.2g} → {mean(series[-n:]):.2g}"
+        return f"{fmean(series[:n]):.2g} → {fmean(series[-n:]):.2g}"
 
     def extreme(steps: Steps, key: str, which: Any) -> str:
         series = values(steps, key)
@@ -142,7 +137,7 @@ def runs_table(runs: dict[str, Steps]) -> str:
 
     def median_and_largest(steps: Steps, key: str) -> str:
         series = values(steps, key)
-        return f"{statistics.median(series):.3g}, {max(series):.3g}" if series else "–"
+        return f"{median(series):.3g}, {max(series):.3g}" if series else "–"
 
     rows = {
         "`reward`, first and last": lambda steps: span(steps, "reward", 2),
@@ -153,7 +148,7 @@ def runs_table(runs: dict[str, Steps]) -> str:
         "`opo/conservation_residual`, lowest": lambda steps: extreme(steps, "opo/conservation_residual", min),
         "`opo/log_ratio/absmax`, largest": lambda steps: extreme(steps, "opo/log_ratio/absmax", max),
         "`opo/frac_clamped`, largest": lambda steps: extreme(steps, "opo/frac_clamped", max),
-        "`opo/frac_zero_drive`, last 8 steps": lambda steps: f"{mean(values(steps, 'opo/frac_zero_drive')[-8:]):.2g}",
+        "`opo/frac_zero_drive`, last 8 steps": lambda steps: f"{fmean(values(steps, 'opo/frac_zero_drive')[-8:]):.2g}",
         "`completions/clipped_ratio`, largest": lambda steps: extreme(steps, "completions/clipped_ratio", max),
         "first watch to fire, at step": first_watch,
     }
@@ -166,7 +161,7 @@ PANELS = (
     ("gradient norm", "grad_norm", "symlog"),
     ("χ², off-policy steps", "opo/chi2", "log"),
     ("conservation residual, off-policy", "opo/conservation_residual", "linear"),
-    ("completions in zero-variance groups", "opo/frac_zero_drive", "linear"),
+    ("in zero-variance groups", "opo/frac_zero_drive", "linear"),
 )
 COLORS = ("#000000", "#d55e00", "#e69f00", "#0072b2", "#cc79a7", "#009e73")
 

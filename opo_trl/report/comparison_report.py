@@ -49,8 +49,8 @@ def describe(comparison: Comparison) -> dict[str, Any]:
         "methods": list(comparison.methods),
         "baseline": comparison.baseline,
         "summary": [_sentence(comparison, label) for label in comparison.methods],
-        "tables": [_estimates(comparison, table.title, table.measures) for table in tables],
-        "differences": [_differences(comparison, table.title, table.measures) for table in tables],
+        "tables": [_estimates(comparison, *table) for table in tables.items()],
+        "differences": [_differences(comparison, *table) for table in tables.items()],
         "unpaired": [label for label in comparison.methods if not comparison.pairs(label)],
         "target": f"{target:.3f}" if math.isfinite(target) else None,
         "share": f"{SHARE:.0%}".replace("%", " %"),
@@ -60,7 +60,7 @@ def describe(comparison: Comparison) -> dict[str, Any]:
             "head": ["setting", *comparison.methods],
             "rows": [[name, *values] for name, values in what_differs(comparison.methods)],
         },
-        "seeds": _per_seed(comparison, [measure for table in tables for measure in table.measures]),
+        "seeds": _per_seed(comparison, [measure for measures in tables.values() for measure in measures]),
         "versions": versions([run.environment for runs in comparison.methods.values() for run in runs]),
     }
 

@@ -33,22 +33,6 @@ DECIMALS = {
 
 
 @dataclass(frozen=True)
-class Table:
-    """
-    Estimates of some measures.
-
-    Args:
-        title (`str`):
-            Heading of the table.
-        measures (`list[str]`):
-            Its columns.
-    """
-
-    title: str
-    measures: list[str]
-
-
-@dataclass(frozen=True)
 class Comparison:
     """
     All measures of the runs of some methods.
@@ -92,22 +76,20 @@ class Comparison:
         others = {run.seed: run for run in self.methods[self.baseline]}
         return [(run, others[run.seed]) for run in self.methods[label] if run.seed in others]
 
-    def tables(self) -> list[Table]:
-        """The tables of a report, without measures that no run has."""
+    def tables(self) -> dict[str, list[str]]:
+        """The tables of a report: heading → measures, without those that no run has."""
         present = [name for values in self.values.values() for name, value in values.items() if value is not None]
         present = list(dict.fromkeys([*present, "steps to 80 %"]))  # never reaching it is a result, too
         accuracies = [name for name in present if name not in DECIMALS and name != "validation accuracy"]
-        tables = [
-            Table("Reward", ["final reward", "mean reward", "validation accuracy"]),
-            Table("Accuracy after training", accuracies),
-            Table(
-                f"Policy and gradient, last {LAST_STEPS} optimizer steps",
-                ["gradient norm", "gradient response efficiency", "entropy", "completion length"],
-            ),
-            Table("Cost", ["steps to 80 %", "wall time (s)", "tokens", "completions"]),
-        ]
-        kept = [Table(table.title, [name for name in table.measures if name in present]) for table in tables]
-        return [table for table in kept if table.measures]
+        policy = ["gradient norm", "gradient response efficiency", "entropy", "completion length"]
+        tables = {
+            "Reward": ["final reward", "mean reward", "validation accuracy"],
+            "Accuracy after training": accuracies,
+            f"Policy and gradient, last {LAST_STEPS} optimizer steps": policy,
+            "Cost": ["steps to 80 %", "wall time (s)", "tokens", "completions"],
+        }
+        kept = {title: [name for name in measures if name in present] for title, measures in tables.items()}
+        return {title: measures for title, measures in kept.items() if measures}
 
 
 def compare(methods: dict[str, list[Run]]) -> Comparison:

@@ -25,7 +25,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import IO, Any
 
@@ -157,7 +157,9 @@ def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapp
     (folder / RECIPE).write_text(yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True))
     write_json(folder / SETTINGS, settings)
     write_json(folder / ENVIRONMENT, {"seed": seed, "command": sys.argv, **environment()})
-    (folder / REQUIREMENTS).write_text("".join(f"{line}\n" for line in _requirements()))
+    # Without this package, which `environment.json` identifies by its commit.
+    lines = [f"{name}=={number}\n" for name, number in sorted(_installed().items()) if name != "opo-trl"]
+    (folder / REQUIREMENTS).write_text("".join(lines))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -198,26 +200,19 @@ def rewind(path: Path, step: int) -> None:
 
 def environment() -> dict[str, Any]:
     """Commit, Python, platform, devices, and versions of the main packages, `None` if not installed."""
+    installed = _installed()
     return {
         "git_commit": git_commit(Path(__file__).parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: installed.get(canonicalize_name(name)) for name in _PACKAGES},
     }
 
 
-def _requirements() -> list[str]:
-    """Every installed distribution except this one, which its commit identifies; of two, the one imported."""
-    installed = {canonicalize_name(found.name): found.version for found in reversed([*distributions()])}
-    return [f"{name}=={number}" for name, number in sorted(installed.items()) if name != "opo-trl"]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def _installed() -> dict[str, str]:
+    """Versions of the installed distributions; if one is installed twice, that of the imported one."""
+    return {canonicalize_name(found.name): found.version for found in reversed([*distributions()])}
 
 
 def git_commit(folder: Path) -> str | None:
