@@ -90,7 +90,7 @@ def check_earlier_run(job: Job) -> None:
     Check that a finished run, or one that would resume from a checkpoint, has the requested settings.
 
     Raises:
-        `ValueError`: it has not; the message names the fields.
+        `ValueError`: settings differ; the message lists them.
     """
     if not is_run(job.folder) or not (is_finished(job.folder) or any(job.folder.glob("checkpoint-*"))):
         return

@@ -22,7 +22,7 @@ def test_t_interval_has_the_printed_quantile(degrees, quantile):
     assert (high - low) / 2 / error == pytest.approx(quantile, abs=5e-5)
 
 
-def test_estimate_says_how_many_values_it_is_of():
+def test_estimate_counts_its_values():
     result = estimate([0.91, 0.95, 0.89, 0.97, 0.93])
     assert (result.mean, result.n) == (pytest.approx(0.93), 5)
 
@@ -31,7 +31,7 @@ def test_equal_values_have_an_interval_of_width_0():
     assert estimate([0.25] * 3).interval == (0.25, 0.25)
 
 
-def test_interval_holds_its_level():
+def test_interval_covers_at_its_level():
     draws = np.random.default_rng(3).normal(2.0, 0.5, size=(4000, 4))
     covered = np.mean([low <= 2.0 <= high for low, high in (estimate(list(row)).interval for row in draws)])
     assert covered == pytest.approx(0.95, abs=0.012)
@@ -70,13 +70,13 @@ def test_bootstrap_of_many_seeds_is_the_same_every_time_and_close_to_the_normal_
         ([1.0, 2.0, 3.0, 4.0], "undecided"),
     ],
 )
-def test_verdict_goes_by_the_paired_t_interval(values, verdict):
+def test_verdict_follows_the_paired_t_interval(values, verdict):
     difference = paired_difference(values, [1.0, 2.0, 3.0, 4.0])
     assert difference.verdict == verdict
 
 
-def test_pairing_takes_out_what_seeds_have_in_common():
-    """The two methods differ less than their seeds do, but in every seed alike."""
+def test_pairing_removes_the_variance_between_seeds():
+    """The methods differ less than their seeds, but by the same amount for every seed."""
     baseline, other = [0.2, 0.5, 0.8], [0.25, 0.56, 0.84]
     assert estimate(other).interval[0] < estimate(baseline).interval[1]
     assert paired_difference(other, baseline).verdict == "higher"

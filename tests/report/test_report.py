@@ -1,4 +1,4 @@
-"""The report of a run: plain verdicts that tell a healthy run from a broken one, in a file that needs no other."""
+"""The report of a run: verdicts that tell a healthy run from a broken one, in a self-contained file."""
 
 import os
 import re
@@ -41,7 +41,7 @@ HEALTHY = {
 
 
 def scripted(*, validated: tuple[float, float] | None = (0.2, 0.8), rewards=(0.4, 0.9), **changed) -> list[dict]:
-    """A log of 40 optimizer steps, each rollout serving two; `changed` has `__` for `/`."""
+    """A log of 40 optimizer steps, two per rollout; in `changed`, `__` stands for `/`."""
     metrics = HEALTHY | {name.replace("__", "/"): value for name, value in changed.items()}
     log = []
     for step in range(1, 41):
@@ -142,7 +142,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_is_broken_is_said_with_what_to_try_and_the_rest_stays_healthy(case):
+def test_broken_metric_is_reported_with_a_remedy_and_the_rest_is_healthy(case):
     changes, sentence = BROKEN[case]
     log = scripted(**changes)
     poor = [verdict for verdict in judge(log, SETTINGS) if verdict.healthy is False]
@@ -153,13 +153,13 @@ def test_what_is_broken_is_said_with_what_to_try_and_the_rest_stays_healthy(case
     assert poor[0].remedy
 
 
-def test_radius_is_the_bound_of_the_divergence_where_it_is_set():
+def test_chi2_radius_bounds_the_divergence_if_it_is_set():
     assert said(scripted(), chi2_radius=0.01)["opo/chi2"].startswith(
         "χ² to the behaviour policy in off-policy steps was 0.05, above its bound of 0.01"
     )
 
 
-def test_two_completions_per_group_have_a_lower_bound_of_their_own():
+def test_groups_of_two_completions_have_a_smaller_bound():
     log = scripted(opo__escort__ess=at_end(1.8, 1.8))
     assert (
         said(log, num_generations=2)["opo/escort/ess"] == "Escort effective sample size stayed at 1.8 of 2: healthy."
@@ -167,7 +167,7 @@ def test_two_completions_per_group_have_a_lower_bound_of_their_own():
     assert "nearly all the weight" in said(log)["opo/escort/ess"]
 
 
-def test_runs_of_trls_losses_are_judged_by_what_they_log():
+def test_runs_with_trls_losses_are_judged_by_the_metrics_they_log():
     own = {name.replace("/", "__"): None for name in HEALTHY if name.startswith("opo/") and "time" not in name}
     log = scripted(**own, frac_reward_zero_std=at_end(0.2, 0.95))
     sentences = said(log, trainer="grpo")
@@ -178,7 +178,7 @@ def test_runs_of_trls_losses_are_judged_by_what_they_log():
     assert not any("off-policy" in sentence or "Escort" in sentence for sentence in sentences.values())
 
 
-def test_values_that_are_not_finite_and_short_logs_are_no_verdict():
+def test_non_finite_values_and_short_logs_give_no_verdict():
     log = scripted(opo__escort__ess=lambda share, reused: float("nan"))
     assert "opo/escort/ess" not in said(log)
     short = said(log[:5])
@@ -202,7 +202,7 @@ def test_overlapping_validations_are_undecided(validated):
     assert "intervals overlap" in verdict.sentence
 
 
-def test_watches_are_found_again_where_they_fired_with_the_remedy_of_their_side():
+def test_fired_watches_are_replayed_with_the_remedy_of_their_side():
     log = scripted(entropy=at_end(0.05, 0.001), opo__frac_clamped=at_end(0.05, 0.1))
     watches = ["warn if entropy < 0.002", "warn if entropy > 1", "stop if opo/frac_clamped > 0.1", "warn if x > 1"]
     found = fired(log, SETTINGS | {"watches": [*watches, "warn if completions/generated > 500"]})
@@ -218,7 +218,7 @@ def test_watches_are_found_again_where_they_fired_with_the_remedy_of_their_side(
 
 
 class Page(HTMLParser):
-    """A page as its elements, text and tables; every element has to be closed, but for void ones."""
+    """Elements, text and tables of a page; every element that is not void must be closed."""
 
     void = ("meta", "img", "br")
 
@@ -253,7 +253,7 @@ NASTY = "<script>alert('no')</script> & \"so on\" `x`"
 
 @pytest.fixture(scope="module")
 def broken_run(tmp_path_factory) -> Path:
-    """The folder of a finished run with something of everything, and its report."""
+    """The folder of a finished run that fills every part of a report."""
     watches = ["warn if entropy < 0.002"]
     after = {"Level 3": {"sampled": CELL | {"pass_at": {"1": 0.5, "4": 0.875}}}}
     summary = {"before": {"Level 3": {"sampled": CELL | {"pass_at": {"1": 0.4, "4": 0.75}}}}, "after": after}
@@ -282,7 +282,7 @@ def without_matplotlib(monkeypatch):
     monkeypatch.delitem(sys.modules, "opo_trl.report.figures", raising=False)
 
 
-def test_report_is_one_file_with_its_figures_and_asks_the_network_for_nothing(broken_run, page):
+def test_report_is_self_contained(broken_run, page):
     html = (broken_run / "report.html").read_text()
     images = page.named("img")
     assert len(images) == 3
@@ -296,7 +296,7 @@ def test_report_is_one_file_with_its_figures_and_asks_the_network_for_nothing(br
     assert str(broken_run.parent) not in html
 
 
-def test_report_says_it_all(page):
+def test_report_has_every_part(page):
     for text in (
         "Run: a <b>run",
         "OPO, model arithmetic",
@@ -315,7 +315,7 @@ def test_report_says_it_all(page):
     assert "Entropy per token fell from 0.05 to 0.001 nats" in tried.split("Completions")[0]
 
 
-def test_completions_are_text_and_shown_over_time(broken_run, page):
+def test_completions_are_escaped_and_shown_over_time(broken_run, page):
     assert page.text.count(NASTY) == 5
     assert page.text.count("4" * 2000 + "\n… 1,000 more characters") == 5
     assert "4" * 2001 not in page.text
@@ -332,7 +332,7 @@ def test_same_folder_gives_the_same_report(broken_run, capsys):
     assert (broken_run / "report.html").read_bytes() == before
 
 
-def test_interrupted_run_is_reported_as_far_as_it_got(without_matplotlib, tmp_path):
+def test_interrupted_run_has_a_report(without_matplotlib, tmp_path):
     run = write_run(tmp_path / "run", scripted(validated=None), summary={"before": {"Level 3": {"greedy": CELL}}})
     page = Page(write_report(run).read_text())
     assert "Not finished when this was written: 40 of 40 optimizer steps." in page.text
@@ -352,7 +352,7 @@ def test_run_that_has_logged_nothing_has_a_report(tmp_path):
     assert "training had not begun" in text
 
 
-def test_folder_without_a_run_is_refused(tmp_path, capsys):
+def test_folder_without_a_run_is_rejected(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert "contains no recipe.yaml, so it is not a run" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
@@ -375,7 +375,7 @@ def browser():
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_browser_shows_all_of_it_without_an_error_or_a_request(browser, broken_run, scheme):
+def test_browser_shows_the_report_without_errors_or_requests(browser, broken_run, scheme):
     page = browser.new_page(color_scheme=scheme, viewport={"width": 390, "height": 800})
     address = (broken_run / "report.html").as_uri()
     said, requested = [], []
