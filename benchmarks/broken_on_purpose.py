@@ -170,15 +170,10 @@ def draw(runs: dict[str, Steps], path: Path = FIGURE) -> None:
     """The figure."""
     import matplotlib.pyplot as plt
 
+    from opo_trl.report.figures import STYLE
+
     plt.switch_backend("Agg")
-    with plt.rc_context(
-        {
-            "font.size": 12,  # legible on a phone
-            "axes.grid": True,
-            "grid.alpha": 0.3,
-            "figure.dpi": 110,
-        }
-    ):
+    with plt.rc_context({**STYLE, "figure.dpi": 110, "font.size": 12}):  # legible on a phone
         figure, axes = plt.subplots(3, 2, figsize=(7.5, 10), layout="constrained", sharex=True)
         for axis, (title, key, scale) in zip(axes.flat, PANELS, strict=True):
             axis.set(title=title, yscale=scale)
