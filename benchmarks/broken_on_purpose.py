@@ -1,21 +1,20 @@
 """
-Runs that are broken on purpose, beside a healthy one: what the log shows of each.
+Runs that are broken on purpose, next to a healthy one: what the log shows of each.
 
     python -m benchmarks.broken_on_purpose run      # into runs/broken_on_purpose; minutes on one core
     python -m benchmarks.broken_on_purpose collect  # … → benchmarks/results/broken_on_purpose.json.gz
     python -m benchmarks.broken_on_purpose report   # … → the figure and the table of docs/diagnostics.md
 
-Every run is 64 optimizer steps of 48 completions of the embedded task, OPO with log-ratios summed.
+Every run takes 64 optimizer steps with 48 completions each, on the embedded task: OPO with summed log-ratios.
 """
 
 import argparse
 import gzip
 import json
 import re
-import statistics
 import sys
-from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import yaml
@@ -40,10 +39,10 @@ _SHARED: dict[str, Any] = {
     "learning_rate": 1e-4,
     "seed": 1,
 }
-# What each run does wrong, in fields.
+# What is wrong with each run, as fields.
 CASES: dict[str, dict[str, Any]] = {
     "healthy": {},
-    "collapsing": {  # a reward that one completion satisfies best, whatever the problem
+    "collapsing": {  # a reward that the same completion maximizes for every problem
         "learning_rate": 5e-4,
         "steps_per_generation": 1,
         "reward_funcs": ["benchmarks.broken_on_purpose.ones", "arithmetic_reward"],
@@ -73,7 +72,7 @@ Steps = list[dict[str, float]]
 
 
 def ones(completions: list[str], **kwargs: Any) -> list[float]:
-    """A reward that has nothing to do with the answer: the share of ones."""
+    """A reward unrelated to the answer: the share of ones."""
     return [completion.count("1") / max(len(completion), 1) for completion in completions]
 
 
@@ -85,7 +84,7 @@ def command_line(name: str) -> list[str]:
 
 
 def run() -> None:
-    """Run what is not there."""
+    """Run the cases that have not run yet."""
     from opo_trl.train import main as train
 
     for name in CASES:
@@ -94,7 +93,7 @@ def run() -> None:
 
 
 def collect() -> None:
-    """Keep what the report reads."""
+    """Keep the metrics that the report reads."""
     kept = {}
     for name in CASES:
         lines = (RUNS / name.replace(" ", "_") / "log.jsonl").read_text().splitlines()
@@ -109,13 +108,13 @@ def read() -> dict[str, Steps]:
 
 
 def values(steps: Steps, key: str) -> list[float]:
-    """What was logged of a metric; of those that are 0 on-policy by construction, off-policy only."""
-    reused = key in ("opo/chi2", "opo/conservation_residual", "opo/log_ratio/absmax", "opo/frac_clamped")
-    return [row[key] for row in steps if key in row and (not reused or row["opo/off_policy_steps"] > 0)]
+    """Values of a metric; off-policy steps only, if it is 0 on-policy by construction."""
+    only_off_policy = key in ("opo/chi2", "opo/conservation_residual", "opo/log_ratio/absmax", "opo/frac_clamped")
+    return [row[key] for row in steps if key in row and (not only_off_policy or row["opo/off_policy_steps"] > 0)]
 
 
 def first_watch(steps: Steps) -> str:
-    """Which of the page's watches fires first, and when."""
+    """The first of the page's watches to fire, and its step."""
     block = re.search(r"```yaml\n(watches:.*?)```", PAGE.read_text(), flags=re.DOTALL)
     watches = Watches(yaml.safe_load(block[1])["watches"])
     for step, row in enumerate(steps, 1):
@@ -126,15 +125,11 @@ def first_watch(steps: Steps) -> str:
 
 
 def runs_table(runs: dict[str, Steps]) -> str:
-    """Markdown: the first and the last rollouts, and extremes."""
-
-    def mean(numbers: Iterable[float]) -> float:
-        numbers = list(numbers)
-        return sum(numbers) / max(len(numbers), 1)
+    """Markdown table: first and last rollouts, and extremes."""
 
     def span(steps: Steps, key: str, n: int) -> str:
         series = values(steps, key)
-        return f"{mean(series[:n]):.2g} → {mean(series[-n:]):.2g}"
+        return f"{fmean(series[:n]):.2g} → {fmean(series[-n:]):.2g}"
 
     def extreme(steps: Steps, key: str, which: Any) -> str:
         series = values(steps, key)
@@ -142,7 +137,7 @@ def runs_table(runs: dict[str, Steps]) -> str:
 
     def median_and_largest(steps: Steps, key: str) -> str:
         series = values(steps, key)
-        return f"{statistics.median(series):.3g}, {max(series):.3g}" if series else "–"
+        return f"{median(series):.3g}, {max(series):.3g}" if series else "–"
 
     rows = {
         "`reward`, first and last": lambda steps: span(steps, "reward", 2),
@@ -153,7 +148,7 @@ def runs_table(runs: dict[str, Steps]) -> str:
         "`opo/conservation_residual`, lowest": lambda steps: extreme(steps, "opo/conservation_residual", min),
         "`opo/log_ratio/absmax`, largest": lambda steps: extreme(steps, "opo/log_ratio/absmax", max),
         "`opo/frac_clamped`, largest": lambda steps: extreme(steps, "opo/frac_clamped", max),
-        "`opo/frac_zero_drive`, last 8 steps": lambda steps: f"{mean(values(steps, 'opo/frac_zero_drive')[-8:]):.2g}",
+        "`opo/frac_zero_drive`, last 8 steps": lambda steps: f"{fmean(values(steps, 'opo/frac_zero_drive')[-8:]):.2g}",
         "`completions/clipped_ratio`, largest": lambda steps: extreme(steps, "completions/clipped_ratio", max),
         "first watch to fire, at step": first_watch,
     }
@@ -164,9 +159,9 @@ PANELS = (
     ("problems solved", "rewards/arithmetic_reward/mean", "linear"),
     ("entropy per token (nats)", "entropy", "log"),
     ("gradient norm", "grad_norm", "symlog"),
-    ("χ², reused rollouts", "opo/chi2", "log"),
-    ("conservation residual, reused", "opo/conservation_residual", "linear"),
-    ("completions without a drive", "opo/frac_zero_drive", "linear"),
+    ("χ², off-policy steps", "opo/chi2", "log"),
+    ("conservation residual, off-policy", "opo/conservation_residual", "linear"),
+    ("in zero-variance groups", "opo/frac_zero_drive", "linear"),
 )
 COLORS = ("#000000", "#d55e00", "#e69f00", "#0072b2", "#cc79a7", "#009e73")
 
@@ -175,15 +170,10 @@ def draw(runs: dict[str, Steps], path: Path = FIGURE) -> None:
     """The figure."""
     import matplotlib.pyplot as plt
 
+    from opo_trl.report.figures import STYLE
+
     plt.switch_backend("Agg")
-    with plt.rc_context(
-        {
-            "font.size": 12,  # to be read on a phone
-            "axes.grid": True,
-            "grid.alpha": 0.3,
-            "figure.dpi": 110,
-        }
-    ):
+    with plt.rc_context({**STYLE, "figure.dpi": 110, "font.size": 12}):  # legible on a phone
         figure, axes = plt.subplots(3, 2, figsize=(7.5, 10), layout="constrained", sharex=True)
         for axis, (title, key, scale) in zip(axes.flat, PANELS, strict=True):
             axis.set(title=title, yscale=scale)
@@ -200,7 +190,7 @@ def draw(runs: dict[str, Steps], path: Path = FIGURE) -> None:
 
 
 def write_table(runs: dict[str, Steps]) -> None:
-    """The table, in its place in the page."""
+    """Write the table into the page."""
     PAGE.write_text(fill(PAGE.read_text(), {"runs": runs_table(runs)}))
 
 

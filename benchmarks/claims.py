@@ -1,4 +1,4 @@
-"""The paper's claims beside the same quantities of the collected runs; `evidence.py report` calls this."""
+"""The paper's claims, checked on the collected runs; `evidence.py report` calls this."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ PAPER = {
 
 
 def harder_level(run: Run) -> float:
-    """Sampled accuracy after training on the level that was never trained on, in %."""
+    """Sampled accuracy after training, in %, on the level that was not trained on."""
     return 100 * next(value for name, value in accuracies(run).items() if name.endswith("sampled"))
 
 
@@ -44,7 +44,7 @@ MEASURES: dict[str, Measure] = {
 
 
 def over_steps(points: list[tuple[float, float]], first: float, last: float) -> float:
-    """Mean of the values from one optimizer step to another, both included."""
+    """Mean of the values between two optimizer steps, inclusive."""
     return float(np.mean([value for step, value in points if first <= step <= last]))
 
 
@@ -54,7 +54,7 @@ def early_reward(run: Run) -> float:
 
 
 def norm_kept(run: Run) -> float:
-    """Gradient norm of the last 20 optimizer steps, relative to that of the first 20."""
+    """Gradient norm of the last 20 optimizer steps relative to that of the first 20."""
     norms = series(run, "grad_norm")
     return (final(norms, run) or 0.0) / over_steps(norms, 1, LAST_STEPS)
 
@@ -66,12 +66,12 @@ def write_claims(runs_folder: Path, sweep: dict, target: Path) -> None:
         "# The paper's claims, at small scale",
         "",
         "`python -m benchmarks.evidence report` makes this page from the runs in `benchmarks/evidence/`. The paper",
-        "trains Qwen3-1.7B on MATH; here a model of 0.6 million parameters learns chained arithmetic, so the figures",
-        "themselves are not to be compared, only what they say of the methods. Mean over 5 seeds ± half of the 95 % t",
-        "interval.",
+        "trains Qwen3-1.7B on MATH; here a model of 0.6 million parameters learns chained arithmetic. So compare",
+        "the methods with each other, not the figures with the paper's. Mean over 5 seeds ± half-width of the 95 %",
+        "t interval.",
         "",
-        "A claim is *held* if the 95 % t interval of the difference, paired by seed, lies on the side that it says,",
-        "*not held* if it lies on the other, and *undecided* if it holds 0.",
+        "A claim is *held* if the 95 % t interval of the difference, paired by seed, lies on the claimed side of 0,",
+        "*not held* if it lies on the other side, and *undecided* if it contains 0.",
     ]
     for (name, runs), title in zip(experiments.items(), ("Experiment 1", "Experiment 2"), strict=True):
         lines += ["", f"## {title}", "", *figures(name, runs), "", "| claim | against | here | |", "|---|---|---|---|"]
@@ -81,7 +81,7 @@ def write_claims(runs_folder: Path, sweep: dict, target: Path) -> None:
 
 
 def load(folder: Path) -> Runs:
-    """Runs by method, in the order of their seeds."""
+    """Runs by method, sorted by seed."""
     found = [read_run(path) for path in find_runs(folder)]
     by_method = {method: [run for run in found if run.label == method] for method in METHODS}
     return {method: sorted(runs, key=lambda run: run.seed) for method, runs in by_method.items()}
@@ -94,7 +94,7 @@ def _text(value: Estimate, digits: int = 3) -> str:
 
 
 def figures(experiment: str, runs: Runs) -> list[str]:
-    """The paper's table with ours beside it."""
+    """The paper's table, next to ours."""
     paper = PAPER[experiment]
     names = [name for name in MEASURES if name in paper or name in ("final reward", "harder level, %")]
     lines = ["| | " + " | ".join(method.upper() for method in METHODS) + " |", "|---|" + "---:|" * len(METHODS)]
@@ -117,7 +117,7 @@ def _verdict(difference: Difference) -> str:
 
 
 def higher(text: str, measure: Measure, *, digits: int = 3, others: tuple[str, ...] = METHODS[:3], sign: int = 1):
-    """A claim that a measure is higher for OPO than for others (lower with `sign=-1`)."""
+    """The claim that a measure is higher for OPO than for others (lower with `sign=-1`)."""
 
     def lines(runs: Runs) -> list[str]:
         rows = []
@@ -143,7 +143,7 @@ def not_decaying(runs: Runs) -> list[str]:
         sign = 1 if method == "opo" else -1
         verdict = _verdict(paired_difference([sign * value for value in kept], [sign * 1.0] * len(kept)))
         claim = "OPO's gradient norm does not decay" if method == "opo" else "the others' gradient norm decays"
-        what = f"{_text(estimate(kept), 2)} of its first {LAST_STEPS} steps' in the last {LAST_STEPS}"
+        what = f"last {LAST_STEPS} steps: {_text(estimate(kept), 2)} of the first {LAST_STEPS}"
         rows.append(f"| {claim} | itself ({method.upper()}) | {what} | {verdict} |")
     return rows
 
@@ -183,8 +183,8 @@ CLAIMS: dict[str, list[Callable[[Runs], list[str]]]] = {
 
 def _sweep_lines(sweep: dict) -> list[str]:
     lines = [
-        "Final reward on seed 0, which is not among those above; the recipes have each method's best (**bold**). For",
-        "Experiment 1 these runs have half of its steps.",
+        "Final reward on seed 0, which is not among those above; the recipes use each method's best rate (**bold**).",
+        "For Experiment 1 these runs are half as long.",
     ]
     for experiment, rows in sweep.items():
         rates = list(next(iter(rows.values())))

@@ -1,13 +1,13 @@
 """
 The paper's two experiments at small scale, from learning rates to claims.
 
-    python -m benchmarks.evidence sweep --jobs 2     # learning rates, on a seed of their own; 25 minutes on 2 cores
-    python -m benchmarks.evidence run --jobs 2       # the experiments, 5 seeds × 4 methods; 75 minutes, 2 cores
+    python -m benchmarks.evidence sweep --jobs 2     # learning rates, on a separate seed; 25 minutes on 2 cores
+    python -m benchmarks.evidence run --jobs 2       # the experiments, 5 seeds × 4 methods; 75 minutes on 2 cores
     python -m benchmarks.evidence collect            # runs/evidence → benchmarks/evidence/, without the models
     python -m benchmarks.evidence report             # benchmarks/evidence/ → benchmarks/results/experiment*, claims.md
 
-`run` and `report` are `opo-trl compare` on the recipes of recipes/arithmetic/experiment*, and on the collected runs.
-What is there is not run again.
+`run` and `report` call `opo-trl compare` on the recipes of recipes/arithmetic/experiment*, and on the collected runs.
+Finished runs are not repeated.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 import yaml
+
 from opo_trl.report.measures import final, reward
 from opo_trl.report.runs import find_runs, read_run
 
@@ -31,10 +32,10 @@ KEPT = Path("benchmarks/evidence")
 RESULTS = Path("benchmarks/results")
 
 EXPERIMENTS = ("experiment1", "experiment2")
-# Experiment 2 once more, with DAPO's dynamic sampling for every method: what is left is the objectives' difference.
+# Experiment 2 with DAPO's dynamic sampling for every method: only the objectives differ.
 EQUAL_SAMPLING = "experiment2_equal_sampling"
-# Experiment 2 once more, with OPO in other forms: with a drive that weighs groups as GRPO's advantages do, and with a
-# χ² term that acts.
+# Experiment 2 with other forms of OPO: escort weights scaled per group like GRPO's advantages, and a χ² term strong
+# enough to act.
 FORMS = "experiment2_forms"
 FIELDS_OF_FORMS = {
     "opo_group": ["--drive_scaling", "group"],
@@ -42,7 +43,7 @@ FIELDS_OF_FORMS = {
     "opo_group_mu5": ["--drive_scaling", "group", "--mu", "5"],
 }
 COLLECTED = (*EXPERIMENTS, EQUAL_SAMPLING, FORMS)
-# Report → the collected runs that it compares.
+# Report → the collected runs it compares.
 REPORTS = {
     **{name: [KEPT / name] for name in (*EXPERIMENTS, EQUAL_SAMPLING)},
     FORMS: [KEPT / "experiment2" / "grpo", KEPT / "experiment2" / "opo", KEPT / FORMS],
@@ -51,7 +52,7 @@ METHODS = ("grpo", "gspo", "dapo", "opo")
 SEEDS = (1, 2, 3, 4, 5)
 SWEEP_SEED = 0
 LEARNING_RATES = ("5e-5", "1e-4", "2e-4", "4e-4")
-# For the choice of a learning rate: half of Experiment 1, without the validation that takes no part in it.
+# To choose a learning rate: half of Experiment 1, without validation.
 SWEEP = {
     "experiment1": ["--num_train_epochs", "2"],
     "experiment2": [],
@@ -66,11 +67,11 @@ def recipes(experiment: str) -> list[str]:
 
 def compare(*arguments: str) -> None:
     """`opo-trl compare`."""
-    subprocess.run([sys.executable, "-m", "opo_trl.cli", "compare", *arguments], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-m", "opo_trl.launch.cli", "compare", *arguments], check=True, cwd=ROOT)
 
 
 def sweep(jobs: int) -> None:
-    """Every method at every learning rate; `sweep.json` holds the final rewards, and the recipes the best rates."""
+    """Every method at every learning rate; `sweep.json` has the final rewards, and the recipes the best rates."""
     table: dict[str, dict[str, dict[str, float]]] = {}
     for experiment in EXPERIMENTS:
         table[experiment] = {method: {} for method in METHODS}
@@ -86,12 +87,12 @@ def sweep(jobs: int) -> None:
 
 
 def run(jobs: int) -> None:
-    """Both experiments, and the second one with equal sampling and with other forms of OPO, as far as missing."""
+    """Both experiments, and the second with equal sampling and with other forms of OPO, unless finished."""
     seeds = ["--seeds", *map(str, SEEDS), "--jobs", str(jobs)]
     for experiment in EXPERIMENTS:
         compare(*recipes(experiment), *seeds, "--output", str(RUNS / experiment))
     dapo = ROOT / RUNS / EQUAL_SAMPLING / "runs" / "dapo"
-    if not dapo.exists():  # whose sampling is dynamic anyway
+    if not dapo.exists():  # its sampling is dynamic anyway
         shutil.copytree(ROOT / RUNS / "experiment2" / "runs" / "dapo", dapo)
     rounds = ["--max_sampling_rounds", "4"]
     compare(*recipes("experiment2"), *seeds, "--output", str(RUNS / EQUAL_SAMPLING), *rounds)
@@ -103,7 +104,7 @@ def run(jobs: int) -> None:
 
 
 def collect() -> None:
-    """Keep what a comparison reads of each run; paths become those of the repository, and the platform its name."""
+    """Keep the files that a comparison reads, with paths relative to the repository and only the platform's name."""
     for experiment in COLLECTED:
         shutil.rmtree(ROOT / KEPT / experiment, ignore_errors=True)
         for source in find_runs(ROOT / RUNS / experiment / "runs"):
@@ -116,7 +117,7 @@ def collect() -> None:
 
 
 def report() -> None:
-    """Compare the collected runs, and set them beside the paper's claims."""
+    """Compare the collected runs, and check the paper's claims on them."""
     from .claims import write_claims
 
     for name, folders in REPORTS.items():
@@ -130,13 +131,13 @@ def sweep_table() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def best_rates() -> dict[str, dict[str, float]]:
-    """Of each experiment and method, the learning rate with the highest final reward in the sweep."""
+    """The learning rate with the highest final reward in the sweep, by experiment and method."""
     table = sweep_table()
     return {e: {m: float(max(rates, key=rates.get)) for m, rates in rows.items()} for e, rows in table.items()}
 
 
 def recipe_rates() -> dict[str, dict[str, float]]:
-    """The learning rates that the recipes have."""
+    """The learning rates in the recipes."""
 
     def rate(recipe: str) -> float:
         return float(yaml.safe_load((ROOT / recipe).read_text())["learning_rate"])

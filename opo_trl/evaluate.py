@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
+from scipy.stats import binomtest
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from trl.trainer.utils import strip_images_from_messages
 
@@ -99,7 +100,7 @@ def _interval_over_problems(shares: list[float], mean: float) -> tuple[float, fl
 
 def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
     """
-    Score interval of a proportion (Wilson, 1927), which stays inside [0, 1] and holds its level near both ends.
+    Score interval of a proportion (Wilson, 1927), which stays in [0, 1] and is accurate near both ends.
 
     Args:
         correct (`int`), total (`int`):
@@ -112,12 +113,8 @@ def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple
     """
     if total == 0:
         return 0.0, 1.0
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    share = correct / total
-    center = (share + z**2 / (2 * total)) / (1 + z**2 / total)
-    half = z / (1 + z**2 / total) * (share * (1 - share) / total + z**2 / (4 * total**2)) ** 0.5
-    # At the ends the bound is exactly 0 or 1, which rounding would miss.
-    return 0.0 if correct == 0 else center - half, 1.0 if correct == total else center + half
+    interval = binomtest(correct, total).proportion_ci(confidence, method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def check_placed(trainer: "GRPOTrainer") -> None:

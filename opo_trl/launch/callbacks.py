@@ -1,4 +1,4 @@
-"""What `opo_trl.train` adds to the trainer: a log file, a readable progress bar, the report before, and validation."""
+"""Callbacks of `opo_trl.train`: log file, progress bar, accuracies before training, and validation."""
 
 import time
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class LogFile(TrainerCallback):
 
 
 class ProgressBar(ProgressCallback):
-    """A progress bar that shows what a person watches, in place of a dictionary of fifty metrics per step."""
+    """A progress bar with the four metrics that people watch, instead of a dictionary of fifty per step."""
 
     _shown = (
         ("reward", "reward"),
@@ -58,23 +58,23 @@ class ProgressBar(ProgressCallback):
 
 class ReportBefore(TrainerCallback):
     """
-    Measures what the policy can do before the first step, and writes it into `summary.json`.
+    Measures the base model's accuracies before the first step, and writes them to `summary.json`.
 
-    When training begins and not earlier, since DeepSpeed and FSDP place and shard the model only then. What is in the
-    summary already, of a run that goes on, is not measured again; nor is it when the first step is over.
+    This has to wait until training begins, because DeepSpeed and FSDP only then place and shard the model. A resumed
+    run measures nothing: either the summary has the accuracies, or the first step is over.
 
     Args:
         summary (`dict`):
-            What `summary.json` holds so far, the same on every process; its `before` is filled in here.
+            Content of `summary.json` so far, the same on every process; `before` is filled in here.
         measure (`Callable[[], dict]`):
-            Measures it, on every process.
+            Measures the accuracies; called on every process.
         folder (`Path`):
             Folder of the run.
         show (`Callable[[dict], None]`):
-            Prints what is known.
+            Prints the accuracies, `{}` if they are unknown.
 
     Attributes:
-        seconds (`float`): how long this took.
+        seconds (`float`): time that this took.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class ReportBefore(TrainerCallback):
 
 class Validation(TrainerCallback):
     """
-    Measures the policy's accuracy on held-out problems before the first step and after every `steps`-th.
+    Measures the policy's accuracy on held-out problems before the first step and after every `steps` steps.
 
     The result is logged under `validation/`: `accuracy`, `low` and `high` (95 % Wilson interval) and `unscorable`.
 
     Args:
         trainer ([`RolloutTrainer`]):
-            Trainer whose policy is measured.
+            Trainer of the policy.
         dataset (`datasets.Dataset`):
             The problems.
         steps (`int`):
-            Number of optimizer steps between two validations.
+            Optimizer steps between two validations.
         decoding (`str`):
             `"greedy"` or `"sampled"`.
         folder (`Path`):
@@ -130,13 +130,13 @@ class Validation(TrainerCallback):
         if state.global_step % self.steps == 0:
             should_log = control.should_log
             self._validate(state)
-            control.should_log = should_log  # whoever logs takes the flag down, and the step's own log is to come
+            control.should_log = should_log  # logging clears the flag, and the step's own entry is still to come
 
     def _validate(self, state):
         result = evaluate(self.trainer, self.dataset, decoding=self.decoding, seed=state.global_step)
         summary = result.summary()
         metrics = {f"validation/{name}": summary[name] for name in ("accuracy", "low", "high", "unscorable")}
-        # Trainer's own log: TRL's would flush the training metrics of a logging interval that is not over.
+        # Not TRL's `log`, which would flush the training metrics of an unfinished logging interval.
         Trainer.log(self.trainer, metrics)
         if state.is_world_process_zero:
             append_lines(self.folder / COMPLETIONS, self._lines(result, state.global_step))

@@ -1,11 +1,11 @@
 """
-Run methods side by side over seeds, and write one report of them.
+Run methods over seeds, and write a report that compares them.
 
     opo-trl compare recipes/arithmetic/*.yaml --seeds 1 2 3 --output runs/comparison [--jobs 2] [--field value …]
     opo-trl compare runs/a runs/b --output runs/comparison
 
-A recipe `R.yaml` runs into `OUTPUT/runs/R/seed-N`, unless a finished run is there; any further `--field value` goes to
-every `opo-trl train`. A folder is a finished run, or holds some. `docs/comparing.md` says what is computed.
+A recipe `R.yaml` runs in `OUTPUT/runs/R/seed-N`, unless that holds a finished run; any further `--field value` is
+passed to every `opo-trl train`. A folder is a finished run, or contains some. What is computed: `docs/comparing.md`.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
             Command line after `opo-trl compare`.
 
     Returns:
-        `int`: exit status: 1 when a run failed, 2 for what cannot be compared or run.
+        `int`: exit status: 1 if a run failed, 2 if something cannot be run or compared.
     """
     parser = _make_parser()
     arguments, fields = parser.parse_known_args(argv)
@@ -39,19 +39,19 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         return refuse(parser.prog, error, debug=arguments.debug)
     except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted. The same command goes on.", file=sys.stderr)
+        print(f"{parser.prog}: interrupted. To resume, repeat the command.", file=sys.stderr)
         return 130
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="opo-trl compare",
-        description="Run what is missing, and report on all. Any further --field value goes to every run.",
+        description="Run what is missing, and report on all. Any further --field value is passed to every run.",
         allow_abbrev=False,  # a prefix of an option may be a field of a run
     )
     parser.add_argument("inputs", nargs="+", type=Path, help="recipes (*.yaml), and folders of finished runs")
     parser.add_argument("--seeds", nargs="+", type=int, default=[], help="seeds to run each recipe with")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the report, and of the recipes' runs")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the report, and for the recipes' runs")
     parser.add_argument("--jobs", type=int, default=1, help="how many runs at once (default: 1)")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--baseline", help="method to compare with (default: grpo, or the first one)")
@@ -62,7 +62,7 @@ def _compare(arguments: argparse.Namespace, fields: list[str]) -> int:
     try:
         from ..report.comparison_report import write_report
     except ImportError as error:
-        raise ValueError(f"{error}. A report needs the figures: `pip install 'opo_trl[figures]'`.") from error
+        raise ValueError(f"{error}. A report needs matplotlib: `pip install 'opo_trl[figures]'`.") from error
 
     jobs = plan(arguments, fields)
     own = [read_run(folder) for path in arguments.inputs if path.is_dir() for folder in find_runs(path)]
@@ -70,7 +70,7 @@ def _compare(arguments: argparse.Namespace, fields: list[str]) -> int:
     failed = run_missing(jobs, arguments.jobs, {run.name: run.settings for run in own})
     if failed:
         print(*map(failure, failed), sep="\n\n", file=sys.stderr)
-        print(f"\n{len(failed)} of {len(jobs)} runs failed. The same command goes on with them.", file=sys.stderr)
+        print(f"\n{len(failed)} of {len(jobs)} runs failed. To resume them, repeat the command.", file=sys.stderr)
         return 1
     runs = [*own, *(read_run(job.folder) for job in jobs)]
     _check(runs)
@@ -86,10 +86,10 @@ def _check(runs: Sequence[Run]) -> None:
 
 def order(runs: Sequence[Run], baseline: str | None) -> dict[str, list[Run]]:
     """
-    The runs of each method: the baseline first, then by name.
+    The runs of each method: the baseline first, the others sorted by name.
 
     Raises:
-        `ValueError`: no run belongs to the baseline that was asked for.
+        `ValueError`: no run belongs to the requested baseline.
     """
     methods = by_label(runs)
     if baseline is None:
@@ -100,7 +100,7 @@ def order(runs: Sequence[Run], baseline: str | None) -> dict[str, list[Run]]:
 
 
 def command(arguments: argparse.Namespace, fields: Sequence[str]) -> str:
-    """The command that makes the report again, without what differs from machine to machine."""
+    """The command that reproduces the report, without paths of this machine."""
     parts = ["opo-trl", "compare", *map(str, arguments.inputs)]
     if arguments.seeds:
         parts += ["--seeds", *map(str, arguments.seeds)]
@@ -112,10 +112,10 @@ def command(arguments: argparse.Namespace, fields: Sequence[str]) -> str:
 
 def plan(arguments: argparse.Namespace, fields: list[str]) -> list[Job]:
     """
-    The runs that the recipes ask for, seed by seed, so that every method comes early.
+    The runs of the recipes, seed by seed, so that every method has results early.
 
     Raises:
-        `ValueError`: the arguments do not go together, or a run of other settings is where one would be written.
+        `ValueError`: the arguments contradict each other, or a run with other settings is in the way.
     """
     recipes = [path for path in arguments.inputs if not path.is_dir()]
     _check_arguments(arguments, recipes, fields)
@@ -144,10 +144,10 @@ def _check_arguments(arguments: argparse.Namespace, recipes: list[Path], fields:
     stems = [path.stem for path in recipes]
     for stem in stems:
         if stems.count(stem) > 1:
-            raise ValueError(f"Several recipes are called {stem!r}, which names the method. Rename one of them.")
+            raise ValueError(f"Several recipes are named {stem!r}, which is the method's name. Rename one of them.")
     for name in overrides(fields):
         if name in OWN_FIELDS:
-            raise ValueError(f"--{name} is set for each run by this program. Remove it.")
+            raise ValueError(f"--{name} is set by this command for each run. Remove it.")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
-"""What a bug report needs to say about the machine; `opo-trl env` prints it."""
+"""What a bug report needs; `opo-trl env` prints it."""
 
+import io
 import os
+from contextlib import redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
 
-import torch
+from trl.scripts.env import print_env
 
-from ..report.run_folder import environment
+from .. import __version__
+from ..report.run_folder import git_commit
 
 
-# Set on purpose or by a launcher, and no secrets.
+# Set on purpose or by a launcher, and not secret.
 _SHOWN = (
     "ACCELERATE_MIXED_PRECISION",
     "CUDA_HOME",
@@ -20,38 +25,22 @@ _SHOWN = (
     "TOKENIZERS_PARALLELISM",
     "WORLD_SIZE",
 )
-# May hold tokens, paths or addresses: named, without their values.
+# May contain tokens, paths or addresses: named, without values.
 _NAMED = ("ACCELERATE_", "FSDP_", "HF_", "NCCL_", "TORCH_", "TRACKIO_", "TRANSFORMERS_", "TRL_", "VLLM_", "WANDB_")
 
 
 def describe() -> str:
-    """Versions, devices and environment variables, as Markdown to paste; no value of a variable that may be secret."""
-    found = environment()
-    packages = found["packages"]
-    build = (
-        f"CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else f"ROCm {torch.version.hip}"
-        if torch.version.hip
-        else "CPU"
-    )
+    """`trl env`, with this package's version and commit, and the environment variables that matter, as Markdown."""
+    with redirect_stdout(io.StringIO()) as printed:
+        print_env()
     shown = [f"{name}={os.environ[name]}" for name in _SHOWN if name in os.environ]
     named = sorted(name for name in os.environ if name.startswith(_NAMED) and name not in _SHOWN)
-    lines = {
-        "opo_trl": f"{packages.pop('opo_trl')}, commit {found['git_commit'] or 'unknown'}",
-        "Python": f"{found['python']}, {found['platform']}",
-        "torch": f"built for {build}",
-        "devices": "; ".join(_devices()),
-        "packages": ", ".join(f"{name} {number}" for name, number in packages.items() if number),
-        "not installed": ", ".join(name for name, number in packages.items() if not number) or "–",
-        "variables": ", ".join(shown) or "–",
-        "variables set, values left out": ", ".join(named) or "–",
-    }
-    return "\n".join(f"- **{name}**: {text}" for name, text in lines.items())
-
-
-def _devices() -> list[str]:
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    host = f"{os.cpu_count()} CPU cores with {memory / 2**30:.1f} GiB"
-    return [*(f"{gpu.name} with {gpu.total_memory / 2**30:.1f} GiB" for gpu in gpus), host]
+    return "\n".join(
+        [
+            f"- OPO version: {__version__}, commit {git_commit(Path(__file__).parent) or 'unknown'}",
+            *(line for line in printed.getvalue().splitlines() if line.lstrip().startswith("- ")),
+            f"- Math-Verify version: {version('math-verify')}",
+            f"- environment variables: {', '.join(shown) or 'none'}",
+            f"- environment variables set, values hidden: {', '.join(named) or 'none'}",
+        ]
+    )

@@ -1,4 +1,4 @@
-"""The runs that recipes ask for: which of them are missing, and running those, a process each."""
+"""The runs of a comparison: which are missing, and running each of those in a process."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ from ..report.run_folder import LOG, RECIPE, is_run
 from ..report.runs import Settings, check_comparable, is_finished, read_settings
 
 
-# Fields of a run that are set here, and those that say nothing about what is trained.
+# Fields of a run that are set here, and those that do not affect training.
 OWN_FIELDS = ("config", "output_dir", "seed", "disable_tqdm", "resume_from_checkpoint")
 _IMMATERIAL = (*OWN_FIELDS, "overwrite", "report_to", "env")
 
@@ -31,15 +31,15 @@ _QUOTED_LINES = 12
 @dataclass(frozen=True)
 class Job:
     """
-    A run that a recipe asks for.
+    A run of a recipe.
 
     Args:
         recipe (`Path`), seed (`int`):
-            What to run.
+            Recipe and seed.
         folder (`Path`):
-            Where.
+            Folder of the run.
         fields (`tuple[str, ...]`):
-            Further `--field value` of the command line.
+            Further `--field value` from the command line.
     """
 
     recipe: Path
@@ -54,7 +54,7 @@ class Job:
 
     @property
     def output(self) -> Path:
-        """File that the run's output goes to."""
+        """File for the run's output."""
         return self.folder.parent / f"{self.folder.name}.txt"
 
     @property
@@ -67,10 +67,10 @@ class Job:
 
 def overrides(fields: Sequence[str]) -> dict[str, Any]:
     """
-    Field → value or values of `--field value …` and `--field=value`.
+    Field → value or values, from `--field value …` and `--field=value`.
 
     Raises:
-        `ValueError`: a value without a field.
+        `ValueError`: a value has no field.
     """
     values: dict[str, list[str]] = {}
     for item in fields:
@@ -81,54 +81,54 @@ def overrides(fields: Sequence[str]) -> dict[str, Any]:
         elif values:
             values[name].append(item)
         else:
-            raise ValueError(f"{item!r} is neither a field nor a value of one. Write `--field value`.")
+            raise ValueError(f"{item!r} is neither a field nor the value of one. Write `--field value`.")
     return {name: given[0] if len(given) == 1 else given or True for name, given in values.items()}
 
 
 def check_earlier_run(job: Job) -> None:
     """
-    Make sure that a run which is finished, or would go on from a checkpoint, is the one that is asked for.
+    Check that a finished run, or one that would resume from a checkpoint, has the requested settings.
 
     Raises:
-        `ValueError`: it is not; the message names the fields.
+        `ValueError`: settings differ; the message lists them.
     """
     if not is_run(job.folder) or not (is_finished(job.folder) or any(job.folder.glob("checkpoint-*"))):
         return
     asked = {**read_yaml(job.recipe), **overrides(job.fields)}
     earlier = read_yaml(job.folder / RECIPE)
     lines = [
-        f"  {name}: {earlier.get(name, 'not set')} there, {asked.get(name, 'not set')} asked for"
+        f"  {name}: {earlier.get(name, 'not set')} there, {asked.get(name, 'not set')} requested"
         for name in sorted((asked.keys() | earlier.keys()) - set(_IMMATERIAL))
         if not agree(asked.get(name), earlier.get(name))
     ]
     if lines:
         listed = "\n".join(lines)
         raise ValueError(
-            f"The run in {str(job.folder)!r} is not the one of {str(job.recipe)!r}:\n{listed}\n"
+            f"The run in {str(job.folder)!r} differs from {str(job.recipe)!r}:\n{listed}\n"
             "Choose another --output, or delete that run."
         )
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """
-    Read a recipe, as written.
+    Read a recipe as written.
 
     Raises:
-        `ValueError`: it is no `field: value` lines.
+        `ValueError`: it does not consist of `field: value` lines.
     """
     try:
         content = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"{str(path)!r} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{str(path)!r} holds no `field: value` lines. Pass a recipe.")
+        raise ValueError(f"{str(path)!r} contains no `field: value` lines. Pass a recipe.")
     return content
 
 
 def agree(asked: Any, resolved: Any) -> bool:
-    """Whether a value as typed in a recipe or on a command line is the one that a run has resolved it to."""
+    """Whether a value from a recipe or a command line equals the one that a run has resolved it to."""
     asked, resolved = _typed(asked), _typed(resolved)
-    if isinstance(asked, Mapping) and isinstance(resolved, Mapping):  # resolved with its defaults
+    if isinstance(asked, Mapping) and isinstance(resolved, Mapping):  # resolved: with defaults
         return all(agree(value, resolved.get(key)) for key, value in asked.items())
     if isinstance(resolved, list) and not isinstance(asked, list):
         asked = [asked]
@@ -143,7 +143,7 @@ def _typed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return float(value)  # YAML takes 1e-3 for a string
+        return float(value)  # YAML reads 1e-3 as a string
     except ValueError:
         pass
     try:
@@ -154,21 +154,21 @@ def _typed(value: Any) -> Any:
 
 def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings]) -> list[Job]:
     """
-    Run those that are not finished, each in a process of its own, under one progress bar.
+    Run the unfinished jobs, each in its own process, under one progress bar.
 
     Args:
         jobs (`Sequence[Job]`):
-            All runs that are asked for.
+            All requested runs.
         at_once (`int`):
             How many may run at the same time.
         others (`Mapping[str, Mapping]`):
-            Settings of the finished runs that they will be compared with, by name.
+            Settings of the finished runs to compare with, by name.
 
     Returns:
         `list[Job]`: those that failed.
 
     Raises:
-        `ValueError`: a run turns out not to be comparable with the others, or is being run by somebody else.
+        `ValueError`: a run is not comparable with the others, or another process is running it.
     """
     waiting = [job for job in jobs if not is_finished(job.folder)]
     if not waiting:
@@ -187,21 +187,21 @@ def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings
             failed += [job for job in ended if running.pop(job).returncode or not is_finished(job.folder)]
             bar.update(len(ended))
             bar.set_postfix_str("; ".join(map(_progress, running)), refresh=sys.stderr.isatty())
-            if ended:  # hours before the last run ends
+            if ended:  # possibly hours before the last run ends
                 check_comparable({**others, **_begun(jobs)})
     return failed
 
 
 @contextmanager
 def _processes() -> Iterator[dict[Job, subprocess.Popen]]:
-    """Processes that end when this one leaves the block or is told to end."""
+    """Processes that are ended when this one leaves the block or receives a signal to end."""
     running: dict[Job, subprocess.Popen] = {}
     handlers = {number: signal.signal(number, signal.default_int_handler) for number in _ENDING_SIGNALS}
     try:
         yield running
     finally:
         for process in running.values():
-            os.killpg(process.pid, signal.SIGTERM)  # with what the launcher has started
+            os.killpg(process.pid, signal.SIGTERM)  # including what the launcher has started
         for process in running.values():
             process.wait()
         for number, handler in handlers.items():
@@ -212,7 +212,7 @@ def _start(job: Job) -> subprocess.Popen:
     job.output.parent.mkdir(parents=True, exist_ok=True)
     with job.output.open("a") as output:
         try:
-            # The run's processes hold the lock as long as one of them has the file, whatever becomes of this one.
+            # The run's processes inherit the lock: it lasts as long as any of them, even if this process is killed.
             fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
@@ -225,7 +225,7 @@ def _start(job: Job) -> subprocess.Popen:
 
 
 def _progress(job: Job) -> str:
-    """Name of a run, with the last step that it has logged."""
+    """Name of a run, and how many steps it has logged."""
     log = job.folder / LOG
     steps = log.read_bytes().count(b'"grad_norm"') if log.exists() else 0
     return f"{job.name}: {steps} steps" if steps else job.name
@@ -237,7 +237,7 @@ def _begun(jobs: Sequence[Job]) -> dict[str, Settings]:
 
 
 def failure(job: Job) -> str:
-    """What to say about a run that has failed: where its output is, and how that ends."""
+    """Message about a failed run: where its output is, and the end of it."""
     lines = [line for line in job.output.read_text(errors="replace").splitlines() if line.strip()]
     quoted = "\n".join(f"    {line}" for line in lines[-_QUOTED_LINES:])
     return f"{job.name} failed. The end of {job.output}:\n{quoted}"

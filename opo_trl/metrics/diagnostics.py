@@ -1,8 +1,8 @@
 """
-The diagnostics of a run: what is healthy, what it means not to be, and what to try then.
+The diagnostics of a run: the bounds of what is healthy, what it means to be beyond one, and what to try.
 
-One table. The bounds tell a run that learns from runs that were broken on purpose; none is a law. Bounds and sentences
-refer to facts of a metric, the attributes of [`verdicts.Facts`].
+The bounds separate runs that learn from runs that were broken on purpose; none is a law. Bounds and sentences refer to
+facts about a metric: the attributes of [`verdicts.Facts`].
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bound:
-    """A limit, what the run is like beyond it (with facts in braces), and what to try."""
+    """A limit, what a run beyond it looks like (with facts in braces), and what to try."""
 
     limit: float
     says: str
@@ -26,17 +26,17 @@ class Diagnostic:
 
     Args:
         name (`str`):
-            What is judged, as the beginning of a sentence.
+            What is judged: the subject of the sentence.
         metrics (`tuple[str, ...]`):
-            Metrics of the log, the first of which that was logged is read.
+            Metrics of the log; the first one that was logged is read.
         fact (`str`):
-            Name of the fact that is held against the bounds.
+            Name of the fact that is compared with the bounds.
         says (`str`):
             Rest of the sentence within the bounds, with facts in braces.
         low ([`Bound`], *optional*), high ([`Bound`], *optional*):
-            The bounds; the fact may be as small or large as they are.
-        reused (`bool`, *optional*, defaults to `False`):
-            Whether only optimizer steps on reused rollouts count: in a rollout's first the policy is its anchor.
+            The bounds, both inclusive.
+        off_policy (`bool`, *optional*, defaults to `False`):
+            Whether only off-policy steps count: in the first step of a rollout the policy is the behaviour policy.
     """
 
     name: str
@@ -45,16 +45,16 @@ class Diagnostic:
     says: str
     low: Bound | None = None
     high: Bound | None = None
-    reused: bool = False
+    off_policy: bool = False
 
 
 def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
-    """The table, for a run of these settings."""
+    """The table for a run with these settings."""
     group = settings.get("num_generations") or 8
     radius = settings.get("chi2_radius") or 0.7
-    slower = "Lower `learning_rate`, or let a rollout serve fewer optimizer steps (`steps_per_generation`)."
-    tighter = f"Raise `mu`, or set `chi2_radius`, so that the policy stays near its anchor. {slower}"
-    failed = "Mend the reward function; the warnings of the run say what failed."
+    slower = "Lower `learning_rate`, or use a rollout for fewer optimizer steps (`steps_per_generation`)."
+    tighter = f"Raise `mu`, or set `chi2_radius`, to keep the policy near the behaviour policy. {slower}"
+    failed = "Fix the reward function; the run's warnings say what failed."
     return [
         Diagnostic(
             "Reward",
@@ -63,22 +63,23 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
             "rose from {first:.3g} to {last:.3g} (linear trend {change:+.2g} ± {margin:.2g})",
             low=Bound(
                 1,
-                "went from {first:.3g} to {last:.3g} (linear trend {change:+.2g} ± {margin:.2g}): no rise that can be "
-                "told from noise",
-                "See first whether groups have a spread of rewards and completions end in time. If so, train longer, "
-                "with more prompts per rollout (less noise) or a higher `learning_rate`; lower it if the reward fell.",
+                "went from {first:.3g} to {last:.3g} (linear trend {change:+.2g} ± {margin:.2g}): no rise beyond the "
+                "noise",
+                "First check the zero-variance groups and the truncated completions. If both are healthy, train "
+                "longer, with more prompts per rollout (less noise) or a higher `learning_rate`; lower it if the "
+                "reward fell.",
             ),
         ),
         Diagnostic(
-            "Groups without a spread of rewards",
+            "Zero-variance groups",
             ("opo/frac_zero_drive", "frac_reward_zero_std"),
             "last",
             "held {last:.0%} of completions at the end",
             high=Bound(
                 0.9,
-                "held {last:.0%} of completions at the end, which teach nothing",
-                "Where the reward is high, the problems are solved: take harder ones (`levels`). Where it is low, "
-                "take easier ones, or more completions per prompt (`num_generations`). `max_sampling_rounds` replaces "
+                "held {last:.0%} of completions at the end, which carry no learning signal",
+                "If rewards are high, the problems are solved: use harder ones (`levels`). If they are low, use "
+                "easier ones, or more completions per prompt (`num_generations`). `max_sampling_rounds` replaces "
                 "such groups.",
             ),
         ),
@@ -100,11 +101,11 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
             "went from {first:.2g} to {last:.2g} nats",
             low=Bound(
                 0.1,
-                "fell from {first:.2g} to {last:.2g} nats: the policy hardly explores any more",
+                "fell from {first:.2g} to {last:.2g} nats: the policy barely explores",
                 "If validation rises, this is learning. If not, the policy collapses: lower `learning_rate`, set "
-                "`entropy_coef` or `beta`, and look at the completions for a trick that earns reward.",
+                "`entropy_coef` or `beta`, and check the completions for a trick that earns reward.",
             ),
-            high=Bound(3, "rose from {first:.2g} to {last:.2g} nats: the policy gets lost", slower),
+            high=Bound(3, "rose from {first:.2g} to {last:.2g} nats: the policy becomes random", slower),
         ),
         Diagnostic(
             "Gradient norm",
@@ -114,21 +115,22 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
             low=Bound(
                 0.01,
                 "vanished, from {first:.3g} to {last:.3g}",
-                "See groups without a spread of rewards: no completion has anything left to say.",
+                "Check the zero-variance groups: no completion carries a learning signal any more.",
             ),
             high=Bound(10, "grew from {first:.3g} to {last:.3g}", slower),
         ),
         Diagnostic(
-            "Gradient norm on reused rollouts",
+            "Gradient norm of off-policy steps",
             ("grad_norm",),
-            "over_fresh",
-            "was {over_fresh:.2g} times that on fresh ones",
+            "over_on_policy",
+            "was {over_on_policy:.2g} times that of on-policy steps",
             high=Bound(
                 10,
-                "was {over_fresh:.0f} times that on fresh ones: every step pulls back to the anchor and overshoots",
+                "was {over_on_policy:.0f} times that of on-policy steps: every step pulls back to the behaviour "
+                "policy and overshoots",
                 "Lower `mu`, or `learning_rate`.",
             ),
-            reused=True,
+            off_policy=True,
         ),
         Diagnostic(
             "Escort effective sample size",
@@ -137,32 +139,36 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
             f"stayed at {{median:.1f}} of {group}",
             low=Bound(
                 min(2.0, 0.6 * group),
-                f"was {{median:.1f}} of {group}: one completion of a group has nearly all the weight",
-                "Raise `alpha` or `escort_temperature`, or leave `anchor_correction` at 'absorbed'.",
+                f"was {{median:.1f}} of {group}: one completion has nearly all the weight of its group",
+                "Raise `alpha` or `escort_temperature`, or keep `anchor_correction: absorbed`.",
             ),
         ),
         Diagnostic(
-            "χ² to the anchor on reused rollouts",
+            "χ² to the behaviour policy in off-policy steps",
             ("opo/chi2",),
             "median",
             f"was {{median:.2g}}, with a bound of {radius:g}",
-            high=Bound(radius, f"was {{median:.2g}}, above its bound of {radius:g}: the policy runs away", tighter),
-            reused=True,
+            high=Bound(radius, f"was {{median:.2g}}, above its bound of {radius:g}: the policy drifts off", tighter),
+            off_policy=True,
         ),
         Diagnostic(
             "Probability kept by the completions trained on",
             ("opo/conservation_residual",),
             "median",
-            "changed by {median:+z.0%} on reused rollouts",
-            low=Bound(-0.5, "changed by {median:+z.0%} on reused rollouts: the policy has left its anchor", tighter),
-            reused=True,
+            "changed by {median:+z.0%} in off-policy steps",
+            low=Bound(
+                -0.5,
+                "changed by {median:+z.0%} in off-policy steps: the policy is far from the behaviour policy",
+                tighter,
+            ),
+            off_policy=True,
         ),
         Diagnostic(
             "Completions at the clamp of the log-ratio",
             ("opo/frac_clamped",),
             "most",
             "were {most:.0%} at most",
-            high=Bound(0.1, "were {most:.0%} at most: there the gradient is cut off", tighter),
+            high=Bound(0.1, "were {most:.0%} at most: the clamp cuts off their gradient", tighter),
         ),
         Diagnostic(
             "Masked completions",
@@ -171,26 +177,26 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
             "were {mean:.0%}",
             high=Bound(
                 0.2,
-                "were {mean:.0%}: they take no part in training",
-                "They are truncated (`mask_truncated_completions`), unscorable, too far off-policy "
-                "(`off_policy_mask_threshold`), or vLLM and the trainer disagree about them "
+                "were {mean:.0%}, which are excluded from training",
+                "They are truncated (`mask_truncated_completions`), unscored, too far off-policy "
+                "(`off_policy_mask_threshold`), or vLLM and the trainer disagree about their probabilities "
                 "(`vllm_importance_sampling_mode`).",
             ),
         ),
         Diagnostic(
-            "Skipped optimizer steps",
+            "Optimizer steps skipped for a non-finite gradient",
             ("opo/skipped_steps",),
             "most",
             "were {most:.0f}",
             high=Bound(
                 0,
-                "were {most:.0f}: their gradient was not finite",
-                "Look at the rows in `skipped_step_*.pt`. Often bfloat16 in place of float16, or a lower "
+                "were {most:.0f}",
+                "Look at the samples in `skipped_step_*.pt`. Often bfloat16 instead of float16, or a lower "
                 "`learning_rate`, helps.",
             ),
         ),
         Diagnostic(
-            "Completions that ran out of time while being scored",
+            "Completions whose scoring timed out",
             ("reward/timeouts",),
             "share",
             "were {total:.0f} ({share:.1%})",
@@ -199,7 +205,7 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
             ),
         ),
         Diagnostic(
-            "Completions on which scoring failed",
+            "Completions whose scoring failed",
             ("reward/errors",),
             "share",
             "were {total:.0f} ({share:.1%})",

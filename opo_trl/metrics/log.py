@@ -1,19 +1,34 @@
-"""Values of a log's entries."""
+"""Reading the entries of a log."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
-def number(entry: Mapping[str, Any], name: str) -> float:
-    """A value of a log entry; NaN where it is missing, no number, or `None`, which TRL logs where all were NaN."""
+Entry = Mapping[str, Any]
+Points = list[tuple[float, float]]  # optimizer step and value
+
+
+def number(entry: Entry, name: str) -> float:
+    """A value of a log entry; NaN if it is missing, not a number, or `None`, which TRL logs if all values were NaN."""
     try:
         return float(entry.get(name, math.nan))
     except (TypeError, ValueError):
         return math.nan
 
 
-def validations(log: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The entries of a log that have an accuracy on the validation problems, with its interval."""
+def off_policy(entry: Entry) -> bool:
+    """Whether the policy had moved since its rollout; until then χ² and similar metrics are 0 by construction."""
+    return number(entry, "opo/off_policy_steps") > 0
+
+
+def finite(log: Sequence[Entry], name: str, chosen: Callable[[Entry], bool] = lambda entry: True) -> Points:
+    """Optimizer step and value of a metric, in the chosen entries that have a finite number for it."""
+    found = [(entry["step"], number(entry, name)) for entry in log if chosen(entry)]
+    return [(step, value) for step, value in found if math.isfinite(value)]
+
+
+def validations(log: Sequence[Entry]) -> list[Entry]:
+    """The entries that have an accuracy on the validation problems, with its interval."""
     names = ("accuracy", "low", "high")
     return [row for row in log if all(math.isfinite(number(row, f"validation/{name}")) for name in names)]

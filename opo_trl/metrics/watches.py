@@ -1,4 +1,4 @@
-"""Watches: bounds on what is logged, which warn or end a run."""
+"""Watches: bounds on logged metrics that warn, or end a run."""
 
 import difflib
 import math
@@ -18,9 +18,9 @@ from .log import number
 
 logger = get_logger(__name__)
 
-# A single entry is noise; some metrics, as opo/chi2, are 0 in the first optimizer step of each rollout.
+# A single entry is noise; and some metrics, such as opo/chi2, are 0 in the first optimizer step of each rollout.
 _ENTRIES_BEYOND, _ENTRIES = 3, 10
-# A metric that is not in the first entries is misspelt.
+# A metric that the first entries lack is misspelt.
 _ENTRIES_WITHOUT = 10
 
 _WATCH = re.compile(r"(?P<action>warn|stop) if (?P<metric>\S+) (?P<side>[<>]) (?P<bound>\S+)")
@@ -33,12 +33,13 @@ class Watch:
     A bound on a metric of the log.
 
     Args:
-        text (`str`): `"warn if METRIC < NUMBER"`; or `stop` for `warn`, and `>` for `<`.
+        text (`str`): `"warn if METRIC < NUMBER"`, or with `stop` for `warn`, or `>` for `<`.
 
     Attributes:
-        recent (`deque[bool]`): which of the last entries that have a number for the metric were beyond the bound.
-        fired (`bool`): whether they were too many, once, since the last time that none was.
-        without (`int`): entries that did not have the metric, while none has had it; −1 from the first that has it.
+        recent (`deque[bool]`): for each of the last entries with a number for the metric, whether it was beyond the
+            bound.
+        fired (`bool`): whether the watch has fired since it last saw no recent entry beyond the bound.
+        without (`int`): entries without the metric so far; −1 once an entry has had it.
 
     Raises:
         `ValueError`: the text is not of this form.
@@ -56,12 +57,12 @@ class Watch:
             self.bound, self.beyond = float(found["bound"]), _SIDES[found["side"]]
         except (TypeError, ValueError):
             raise ValueError(
-                f"watches holds {self.text!r}, which is no watch. Write it as 'warn if entropy < 0.1' or "
+                f"watches contains {self.text!r}, which is not a watch. Write it as 'warn if entropy < 0.1' or "
                 "'stop if opo/chi2 > 2', with any metric of the log."
             ) from None
 
     def fires(self, entry: Mapping[str, Any]) -> bool:
-        """Whether with this entry of the log, the next one, too many of the last ones are beyond the bound."""
+        """Take in the next entry of the log; returns whether too many recent ones are now beyond the bound."""
         value = number(entry, self.metric)
         if math.isnan(value):  # nothing to compare
             return False
@@ -71,11 +72,11 @@ class Watch:
         return fires
 
     def state(self) -> dict[str, Any]:
-        """What [`~Watch.restore`] takes, as JSON keeps it."""
+        """State for [`~Watch.restore`], as JSON."""
         return {"recent": list(self.recent), "fired": self.fired, "without": self.without}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of [`~Watch.state`]."""
+        """Resume from a state of [`~Watch.state`]."""
         self.recent.clear()
         self.recent.extend(state["recent"])
         self.fired, self.without = state["fired"], state["without"]
@@ -83,7 +84,7 @@ class Watch:
 
 class Watches(TrainerCallback):
     """
-    Warn, or end the run with a checkpoint, where a metric is beyond its bound in three of ten entries of the log.
+    Warn, or end the run with a checkpoint, when a metric is beyond its bound in three of ten entries of the log.
 
     Args:
         watches (`list[str]`): see [`Watch`].
@@ -97,14 +98,14 @@ class Watches(TrainerCallback):
         for watch in fired:
             value = number(logs, watch.metric)
             logger.warning(
-                f"Watch '{watch.text}': {watch.metric} was {value:.4g} in step {state.global_step}, and "
-                f"beyond the bound in {_ENTRIES_BEYOND} of the last {len(watch.recent)} entries of the log."
+                f"Watch '{watch.text}': {watch.metric} was {value:.4g} in step {state.global_step}, and beyond its "
+                f"bound in {_ENTRIES_BEYOND} of the last {len(watch.recent)} entries of the log."
             )
-        # Some metrics are measured on each process by itself.
+        # Processes must agree to stop, and some metrics differ between them.
         if any(watch.stops for watch in self.watches) and any(gather_object([any(watch.stops for watch in fired)])):
             logger.warning(f"The run ends at step {state.global_step}, with a checkpoint.")
             control.should_training_stop = control.should_save = True
-            # The run that goes on from this checkpoint is to be guarded as well.
+            # A run resumed from this checkpoint must be guarded, too.
             for watch in self.watches:
                 if watch.stops:
                     watch.recent.clear()

@@ -1,4 +1,4 @@
-"""The report of a comparison: one HTML file that needs no other, the same in Markdown, and the figures beside them."""
+"""The report of a comparison: a self-contained HTML file, the same in Markdown, and the figures."""
 
 import math
 from collections.abc import Sequence
@@ -13,24 +13,22 @@ from .runs import what_differs
 
 
 NOTHING = "–"
-
-# What the summary in words speaks of.
-_HEADLINES = ("final reward", "validation accuracy")
+_HEADLINES = ("final reward", "validation accuracy")  # of the summary
 
 
 def write_report(comparison: Comparison, output: Path, command: str) -> list[Path]:
     """
     Write `report.html`, `report.md` and `figures/`.
 
-    The same runs give the same bytes: there is no date, no path and no order of chance in them.
+    The same runs give the same bytes: no date, no path, no random order.
 
     Args:
         comparison ([`Comparison`]):
-            What was measured.
+            The measures.
         output (`Path`):
             Folder to write into.
         command (`str`):
-            Command that makes the report again.
+            Command that reproduces the report.
 
     Returns:
         `list[Path]`: the two files.
@@ -44,15 +42,15 @@ def write_report(comparison: Comparison, output: Path, command: str) -> list[Pat
 
 
 def describe(comparison: Comparison) -> dict[str, Any]:
-    """Everything that a report says, as text."""
+    """The content of a report, as text."""
     tables = comparison.tables()
     target = comparison.target
     return {
         "methods": list(comparison.methods),
         "baseline": comparison.baseline,
         "summary": [_sentence(comparison, label) for label in comparison.methods],
-        "tables": [_estimates(comparison, table.title, table.measures) for table in tables],
-        "differences": [_differences(comparison, table.title, table.measures) for table in tables],
+        "tables": [_estimates(comparison, *table) for table in tables.items()],
+        "differences": [_differences(comparison, *table) for table in tables.items()],
         "unpaired": [label for label in comparison.methods if not comparison.pairs(label)],
         "target": f"{target:.3f}" if math.isfinite(target) else None,
         "share": f"{SHARE:.0%}".replace("%", " %"),
@@ -62,13 +60,13 @@ def describe(comparison: Comparison) -> dict[str, Any]:
             "head": ["setting", *comparison.methods],
             "rows": [[name, *values] for name, values in what_differs(comparison.methods)],
         },
-        "seeds": _per_seed(comparison, [measure for table in tables for measure in table.measures]),
+        "seeds": _per_seed(comparison, [measure for measures in tables.values() for measure in measures]),
         "versions": versions([run.environment for runs in comparison.methods.values() for run in runs]),
     }
 
 
 def _sentence(comparison: Comparison, label: str) -> str:
-    """A method's headline measures in words, with their difference from the baseline."""
+    """A method's headline measures in words, with the differences from the baseline."""
     parts = []
     for measure in _HEADLINES:
         own = comparison.estimate(label, measure)
@@ -95,19 +93,19 @@ def _bracket(interval: Interval | None, measure: str, signed: bool = False) -> s
 
 
 def number(value: float, measure: str, signed: bool = False) -> str:
-    """A value of a measure as a report shows it: accuracies in percent, the others with the measure's decimals."""
+    """A value as a report shows it: accuracies in percent, other measures with their decimals."""
     if not math.isfinite(value):
         return "not finite"
     share = measure not in DECIMALS
     text = f"{value * 100 if share else value:,.{1 if share else DECIMALS[measure]}f}"
     if not any(digit in text for digit in "123456789"):
-        text = text.lstrip("-")  # no negative zero
+        text = text.lstrip("-")  # negative zero
     sign = "+" if signed and not text.startswith("-") else ""
     return f"{sign}{text}".replace("-", "−") + ("" if not share else " pp" if signed else " %")
 
 
 def _estimates(comparison: Comparison, title: str, measures: Sequence[str]) -> dict[str, Any]:
-    """A table with a row for each method: mean ± half of the 95 % interval."""
+    """A table with a row per method: mean ± half-width of the 95 % interval."""
     rows = [[label, *(_estimate(comparison, label, measure) for measure in measures)] for label in comparison.methods]
     return {"title": title, "head": ["method", *measures], "rows": rows}
 
@@ -123,7 +121,7 @@ def _estimate(comparison: Comparison, label: str, measure: str) -> str:
 
 
 def _differences(comparison: Comparison, title: str, measures: Sequence[str]) -> dict[str, Any]:
-    """A table with a row for each measure and method but the baseline."""
+    """A table with a row per measure and method, except the baseline."""
     head = ["measure", "method", "difference", "95 % paired t", "95 % bootstrap", "pairs", "verdict"]
     others = list(comparison.methods)[1:]
     rows = [_difference_row(comparison, measure, label) for measure in measures for label in others]
@@ -134,17 +132,14 @@ def _difference_row(comparison: Comparison, measure: str, label: str) -> list[st
     found = comparison.difference(label, measure)
     if found is None:
         return [measure, label, *[NOTHING] * 5]
-    intervals = [_bracket(each, measure, signed=True).strip() or NOTHING for each in _intervals(found)]
+    both = found.estimate.interval, found.bootstrap
+    intervals = [_bracket(each, measure, signed=True).strip() or NOTHING for each in both]
     mean = number(found.estimate.mean, measure, signed=True)
     return [measure, label, mean, *intervals, str(found.estimate.n), found.verdict]
 
 
-def _intervals(difference: Difference) -> tuple[Interval | None, Interval | None]:
-    return difference.estimate.interval, difference.bootstrap
-
-
 def _per_seed(comparison: Comparison, measures: Sequence[str]) -> dict[str, Any]:
-    """A table with a row for each run."""
+    """A table with a row per run."""
     rows = []
     for label, runs in comparison.methods.items():
         for run in runs:

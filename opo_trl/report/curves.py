@@ -1,4 +1,4 @@
-"""Curves of a comparison: the mean over seeds of each method, with a band."""
+"""Curves of a comparison: each method's mean over seeds, with a band."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,15 +10,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
+from ..metrics.log import Points
+from .figures import STYLE
 from .intervals import estimate
-from .measures import WINDOW, Comparison, Points, completions, efficiency, reward, seconds, series, smooth
+from .measures import WINDOW, Comparison, completions, efficiency, reward, seconds, series, smooth
 from .runs import Run
 
 
-# Okabe and Ito's colours, which people with colour blindness tell apart, and lines that differ without colour.
+# Okabe and Ito's colours, which colour-blind readers can tell apart, and lines that differ without colour.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _LINES = ("solid", "dashed", "dashdot", "dotted")
-_STYLE: Any = {"figure.dpi": 120, "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 _MOST_POINTS = 400
 
 
@@ -29,11 +30,11 @@ class Curve:
 
     Args:
         name (`str`), title (`str`), x_label (`str`):
-            Name of its file, heading and horizontal axis.
+            File name, heading and label of the horizontal axis.
         points (`Callable`):
             Run → points (x, y).
         smoothed (`bool`, *optional*, defaults to `True`):
-            Whether each run's values are averaged over the last ten entries.
+            Whether to draw the mean of each value and the nine before it.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Curve:
 
 
 def _against(x: Callable[[Run], Points], run: Run) -> Points:
-    """The reward over another quantity that grows with the steps."""
+    """The reward against another quantity that grows with the steps."""
     at_step = dict(x(run))
     return [(at_step[step], value) for step, value in reward(run) if step in at_step]
 
@@ -58,17 +59,17 @@ CURVES = (
     Curve("completion_length", "Completion length (tokens)", lambda run: series(run, "completions/mean_length")),
     Curve(
         "reward_over_completions",
-        "Reward for completions generated",
+        "Reward against completions generated",
         lambda run: _against(completions, run),
         "completions generated",
     ),
-    Curve("reward_over_time", "Reward for time", lambda run: _against(seconds, run), "seconds of training steps"),
+    Curve("reward_over_time", "Reward against time", lambda run: _against(seconds, run), "seconds of training steps"),
 )
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure that has been drawn: its name, heading, what it shows, and the PNG file's content."""
+    """A drawn figure: its name, heading, caption, and the content of the PNG file."""
 
     name: str
     title: str
@@ -77,10 +78,10 @@ class Figure:
 
 
 def draw(comparison: Comparison, folder: Path) -> list[Figure]:
-    """Draw every curve that was logged in some run into `folder`, as PNG; the same runs give the same files."""
+    """Draw into `folder`, as PNG, every curve that some run has logged; the same runs give the same files."""
     plt.switch_backend("Agg")  # files only: no display is needed
     folder.mkdir(parents=True, exist_ok=True)
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figures = [_draw(curve, comparison, folder / f"{curve.name}.png") for curve in CURVES]
     return [figure for figure in figures if figure is not None]
 
@@ -96,7 +97,7 @@ def _draw(curve: Curve, comparison: Comparison, path: Path) -> Figure | None:
         if curve.name == "validation":
             axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axis.legend(frameon=False)
-        figure.savefig(path, metadata={"Software": None})  # else the file names the version that drew it
+        figure.savefig(path, metadata={"Software": None})  # otherwise the file names matplotlib's version
     plt.close(figure)
     if not any(bands):
         return None
@@ -106,7 +107,7 @@ def _draw(curve: Curve, comparison: Comparison, path: Path) -> Figure | None:
 
 
 def _plot(axis: Axes, label: str, number: int, runs: list[Points], smoothed: bool) -> str:
-    """Draw one method; returns what its band shows, or nothing where a run has no points."""
+    """Draw one method; returns what its band shows, or an empty text if a run has no points."""
     if not all(runs):
         return ""
     color, line = _COLORS[number % len(_COLORS)], _LINES[number % len(_LINES)]
@@ -123,7 +124,9 @@ def _plot(axis: Axes, label: str, number: int, runs: list[Points], smoothed: boo
 
 
 def on_common_grid(runs: list[Points], smoothed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Values of all runs `[runs, points]` at the same places `[points]`, none of them beyond a run's own range."""
+    """
+    Places `[points]`, and the values `[runs, points]` of all runs there, interpolated but never extrapolated.
+    """
     curves = [np.array(points, dtype=float).T for points in runs]
     low, high = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     x = np.unique(np.concatenate([x for x, _ in curves]))
@@ -134,7 +137,7 @@ def on_common_grid(runs: list[Points], smoothed: bool) -> tuple[np.ndarray, np.n
 
 
 def band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Lower and upper edge over runs: the t interval, or the extremes where two runs make that meaninglessly wide."""
+    """Lower and upper edge over runs: the t interval, or the extremes for two runs, whose t interval is useless."""
     if len(values) < 3:
         return values.min(axis=0), values.max(axis=0)
     low, high = np.array([estimate(column).interval for column in values.T]).T

@@ -1,11 +1,10 @@
 """
-Figures of a run, drawn from its log and nothing else.
+Figures of a run, drawn from its log alone.
 
     opo-trl figures runs/arithmetic
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..metrics.log import number, validations
+from ..metrics.log import Entry, Points, finite, off_policy, validations
 from .run_folder import LOG, SUMMARY, read_json, read_lines
 
 
 # Fixed identifiers and no date: the same log gives the same file.
 STYLE: Any = {"svg.hashsalt": "opo_trl", "figure.dpi": 120, "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 _COLOR, _SECOND = "#1f5fa8", "#c8552d"
-
-Row = dict[str, Any]
 
 _PHASE_COLORS = {
     "generate": "#0072b2",
@@ -32,28 +29,27 @@ _PHASE_COLORS = {
     "sync": "#009e73",
 }
 
-# Panel title, metric, which rows of the log it is read from.
-_PANELS: tuple[tuple[str, str, Callable[[Row], bool]], ...] = (
+# Panel title, metric, which entries of the log it is read from.
+_PANELS: tuple[tuple[str, str, Callable[[Entry], bool]], ...] = (
     ("training reward (mean of a rollout)", "reward", lambda row: True),
     ("entropy per token (nats)", "entropy", lambda row: True),
     ("gradient norm", "grad_norm", lambda row: True),
-    # In a rollout's first optimizer step the policy is its anchor, and the divergence 0 by construction.
-    ("χ² to the anchor, reused rollouts", "opo/chi2", lambda row: number(row, "opo/off_policy_steps") > 0),
+    ("χ², off-policy steps", "opo/chi2", off_policy),
     ("gradient response efficiency", "opo/gradient_response_efficiency", lambda row: True),
 )
 
 
 def draw_run(folder: Path) -> list[Path]:
     """
-    Draw the figures of a run into its `figures/`, each as PNG and SVG.
+    Draw the figures of a run into its `figures/`, as PNG and SVG.
 
     Args:
         folder (`Path`):
-            Folder of the run, with its `log.jsonl` and, for the figure of accuracies, `summary.json`.
+            Folder of the run, with its `log.jsonl` and, for the accuracies, `summary.json`.
 
     Returns:
         `list[Path]`: the files written: `training.*` (reward, validation accuracy, entropy, gradient norm, χ² and
-        gradient response efficiency over optimizer steps), `time.*` (seconds of an optimizer step by phase) and
+        gradient response efficiency over optimizer steps), `time.*` (seconds per optimizer step, by phase) and
         `accuracy.*` (before and after, with 95 % intervals).
 
     Raises:
@@ -65,8 +61,8 @@ def draw_run(folder: Path) -> list[Path]:
     plt.switch_backend("Agg")  # files only: no display is needed
     with plt.rc_context(STYLE):
         figures = {"training": _training_figure(log)}
-        if timed := [row for row in log if math.isfinite(number(row, "opo/time/update"))]:
-            figures["time"] = _time_figure(timed)
+        if finite(log, "opo/time/update"):
+            figures["time"] = _time_figure(log)
         summary = read_json(folder / SUMMARY)
         if summary.get("after"):
             figures["accuracy"] = _accuracy_figure(summary)
@@ -86,15 +82,15 @@ def write(figure: Figure, path: Path):
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def draw_progress(log: list[Row], max_steps: int) -> Figure:
+def draw_progress(log: Sequence[Entry], max_steps: int) -> Figure:
     """
-    Draw how far a training has come: reward, entropy, χ² and gradient response efficiency.
+    Draw the progress of a training: reward, entropy, χ² and gradient response efficiency.
 
     Args:
-        log (`list[dict]`):
+        log (`Sequence[dict]`):
             The entries logged so far, such as a trainer's `state.log_history`.
         max_steps (`int`):
-            Optimizer steps of the whole training.
+            Optimizer steps of the complete training.
 
     Returns:
         `matplotlib.figure.Figure`: four panels over optimizer steps, to be closed by the caller.
@@ -103,22 +99,18 @@ def draw_progress(log: list[Row], max_steps: int) -> Figure:
         figure, axes = plt.subplots(2, 2, figsize=(9, 5), layout="constrained")
         shown = [panel for panel in _PANELS if panel[1] != "grad_norm"]
         for axis, (title, metric, chosen) in zip(axes.flat, shown, strict=True):
-            _curve(axis, _points(log, metric, chosen))
+            _curve(axis, finite(log, metric, chosen))
             axis.set(title=title, xlim=(0, max_steps))
         for axis in axes[-1]:
             axis.set_xlabel("optimizer step")
     return figure
 
 
-def _points(log: list[Row], metric: str, chosen: Callable[[Row], bool]) -> list[tuple[int, float]]:
-    return [(row["step"], number(row, metric)) for row in log if math.isfinite(number(row, metric)) and chosen(row)]
-
-
-def _training_figure(log: list[Row]) -> Figure:
+def _training_figure(log: Sequence[Entry]) -> Figure:
     figure, axes = plt.subplots(2, 3, figsize=(11, 5.5), layout="constrained")
     reward, validation, *others = axes.flat
     for axis, (title, metric, chosen) in zip([reward, *others], _PANELS, strict=True):
-        _curve(axis, _points(log, metric, chosen))
+        _curve(axis, finite(log, metric, chosen))
         axis.set_title(title)
     _validation_curve(validation, log)
     for axis in axes[-1]:
@@ -126,10 +118,10 @@ def _training_figure(log: list[Row]) -> Figure:
     return figure
 
 
-def _curve(axis: Axes, points: list[tuple[int, float]]):
-    """Every value, and their mean over a window of a tenth of the run."""
+def _curve(axis: Axes, points: Points):
+    """Every value, and the moving mean over a tenth of the run."""
     if not points:
-        return _say_nothing_logged(axis)
+        return _say_not_logged(axis)
     steps, values = np.array(points, dtype=float).T
     axis.plot(steps, values, color=_COLOR, alpha=0.35, linewidth=0.8)
     window = max(len(values) // 10, 1)
@@ -139,11 +131,11 @@ def _curve(axis: Axes, points: list[tuple[int, float]]):
         axis.legend(loc="best", frameon=False)
 
 
-def _validation_curve(axis: Axes, log: list[Row]):
+def _validation_curve(axis: Axes, log: Sequence[Entry]):
     axis.set_title("validation accuracy, 95 % interval")
     rows = validations(log)
     if not rows:
-        return _say_nothing_logged(axis)
+        return _say_not_logged(axis)
     steps = [row["step"] for row in rows]
     low, accuracy, high = ([row[f"validation/{name}"] for row in rows] for name in ("low", "accuracy", "high"))
     axis.fill_between(steps, low, high, color=_SECOND, alpha=0.2, linewidth=0)
@@ -151,29 +143,30 @@ def _validation_curve(axis: Axes, log: list[Row]):
     axis.set_ylim(0, 1.02)
 
 
-def _time_figure(steps: list[Row]) -> Figure:
-    """Mean seconds of an optimizer step by phase, those that generate and those that reuse a rollout together."""
+def _time_figure(log: Sequence[Entry]) -> Figure:
+    """Mean seconds per optimizer step by phase, over all steps, whether they generate or not."""
     figure, axis = plt.subplots(figsize=(8, 1.9), layout="constrained")
     left = 0.0
     for phase, color in _PHASE_COLORS.items():
-        points = _points(steps, f"opo/time/{phase}", lambda row: True)
+        points = finite(log, f"opo/time/{phase}")
         seconds = float(np.mean([value for _, value in points])) if points else 0.0
         if seconds > 0:
             axis.barh(0, seconds, left=left, color=color, label=f"{phase}, {seconds:.3g} s")
             left += seconds
     axis.set_yticks([])
     axis.set_xlabel("seconds per optimizer step")
-    axis.set_title(f"{number(steps[-1], 'opo/tokens_per_second'):,.0f} tokens per second")
+    if speed := finite(log, "opo/tokens_per_second"):
+        axis.set_title(f"{speed[-1][1]:,.0f} tokens per second")
     figure.legend(loc="outside lower center", ncols=len(_PHASE_COLORS), frameon=False)
     return figure
 
 
-def _say_nothing_logged(axis: Axes):
+def _say_not_logged(axis: Axes):
     axis.text(0.5, 0.5, "not logged in this run", ha="center", va="center", transform=axis.transAxes)
 
 
 def _accuracy_figure(summary: dict[str, Any]) -> Figure:
-    before = summary.get("before", {})  # a run that was resumed may report on other levels
+    before = summary.get("before", {})  # a resumed run may report on other levels
     rows = [
         (level, way) for level, by_way in summary["after"].items() for way in by_way if way in before.get(level, {})
     ]

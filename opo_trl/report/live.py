@@ -1,4 +1,4 @@
-"""Curves of a training in progress, below the cell of a notebook that trains."""
+"""Curves of a training in progress, in a notebook."""
 
 import io
 
@@ -10,12 +10,13 @@ from .figures import draw_progress
 
 class LiveCurves(TrainerCallback):
     """
-    Draws reward, entropy, χ² and gradient response efficiency of a [`RolloutTrainer`] in a notebook, again and again
-    in the same place: in Jupyter, in Colab, and in a notebook that is executed without anybody looking.
+    Draws reward, entropy, χ² and gradient response efficiency of a [`RolloutTrainer`] below the notebook cell that
+    trains, updated in place: in Jupyter, in Colab, and in notebooks executed without a browser. Unlike a dashboard
+    (trackio), it needs no server, and the stored notebook keeps the curves.
 
     Args:
         every (`int`, *optional*, defaults to `2`):
-            Optimizer steps between two drawings.
+            Optimizer steps between two updates.
 
     Example:
 
@@ -30,7 +31,7 @@ class LiveCurves(TrainerCallback):
         self._place = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._place = None  # each training has its own curves
+        self._place = None  # each training gets its own curves
 
     def on_log(self, args, state, control, **kwargs):
         if state.global_step % self.every == 0:

@@ -1,4 +1,4 @@
-"""What is measured of a run, and of several: tables of estimates over seeds and of differences from a baseline."""
+"""Measures of a run and of several: tables of estimates over seeds, and of differences from a baseline."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..metrics.log import Points
 from .intervals import Difference, Estimate, estimate, paired_difference
 from .runs import Run, completions_per_rollout, optimizer_steps_per_rollout
 
 
-LAST_STEPS = 20  # optimizer steps whose mean is "final"
+LAST_STEPS = 20  # "final": the mean over these optimizer steps
 WINDOW = 10  # log entries that a smoothed curve averages
 SHARE = 0.8  # of the way from the base model's reward to the best final one
 
-Points = list[tuple[float, float]]
 Values = dict[str, float | None]
 
-# Heading → how its numbers are written; a heading that is not here is an accuracy.
+# Heading → decimals of its numbers; a heading that is missing here is an accuracy.
 DECIMALS = {
     "final reward": 3,
     "mean reward": 3,
@@ -33,31 +33,15 @@ DECIMALS = {
 
 
 @dataclass(frozen=True)
-class Table:
-    """
-    Estimates of some measures.
-
-    Args:
-        title (`str`):
-            Heading of the table.
-        measures (`list[str]`):
-            Its columns.
-    """
-
-    title: str
-    measures: list[str]
-
-
-@dataclass(frozen=True)
 class Comparison:
     """
-    Everything measured of the runs of some methods.
+    All measures of the runs of some methods.
 
     Args:
         methods (`dict[str, list[Run]]`):
-            Runs by label, the baseline first, then by name.
+            Runs by label: the baseline first, the others sorted.
         values (`dict[str, dict[str, float]]`):
-            Run's name → measure → value; `None` where there is none.
+            Name of a run → measure → value, or `None`.
         target (`float`):
             Smoothed reward that "steps to 80 %" waits for.
     """
@@ -72,7 +56,7 @@ class Comparison:
         return next(iter(self.methods))
 
     def estimate(self, label: str, measure: str) -> Estimate | None:
-        """Mean over the method's seeds; `None` unless every one of them has a value."""
+        """Mean over the method's seeds; `None` unless all of them have a value."""
         values = [self.values[run.name].get(measure) for run in self.methods[label]]
         return None if any(value is None for value in values) else estimate(values)
 
@@ -81,33 +65,31 @@ class Comparison:
         return sum(self.values[run.name].get(measure) is not None for run in self.methods[label])
 
     def difference(self, label: str, measure: str) -> Difference | None:
-        """Difference from the baseline on common seeds; `None` unless there are some, with values on both sides."""
+        """Difference from the baseline on common seeds; `None` without common seeds, or if a value is missing."""
         pairs = [[self.values[run.name].get(measure) for run in pair] for pair in self.pairs(label)]
         if not pairs or any(value is None for pair in pairs for value in pair):
             return None
         return paired_difference(*zip(*pairs, strict=True))
 
     def pairs(self, label: str) -> list[tuple[Run, Run]]:
-        """The method's runs with the baseline's of the same seeds."""
+        """The method's runs, each with the baseline's run of the same seed."""
         others = {run.seed: run for run in self.methods[self.baseline]}
         return [(run, others[run.seed]) for run in self.methods[label] if run.seed in others]
 
-    def tables(self) -> list[Table]:
-        """The tables of a report; a measure that no run has is left out."""
+    def tables(self) -> dict[str, list[str]]:
+        """The tables of a report: heading → measures, without those that no run has."""
         present = [name for values in self.values.values() for name, value in values.items() if value is not None]
-        present = list(dict.fromkeys([*present, "steps to 80 %"]))  # not reached is a finding, too
+        present = list(dict.fromkeys([*present, "steps to 80 %"]))  # never reaching it is a result, too
         accuracies = [name for name in present if name not in DECIMALS and name != "validation accuracy"]
-        tables = [
-            Table("Reward", ["final reward", "mean reward", "validation accuracy"]),
-            Table("Accuracy after training", accuracies),
-            Table(
-                f"Policy and gradient, last {LAST_STEPS} optimizer steps",
-                ["gradient norm", "gradient response efficiency", "entropy", "completion length"],
-            ),
-            Table("Cost", ["steps to 80 %", "wall time (s)", "tokens", "completions"]),
-        ]
-        kept = [Table(table.title, [name for name in table.measures if name in present]) for table in tables]
-        return [table for table in kept if table.measures]
+        policy = ["gradient norm", "gradient response efficiency", "entropy", "completion length"]
+        tables = {
+            "Reward": ["final reward", "mean reward", "validation accuracy"],
+            "Accuracy after training": accuracies,
+            f"Policy and gradient, last {LAST_STEPS} optimizer steps": policy,
+            "Cost": ["steps to 80 %", "wall time (s)", "tokens", "completions"],
+        }
+        kept = {title: [name for name in measures if name in present] for title, measures in tables.items()}
+        return {title: measures for title, measures in kept.items() if measures}
 
 
 def compare(methods: dict[str, list[Run]]) -> Comparison:
@@ -136,13 +118,13 @@ def measure(run: Run, target: float) -> Values:
 
 
 def series(run: Run, key: str) -> Points:
-    """Optimizer step and value of every log entry that has `key`; TRL logs `None` where there was no number."""
+    """Optimizer step and value of every log entry that has `key`, NaN included; TRL logs `None` for no number."""
     return [(row["step"], row[key]) for row in run.log if row.get(key) is not None]
 
 
 def reward(run: Run) -> Points:
     """
-    Mean of the first reward function, which decides what is solved, over each rollout.
+    Mean over each rollout of the first reward function, which decides what counts as solved.
 
     Raises:
         `ValueError`: the log has no such entry.
@@ -150,22 +132,22 @@ def reward(run: Run) -> Points:
     key = reward_key(run)
     points = series(run, key)
     if not points:
-        raise ValueError(f"The log of {run.name} has no {key!r}. Train with `logging_steps` set, and compare again.")
+        raise ValueError(f"The log of {run.name} has no {key!r}. Train with `logging_steps` set and compare again.")
     return points
 
 
 def reward_key(run: Run) -> str:
-    """Name of the reward in the log; without the terms that only shape it, which methods do not share."""
+    """Name of the reward in the log, without shaping terms, which differ between methods."""
     return f"rewards/{run.settings['reward_funcs'][0].rpartition('.')[2]}/mean"
 
 
 def efficiency(run: Run) -> Points:
-    """Gradient response efficiency, where it is defined: it is NaN in a step without any advantage."""
+    """Gradient response efficiency; NaN, in steps where all advantages are 0, is left out."""
     return [(step, value) for step, value in series(run, "opo/gradient_response_efficiency") if not math.isnan(value)]
 
 
 def completions(run: Run) -> Points:
-    """Completions generated up to each reward; from the settings in a log that does not count them."""
+    """Completions generated up to each reward, computed from the settings if the log does not count them."""
     rollout, steps = completions_per_rollout(run.settings), optimizer_steps_per_rollout(run.settings)
     key = reward_key(run)
     return [
@@ -186,13 +168,16 @@ def seconds(run: Run) -> Points:
 
 
 def wall_time(run: Run) -> float | None:
-    """Seconds of training with validation; of a resumed run, whose parts are not summed up, at least its steps'."""
+    """
+    Seconds of training, with validation. A resumed run only knows those of its last part: then at least those of all
+    steps.
+    """
     measured = [run.summary.get("train_seconds"), *(total for _, total in seconds(run)[-1:])]
     return max((value for value in measured if value is not None), default=None)
 
 
 def accuracies(run: Run) -> Values:
-    """Accuracy after training on each reported level, greedy and sampled, and pass@k where it was measured."""
+    """Accuracy after training on each reported level, greedy and sampled, and pass@k if it was measured."""
     values: Values = {}
     for level, by_decoding in run.summary["after"].items():
         for decoding, result in by_decoding.items():
@@ -208,20 +193,20 @@ def final(points: Points, run: Run) -> float | None:
 
 
 def mean(points: Points) -> float | None:
-    """Mean of the values; `None` without any."""
+    """Mean of the values; `None` if there are none."""
     return float(np.mean([value for _, value in points])) if points else None
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:
-    """Mean of each value and up to nine before it."""
+    """Mean of each value and up to nine values before it."""
     return np.array([np.mean(values[max(end - WINDOW, 0) : end]) for end in range(1, len(values) + 1)])
 
 
 def reward_target(methods: Mapping[str, list[Run]]) -> float:
-    """80 % of the way from the base model's reward, the mean of all runs' first entries, to the best final reward."""
+    """80 % of the way from the base model's reward (mean of all runs' first entries) to the best final reward."""
     start = np.mean([reward(run)[0][1] for runs in methods.values() for run in runs])
     best = max(np.mean([final(reward(run), run) for run in runs]) for runs in methods.values())
-    return float(start + SHARE * (best - start)) if best > start else math.inf  # no method has learned
+    return float(start + SHARE * (best - start)) if best > start else math.inf  # infinite: no method has learned
 
 
 def first_step_at(target: float, points: Points) -> float | None:

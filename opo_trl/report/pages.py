@@ -1,4 +1,4 @@
-"""Pages that are written for people, from the templates beside the modules that fill them."""
+"""HTML and Markdown pages, from the templates in this folder."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 def render(template: str, content: Mapping[str, Any]) -> str:
     """
-    Fill a template; what goes into HTML is escaped.
+    Fill a template; values are escaped in HTML.
 
     Args:
         template (`str`):
-            Path of the template, as seen from this package.
+            File name of the template.
         content (`dict`):
-            What it refers to; anything that is missing is an error.
+            Values of its variables; a missing one is an error.
 
     Returns:
         `str`: the page.
@@ -42,7 +42,7 @@ def _markdown_cell(text: str) -> str:
 
 
 def versions(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A table of what runs were made with, from their `environment.json`, and every value where they differ."""
+    """A table of the versions in the runs' `environment.json`, listing every value if runs differ."""
     rows = []
     for environment in environments:
         own = {key: environment.get(key) for key in ("git_commit", "python", "platform")}

@@ -1,5 +1,5 @@
 """
-The report of a run: one HTML file that needs no other, written when a run ends.
+The report of a run: a self-contained HTML file, written when a run ends.
 
     opo-trl report runs/arithmetic
 
@@ -18,18 +18,18 @@ from .verdicts import Verdict, fired, judge
 REPORT = "report.html"
 
 _CAPTIONS = {
-    "training": "Thin: every entry of the log. Thick: mean over a tenth of the run.",
-    "time": "Seconds of an optimizer step by phase, on average.",
+    "training": "Thin: every entry of the log. Thick: moving mean over a tenth of the run.",
+    "time": "Mean seconds per optimizer step, by phase.",
     "accuracy": "Accuracy before and after training, with 95 % intervals.",
 }
-_PROMPTS, _TIMES = 4, 5  # whose completions are shown, and after how many validations
+_PROMPTS, _TIMES = 4, 5  # how many prompts to show, and how many validations of each
 _LONGEST = 2000  # characters of a completion
 _SPARK = 100, 24, 2  # width, height and margin of a small curve
 
 
 def write_report(folder: Path) -> Path:
     """
-    Write `report.html` of a run, finished or not, and its figures.
+    Write the `report.html` of a run, finished or not, and its figures.
 
     Args:
         folder (`Path`):
@@ -39,17 +39,17 @@ def write_report(folder: Path) -> Path:
         `Path`: the file.
 
     Raises:
-        `ValueError`: the folder holds no run.
+        `ValueError`: the folder does not contain a run.
     """
     if not is_run(folder):
-        raise ValueError(f"{str(folder)!r} holds no {RECIPE}, so it is no run. Pass the folder of a run.")
+        raise ValueError(f"{str(folder)!r} contains no {RECIPE}, so it is not a run. Pass the folder of a run.")
     path = folder / REPORT
     path.write_text(render("report.html.j2", describe(folder)), encoding="utf-8")
     return path
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Everything that the report of a run says."""
+    """The content of the report."""
     log, settings, summary = read_lines(folder / LOG), read_json(folder / SETTINGS), read_json(folder / SUMMARY)
     verdicts, watches = judge(log, settings), fired(log, settings)
     plan = folder / PLAN
@@ -82,7 +82,7 @@ def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, 
     wanted = settings.get("max_steps") or 0
     return (
         f"Not finished when this was written: {step:,}{f' of {wanted:,}' if wanted > 0 else ''} optimizer steps. "
-        "`opo-trl report` writes it again."
+        "`opo-trl report` updates it."
     )
 
 
@@ -94,7 +94,7 @@ def _conclusion(verdicts: Sequence[Verdict]) -> str:
 
 
 def _accuracies(summary: dict[str, Any]) -> dict[str, Any]:
-    """A table with a row for each level and decoding, and one for the most completions of pass@k."""
+    """A table with a row per level and decoding, and one for pass@k with the largest k."""
     before, after = summary.get("before", {}), summary.get("after", {})
     rows = []
     for level, by_decoding in {**after, **before}.items():
@@ -113,7 +113,7 @@ def _interval(result: dict[str, Any] | None) -> str:
 
 
 def _figures(folder: Path) -> dict[str, bytes] | None:
-    """Content of the PNG files by name; `None` where they cannot be drawn."""
+    """Content of the PNG files by name; `None` without matplotlib."""
     try:
         from .figures import draw_run
     except ImportError:
@@ -122,7 +122,7 @@ def _figures(folder: Path) -> dict[str, bytes] | None:
 
 
 def _spark(points: Sequence[tuple[float, float]]) -> str:
-    """Points of a polyline through means of the values, as many as there is room for; empty for fewer than two."""
+    """Points of an SVG polyline, with values averaged to at most its width in points; empty for fewer than two."""
     if len(points) < 2:
         return ""
     width, height, margin = _SPARK
@@ -137,7 +137,7 @@ def _spark(points: Sequence[tuple[float, float]]) -> str:
 
 
 def samples(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first validation problems, each with its completions of some validations, first and last included."""
+    """The first validation problems, each with its completions at some validations, including the first and last."""
     steps = sorted({row["step"] for row in rows})
     last = len(steps) - 1
     shown = {steps[round(i * last / (_TIMES - 1))] for i in range(_TIMES)} if steps else set()
@@ -154,7 +154,7 @@ def samples(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _sample(row: dict[str, Any]) -> dict[str, Any]:
     text, reward = _text(row["completion"]), row["reward"]
     cut = f"{text[:_LONGEST]}\n… {len(text) - _LONGEST:,} more characters" if len(text) > _LONGEST else text
-    return {"step": row["step"], "reward": "unscorable" if reward is None else f"{reward:g}", "completion": cut}
+    return {"step": row["step"], "reward": "unscored" if reward is None else f"{reward:g}", "completion": cut}
 
 
 def _text(content: Any) -> str:

@@ -1,4 +1,4 @@
-"""Finished runs: reading their folders, and whether they may be compared."""
+"""Finished runs: reading their folders, and checking that they are comparable."""
 
 import gzip
 import json
@@ -15,11 +15,11 @@ from .settings import DATA, MODEL, MODEL_PREFIX, SAMPLING
 
 Settings = Mapping[str, Any]
 
-# What defines the data, the budget, the base model and the reward: runs that differ here answer different questions.
+# Data, budget, base model and reward: runs that differ here answer different questions.
 _DEFINING = (*DATA, *MODEL, "max_steps", *SAMPLING)
 _DEFINING_PREFIXES = (MODEL_PREFIX, "validation_", "report_")
 
-# Where a run is written, how it is shown and what it is launched by: no part of the method.
+# Where a run is written, how it is shown and how it is launched: not part of the method.
 _INCIDENTAL = (
     "seed",
     "output_dir",
@@ -42,9 +42,9 @@ class Run:
 
     Args:
         label (`str`), seed (`int`):
-            Method and seed: of a folder `LABEL/seed-N`, the name of the upper one; of any other, its own.
+            Method and seed. The label of a folder `LABEL/seed-N` is `LABEL`, of any other its name.
         settings (`dict`), environment (`dict`), summary (`dict`):
-            What its `settings.json`, `environment.json` and `summary.json` hold.
+            Content of its `settings.json`, `environment.json` and `summary.json`.
         log (`list[dict]`):
             Lines of its `log.jsonl`.
     """
@@ -58,25 +58,25 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Label and seed, as messages and tables show them."""
+        """Label and seed, as in messages and tables."""
         return f"{self.label}, seed {self.seed}"
 
 
 def find_runs(folder: Path) -> list[Path]:
     """
-    Folders of the runs in a folder: itself, or those below it at any depth.
+    Folders of the runs in a folder: the folder itself, or those below it at any depth.
 
     Raises:
-        `ValueError`: there is none.
+        `ValueError`: there are none.
     """
     folders = [folder] if is_run(folder) else sorted(path.parent for path in folder.rglob(RECIPE))
     if not folders:
-        raise ValueError(f"{str(folder)!r} holds no run: no {RECIPE} in it or below. Pass the folder of a run.")
+        raise ValueError(f"{str(folder)!r} contains no run: no {RECIPE} in it or below. Pass the folder of a run.")
     return folders
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run in this folder has come to its end."""
+    """Whether the run in this folder is finished."""
     return "after" in read_json(folder / SUMMARY)
 
 
@@ -92,7 +92,7 @@ def read_run(folder: Path) -> Run:
     settings, log = read_settings(folder), _read_log(folder)
     if not settings or not log:
         missing = LOG if settings else SETTINGS
-        raise ValueError(f"The run {str(folder)!r} lacks {missing}, or it is empty. Restore it, or run again.")
+        raise ValueError(f"The run {str(folder)!r} lacks {missing}, or it is empty. Restore it, or repeat the run.")
     return Run(
         label=label_of(folder),
         seed=settings["seed"],
@@ -104,13 +104,13 @@ def read_run(folder: Path) -> Run:
 
 
 def label_of(folder: Path) -> str:
-    """The method's name for a run's folder."""
+    """Name of the method of a run's folder."""
     folder = folder.resolve()
     return folder.parent.name if re.fullmatch(r"seed-\d+", folder.name) else folder.name
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Resolved settings of a run; empty where they are not written yet."""
+    """Resolved settings of a run; empty if not written yet."""
     return read_json(folder / SETTINGS)
 
 
@@ -122,56 +122,56 @@ def _read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def defining_settings(settings: Settings) -> dict[str, Any]:
-    """What has to agree between runs that are compared."""
+    """Settings that must agree between compared runs."""
     prefixed = [key for key in settings if key.startswith(_DEFINING_PREFIXES) and key != "report_to"]
     values = {key: settings.get(key) for key in (*_DEFINING, *sorted(prefixed))}
-    if values["max_steps"] is None or values["max_steps"] <= 0:  # else the number of epochs is without effect
+    if values["max_steps"] is None or values["max_steps"] <= 0:  # otherwise the number of epochs has no effect
         values["num_train_epochs"] = settings.get("num_train_epochs")
     values["completions per optimizer step"] = completions_per_rollout(settings) / optimizer_steps_per_rollout(
         {**settings, "num_iterations": 1}
     )
     values["optimizer steps per rollout"] = optimizer_steps_per_rollout(settings)
-    values["reward_funcs[0]"] = settings["reward_funcs"][0]  # the others shape the reward: they belong to the method
+    values["reward_funcs[0]"] = settings["reward_funcs"][0]  # the others shape the reward: part of the method
     return values
 
 
 def completions_per_rollout(settings: Settings) -> int:
-    """How many completions one rollout generates, over all processes."""
+    """Completions per rollout, over all processes."""
     return settings["generation_batch_size"]
 
 
 def optimizer_steps_per_rollout(settings: Settings) -> float:
-    """How many optimizer steps one rollout serves."""
+    """Optimizer steps per rollout."""
     micro_steps = settings["steps_per_generation"] * settings["num_iterations"]
     return micro_steps / settings["gradient_accumulation_steps"]
 
 
 def check_comparable(settings: Mapping[str, Settings]) -> None:
     """
-    Refuse runs of different data, budget, base model or reward.
+    Reject runs that differ in data, budget, base model or reward.
 
     Args:
         settings (`Mapping[str, Mapping]`):
-            Resolved settings of each run, by its name.
+            Resolved settings of each run, by name.
 
     Raises:
-        `ValueError`: runs differ in a defining setting; the message names each with its values.
+        `ValueError`: runs differ in a defining setting; the message lists each with its values.
     """
     differing = list(_differing({name: defining_settings(own) for name, own in settings.items()}))
     if differing:
         raise ValueError(
             "These runs are not comparable: they differ in data, budget, base model, reward or validation:\n"
             + "\n".join(differing)
-            + "\nLeave runs out until the rest agree, or train with the same values."
+            + "\nLeave out runs until the rest agree, or train with the same values."
         )
 
 
 def check_same_method(runs: Sequence[Run]) -> None:
     """
-    Refuse runs of one label that are not repetitions of one another with other seeds.
+    Reject runs of one label that differ in more than the seed.
 
     Raises:
-        `ValueError`: runs of the same label differ in a setting, or have the same seed.
+        `ValueError`: runs of the same label differ in a setting, or share a seed.
     """
     for label, members in by_label(runs).items():
         differing = list(_differing({run.name: method_settings(run.settings) for run in members}))
@@ -186,7 +186,7 @@ def check_same_method(runs: Sequence[Run]) -> None:
 
 
 def _differing(values: Mapping[str, Settings]) -> Iterator[str]:
-    """One line for each field in which not all agree: every value, with the names that have it."""
+    """A line for each field that differs: every value, with the names that have it."""
     for key in sorted({key for own in values.values() for key in own}):
         names: dict[str, list[str]] = {}
         for name, own in values.items():
@@ -200,7 +200,7 @@ def _shorten(names: list[str]) -> str:
 
 
 def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs of each method, in the order of their seeds."""
+    """The runs of each method, sorted by seed."""
     groups: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.seed):
         groups.setdefault(run.label, []).append(run)
@@ -208,7 +208,7 @@ def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def method_settings(settings: Settings) -> dict[str, Any]:
-    """The settings less what is incidental to a run."""
+    """The settings without those that are incidental to a run."""
     return {key: value for key, value in settings.items() if key not in _INCIDENTAL}
 
 
@@ -221,8 +221,8 @@ def what_differs(methods: Mapping[str, list[Run]]) -> list[tuple[str, list[str]]
             Runs of each method.
 
     Returns:
-        `list[tuple[str, list[str]]]`: field and its value in each method; `–` where a method has no such field, or
-        one without effect.
+        `list[tuple[str, list[str]]]`: field, and its value in each method; `–` if a method has no such field, or does
+        not use it.
     """
     settings = [{"trainer": "opo", **method_settings(runs[0].settings)} for runs in methods.values()]
     if len({own["trainer"] for own in settings}) > 1:
@@ -233,7 +233,7 @@ def what_differs(methods: Mapping[str, list[Run]]) -> list[tuple[str, list[str]]
 
 
 def _without_inert(settings: dict[str, Any]) -> dict[str, Any]:
-    """Less the fields of GRPO's losses, where OPO leaves them at their defaults and computes another loss."""
+    """The settings without the fields of GRPO's losses, which OPO does not use."""
     from ..config import REJECTED_FIELDS  # imports TRL, which takes seconds
 
     inert = {*REJECTED_FIELDS, "importance_sampling_level"} if settings["trainer"] == "opo" else ()

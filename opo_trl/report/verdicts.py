@@ -1,21 +1,19 @@
-"""What a run's log says, in plain sentences: a verdict for each diagnostic, and the watches that fired."""
+"""What a run's log says: a verdict for each diagnostic, and the watches that fired."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from ..metrics.diagnostics import Diagnostic, diagnostics
-from ..metrics.log import number, validations
+from ..metrics.log import Entry, finite, off_policy, validations
 from ..metrics.step_clock import PHASES
 from ..metrics.watches import Watch
 from .intervals import t_quantile
 
-
-Row = Mapping[str, Any]
-Points = list[tuple[float, float]]
 
 _FEWEST_OF_A_TREND = 6  # entries
 
@@ -23,15 +21,15 @@ _FEWEST_OF_A_TREND = 6  # entries
 @dataclass(frozen=True)
 class Verdict:
     """
-    What is said of a run.
+    A verdict on a run.
 
     Args:
         metric (`str`), sentence (`str`):
             Metric of the log, and what it says.
         healthy (`bool`, *optional*):
-            Whether it is within its bounds; `None` for a fact that is not judged.
+            Whether it is within its bounds; `None` for a fact without a bound.
         remedy (`str`, *optional*):
-            What to try; empty where nothing needs to be done.
+            What to try; empty if nothing needs to be done.
         points (`list[tuple[float, float]]`, *optional*):
             Optimizer step and value of every entry.
     """
@@ -50,46 +48,43 @@ class Facts:
     Args:
         values (`Sequence[float]`):
             Its finite values in the order of the log.
-        fresh (`Sequence[float]`):
-            Those of optimizer steps in which the policy is its rollout's anchor.
+        on_policy (`Sequence[float]`):
+            Those of optimizer steps in which the policy is still the one that generated the rollout.
         generated (`float`):
-            Completions generated in the run; NaN where not logged.
+            Completions generated in the run; NaN if not logged.
     """
 
-    def __init__(self, values: Sequence[float], fresh: Sequence[float], generated: float):
+    def __init__(self, values: Sequence[float], on_policy: Sequence[float], generated: float):
         tenth = min(max(len(values) // 10, 3), len(values))
         self.first, self.last = float(np.median(values[:tenth])), float(np.median(values[-tenth:]))
         self.ratio = _ratio(self.last, self.first)
         self.mean, self.median = float(np.mean(values)), float(np.median(values))
         self.most, self.total = max(values), sum(values)
         self.share = self.total / generated
-        self.over_fresh = _ratio(self.median, float(np.median(fresh))) if len(fresh) else math.nan
+        self.over_on_policy = _ratio(self.median, float(np.median(on_policy))) if len(on_policy) else math.nan
         self.change, self.margin = trend(values)
         self.rise = _ratio(self.change, self.margin)
 
 
 def _ratio(value: float, other: float) -> float:
-    """`value` / `other`; 0 where both are 0."""
+    """`value` / `other`; 0 if both are 0."""
     return value / other if other else math.copysign(math.inf, value) if value else 0.0
 
 
 def trend(values: Sequence[float]) -> tuple[float, float]:
-    """Change along a straight line from the first value to the last, and half of its 95 % t interval."""
+    """Change along the least-squares line from the first value to the last, and half of its 95 % t interval."""
     n = len(values)
     if n < _FEWEST_OF_A_TREND:
         return math.nan, math.nan
-    x, y = np.linspace(-0.5, 0.5, n), np.array(values)
-    if np.ptp(y) == 0:
-        return 0.0, 0.0  # where rounding would leave a slope
-    slope = float(x @ y / (x @ x))
-    residuals = y - y.mean() - slope * x
-    error = math.sqrt(float(residuals @ residuals) / (n - 2) / float(x @ x))
-    return slope, t_quantile(0.975, n - 2) * error
+    if np.ptp(values) == 0:
+        return 0.0, 0.0  # rounding would leave a slope
+    line = stats.linregress(np.linspace(-0.5, 0.5, n), values)
+    return float(line.slope), t_quantile(n - 2) * float(line.stderr)
 
 
-def judge(log: Sequence[Row], settings: Row) -> list[Verdict]:
+def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     """
-    Verdicts of a run.
+    Verdicts on a run.
 
     Args:
         log (`Sequence[Mapping]`):
@@ -98,24 +93,24 @@ def judge(log: Sequence[Row], settings: Row) -> list[Verdict]:
             Its settings.
 
     Returns:
-        `list[Verdict]`: one for each diagnostic that was logged, that of the validation, and the slowest phase.
+        `list[Verdict]`: one for each diagnostic that was logged, one for the validation, and the slowest phase.
     """
     found = [_judge(diagnostic, log) for diagnostic in diagnostics(settings)]
     return [verdict for verdict in (*found, _validation(log), _slowest_phase(log)) if verdict is not None]
 
 
-def _judge(diagnostic: Diagnostic, log: Sequence[Row]) -> Verdict | None:
+def _judge(diagnostic: Diagnostic, log: Sequence[Entry]) -> Verdict | None:
     logged = {name for row in log for name in row}
     metric = next((name for name in diagnostic.metrics if name in logged), "")
-    points = series(log, metric, lambda row: not diagnostic.reused or number(row, "opo/off_policy_steps") > 0)
+    points = finite(log, metric, lambda row: not diagnostic.off_policy or off_policy(row))
     if not points:
         return None
-    fresh = series(log, metric, lambda row: row.get("opo/off_policy_steps") == 0)
-    generated = [value for _, value in series(log, "completions/generated")]
-    facts = Facts([value for _, value in points], [value for _, value in fresh], max(generated, default=math.nan))
+    on_policy = finite(log, metric, lambda row: row.get("opo/off_policy_steps") == 0)
+    generated = [value for _, value in finite(log, "completions/generated")]
+    facts = Facts([y for _, y in points], [y for _, y in on_policy], max(generated, default=math.nan))
     value = getattr(facts, diagnostic.fact)
     if math.isnan(value):
-        return Verdict(metric, f"{diagnostic.name}: nothing can be said from this log.", None, "", points)
+        return Verdict(metric, f"{diagnostic.name}: too little in this log for a verdict.", None, "", points)
     beyond = diagnostic.low if diagnostic.low and value < diagnostic.low.limit else None
     beyond = diagnostic.high if diagnostic.high and value > diagnostic.high.limit else beyond
     said = (beyond or diagnostic).says.format_map(vars(facts))
@@ -123,14 +118,8 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Row]) -> Verdict | None:
     return Verdict(metric, sentence, not beyond, beyond.remedy if beyond else "", points)
 
 
-def series(log: Sequence[Row], metric: str, chosen: Callable[[Row], bool] = lambda row: True) -> Points:
-    """Optimizer step and value of a metric, where it is a finite number."""
-    found = [(row["step"], number(row, metric)) for row in log if chosen(row)]
-    return [(step, value) for step, value in found if math.isfinite(value)]
-
-
-def _validation(log: Sequence[Row]) -> Verdict | None:
-    """The first and the last validation, which differ where their intervals do not meet."""
+def _validation(log: Sequence[Entry]) -> Verdict | None:
+    """The first validation against the last; they differ if their intervals do not overlap."""
     rows = validations(log)
     if len(rows) < 2:
         return None
@@ -138,30 +127,30 @@ def _validation(log: Sequence[Row]) -> Verdict | None:
         [row[f"validation/{name}"] for name in ("accuracy", "low", "high")] for row in (rows[0], rows[-1])
     )
     change = f"from {before:.1%} [{low:.1%}, {high:.1%}] to {after:.1%} [{last_low:.1%}, {last_high:.1%}]"
-    points = series(rows, "validation/accuracy")
+    points = finite(rows, "validation/accuracy")
     if last_low > high:
         return Verdict("validation/accuracy", f"Validation accuracy rose {change}: healthy.", True, "", points)
     if last_high >= low:
-        said = f"Validation accuracy went {change}: the intervals meet, so nothing can be said."
+        said = f"Validation accuracy went {change}: the intervals overlap, so there is no verdict."
         return Verdict("validation/accuracy", said, None, "", points)
     remedy = (
-        "If the reward rose, the policy earns it by something else than right answers: read the completions, and "
-        "mend the reward. Else lower `learning_rate`."
+        "If the reward rose, the policy earns it by something other than correct answers: read the completions and "
+        "fix the reward. Otherwise lower `learning_rate`."
     )
     return Verdict("validation/accuracy", f"Validation accuracy fell {change}.", False, remedy, points)
 
 
 _FASTER = {
-    "generate": "`use_vllm` generates faster.",
-    "score": "More `reward_workers`, or a cheaper reward, score faster.",
+    "generate": "`use_vllm` speeds up generation.",
+    "score": "More `reward_workers` or a cheaper reward speed up scoring.",
     "anchor": "Larger micro-batches (`per_device_train_batch_size`) make forward passes cheaper.",
     "update": "`max_tokens_per_micro_batch`, `padding_free` and `skip_inert_rows` make updates cheaper.",
-    "sync": "Weights go to vLLM once a rollout: let one serve more optimizer steps (`steps_per_generation`).",
+    "sync": "Weights go to vLLM once per rollout: use a rollout for more optimizer steps (`steps_per_generation`).",
 }
 
 
-def _slowest_phase(log: Sequence[Row]) -> Verdict | None:
-    points = {phase: series(log, f"opo/time/{phase}") for phase in PHASES}
+def _slowest_phase(log: Sequence[Entry]) -> Verdict | None:
+    points = {phase: finite(log, f"opo/time/{phase}") for phase in PHASES}
     if not any(points.values()):
         return None
     seconds = {
@@ -183,8 +172,8 @@ class Fired:
     remedy: str
 
 
-def fired(log: Sequence[Row], settings: Row) -> list[Fired]:
-    """The watches of a run that fired, each where it did so first, found again in its log."""
+def fired(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Fired]:
+    """The watches that fired, replayed on the log, each at its first firing."""
     found = []
     for watch in map(Watch, settings.get("watches") or []):
         row = next((row for row in log if watch.fires(row)), None)
@@ -193,10 +182,10 @@ def fired(log: Sequence[Row], settings: Row) -> list[Fired]:
     return found
 
 
-def _remedy(watch: Watch, settings: Row) -> str:
+def _remedy(watch: Watch, settings: Mapping[str, Any]) -> str:
     below = "<" in watch.text
     for diagnostic in diagnostics(settings):
         bound = diagnostic.low if below else diagnostic.high
         if watch.metric in diagnostic.metrics and bound:
             return bound.remedy
-    return f"Look at `{watch.metric}` in `log.jsonl`, and at the diagnostics above that moved with it."
+    return f"Look at `{watch.metric}` in `log.jsonl`, and at the diagnostics above that changed with it."

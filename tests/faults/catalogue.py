@@ -879,7 +879,7 @@ OTHER_COMMANDS = [
     ),
     Case(
         "comparison of a folder without runs",
-        ["'data' holds no run", "Pass the folder of a run"],
+        ["'data' contains no run", "Pass the folder of a run"],
         fields=["data", "--output", "out"],
         command="compare",
     ),

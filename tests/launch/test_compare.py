@@ -1,4 +1,4 @@
-"""`opo-trl compare` as a user runs it: recipes and finished runs in, one report out, or a refusal that says why."""
+"""`opo-trl compare` as users run it: from recipes and finished runs to a report, or a message why not."""
 
 import gzip
 import re
@@ -37,9 +37,9 @@ SHORT = {
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
     """
-    A comparison that is ended in the middle of its run and called again, beside a recipe that cannot be run.
+    A comparison that is ended during its run and called again, with a second recipe that cannot be run.
 
-    Returns what was there when it was ended, and what the second call said.
+    Returns the files when it was ended, and the output of the second call.
     """
     folder = tmp_path_factory.mktemp("story")
     recipe = yaml.safe_load((ROOT / "recipes" / "arithmetic" / "opo.yaml").read_text())
@@ -62,22 +62,22 @@ def start(folder: Path, *argv: str) -> subprocess.Popen:
     return subprocess.Popen(process, cwd=folder, env=environment(), text=True, stderr=subprocess.PIPE)
 
 
-def test_call_that_is_ended_takes_its_runs_with_it_and_says_how_to_go_on(story):
+def test_ended_call_ends_its_runs_and_says_how_to_resume(story):
     _, _, (stderr, status), left, _ = story
     assert status == 130
-    assert "interrupted. The same command goes on." in stderr
+    assert "interrupted. To resume, repeat the command." in stderr
     assert "before" in left["summary"]
     assert "after" not in left["summary"]
 
 
-def test_next_call_goes_on_from_the_checkpoint(story):
+def test_next_call_resumes_from_the_checkpoint(story):
     _, run, _, left, _ = story
     log = read_lines(run / "log.jsonl")
     assert "after" in read_json(run / "summary.json")
     assert [row["step"] for row in log if "grad_norm" in row] == list(range(1, 13))
     kept = [row for row in left["log"] if row["step"] <= left["checkpoint"]]
     assert len(kept) >= 2
-    assert log[: len(kept)] == kept  # the times of the steps included: they were not done again
+    assert log[: len(kept)] == kept  # including the times of the steps: they were not repeated
     assert read_json(run / "settings.json")["alpha"] == 0.3
 
 
@@ -86,11 +86,11 @@ def test_failing_run_is_named_with_its_log_and_does_not_stop_the_others(story):
     assert status == 1
     assert "broken, seed 1 failed. The end of out/runs/broken/seed-1.txt:" in stderr
     assert "Did you mean `learning_rate`?" in stderr.partition("broken, seed 1 failed")[2]
-    assert "1 of 2 runs failed. The same command goes on with them." in stderr
+    assert "1 of 2 runs failed. To resume them, repeat the command." in stderr
     assert not (folder / "out" / "report.html").exists()
 
 
-def test_finished_runs_are_not_run_again_and_the_report_is_the_same(story, monkeypatch):
+def test_finished_runs_are_not_repeated_and_the_report_is_the_same(story, monkeypatch):
     folder, run, *_ = story
     monkeypatch.chdir(folder)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
@@ -111,13 +111,13 @@ def contents(output: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (["--alpha", "0.4"], "alpha: 0.3 there, 0.4 asked for"),
-        ([], "alpha: 0.3 there, 0.4 asked for"),
-        (["--alpha", "0.3", "--max_steps", "6"], "max_steps: 12 there, 6 asked for"),
-        (["--alpha", "0.3", "--top_p", "0.9"], "top_p: not set there, 0.9 asked for"),
+        (["--alpha", "0.4"], "alpha: 0.3 there, 0.4 requested"),
+        ([], "alpha: 0.3 there, 0.4 requested"),
+        (["--alpha", "0.3", "--max_steps", "6"], "max_steps: 12 there, 6 requested"),
+        (["--alpha", "0.3", "--top_p", "0.9"], "top_p: not set there, 0.9 requested"),
     ],
 )
-def test_finished_run_of_other_settings_is_refused_and_left_alone(story, monkeypatch, capsys, fields, message):
+def test_finished_run_with_other_settings_is_rejected_and_left_alone(story, monkeypatch, capsys, fields, message):
     folder, run, *_ = story
     monkeypatch.chdir(folder)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
@@ -146,7 +146,7 @@ def test_run_that_is_still_running_is_not_started_a_second_time(story, monkeypat
 
 @pytest.fixture
 def runs(story, tmp_path):
-    """Copies of the real run as three seeds of two methods; the second one's reward is higher by 0.1, 0.2 and 0.3."""
+    """Copies of the real run as three seeds of two methods; the second has 0.1, 0.2 and 0.3 more reward."""
     _, run, *_ = story
     for label in ("grpo", "opo"):
         for seed in (1, 2, 3):
@@ -157,12 +157,12 @@ def runs(story, tmp_path):
 
 @pytest.fixture
 def one_figure(monkeypatch):
-    """Drawing is most of a report's time; for tests that read its tables one figure will do."""
+    """Drawing takes most of a report's time; tests that read its tables need only one figure."""
     monkeypatch.setattr(curves, "CURVES", curves.CURVES[:1])
 
 
 def copy_run(run: Path, folder: Path, *, seed: int, reward: float = 0.0, settings: dict | None = None) -> Path:
-    """A run's record without its model; `reward` is added to every reward."""
+    """Copy a run without its model, adding `reward` to every reward."""
     folder.mkdir(parents=True)
     for name in ("recipe.yaml", "environment.json", "summary.json"):
         shutil.copy(run / name, folder)
@@ -189,7 +189,7 @@ def rows_of(report: str, title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "---" not in line]
 
 
-def test_report_says_the_means_differences_and_verdicts(one_figure, runs, tmp_path):
+def test_report_has_means_differences_and_verdicts(one_figure, runs, tmp_path):
     report = report_of(tmp_path, runs)
     log = read_lines(runs / "grpo" / "seed-1" / "log.jsonl")
     base = np.mean([row["rewards/arithmetic_reward/mean"] for row in log if "reward" in row])
@@ -208,8 +208,8 @@ def test_report_says_the_means_differences_and_verdicts(one_figure, runs, tmp_pa
     assert len(rows_of(report, "Every run")) == 7
 
 
-def test_reward_that_shapes_is_not_counted(one_figure, runs, tmp_path):
-    """`reward` is the sum of all reward functions; what is compared is the one that says what is solved."""
+def test_shaping_rewards_are_not_counted(one_figure, runs, tmp_path):
+    """`reward` is the sum of all reward functions; the first one, which says what is solved, is compared."""
     before = report_of(tmp_path, runs)
     for log in runs.rglob("log.jsonl"):
         rows = [row | ({"reward": 100.0} if "reward" in row else {}) for row in read_lines(log)]
@@ -218,7 +218,7 @@ def test_reward_that_shapes_is_not_counted(one_figure, runs, tmp_path):
     assert report_of(tmp_path, runs) == before
 
 
-def test_html_is_self_contained_and_says_the_same_as_the_markdown(runs, tmp_path):
+def test_html_is_self_contained_and_agrees_with_the_markdown(runs, tmp_path):
     report = report_of(tmp_path, runs)
     html = (tmp_path / "report" / "report.html").read_text()
     figures = re.findall(r'src="data:image/png;base64,[A-Za-z0-9+/=]+"', html)
@@ -252,7 +252,7 @@ def test_report_does_not_depend_on_folders_order_or_the_form_of_the_log(runs, tm
     assert contents(Path("deeper/second")) == contents(tmp_path / "first")
 
 
-def test_two_runs_of_ones_own_are_compared_without_intervals(one_figure, runs, tmp_path):
+def test_two_single_runs_are_compared_without_intervals(one_figure, runs, tmp_path):
     (runs / "grpo" / "seed-1").rename(tmp_path / "mine")
     (runs / "opo" / "seed-1").rename(tmp_path / "other")
     report = report_of(tmp_path, tmp_path / "other", tmp_path / "mine")
@@ -271,7 +271,7 @@ def test_only_common_seeds_are_paired(one_figure, runs, tmp_path):
     assert difference == ["final reward", "opo", "+0.200", "–", "–", "1", "undecided"]
     shutil.rmtree(runs / "opo" / "seed-2")
     report = report_of(tmp_path, runs)
-    assert "opo has no seed in common with grpo: no difference is given." in report
+    assert "opo has no seed in common with grpo, so there is no difference." in report
     assert rows_of(report.partition("## Differences from grpo")[2], "Reward")[1][2:] == ["–"] * 5
 
 
@@ -282,7 +282,7 @@ def test_baseline_can_be_chosen(one_figure, runs, tmp_path, capsys):
     assert "--baseline ppo is none of the methods. Use one of grpo, opo." in capsys.readouterr().err
 
 
-def test_pass_at_k_and_completions_are_shown_where_they_were_measured(one_figure, runs, tmp_path):
+def test_pass_at_k_is_shown_if_it_was_measured(one_figure, runs, tmp_path):
     for folder in runs.glob("*/seed-*"):
         after = read_json(folder / "summary.json")["after"]
         after["Level 4"]["sampled"]["pass_at"] = {"1": 0.5, "8": 0.9}
@@ -312,7 +312,7 @@ def test_pass_at_k_and_completions_are_shown_where_they_were_measured(one_figure
         ("chat_template_kwargs", {"enable_thinking": False}),
     ],
 )
-def test_run_of_another_task_is_refused_with_the_field_named(runs, tmp_path, capsys, field, value):
+def test_run_of_another_task_is_rejected_with_the_field_named(runs, tmp_path, capsys, field, value):
     earlier = read_json(runs / "opo" / "seed-2" / "settings.json")[field]
     for seed in (1, 2, 3):
         edit(runs / "opo" / f"seed-{seed}", **{field: value})
@@ -336,14 +336,14 @@ def test_run_of_another_task_is_refused_with_the_field_named(runs, tmp_path, cap
         ({"reward_funcs": ["accuracy_reward"]}, "reward_funcs[0]: 'arithmetic_reward' in grpo"),
     ],
 )
-def test_budget_and_reward_are_compared_as_they_come_out(runs, tmp_path, capsys, changes, message):
+def test_budget_and_reward_are_compared_by_their_effect(runs, tmp_path, capsys, changes, message):
     for seed in (1, 2, 3):
         edit(runs / "opo" / f"seed-{seed}", **changes)
     assert main([str(runs), "--output", str(tmp_path / "report")]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_same_budget_in_another_cut_and_further_rewards_are_comparable(one_figure, runs, tmp_path):
+def test_same_budget_in_other_batches_and_further_rewards_are_comparable(one_figure, runs, tmp_path):
     for seed in (1, 2, 3):
         cut = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
         edit(runs / "opo" / f"seed-{seed}", **cut, reward_funcs=["arithmetic_reward", "my.overlong"])
@@ -352,7 +352,7 @@ def test_same_budget_in_another_cut_and_further_rewards_are_comparable(one_figur
     assert "steps_per_generation" in names
 
 
-def test_fields_without_effect_in_opo_are_not_said_to_differ(one_figure, runs, tmp_path):
+def test_fields_that_opo_does_not_use_show_a_dash(one_figure, runs, tmp_path):
     for seed in (1, 2, 3):
         edit(runs / "grpo" / f"seed-{seed}", trainer="grpo", loss_type="grpo", epsilon_high=0.28)
     rows = {row[0]: row[1:] for row in rows_of(report_of(tmp_path, runs), "What differs")}
@@ -372,7 +372,7 @@ def test_fields_without_effect_in_opo_are_not_said_to_differ(one_figure, runs, t
         (lambda runs: (runs / "opo/seed-2/log.jsonl").write_text('{"step": 1}\n'), "has no 'rewards/arithmetic_rew"),
     ],
 )
-def test_record_that_will_not_do_is_named(runs, tmp_path, capsys, spoil, message):
+def test_unusable_run_is_named(runs, tmp_path, capsys, spoil, message):
     spoil(runs)
     assert main([str(runs), "--output", str(tmp_path / "report")]) == 2
     assert message in capsys.readouterr().err
@@ -383,28 +383,28 @@ def test_record_that_will_not_do_is_named(runs, tmp_path, capsys, spoil, message
     [
         (["no_such.yaml", "--seeds", "1"], "'no_such.yaml' does not exist"),
         (["a.yaml"], "--seeds is not set"),
-        (["a.yaml", "b/a.yaml", "--seeds", "1"], "Several recipes are called 'a'"),
+        (["a.yaml", "b/a.yaml", "--seeds", "1"], "Several recipes are named 'a'"),
         (["a.yaml", "--seeds", "1", "--jobs", "0"], "--jobs 0 is not allowed"),
-        (["a.yaml", "--seeds", "1", "--seed", "3"], "--seed is set for each run"),
-        (["a.yaml", "--seeds", "1", "--output-dir", "x"], "--output_dir is set for each run"),
-        (["b", "--seeds", "1"], "'b' holds no run"),
+        (["a.yaml", "--seeds", "1", "--seed", "3"], "--seed is set by this command"),
+        (["a.yaml", "--seeds", "1", "--output-dir", "x"], "--output_dir is set by this command"),
+        (["b", "--seeds", "1"], "'b' contains no run"),
         (["runs", "--seeds", "1"], "--seeds 1 has no effect"),
         (["runs", "--alpha", "0.1"], "--alpha 0.1 has no effect"),
     ],
 )
-def test_arguments_that_do_not_go_together_are_refused(runs, monkeypatch, capsys, argv, message):
+def test_contradictory_arguments_are_rejected(runs, monkeypatch, capsys, argv, message):
     monkeypatch.chdir(runs.parent)
     Path("b").mkdir()
     for path in ("a.yaml", "b/a.yaml"):
         Path(path).write_text("alpha: 0.4\n")
-    if argv[0] == "b":  # a folder without a run, beside a recipe, so that the seeds have an effect
+    if argv[0] == "b":  # a folder without a run, and a recipe, so that the seeds have an effect
         argv = ["a.yaml", *argv]
     assert main([*argv, "--output", "out"]) == 2
     assert message in capsys.readouterr().err
     assert not Path("out").exists()
 
 
-def test_missing_matplotlib_is_said_before_anything_runs(runs, tmp_path, monkeypatch, capsys):
+def test_missing_matplotlib_is_reported_before_anything_runs(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     for name in ("comparison_report", "curves"):
         monkeypatch.delitem(sys.modules, f"opo_trl.report.{name}", raising=False)
@@ -433,15 +433,15 @@ def test_missing_matplotlib_is_said_before_anything_runs(runs, tmp_path, monkeyp
         ("1", 1, True),
     ],
 )
-def test_value_as_typed_is_recognized_as_resolved(asked, resolved, same):
+def test_typed_value_is_recognized_as_the_resolved_one(asked, resolved, same):
     assert agree(asked, resolved) is same
 
 
-def test_overrides_are_read_as_the_command_line_writes_them():
+def test_overrides_are_read_as_on_the_command_line():
     fields = ["--learning-rate", "1e-4", "--levels", "Level 1", "Level 2", "--alpha=0.3", "--bf16", "--beta", "-1"]
     expected = {"learning_rate": "1e-4", "levels": ["Level 1", "Level 2"], "alpha": "0.3", "bf16": True, "beta": "-1"}
     assert overrides(fields) == expected
-    with pytest.raises(ValueError, match=r"'0\.3' is neither a field nor a value"):
+    with pytest.raises(ValueError, match=r"'0\.3' is neither a field nor the value of one"):
         overrides(["0.3"])
 
 

@@ -21,8 +21,8 @@ from opo_trl.rollout import checkpoint
     ],
     ids=str,
 )
-def test_what_is_no_watch_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match=r"which is no watch\. Write it as 'warn if entropy < 0\.1'"):
+def test_malformed_watch_is_rejected_with_an_example(text):
+    with pytest.raises(ValueError, match=r"which is not a watch\. Write it as 'warn if entropy < 0\.1'"):
         OPOConfig("…", watches=[text], use_cpu=True, bf16=False)
 
 
@@ -52,13 +52,13 @@ def entries(watch: Watch, values: list[float]) -> list[int]:
 @pytest.mark.parametrize(
     ("values", "fired"),
     [
-        ([5, 5, 0, 0, 0, 0, 0, 0, 0, 0, 5, 5], []),  # twice in ten
+        ([5, 5, 0, 0, 0, 0, 0, 0, 0, 0, 5, 5], []),  # two of ten
         ([5, 0, 5, 0, 5, 0], [4]),
-        ([0, 5, 0, 0, 5, 0, 0, 5, 0, 0, 5, 0, 0, 5], [7]),  # every third step, and once told
+        ([0, 5, 0, 0, 5, 0, 0, 5, 0, 0, 5, 0, 0, 5], [7]),  # every third step, reported once
         ([5] * 3 + [0] * 10 + [5] * 3, [2, 15]),
         ([float("nan")] * 5, []),
         ([None] * 5, []),
-        ([5, None, 5, float("nan"), 5], [4]),  # what is no number is no entry
+        ([5, None, 5, float("nan"), 5], [4]),  # entries without a number do not count
         ([5, 5, "text", 5], [3]),
     ],
 )
@@ -73,16 +73,16 @@ def test_run_ends_with_a_checkpoint(tiny_model, tmp_path, caplog):
     assert checkpoint.fault(tmp_path / "checkpoint-3") is None
 
 
-def test_metric_that_does_not_exist_is_told_with_those_that_do(tiny_model, tmp_path, caplog):
+def test_unknown_metric_is_reported_with_similar_ones(tiny_model, tmp_path, caplog):
     trained(tiny_model, tmp_path, max_steps=25, watches=["stop if opo/chi > 2"])
     warnings = [record.getMessage() for record in caplog.records if "Watch" in record.getMessage()]
     assert len(warnings) == 1
     assert "the first 10 entries of the log have no 'opo/chi'. The nearest metrics: opo/chi2" in warnings[0]
 
 
-@pytest.mark.parametrize("rewards", [[1.0] * 8, [None] * 8], ids=["no spread", "none can be scored"])
+@pytest.mark.parametrize("rewards", [[1.0] * 8, [None] * 8], ids=["zero variance", "all unscored"])
 @pytest.mark.parametrize("action", ["warn", "stop"])
-def test_watch_bears_metrics_without_a_value(tiny_model, tmp_path, rewards, action):
+def test_watch_accepts_metrics_without_a_value(tiny_model, tmp_path, rewards, action):
     metrics = ("opo/gradient_response_efficiency", "opo/escort/ess", "reward", "reward_std", "grad_norm", "never")
     watches = [f"{action} if {metric} {side} 50" for metric in metrics for side in "<>"]
     silent = [f"{action} if opo/gradient_response_efficiency > 50"]
@@ -113,16 +113,16 @@ def test_resumed_run_fires_when_the_uninterrupted_one_does(tiny_model, tmp_path,
     options = {"max_steps": 12, "num_iterations": 2, "save_strategy": "steps", "save_steps": 2, "watches": watches}
     options["trainer_arguments"] = sampled
     trained(tiny_model, tmp_path, **options)
-    whole = told(caplog)
-    assert [last_number(text) for text in whole] == [3, 3, 6, 10]
+    uninterrupted = told(caplog)
+    assert [last_number(text) for text in uninterrupted] == [3, 3, 6, 10]
     for step in (2, 4, 6, 8, 10):
         start = len(caplog.records)
         resumed = make_trainer(tiny_model, tmp_path, **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        assert told(caplog, start) == [text for text in whole if last_number(text) > step]
+        assert told(caplog, start) == [text for text in uninterrupted if last_number(text) > step]
 
 
-def test_run_that_a_watch_ended_is_guarded_when_it_goes_on(tiny_model, tmp_path, caplog):
+def test_run_that_a_watch_ended_is_guarded_when_resumed(tiny_model, tmp_path, caplog):
     options = {"max_steps": 12, "save_strategy": "steps", "save_steps": 100, "watches": ["stop if entropy < 100"]}
     trained(tiny_model, tmp_path, **options)
     resumed = make_trainer(tiny_model, tmp_path, **options)
@@ -131,7 +131,7 @@ def test_run_that_a_watch_ended_is_guarded_when_it_goes_on(tiny_model, tmp_path,
     assert "The run ends at step 6" in caplog.text
 
 
-def test_watch_that_is_new_begins_and_one_that_is_gone_does_not_matter(tiny_model, tmp_path, caplog):
+def test_new_watch_starts_fresh_and_a_removed_one_is_ignored(tiny_model, tmp_path, caplog):
     options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
     trained(tiny_model, tmp_path, **options, watches=["warn if reward > 100"])
     resumed = make_trainer(tiny_model, tmp_path, **options, watches=["warn if entropy < 100"])

@@ -1,4 +1,4 @@
-"""Figures come from logged files, the same from the same log."""
+"""Figures are drawn from the log alone: the same log gives the same files."""
 
 import json
 
@@ -50,7 +50,7 @@ def test_same_log_gives_the_same_files(run):
     assert {path: path.read_bytes() for path in draw_run(run)} == first
 
 
-def test_missing_metric_is_said_not_drawn(run):
+def test_missing_metric_is_reported_instead_of_drawn(run):
     log = run / "log.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     log.unlink()
@@ -61,7 +61,7 @@ def test_missing_metric_is_said_not_drawn(run):
     assert "not logged" in files[1].read_text()
 
 
-def test_command_draws_and_names_the_files_and_refuses_a_folder_without_a_log(run, tmp_path_factory, capsys):
+def test_command_lists_the_files_and_rejects_a_folder_without_a_log(run, tmp_path_factory, capsys):
     assert main(["figures", str(run)]) == 0
     assert "training.png" in capsys.readouterr().out
     empty = tmp_path_factory.mktemp("empty")

@@ -1,4 +1,4 @@
-"""What reads a log bears values that are `None`, which TRL logs where every value was NaN, and NaN."""
+"""Readers of a log accept NaN, and `None`, which TRL logs if all values were NaN."""
 
 import warnings
 from pathlib import Path
@@ -35,7 +35,7 @@ def read(log: list[dict], settings: dict, folder: Path, *, figures: bool = True)
         judge(log, settings)
         completed = {**settings, "reward_funcs": ["rewards.reward_0"]}
         run = Run("a", 1, completed, {}, {"after": {}, "train_seconds": 1.0}, log)
-        if series(run, "rewards/reward_0/mean"):  # else it says that there is no reward
+        if series(run, "rewards/reward_0/mean"):  # otherwise it reports that there is no reward
             measure(run, target=0.5)
         if not figures:
             return
@@ -62,7 +62,7 @@ def test_any_value_may_be_missing(real, tmp_path: Path, value):
     read(half, settings, tmp_path / "half")
 
 
-@pytest.mark.parametrize("rewards", [[1.0] * 8, [None] * 8], ids=["no spread", "none can be scored"])
+@pytest.mark.parametrize("rewards", [[1.0] * 8, [None] * 8], ids=["zero variance", "all unscored"])
 def test_run_without_anything_to_learn_is_reported(tiny_model: str, tmp_path: Path, rewards: list):
     files = {"callbacks": [LogFile(tmp_path)], "reward_funcs": None, "rollout_func": None}
     script = Script(rewards)
@@ -75,7 +75,7 @@ def test_run_without_anything_to_learn_is_reported(tiny_model: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("value", [None, float("nan")], ids=str)
-def test_progress_bar_bears_it(value):
+def test_progress_bar_accepts_it(value):
     bar, state = ProgressBar(), TrainerState(max_steps=2, is_world_process_zero=True)
     bar.on_train_begin(None, state, TrainerControl())
     names = ("reward", "validation/accuracy", "entropy", "grad_norm")

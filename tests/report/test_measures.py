@@ -1,4 +1,4 @@
-"""What is measured of runs, and how it is drawn and written."""
+"""Measures of runs, and how they are drawn and written."""
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def rewards_points(values):
     return reward(make_run(rewards(values)))
 
 
-def test_completions_are_as_logged_or_follow_from_the_settings():
+def test_completions_are_logged_or_computed_from_the_settings():
     rows = rewards([0.1, 0.2, 0.3], every=2)
     assert completions(make_run(rows)) == [(1, 48), (3, 96), (5, 144)]
     rows[1]["completions/generated"] = 192
@@ -72,16 +72,16 @@ def test_seconds_count_every_step_since_the_last_entry():
     rows = [{"step": 1, "step_time": 2.0}, {"step": 4, "step_time": 1.0}]
     assert seconds(make_run(rows)) == [(1, 2.0), (4, 5.0)]
     assert wall_time(make_run(rows, train_seconds=7.0)) == 7.0
-    assert wall_time(make_run(rows, train_seconds=1.5)) == 5.0  # resumed: it knows of its last part only
+    assert wall_time(make_run(rows, train_seconds=1.5)) == 5.0  # resumed: `train_seconds` is that of its last part
 
 
-def test_efficiency_is_averaged_where_it_is_defined():
+def test_efficiency_is_averaged_over_the_steps_that_define_it():
     key = "opo/gradient_response_efficiency"
     rows = [*rewards([0.5, 0.5]), {"step": 1, key: 2.0}, {"step": 2, key: float("nan")}, {"step": 2, "grad_norm": 1}]
     assert measured(make_run(rows)).values["opo, seed 1"]["gradient response efficiency"] == 2.0
 
 
-def test_gradient_norm_that_is_not_finite_is_not_passed_over():
+def test_non_finite_gradient_norm_is_kept():
     run = make_run([*rewards([0.5] * 3), {"step": 3, "grad_norm": float("nan")}])
     value = measured(run).values[run.name]["gradient norm"]
     assert number(value, "gradient norm") == "not finite"
@@ -92,7 +92,7 @@ def test_smoothing_trails():
     assert smooth([0.0] * 10 + [1.0] * 10)[-1] == 1.0
 
 
-def test_curves_meet_on_a_common_grid_and_never_beyond_a_run():
+def test_curves_share_a_grid_that_no_run_is_extrapolated_to():
     x, values = on_common_grid([[(0, 0.0), (4, 4.0)], [(1, 1.0), (2, 0.0), (6, 4.0)]], smoothed=False)
     assert list(x) == [1, 2, 4]
     assert values == pytest.approx(np.array([[1, 2, 4], [1, 0, 2]]))

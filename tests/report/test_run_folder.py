@@ -1,4 +1,4 @@
-"""A run's folder is never reused by accident, and its files are whole."""
+"""A run's folder is never reused by accident, and its files are complete."""
 
 import errno
 import fcntl
@@ -43,7 +43,7 @@ def test_new_folder_is_created_and_an_empty_one_taken(tmp_path):
         (["thesis.tex"], {"overwrite": True}, "not a run of this program.*will not be deleted"),
     ],
 )
-def test_folder_that_holds_something_is_refused_and_left_alone(tmp_path, files, options, message):
+def test_folder_with_content_is_rejected_and_left_alone(tmp_path, files, options, message):
     for file in files:
         (tmp_path / file).write_text("precious")
     before = content(tmp_path)
@@ -62,7 +62,7 @@ def test_overwrite_deletes_an_earlier_run_and_resume_keeps_it(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"resume": True}, {"overwrite": True}], ids=str)
 @pytest.mark.parametrize("begun", [False, True])
-def test_folder_of_a_run_that_goes_on_is_refused(tmp_path, options, begun):
+def test_folder_of_a_running_run_is_rejected(tmp_path, options, begun):
     options = {"resume": False, "overwrite": False, **options}
     held = claim(tmp_path, resume=False, overwrite=False)
     if begun or options["resume"]:
@@ -76,7 +76,7 @@ def test_folder_of_a_run_that_goes_on_is_refused(tmp_path, options, begun):
     claim(tmp_path, resume=options["resume"], overwrite=True).close()
 
 
-def test_folder_that_cannot_be_locked_is_taken_with_a_warning(tmp_path, monkeypatch):
+def test_folder_that_cannot_be_locked_is_used_with_a_warning(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -85,7 +85,7 @@ def test_folder_that_cannot_be_locked_is_taken_with_a_warning(tmp_path, monkeypa
         claim(tmp_path, resume=False, overwrite=False).close()
 
 
-def test_folders_made_on_the_way_to_a_failure_are_removed_and_others_kept(tmp_path):
+def test_folders_created_before_a_failure_are_removed_and_others_kept(tmp_path):
     (tmp_path / "a").mkdir()
     with pytest.raises(FileExistsError), left_as_found(tmp_path / "a" / "b" / "c"):
         (tmp_path / "a" / "b" / "c" / "..").mkdir(parents=True)
@@ -127,7 +127,7 @@ def test_log_survives_a_kill_in_mid_line_and_rewinds_to_a_checkpoint(tmp_path):
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1, 2, 3, 4]
 
 
-def test_json_file_is_replaced_as_a_whole(tmp_path):
+def test_json_file_is_replaced_atomically(tmp_path):
     path = tmp_path / "summary.json"
     write_json(path, {"before": 1})
     circle = {}
