@@ -99,14 +99,14 @@ def read(path: str | Path, kind_of: Callable[[str], Kind]) -> dict[str, Any]:
         loader = _Loader(Path(path).read_text(encoding="utf-8"))
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            raise _Rejected("it has no `field: value` lines. Write one field per line.")
+            raise _Rejected("no `field: value` lines. Write one field per line.")
         loader.flatten_mapping(node)  # `<<: *other`
         for key, value in node.value:
             loader.kind = kind_of(key.value)
             loader.constructed_objects.clear()  # an alias may stand for values of two kinds
             fields[key.value] = loader.construct_object(value, deep=True)
     except _Rejected as error:
-        raise ValueError(f"{named}, {error}") from error
+        raise ValueError(f"{named}: {error}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{named} is not valid YAML: {error}. Fix the file.") from error
     except OSError as error:
