@@ -53,13 +53,11 @@ class Range:
         number: Any = value
         if number in self.also:
             return True
-        if not self.integer and number and not SMALLEST <= abs(number) <= LARGEST:
-            return False
         above = number > self.low if self.ends[0] == "(" else number >= self.low
         below = number < self.high if self.ends[1] == ")" else number <= self.high
-        # Counts have at most 64 bits.
-        finite = abs(number) < 2**64 if self.integer else math.isfinite(number)
-        return bool(above and below and finite)
+        # Counts have at most 64 bits; the limits for floats also reject NaN and infinity.
+        sized = abs(number) < 2**64 if self.integer else number == 0 or SMALLEST <= abs(number) <= LARGEST
+        return bool(above and below and sized)
 
     def __str__(self) -> str:
         if self.text:
@@ -79,7 +77,7 @@ class Range:
 class Steps(Range):
     """Optimizer steps: their number, or a fraction of all steps in (0, 1)."""
 
-    text: str = "an integer number of steps, at least 1, or a fraction of all steps in (0, 1)"
+    text: str = "a whole number of steps, at least 1, or a fraction of all steps in (0, 1)"
 
     def __contains__(self, value: Any) -> bool:
         return super().__contains__(value) and (value < 1 or value == int(value))
@@ -104,7 +102,7 @@ RANGES: dict[str, Range] = {
     "save_steps": Steps(0, ends="(]"),
     "eval_steps": Steps(0),  # 0 stands for `logging_steps`
     "eval_delay": _NOT_NEGATIVE,
-    "warmup_steps": Steps(0, text="an integer number of steps, at least 0, or a fraction of all steps in (0, 1)"),
+    "warmup_steps": Steps(0, text="a whole number of steps, at least 0, or a fraction of all steps in (0, 1)"),
     "save_total_limit": _integer(0, text="an integer of at least 1, or to 0 to keep every checkpoint"),
     "torch_empty_cache_steps": _COUNT,
     "ref_model_sync_steps": _COUNT,
@@ -177,13 +175,13 @@ RANGES: dict[str, Range] = {
     "max_reward_failure_rate": _FRACTION,
     "reward_workers": _integer(0, text="an integer, 0 or more"),
     "reward_timeout": _POSITIVE,
-    "reward_memory": _integer(LEAST_MEMORY, 2**30, text=f"an integer number of MiB, {LEAST_MEMORY} or more"),
+    "reward_memory": _integer(LEAST_MEMORY, 2**30, text=f"a whole number of MiB, {LEAST_MEMORY} or more"),
     "overlong_cache": _integer(1, text="a positive number up to `max_completion_length`"),
     # Data, validation and report
     "fraction": Range(0, 1, ends="(]", text="a number in (0, 1]. Use 1.0 for all rows"),
-    "validation_size": _integer(1, text="a positive integer"),
-    "report_size": _integer(1, text="a positive integer"),
-    "report_samples": _integer(1, text="a positive integer"),
+    "validation_size": _COUNT,
+    "report_size": _COUNT,
+    "report_samples": _COUNT,
     "num_completions_to_print": _COUNT_OR_ZERO,
     # Seeds: NumPy's global generator takes 32 bits, PyTorch's 64, that of a data set any number
     "seed": _integer(0, 2**32 - 1),

@@ -33,6 +33,7 @@ def recipe(tmp_path: Path):
         ("instruction: |\n  a\n  b\n", "a\nb\n"),
         ("levels: [no, 1.10, Level 1, 'x']", ["no", "1.10", "Level 1", "x"]),
         ("env: {A: no, B: 010, C: 1e3, D: true}", {"A": "no", "B": "010", "C": "1e3", "D": "true"}),
+        ("env: {NO: no, 010: 1e3}", {"NO": "no", "010": "1e3"}),
         ("learning_rate: 1e-4", 1e-4),  # text, in YAML 1.1
         ("learning_rate: 1.0e-4", 1e-4),
         ("max_steps: 1_000", 1000),

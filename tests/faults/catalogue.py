@@ -283,7 +283,7 @@ BATCHES = [
     Case("no steps", ["steps_per_generation=0", "at least 1"], {"steps_per_generation": 0}),
     Case("empty completions", ["max_completion_length=0", "at least 1"], {"max_completion_length": 0}),
     Case(
-        "fewer prompts than a rollout takes",
+        "fewer prompts than a rollout needs",
         ["generation_batch_size=32", "needs 16 prompts", "has 8", "Give at least 16"],
         {"per_device_train_batch_size": 32},
     ),
@@ -307,7 +307,7 @@ DATA = [
     ),
     Case("columns that are not names", ["columns={'problem': 1}", "Set `columns`"], {"columns": {"problem": 1}}),
     Case(
-        "levels of data without them",
+        "levels of data without levels",
         ["levels=['Level 1', 'Level 2']", "has no levels"],
         change=write_rows([{"problem": "1 + 1", "answer": "2"}] * 8),
     ),
@@ -403,9 +403,9 @@ DATA = [
         ["dataset_name=", "train.parquet", "replace the file"],
         change=both(remove("data/train.jsonl"), write("data/train.parquet", b"PAR1...")),
     ),
-    Case("validation of nothing", ["validation_size=0", "positive"], {"validation_size": 0}),
+    Case("validation of 0 problems", ["validation_size=0", "at least 1"], {"validation_size": 0}),
     Case("validation every 0 steps", ["validation_steps=0", "positive"], {"validation_steps": 0}),
-    Case("report of no completions", ["report_samples=0 is not allowed", "positive"], {"report_samples": 0}),
+    Case("report of 0 completions", ["report_samples=0 is not allowed", "at least 1"], {"report_samples": 0}),
     Case("streaming", ["dataset_streaming=True", "Remove"], {"dataset_streaming": True}),
     Case(
         "levels of ready-made prompts",
@@ -516,7 +516,7 @@ REWARD_FUNCTIONS = [
         {"reward_funcs": ["no.reward"]},
     ),
     Case(
-        "reward that its module lacks",
+        "reward missing from its module",
         ["reward_funcs='my_rewards.no'", "accuracy_reward"],
         {"reward_funcs": ["my_rewards.no"]},
     ),
@@ -574,7 +574,7 @@ RUNS = [
         change=earlier_run(),
     ),
     Case(
-        "folder of something else",
+        "folder that is not a run",
         ["output_dir='run'", "not a run", "Choose another"],
         {"overwrite": True},
         change=write("run/thesis.tex", "x"),
