@@ -68,7 +68,7 @@ def dry_run_arguments(args: GRPOConfig) -> None:
         persistent_workers=args.dataloader_persistent_workers,
     )
     if args.torch_compile and args.torch_compile_backend != "inductor":
-        known = torch._dynamo.list_backends(exclude_tags=())
+        known = torch.compiler.list_backends(exclude_tags=())
         if args.torch_compile_backend not in known:
             raise ValueError(f"torch.compile has no such backend, only {', '.join(known)}.")
 

@@ -389,7 +389,7 @@ DATA = [
         ),
     ),
     Case(
-        "truncated gzip",
+        "gzip cut short",
         ["dataset_name=", "train.jsonl.gz", "cut short", "replace the file"],
         change=both(remove("data/train.jsonl"), truncate_gzip),
     ),
