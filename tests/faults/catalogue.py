@@ -160,7 +160,7 @@ def both(*changes: Change) -> Change:
     return change
 
 
-def truncate_gzip(folder: Path) -> None:
+def cut_gzip(folder: Path) -> None:
     rows = [{**row, "problem": os.urandom(30).hex()} for row in ROWS]
     content = gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode())
     write("data/train.jsonl.gz", content[: len(content) // 2])(folder)
@@ -391,7 +391,7 @@ DATA = [
     Case(
         "gzip cut short",
         ["dataset_name=", "train.jsonl.gz", "cut short", "replace the file"],
-        change=both(remove("data/train.jsonl"), truncate_gzip),
+        change=both(remove("data/train.jsonl"), cut_gzip),
     ),
     Case(
         "file that is not gzip",
