@@ -12,8 +12,9 @@ import torch
 from trl import GRPOConfig
 
 from .checks import paths, ranges
+from .checks.arguments import dry_run_arguments
+from .checks.blame import blamed, given
 from .checks.ranges import require
-from .checks.rehearsal import REFUSALS, blame, given, is_said, rehearse
 from .metrics.watches import Watch
 from .objective import DriveScaling, Positivity, RatioForm, Reduction
 
@@ -162,13 +163,9 @@ class RolloutConfig(GRPOConfig):
         """Have TRL and Transformers check the rest, and say what they say of our fields."""
         own = {f.name for f in dataclasses.fields(GRPOConfig)}
         named = {name: value for name, value in given(self).items() if name in own}
-        try:
+        with blamed(named, lambda fields: dry_run_arguments(GRPOConfig(**fields))):
             super().__post_init__()
-            rehearse(self)
-        except REFUSALS as error:
-            if is_said(error, named):
-                raise
-            raise blame(named, lambda fields: rehearse(GRPOConfig(**fields)), error) from error
+            dry_run_arguments(self)
 
     def _check_launch(self):
         """Before anything takes hold of a device."""

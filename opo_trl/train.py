@@ -32,8 +32,10 @@ from trl import ModelConfig, get_peft_config, get_quantization_config, rewards
 from trl.rewards import get_soft_overlong_punishment
 
 from .checks import paths, ranges
-from .checks.errors import refuse
-from .checks.rehearsal import REFUSALS, check_tokens, given, rehearse_model
+from .checks.blame import LIBRARY_ERRORS, given
+from .checks.errors import report_error
+from .checks.generation import check_tokens
+from .checks.model import dry_run_model
 from .config import RolloutConfig
 from .data.arithmetic import arithmetic_reward, base_model_path
 from .data.problems import drop_long_prompts, load_from_hub, load_problems, rename_columns, to_prompts, without_overlap
@@ -374,7 +376,7 @@ def _said_of(what: str) -> Iterator[None]:
         yield
     except (ValueError, ImportError):
         raise
-    except REFUSALS as error:
+    except LIBRARY_ERRORS as error:
         said = str(error).strip().rstrip(".") or "no more is said"
         raise ValueError(f"{what} cannot be used: {type(error).__name__}: {said}. `--debug` shows where.") from error
 
@@ -411,7 +413,7 @@ def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, D
     with _said_of(named):
         config = preflight.check_model("model_name_or_path", model_path(model_config), **source, **weights)
         check_tokens(args, getattr(config.get_text_config(), "vocab_size", None))
-        rehearse_model(args, model_config, model_path(model_config))
+        dry_run_model(args, model_config, model_path(model_config))
         tokenizer = preflight.load_tokenizer(model_path(model_config), **source)
     if script.reward_model_name_or_path:
         with _said_of(f"reward_model_name_or_path={script.reward_model_name_or_path!r}"):
@@ -456,7 +458,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         trainer, script, data, checkpoint, lock = _prepare(argv)
     except (ValueError, ImportError) as error:
-        return refuse("opo-trl train", error, debug=debug)
+        return report_error("opo-trl train", error, debug=debug)
     status = 0
     with lock:
         try:
@@ -466,7 +468,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             status = ended.code  # by a signal
         except RewardError as error:
-            return refuse("opo-trl train", error, debug=debug, status=1)
+            return report_error("opo-trl train", error, debug=debug, status=1)
         finally:  # a run that ends with an error is the one to read about
             if trainer.args.process_index == 0:
                 print(f"Report: {write_report(Path(trainer.args.output_dir))}")

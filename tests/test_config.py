@@ -264,7 +264,7 @@ def test_ends_of_the_escort_path_are_allowed(config, alpha):
         ("positivity_epsilon", 0.0, "(0, 1)"),
         ("positivity_epsilon", 1.0, "(0, 1)"),
         *[("max_reward_failure_rate", value, "[0, 1]") for value in (-0.1, 1.1, math.nan)],
-        ("max_skipped_steps", 0, "a whole number, at least 1"),
+        ("max_skipped_steps", 0, "an integer of at least 1"),
         ("save_failure", "ignore", "stop, continue"),
         ("anchor_correction", "token", "absorbed, length_normalized, sequence"),
         ("drive_scaling", "rollout", "none, group, batch"),

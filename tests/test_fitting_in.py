@@ -1,7 +1,7 @@
 """
-What a user of TRL has beside the trainer works with OPO's too: loggers, callbacks, rewards, tools, images, the Hub.
+TRL's surroundings work with OPO: loggers, callbacks, rewards, tools, images, the Hub.
 
-Trackio and wandb are not among the dependencies of the tests; CONTRIBUTING.md says how to run theirs.
+Trackio and wandb are not dependencies of the tests; CONTRIBUTING.md says how to run theirs.
 """
 
 import json
@@ -55,7 +55,7 @@ def length_reward(completions, **kwargs) -> list[float]:
 
 
 def make(model, folder: Path, *, dataset=PLAIN, reward_funcs=length_reward, arguments=None, **options) -> OPOTrainer:
-    """A trainer of two optimizer steps, the second off-policy, on completions that the model writes itself."""
+    """A trainer of two optimizer steps, the second off-policy, on completions that the model generates."""
     settings = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -117,7 +117,7 @@ def test_metrics_reach_wandb_offline(tiny_model, tmp_path, monkeypatch):
 
 def test_metrics_reach_trackio(tiny_model, tmp_path, monkeypatch):
     pytest.importorskip("trackio")
-    for name, module in list(sys.modules.items()):  # TRL has imported it, and TRACKIO_DIR is read then
+    for name, module in list(sys.modules.items()):  # TRL's import has read TRACKIO_DIR
         if name.startswith("trackio") and hasattr(module, "TRACKIO_DIR"):
             monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
     trainer = train(tiny_model, tmp_path, report_to="trackio", project="opo", log_completions=True)
@@ -131,7 +131,7 @@ def test_metrics_reach_trackio(tiny_model, tmp_path, monkeypatch):
 # Callbacks
 
 
-def test_callbacks_of_trl_act(tiny_model, tmp_path):
+def test_callbacks_of_trl_work(tiny_model, tmp_path):
     bema = BEMACallback(update_freq=1)
     trainer = make(tiny_model, tmp_path, arguments={"callbacks": [bema], "eval_dataset": CHAT.select(range(2))})
     completions = LogCompletionsCallback(trainer, freq=1)
@@ -174,14 +174,14 @@ def test_reward_model_and_function_with_weights(tiny_model, tmp_path, dataset):
     assert first["grad_norm"] > 0
 
 
-def test_stream_is_trained_on_as_its_rows_would_be(tiny_model, tmp_path):
-    """A rollout for each optimizer step, so that the order counts."""
+def test_stream_trains_like_its_rows(tiny_model, tmp_path):
+    """One rollout per optimizer step, so that the order matters."""
     options = {"shuffle_dataset": False, "steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 4}
     stream, rows = (
         train(tiny_model, tmp_path, dataset=dataset, **options) for dataset in (CHAT.to_iterable_dataset(), CHAT)
     )
     for of_stream, of_rows in zip(logged(stream), logged(rows), strict=True):
-        del of_stream["epoch"], of_rows["epoch"]  # a stream does not know how long it is
+        del of_stream["epoch"], of_rows["epoch"]  # a stream does not know its length
         assert without_times(of_stream) == without_times(of_rows)
 
 
@@ -203,7 +203,7 @@ def add(a: int, b: int) -> int:
 
 
 class Sums:
-    """An environment that offers a tool, and scores what was done with it."""
+    """An environment that offers a tool and rewards its calls."""
 
     def reset(self, **kwargs):
         self.calls = []
@@ -232,7 +232,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b
 
 @pytest.fixture(scope="module")
 def caller(tiny_model, tmp_path_factory) -> str:
-    """Folder of a model that has learned by heart to call `add`, and to say what it returns."""
+    """Folder of a model that has memorized to call `add` and to repeat its result."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
     tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
@@ -299,7 +299,7 @@ def test_tools_and_environments(caller, tmp_path, kind):
 
 
 class ImageProcessor(Qwen2_5_VLProcessor):
-    """Without videos, whose processor needs torchvision."""
+    """Without video support, which needs torchvision."""
 
     def __init__(self, image_processor, tokenizer, chat_template=None):
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
@@ -356,7 +356,7 @@ def vision_model() -> tuple[Qwen2_5_VLForConditionalGeneration, ImageProcessor]:
 
 
 def test_images_of_several_sizes(tmp_path):
-    """Each row's patches stay with it, however the rows are cut: the same gradients, and the vision tower learns."""
+    """However samples are split, each keeps its patches: the gradients are the same, and the vision tower learns."""
     sizes = [(28, 28), (56, 28), (56, 56), (28, 56)]
     colours = ["red", "green", "blue", "white"]
     images = [Image.new("RGB", size, colour) for size, colour in zip(sizes, colours, strict=True)]
@@ -382,7 +382,7 @@ def test_images_of_several_sizes(tmp_path):
         assert any("visual" in name for name in moved)
         result = evaluate(trainers[-1], dataset)
         assert result.scored == len(images)
-        asked = json.loads(json.dumps(result.samples))[0]["prompt"]  # as the run folder keeps it
+        asked = json.loads(json.dumps(result.samples))[0]["prompt"]  # as saved in the run folder
         assert asked[0]["content"] == [{"type": "image"}, {"type": "text", "text": "Which colour?"}]
     norms = [[entry["grad_norm"] for entry in logged(trainer)] for trainer in trainers]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
@@ -390,8 +390,8 @@ def test_images_of_several_sizes(tmp_path):
 
 
 def train_mixed_images(folder: str, options: dict) -> None:
-    """In each process: the first one's prompts have images, and the other's have none."""
-    # Two prompts of each rollout on each process: within one process TRL takes either images or none.
+    """In each process: only the prompts of the first one have images."""
+    # Two prompts of each rollout per process: within one process TRL allows either images or none.
     with_image = [True, True, False, False, False, False, True, True]
     image = Image.new("RGB", (28, 56), "red")
     ask = [{"role": "user", "content": "Which colour?"}]
@@ -424,7 +424,7 @@ def train_mixed_images(folder: str, options: dict) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"anchor_correction": "length_normalized", "top_entropy_quantile": 0.5}])
 def test_images_on_one_process_and_none_on_the_other(tmp_path, options):
-    """TRL leaves their entries out where there are none: what to gather is decided by all processes together."""
+    """TRL omits the entries of images where there are none, so all processes must agree on what to gather."""
     where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "limit": 120.0}
     assert launch(train_mixed_images, str(tmp_path), options, **where) == [0, 0], logs(tmp_path)
     one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
@@ -436,7 +436,7 @@ def test_images_on_one_process_and_none_on_the_other(tmp_path, options):
 
 
 class Hub(ThreadingHTTPServer):
-    """A hub on this machine that takes every file of a commit, and keeps what it was sent."""
+    """A local hub that accepts every file of a commit and keeps it."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _HubHandler)
@@ -482,7 +482,7 @@ class _HubHandler(BaseHTTPRequestHandler):
 def hub(monkeypatch) -> Iterator[Hub]:
     server = Hub()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # a client that an earlier test may have left
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # a client that an earlier test may have created
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -518,8 +518,8 @@ def test_accelerate_configurations_of_trl_are_found_by_name(file):
 
 
 @pytest.mark.filterwarnings("ignore:`use_liger_kernel=True` is deprecated:FutureWarning")
-def test_liger_leaves_the_head_alone(tiny_model, tmp_path):
-    """Its fused loss would replace the log-probabilities that ours is made of."""
+def test_liger_does_not_fuse_the_head(tiny_model, tmp_path):
+    """Its fused loss would replace the log-probabilities that OPO's loss needs."""
     assert make(tiny_model, tmp_path, use_liger_kernel=True).args.liger_kernel_config == {
         "fused_linear_cross_entropy": False
     }

@@ -1,4 +1,4 @@
-"""What comes from elsewhere is read, and never run: recipes, models, checkpoints, answers (SECURITY.md)."""
+"""Recipes, models, checkpoints and answers from others are read and never executed (SECURITY.md)."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from pickle import UnpicklingError
 from types import SimpleNamespace
 
 import pytest
-import sympy.physics.units  # noqa: F401 - evaluates names of its own when it is first imported
+import sympy.physics.units  # noqa: F401 - its first import evaluates names
 import torch
 from helpers import environment
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
@@ -32,7 +32,7 @@ ARITHMETIC = Path(__file__).resolve().parents[1] / "recipes" / "arithmetic" / "o
 
 
 class Bomb:
-    """Its pickle creates a folder when it is loaded."""
+    """Loading its pickle creates a folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -51,7 +51,7 @@ def model(tiny_model, tmp_path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
-def test_recipe_with_a_python_tag_is_refused(tmp_path):
+def test_recipe_with_a_python_tag_is_rejected(tmp_path):
     recipe, harm = tmp_path / "recipe.yaml", tmp_path / "harm"
     recipe.write_text(f"alpha: !!python/object/apply:os.mkdir [{harm}]\n")
     with pytest.raises(ValueError, match="not valid YAML"):
@@ -60,12 +60,12 @@ def test_recipe_with_a_python_tag_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("with_bomb", [False, True], ids=["tensors", "bomb"])
-def test_pickled_weights_are_refused(model, tmp_path, capsys, with_bomb):
+def test_pickled_weights_are_rejected(model, tmp_path, capsys, with_bomb):
     weights = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
     torch.save(weights | ({"x": Bomb(tmp_path / "harm")} if with_bomb else {}), model / "pytorch_model.bin")
     assert train(model, tmp_path) == 2
-    assert "holds pickled weights only (pytorch_model.bin)" in capsys.readouterr().err
+    assert "has only pickled weights (pytorch_model.bin)" in capsys.readouterr().err
     assert not (tmp_path / "harm").exists()
 
 
@@ -87,7 +87,7 @@ def test_state_of_a_rollout_is_read_as_tensors_only(tmp_path):
 
 
 def patched() -> tuple:
-    """What scoring puts in another's place."""
+    """What scoring patches."""
     loggers = [logging.getLogger(f"math_verify.{name}").disabled for name in ("parser", "grader")]
     return evalf.lambdify, _Latex2Sympy.parse_number, loggers, logging.getLogger("math_verify").level
 
@@ -109,7 +109,7 @@ assert logging.getLogger("math_verify").getEffectiveLevel() == logging.WARNING
 
 
 @pytest.mark.parametrize("seconds", [0.01, 5.0], ids=["out of time", "in time"])
-def test_sympy_is_as_it_was_after_scoring(monkeypatch, seconds):
+def test_scoring_restores_sympy(monkeypatch, seconds):
     before = patched()
     monkeypatch.setattr(rewards, "VERIFYING_LIMIT", seconds)
     monkeypatch.setattr(rewards, "PARSING_LIMIT", seconds)
@@ -117,15 +117,15 @@ def test_sympy_is_as_it_was_after_scoring(monkeypatch, seconds):
     assert patched() == before
 
 
-def test_other_threads_keep_their_sympy_while_completions_are_scored(monkeypatch):
-    """And scoring in several of them at once is as safe as in one."""
+def test_scoring_does_not_patch_sympy_in_other_threads(monkeypatch):
+    """Scoring in several threads at once is as safe as in one."""
     inside, seen = threading.Barrier(3), []
 
     def verify(*_: object, **__: object) -> bool:
-        inside.wait(60)  # both are scoring
+        inside.wait(60)  # both threads are scoring
         with pytest.raises(NotImplementedError):
             evalf.lambdify(Symbol("n"), Symbol("x"))
-        inside.wait(60)  # and the main thread has looked
+        inside.wait(60)  # the main thread has checked
         seen.append("guarded")
         return True
 
@@ -146,14 +146,14 @@ def test_other_threads_keep_their_sympy_while_completions_are_scored(monkeypatch
 
 @pytest.fixture(scope="module")
 def evaluated():
-    """Every string that is compiled, but for annotations. A hook cannot be taken back, so it is switched off."""
+    """Every string that is compiled, except annotations. An audit hook cannot be removed, so it is switched off."""
     codes: list[str] = []
     on = [True]
 
     def watch(event: str, arguments: tuple) -> None:
         if not on or event != "compile" or arguments[0] is None:
             return
-        written = str(arguments[1]).startswith(("<string>", "<lambdifygenerated"))  # and not read from a file
+        written = str(arguments[1]).startswith(("<string>", "<lambdifygenerated"))  # not read from a file
         if written and sys._getframe(1).f_globals["__name__"] != "typing":
             codes.append(arguments[0].decode() if isinstance(arguments[0], bytes) else str(arguments[0]))
 
@@ -165,7 +165,7 @@ def evaluated():
 @pytest.mark.parametrize(
     "answer",
     [
-        "12x + 1.5",  # that it reads numbers so is seen here, too
+        "12x + 1.5",  # shows that it evaluates numbers
         "__import__('os').getcwd()",
         r"\text{__import__('os').getcwd()}",
         "(__import__('os'), 2)",
@@ -173,14 +173,14 @@ def evaluated():
         r"\operatorname{exec}(x)",
         r"\{().__class__, 2\}",
         r"\max(lambda x: 1, 2)",
-        r"\sum_{n=0}^\infty \frac{2^n}{n!}",  # and that it compiles the terms of a series
+        r"\sum_{n=0}^\infty \frac{2^n}{n!}",  # shows that it compiles the terms of a series
         r"\sum_{n=0}^\infty \frac{\text{[0for[builtins.harm]in[[1]]][0]}^n}{n!}",
         r"\sum_{n=0}^\infty \frac{1}{(n+\text{x.real})!}",
         r"\lfloor\sum_{n=0}^\infty \frac{\text{x.real}^n}{n!}\rfloor",
         r"\sum_{n=0}^\infty \frac{\operatorname{exit}(0)^n}{n!}",
     ],
 )
-def test_answers_are_not_evaluated_but_for_their_numbers(evaluated, answer):
+def test_only_numbers_of_an_answer_are_evaluated(evaluated, answer):
     evaluated.clear()
     for gold in (r"(1, \infty)", "e^x"):
         score(f"\\boxed{{{answer}}}", gold)
@@ -188,8 +188,8 @@ def test_answers_are_not_evaluated_but_for_their_numbers(evaluated, answer):
     codes = {code.strip() for code in evaluated}
     harmless = (
         r"((Integer|Float) \('?[\d.]+'? \)|[-/()\s])+",  # numbers
-        r"def _lambdifygenerated\(n\):\s+return [n\d +*()-]+",  # a polynomial with whole coefficients
-        r"def monomial_\w+\(.*",  # arithmetic of SymPy's own
+        r"def _lambdifygenerated\(n\):\s+return [n\d +*()-]+",  # a polynomial with integer coefficients
+        r"def monomial_\w+\(.*",  # SymPy's arithmetic
         r"((from|import) [\w.]+( import \*)?(; |$))+",
     )
     assert not [code for code in codes if not any(re.fullmatch(form, code, re.DOTALL) for form in harmless)]

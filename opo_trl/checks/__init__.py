@@ -1,1 +1,1 @@
-"""Bad input is named before any work starts: ranges, words, paths, YAML as written, and what libraries check late."""
+"""Reject bad input before any work starts: values, paths, YAML, and options that libraries would reject late."""

@@ -1,8 +1,8 @@
 """
-How a command ends that cannot do what it was asked to.
+How a command reports an error.
 
-Exit status 2: nothing was started and no file was touched; the message names the field, its value and what to do.
-Exit status 1: a run that had started has failed. Its checkpoints are left alone, and it can go on from them.
+Exit status 2: nothing was started and no file was touched. The message names the field, its value and the fix.
+Exit status 1: a running training failed. Its checkpoints are intact, and it can resume from them.
 """
 
 import os
@@ -10,9 +10,9 @@ import sys
 import traceback
 
 
-def refuse(program: str, error: Exception, *, debug: bool, status: int = 2) -> int:
-    """Say in one message why a program ends, with the traceback if `debug`; returns the exit status."""
-    if status == 1 or os.environ.get("RANK", "0") == "0":  # each process of a launch refuses the same
+def report_error(program: str, error: Exception, *, debug: bool, status: int = 2) -> int:
+    """Print why a program ends, after the traceback if `debug`; returns the exit status."""
+    if status == 1 or os.environ.get("RANK", "0") == "0":  # a rejected command fails alike in every process
         if debug:
             traceback.print_exception(error)
         print(f"{program}: error: {error}", file=sys.stderr)

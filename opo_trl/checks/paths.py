@@ -1,4 +1,4 @@
-"""Paths that a user has written: whether there can be such a file or folder, before anything looks for it."""
+"""Check paths from recipes and command lines before anything opens them."""
 
 import json
 import os
@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 
-# Of Linux, where no file system allows more; in bytes.
+# Linux's limits, in bytes.
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 _EFFECTIVE = os.access in os.supports_effective_ids
 
 
 def check_name(field: str, value: Any) -> None:
     """
-    Check that a path can be the name of something.
+    Check that a path is a possible name.
 
     Raises:
-        `ValueError`: it is empty, has a NUL in it, or is too long.
+        `ValueError`: it is empty, contains a NUL or invalid UTF-8, or is too long.
     """
     if value is None or not isinstance(value, str | os.PathLike):
         return
@@ -27,36 +27,36 @@ def check_name(field: str, value: Any) -> None:
     if not text.strip():
         raise ValueError(f"{field}={shown} is empty. Set `{field}` to a path, or leave it out.")
     if "\0" in text:
-        raise ValueError(f"{field}={shown} has a NUL in it, which no path may have. Remove it from `{field}`.")
+        raise ValueError(f"{field}={shown} contains a NUL character, which no path can. Remove it from `{field}`.")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # which could not be written into the run's description
-        raise ValueError(f"{field}={shown} is not text in UTF-8. Set `{field}` to another path.") from error
+    except UnicodeEncodeError as error:  # it could not be saved in the run folder
+        raise ValueError(f"{field}={shown} is not valid UTF-8. Set `{field}` to another path.") from error
     longest = max(len(os.fsencode(part)) for part in text.split(os.sep))
     if longest > _LONGEST_NAME or len(os.fsencode(os.path.abspath(text))) > _LONGEST_PATH:
         raise ValueError(
-            f"{field}={shown} is too long: a name has at most {_LONGEST_NAME} bytes, and a path {_LONGEST_PATH}. "
+            f"{field}={shown} is too long: a name may have {_LONGEST_NAME} bytes, a path {_LONGEST_PATH}. "
             f"Shorten `{field}`."
         )
 
 
 def hint_at_checkout(path: str | os.PathLike) -> str:
-    """What to do about a path that is missing, if it looks like one in the source checkout; else nothing."""
+    """The fix for a missing path that looks like one in the source checkout; otherwise empty."""
     if Path(path).parts[:1] not in (("recipes",), ("benchmarks",)):
         return ""
     folder = Path(path).parts[0]
     return (
-        f"`{folder}/` is a folder of the source checkout, which the installed package does not hold: get the source, "
-        "and run this in its root, or pass the path from there."
+        f"`{folder}/` is part of the source checkout, not of the installed package: get the source and run this "
+        "command in its root, or pass the path of that file."
     )
 
 
 def is_file(field: str, path: str | os.PathLike) -> bool:
     """
-    Whether there is a file.
+    Whether a path is a file.
 
     Raises:
-        `ValueError`: it may not be looked for.
+        `ValueError`: permission to look is missing.
     """
     with readable(field, path):
         return Path(path).is_file()
@@ -64,7 +64,7 @@ def is_file(field: str, path: str | os.PathLike) -> bool:
 
 @contextmanager
 def readable(field: str, path: str | os.PathLike) -> Iterator[None]:
-    """Say of a field what the file system says in this context, such as that a folder above grants no permission."""
+    """Report a file system error in this context by field, such as a missing permission on a parent folder."""
     try:
         yield
     except OSError as error:
@@ -76,25 +76,25 @@ def readable(field: str, path: str | os.PathLike) -> Iterator[None]:
 
 def check_folder(field: str, folder: str | os.PathLike) -> None:
     """
-    Check that files can be written below a folder, which need not exist.
+    Check that files can be written in a folder, which need not exist.
 
     Raises:
-        `ValueError`: a file or a link to nothing is in its place or above it, it may not be written to, or it is in
-            the home of a user who does not exist.
+        `ValueError`: it or a parent is a file, a broken link or not writable, or the home of an unknown user.
     """
-    path = Path(os.path.expanduser(folder))  # as Transformers does, which leaves an unknown user's home as it is
+    path = Path(os.path.expanduser(folder))  # as Transformers does; an unknown user's home stays as it is
     if path.parts[:1] and path.parts[0].startswith("~"):
         raise ValueError(
-            f"{field}={str(folder)!r} cannot be written: there is no home {path.parts[0]!r}. Choose another `{field}`."
+            f"{field}={str(folder)!r} cannot be written: there is no home directory {path.parts[0]!r}. Choose "
+            f"another `{field}`."
         )
-    # `os.path` takes what it may not look at for absent, and so comes to the folder that forbids it.
+    # `os.path` takes what it may not see for absent, so this ends at the folder that denies permission.
     place = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
     if not (os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK, effective_ids=_EFFECTIVE)):
         what = "is not a folder"
         if os.path.isdir(place):
             what = "grants no permission to write"
         elif not os.path.exists(place):
-            what = "is a link that leads nowhere"
+            what = "is a broken link"
         raise ValueError(
             f"{field}={str(folder)!r} cannot be written: {str(place)!r} {what}. Choose another `{field}`."
         )
@@ -102,10 +102,10 @@ def check_folder(field: str, folder: str | os.PathLike) -> None:
 
 def check_json(field: str, value: Any) -> None:
     """
-    Check a field that takes a mapping, as it is or as JSON, or the path of a JSON file.
+    Check a field that takes a mapping, the same as JSON text, or the path of a JSON file.
 
     Raises:
-        `ValueError`: it is neither.
+        `ValueError`: the text or file is not a JSON object without duplicate keys.
     """
     if not isinstance(value, str) or not value:
         return
@@ -120,16 +120,16 @@ def check_json(field: str, value: Any) -> None:
         with readable(field, value):
             text, what = Path(value).read_text(encoding="utf-8", errors="replace"), "a JSON file"
     try:
-        content = json.loads(text, object_pairs_hook=_without_repeats)
+        content = json.loads(text, object_pairs_hook=_without_duplicates)
     except ValueError as error:
-        raise ValueError(f"{field}={value!r} is not {what}: {error}. Mend it there.") from error
+        raise ValueError(f"{field}={value!r} is not {what}: {error}. Fix it there.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{field}={value!r} holds no mapping. Write it as `{{key: value}}`.")
+        raise ValueError(f"{field}={value!r} is not a mapping. Write it as `{{key: value}}`.")
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated is not None:
-        raise ValueError(f"it has the key {repeated!r} twice")
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise ValueError(f"duplicate key {duplicate!r}")
     return dict(pairs)

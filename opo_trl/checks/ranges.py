@@ -1,9 +1,9 @@
 """
-Which values every numeric field of a configuration may have, and every field with a fixed set of words.
+The allowed values of every numeric field of a configuration, and of every field with a fixed set of words.
 
-One table for [`OPOConfig`], the script's arguments and TRL's `ModelConfig`, with all that they inherit. Transformers
-and TRL check few of their fields: the rest train silently on a value that means nothing, or fail after minutes. A
-test walks over the fields of the installed versions, and fails on a number that is not in the table.
+One table for [`OPOConfig`], the script's arguments and TRL's `ModelConfig`, including inherited fields. Transformers
+and TRL check few of theirs: a run trains silently with a meaningless value, or fails after minutes. A test goes
+through the fields of the installed versions and fails on a number without a range.
 """
 
 import functools
@@ -17,99 +17,97 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ..rewards.scoring import LEAST_MEMORY
 
 
-# Of numbers that are not whole, beside 0. Nobody means one beyond, and float32 would make 0 or infinity of its square.
+# Limits for the size of non-zero floats: beyond them a value is a typo, and its square is 0 or infinity in float32.
 SMALLEST, LARGEST = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
 class Range:
     """
-    The numbers that a field may have.
+    The allowed numbers of a field.
 
     Args:
         low (`float`), high (`float`):
-            Ends of the interval; an infinite one does not belong to it.
+            Ends of the interval; an infinite end is never included.
         ends (`str`, *optional*, defaults to `"[]"`):
-            Whether each end belongs to it, as in `"[)"`.
-        whole (`bool`, *optional*, defaults to `False`):
-            Whether the number is a whole one.
+            Whether each end is included, as in `"[)"`.
+        integer (`bool`, *optional*, defaults to `False`):
+            Whether the number must be an integer.
         also (`tuple[float, ...]`):
-            Numbers outside the interval that mean something of their own.
+            Numbers outside the interval with a special meaning.
         text (`str`, *optional*):
-            What the message asks for, where the interval does not say it.
+            What the message asks for, if the interval does not say it.
     """
 
     low: float = -math.inf
     high: float = math.inf
     ends: str = "[]"
-    whole: bool = False
+    integer: bool = False
     also: tuple[float, ...] = ()
     text: str = ""
 
     def __contains__(self, value: Any) -> bool:
-        # A switch is a whole number to Python, and never one that was meant.
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral if self.whole else numbers.Real):
+        # `bool` is an integer to Python, but `max_steps: true` is a mistake.
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral if self.integer else numbers.Real):
             return False
         number: Any = value
         if number in self.also:
             return True
-        if not self.whole and number and not SMALLEST <= abs(number) <= LARGEST:
-            return False
         above = number > self.low if self.ends[0] == "(" else number >= self.low
         below = number < self.high if self.ends[1] == ")" else number <= self.high
-        # No count fits into more than 64 bits.
-        finite = abs(number) < 2**64 if self.whole else math.isfinite(number)
-        return bool(above and below and finite)
+        # Counts have at most 64 bits; the limits for floats also reject NaN and infinity.
+        sized = abs(number) < 2**64 if self.integer else number == 0 or SMALLEST <= abs(number) <= LARGEST
+        return bool(above and below and sized)
 
     def __str__(self) -> str:
         if self.text:
             return self.text
-        if math.isinf(self.high) and self.whole:
-            return f"a whole number, at least {self.low:g}"
-        if self.whole:
-            return f"a whole number from {self.low:.0f} to {self.high:.0f}"
+        if math.isinf(self.high) and self.integer:
+            return f"an integer of at least {self.low:g}"
+        if self.integer:
+            return f"an integer from {self.low:.0f} to {self.high:.0f}"
         if math.isinf(self.high):
             if self.low != 0:
                 return "a finite number"
-            return "a positive, finite number" if self.ends[0] == "(" else "0 or more, and finite"
+            return "a positive finite number" if self.ends[0] == "(" else "a finite number, 0 or more"
         return f"a number in {self.ends[0]}{self.low:g}, {self.high:g}{self.ends[1]}"
 
 
 @dataclass(frozen=True)
 class Steps(Range):
-    """Optimizer steps: a whole number of them, or a share of the run's in (0, 1)."""
+    """Optimizer steps: their number, or a fraction of all steps in (0, 1)."""
 
-    text: str = "a whole number of steps, at least 1, or a share of all steps in (0, 1)"
+    text: str = "a whole number of steps, at least 1, or a fraction of all steps in (0, 1)"
 
     def __contains__(self, value: Any) -> bool:
         return super().__contains__(value) and (value < 1 or value == int(value))
 
 
-def _whole(low: float, high: float = math.inf, **more: Any) -> Range:
-    return Range(low, high, whole=True, **more)
+def _integer(low: float, high: float = math.inf, **more: Any) -> Range:
+    return Range(low, high, integer=True, **more)
 
 
 _POSITIVE, _NOT_NEGATIVE, _FINITE = Range(0, ends="(]"), Range(0), Range()
-_COUNT, _COUNT_OR_NONE = _whole(1), _whole(0)
-_SHARE = Range(0, 1)
+_COUNT, _COUNT_OR_ZERO = _integer(1), _integer(0)
+_FRACTION = Range(0, 1)
 _BELOW_ONE = Range(0, 1, ends="[)")
-_PORT = _whole(1, 65_535)
+_PORT = _integer(1, 65_535)
 
-# Field → what it may be. A field whose type admits `None` may be that as well.
+# Field → its range. A field whose type admits `None` may also be `None`.
 RANGES: dict[str, Range] = {
     # Durations
-    "max_steps": _whole(1, also=(-1,), text="a whole number, at least 1, or to -1 for `num_train_epochs`"),
+    "max_steps": _integer(1, also=(-1,), text="an integer of at least 1, or to -1 to use `num_train_epochs`"),
     "num_train_epochs": _POSITIVE,
     "logging_steps": Steps(0, ends="(]"),
     "save_steps": Steps(0, ends="(]"),
     "eval_steps": Steps(0),  # 0 stands for `logging_steps`
     "eval_delay": _NOT_NEGATIVE,
-    "warmup_steps": Steps(0, text="a whole number of steps, at least 0, or a share of all steps in (0, 1)"),
-    "save_total_limit": _whole(0, text="a whole number, at least 1, or to 0 to keep every checkpoint"),
+    "warmup_steps": Steps(0, text="a whole number of steps, at least 0, or a fraction of all steps in (0, 1)"),
+    "save_total_limit": _integer(0, text="an integer of at least 1, or to 0 to keep every checkpoint"),
     "torch_empty_cache_steps": _COUNT,
     "ref_model_sync_steps": _COUNT,
     "max_skipped_steps": _COUNT,
-    "validation_steps": _whole(1, text="a positive, whole number, or leave it out"),
+    "validation_steps": _integer(1, text="a positive integer, or leave it out"),
     # Batches and rollouts
     "per_device_train_batch_size": _COUNT,
     "per_device_eval_batch_size": _COUNT,
@@ -118,31 +116,31 @@ RANGES: dict[str, Range] = {
     "num_iterations": _COUNT,
     "steps_per_generation": _COUNT,
     "generation_batch_size": _COUNT,
-    "num_generations": _whole(2, text="at least 2: a group to compare"),
+    "num_generations": _integer(2, text="at least 2: advantages compare the completions of a group"),
     "num_generations_eval": _COUNT,
     "max_completion_length": _COUNT,
     "max_prompt_length": _COUNT,
     "max_sampling_rounds": _COUNT,
-    "max_tokens_per_micro_batch": _whole(1, text="a positive number of tokens"),
-    "max_tool_calling_iterations": _COUNT_OR_NONE,
+    "max_tokens_per_micro_batch": _integer(1, text="a positive number of tokens"),
+    "max_tool_calling_iterations": _COUNT_OR_ZERO,
     "pad_to_multiple_of": _COUNT,
     # Optimizer
     "learning_rate": _NOT_NEGATIVE,
     "weight_decay": _NOT_NEGATIVE,
     "adam_beta1": _BELOW_ONE,
     "adam_beta2": _BELOW_ONE,
-    "adam_epsilon": _POSITIVE,  # with 0, a parameter whose gradients are all 0 becomes NaN: unused embeddings
+    "adam_epsilon": _POSITIVE,  # with 0, unused embeddings become NaN: their gradients are all 0
     "max_grad_norm": Range(0, also=(math.inf,), text="a positive number, or to 0 for no clipping"),
     "neftune_noise_alpha": _NOT_NEGATIVE,
-    "label_smoothing_factor": _SHARE,
+    "label_smoothing_factor": _FRACTION,
     # Sampling
     "temperature": _POSITIVE,
     "top_p": Range(0, 1, ends="(]"),
-    "top_k": _whole(0, text="a whole number, at least 1, or to 0 for all tokens"),
-    "min_p": _SHARE,
+    "top_k": _integer(0, text="an integer of at least 1, or to 0 for all tokens"),
+    "min_p": _FRACTION,
     "repetition_penalty": _POSITIVE,
     # Objective
-    "alpha": _SHARE,
+    "alpha": _FRACTION,
     "escort_temperature": _POSITIVE,
     "temperature_range": Range(0, ends="(]", text="two positive numbers, the lower first"),
     "mu": _POSITIVE,
@@ -150,13 +148,13 @@ RANGES: dict[str, Range] = {
     "positivity_epsilon": Range(0, 1, ends="()"),
     "log_ratio_clamp": _POSITIVE,
     "beta": _NOT_NEGATIVE,
-    "ref_model_mixup_alpha": _SHARE,
+    "ref_model_mixup_alpha": _FRACTION,
     "entropy_coef": _FINITE,  # below 0, a penalty
     "entropy_coef_min": _FINITE,  # the controller may take it below 0, where it is a penalty
     "entropy_coef_max": _FINITE,
     "entropy_coef_delta": _NOT_NEGATIVE,
     "entropy_target": _NOT_NEGATIVE,
-    "top_entropy_quantile": _SHARE,
+    "top_entropy_quantile": _FRACTION,
     "router_aux_loss_coef": _NOT_NEGATIVE,
     "off_policy_mask_threshold": _NOT_NEGATIVE,
     "vllm_importance_sampling_clip_max": _POSITIVE,
@@ -174,21 +172,21 @@ RANGES: dict[str, Range] = {
     "vespo_lambda_neg": _NOT_NEGATIVE,
     # Rewards
     "reward_weights": Range(text="a list of finite numbers"),  # below 0 is a penalty
-    "max_reward_failure_rate": _SHARE,
-    "reward_workers": _whole(0, text="a whole number, 0 or more"),
+    "max_reward_failure_rate": _FRACTION,
+    "reward_workers": _integer(0, text="an integer, 0 or more"),
     "reward_timeout": _POSITIVE,
-    "reward_memory": _whole(LEAST_MEMORY, 2**30, text=f"a whole number of MiB, {LEAST_MEMORY} or more"),
-    "overlong_cache": _whole(1, text="a positive number up to `max_completion_length`"),
+    "reward_memory": _integer(LEAST_MEMORY, 2**30, text=f"a whole number of MiB, {LEAST_MEMORY} or more"),
+    "overlong_cache": _integer(1, text="a positive number up to `max_completion_length`"),
     # Data, validation and report
     "fraction": Range(0, 1, ends="(]", text="a number in (0, 1]. Use 1.0 for all rows"),
-    "validation_size": _whole(1, text="a positive, whole number"),
-    "report_size": _whole(1, text="a positive, whole number"),
-    "report_samples": _whole(1, text="a positive, whole number"),
-    "num_completions_to_print": _COUNT_OR_NONE,
-    # Seeds: NumPy's global generator takes 32 bits, PyTorch's 64, and a data set's any
-    "seed": _whole(0, 2**32 - 1),
-    "data_seed": _whole(-(2**63), 2**64 - 1),
-    "subset_seed": _COUNT_OR_NONE,
+    "validation_size": _COUNT,
+    "report_size": _COUNT,
+    "report_samples": _COUNT,
+    "num_completions_to_print": _COUNT_OR_ZERO,
+    # Seeds: NumPy's global generator takes 32 bits, PyTorch's 64, that of a data set any number
+    "seed": _integer(0, 2**32 - 1),
+    "data_seed": _integer(-(2**63), 2**64 - 1),
+    "subset_seed": _COUNT_OR_ZERO,
     # vLLM
     "vllm_server_port": _PORT,
     "vllm_group_port": _PORT,
@@ -201,20 +199,19 @@ RANGES: dict[str, Range] = {
     "lora_alpha": _COUNT,
     "lora_dropout": _BELOW_ONE,
     # Processes
-    "dataloader_num_workers": _COUNT_OR_NONE,
+    "dataloader_num_workers": _COUNT_OR_ZERO,
     "dataloader_prefetch_factor": _COUNT,
     "ddp_bucket_cap_mb": _COUNT,
-    "ddp_timeout": _whole(1, 2**31 - 1),  # seconds; datetime ends at 8.6e13, and C's `int` here
-    "local_rank": _whole(-1),  # the launcher's
+    "ddp_timeout": _integer(1, 2**31 - 1),  # seconds, in a C `int`
+    "local_rank": _integer(-1),  # set by the launcher
 }
 
-# Fields that must have a value, although their type admits `None`.
+# Required fields whose type admits `None`.
 _REQUIRED = {"num_generations"}
 
 _LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 
-# Field of TRL's or Transformers' that takes one of a few words → these words. Others are checked by the enumeration
-# that is their type.
+# Field of TRL or Transformers → its allowed words, unless its type is an enumeration, which checks itself.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "scale_rewards": ("group", "batch", "none", True, False),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
@@ -226,7 +223,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "log_level": _LOG_LEVELS,
     "log_level_replica": _LOG_LEVELS,
     "include_num_input_tokens_seen": ("all", "non_padding", "no", True, False),
-    "train_sampling_strategy": ("random",),  # TRL's sampler reads `shuffle_dataset` in its place
+    "train_sampling_strategy": ("random",),  # TRL's sampler reads `shuffle_dataset` instead
     "dataloader_multiprocessing_context": (None, "fork", "spawn", "forkserver"),
     "torch_compile_mode": (None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     "lora_task_type": ("CAUSAL_LM",),  # the other adapters cannot generate
@@ -236,21 +233,21 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def require(condition: bool, name: str, value: object, wanted: object) -> None:
-    """Raise a `ValueError` that names a field, its value and what to set it to, unless a condition holds."""
+    """Unless a condition holds, raise a `ValueError` that names a field, its value and what to set it to."""
     if not condition:
         raise ValueError(f"{name}={value!r} is not allowed. Set `{name}` to {wanted}.")
 
 
 @functools.cache
 def numeric_fields(arguments: Any) -> Mapping[str, bool]:
-    """Fields of a dataclass whose type admits a number: name → whether it admits `None`."""
+    """Fields of a dataclass whose type admits a number: name → whether it also admits `None`."""
     hints = get_type_hints(arguments)
     kinds = {field.name: _kinds(hints[field.name]) for field in fields(arguments)}
     return {name: type(None) in kind for name, kind in kinds.items() if kind & {int, float}}
 
 
 def _kinds(hint: Any) -> set[type]:
-    """The types that a hint admits, and those of the entries of a list; what a mapping holds is not looked at."""
+    """The types that a hint admits, including those of list entries but not of mapping values."""
     if get_origin(hint) in (Union, types.UnionType, list):
         return set().union(*map(_kinds, get_args(hint)))
     return {hint}
@@ -261,14 +258,14 @@ def check(arguments: Any) -> None:
     Check the numbers and words of a dataclass.
 
     Raises:
-        `ValueError`: a value is out of its range, not finite, or of another type; the message names the field, the
-            value and what to set it to.
+        `ValueError`: a value is out of range, not finite, or of another type. The message names the field, its value
+            and what to set it to.
     """
     kind: Any = type(arguments)
     for name, admits_none in numeric_fields(kind).items():
         value, allowed = getattr(arguments, name), RANGES.get(name)
-        if allowed is None or _has_no_part(arguments, name, value):
-            continue  # a field of a subclass, which checks its own
+        if allowed is None or _is_exempt(arguments, name, value):
+            continue  # a subclass checks its own fields
         if value is None:
             require(admits_none and name not in _REQUIRED, name, value, allowed)
         elif name in ("temperature_range", "reward_weights"):
@@ -285,17 +282,17 @@ def check(arguments: Any) -> None:
 
 def _wanted(allowed: Range, value: Any) -> str:
     if isinstance(value, float) and value and math.isfinite(value) and not SMALLEST <= abs(value) <= LARGEST:
-        return f"{allowed}; beside 0, from {SMALLEST:g} to {LARGEST:g} in size"
+        return f"{allowed}: 0, or between {SMALLEST:g} and {LARGEST:g} in size"
     return str(allowed)
 
 
-def _has_no_part(arguments: Any, name: str, value: Any) -> bool:
-    """Whether TRL or Transformers give a value a meaning of its own, or do not read it."""
+def _is_exempt(arguments: Any, name: str, value: Any) -> bool:
+    """Whether TRL or Transformers give a value a special meaning, or do not read the field."""
     if name == "pad_to_multiple_of":
         return isinstance(value, str)  # "auto", "none", or digits
     if name in ("logging_steps", "save_steps", "eval_steps"):
         strategy = getattr(arguments, name.replace("_steps", "_strategy"))
         return getattr(strategy, "value", strategy) != "steps"
-    if name == "top_k":  # what turns the filter off: −1 in vLLM, `None` in Transformers
+    if name == "top_k":  # no filter: -1 in vLLM, `None` in Transformers
         return (value == -1 and arguments.use_vllm) or (value is None and not arguments.use_vllm)
     return name in ("top_p", "repetition_penalty") and value is None and not arguments.use_vllm

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import __version__
-from ..checks.errors import refuse
+from ..checks.errors import report_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*draw_run(arguments.folder), sep="\n")
         return 0
     except (ValueError, ImportError) as error:
-        return refuse(f"opo-trl {arguments.command}", error, debug="--debug" in argv)
+        return report_error(f"opo-trl {arguments.command}", error, debug="--debug" in argv)
 
 
 def _train(argv: list[str]) -> int:

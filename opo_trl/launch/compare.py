@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checks.errors import refuse
+from ..checks.errors import report_error
 from ..checks.paths import hint_at_checkout
 from ..report.measures import compare
 from ..report.runs import Run, by_label, check_comparable, check_same_method, find_runs, read_run
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _compare(arguments, fields)
     except ValueError as error:
-        return refuse(parser.prog, error, debug=arguments.debug)
+        return report_error(parser.prog, error, debug=arguments.debug)
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted. To resume, repeat the command.", file=sys.stderr)
         return 130

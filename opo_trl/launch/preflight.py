@@ -1,7 +1,7 @@
 """
-What can be known about a run before its model is loaded: that packages, server, model, tokenizer and prompts fit.
+Checks before a model is loaded: packages, vLLM server, model files, tokenizer, prompts and reward functions.
 
-Every check raises a `ValueError` that names the field, its value and what to do.
+Each raises a `ValueError` that names the field, its value and the fix.
 """
 
 import http.client
@@ -31,18 +31,7 @@ from ..data.problems import prompt_lengths
 from ..rewards.scoring import IsolatedReward
 
 
-# What TRL hands to every reward function, beside the columns of the data set.
-_GIVEN_TO_REWARDS = {
-    "prompts",
-    "completions",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-    "environments",
-}
-
-# What TRL hands to `apply_chat_template`.
+# Arguments of `apply_chat_template` that TRL sets itself.
 _GIVEN_TO_TEMPLATE = (
     "conversation",
     "tools",
@@ -55,11 +44,11 @@ _GIVEN_TO_TEMPLATE = (
 )
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_HTTP_SECONDS = 5.0  # that a vLLM server may take for one answer
+_HTTP_SECONDS = 5.0  # time limit for an answer
 
 
 def check_installed(args: RolloutConfig, model_config: ModelConfig) -> None:
-    """Check that the packages which a recipe's fields need are installed."""
+    """Check that the optional packages which a recipe needs are installed."""
     for name, asked, package, install in (
         ("use_vllm", args.use_vllm, "vllm", "'opo_trl[vllm]'"),
         ("use_peft", model_config.use_peft, "peft", "'opo_trl[peft]'"),
@@ -74,9 +63,7 @@ def check_installed(args: RolloutConfig, model_config: ModelConfig) -> None:
 
 
 def check_vllm_server(args: RolloutConfig) -> None:
-    """
-    Check that a vLLM server answers, for as long as TRL would wait for it, and that the port for the weights is free.
-    """
+    """Wait for a vLLM server as long as TRL would, and check that the port for sending it weights is free."""
     if not (args.use_vllm and args.vllm_mode == "server"):
         return
     url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
@@ -87,24 +74,24 @@ def check_vllm_server(args: RolloutConfig) -> None:
     while not _answers(f"{url}/health", field):
         if time.monotonic() >= deadline:
             raise ValueError(
-                f"{field}: nothing answers at {url}/health within vllm_server_timeout={args.vllm_server_timeout} "
-                "seconds. Start `trl vllm-serve` there, or set the address of one that runs."
+                f"{field}: nothing answered at {url}/health within vllm_server_timeout={args.vllm_server_timeout} "
+                "seconds. Start `trl vllm-serve` there, or set the address of a running server."
             )
         time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
     host = urlsplit(url).hostname
     with suppress(OSError), socket.create_connection((host, args.vllm_group_port), _HTTP_SECONDS):
         raise ValueError(
-            f"vllm_group_port={args.vllm_group_port} is taken: something listens there on {host!r}, where the "
-            "weights are to be sent. Set `vllm_group_port` to a free port."
+            f"vllm_group_port={args.vllm_group_port} is taken: something on {host!r} already listens on the port for "
+            "sending weights. Set `vllm_group_port` to a free port."
         )
 
 
 def _answers(url: str, field: str) -> bool:
-    """Whether a server says that it is well; `False` while there is none."""
+    """Whether a server reports that it is healthy; `False` while nothing listens."""
     parts = urlsplit(url)
     user, at, place = parts.netloc.rpartition("@")
     request = urllib.request.Request(parts._replace(netloc=place).geturl())
-    if at:  # which urllib would take for a part of the host's name
+    if at:  # urllib would read user and password as part of the host name
         request.add_header("Authorization", f"Basic {b64encode(unquote(user).encode()).decode()}")
     try:
         with urllib.request.urlopen(request, timeout=_HTTP_SECONDS) as answer:
@@ -117,8 +104,8 @@ def _answers(url: str, field: str) -> bool:
         said = repr(error)
     if said != 200:
         raise ValueError(
-            f"{field} is taken: what listens there is no vLLM server, it answers {url} with {said}. Set it to the "
-            "port of `trl vllm-serve`, and start that on a free one."
+            f"{field} is taken: the program that listens there is not a vLLM server, it answered {url} with {said}. "
+            "Start `trl vllm-serve` on a free port, and set the field to that."
         )
     return True
 
@@ -127,22 +114,22 @@ def check_model(
     field: str, name: str, *, revision: str | None, trust_remote_code: bool, pickled: bool
 ) -> PreTrainedConfig:
     """
-    Check that there is a model: its configuration, and if it is a folder its weights, down to their last byte.
+    Check that a model exists: its configuration, and if it is a folder also its weight files.
 
     Args:
         field (`str`):
-            Field of the recipe that names it, for messages.
+            Field of the recipe that names it.
         name (`str`):
             Folder, or id on the Hub.
         revision (`str`, *optional*):
             Revision on the Hub.
         trust_remote_code (`bool`):
-            Whether code that comes with the model may be run.
+            Whether the model's own code may run.
         pickled (`bool`):
-            Whether weights may be pickled.
+            Whether pickled weights are allowed.
 
     Returns:
-        `PreTrainedConfig`: its configuration.
+        `PreTrainedConfig`: the model's configuration.
     """
     folder = Path(name)
     with paths.readable(field, name):
@@ -150,20 +137,19 @@ def check_model(
     if not is_folder and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         hint = paths.hint_at_checkout(name)
         raise ValueError(
-            f"{field}={name!r} does not exist. Set `{field}` to a model's folder, or its id on the Hub. "
-            f"{hint}".rstrip()
+            f"{field}={name!r} does not exist. Set `{field}` to a model's folder or Hub id. {hint}".rstrip()
         )
     if is_adapter:
         with paths.readable(field, name):
             base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
         raise ValueError(
-            f"{field}={name!r} is an adapter for {base!r}, not a model. Set `{field}` to that, merge the adapter into "
-            "it first, or go on from a checkpoint with `resume_from_checkpoint`."
+            f"{field}={name!r} is an adapter for {base!r}, not a model. Set `{field}` to that model, or to a "
+            "merged one. To resume from a checkpoint, set `resume_from_checkpoint`."
         )
     try:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        fix = f"Set `{field}` to the folder of a model, or to its id on the Hub"
+        fix = f"Set `{field}` to a model's folder or Hub id"
         if "trust_remote_code" in str(error):
             fix = "Set `trust_remote_code` to true if you have read that code and trust it"
         raise ValueError(f"{field}={name!r} cannot be loaded: {error} {fix}.") from error
@@ -177,15 +163,15 @@ def _check_weights(field: str, folder: Path, pickled: bool) -> None:
     files = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
     if files and not pickled and not any(file.suffix == ".safetensors" for file in files):
         raise ValueError(
-            f"{field}={str(folder)!r} holds pickled weights only ({files[0].name}), which could run code. Convert "
+            f"{field}={str(folder)!r} has only pickled weights ({files[0].name}), which could run code. Convert "
             "them to safetensors, or set `model_init_kwargs: {use_safetensors: false}` if you trust them."
         )
     for index in folder.glob("*.index.json"):
         files += [folder / name for name in set(json.loads(index.read_text())["weight_map"].values())]
     if not files:
         raise ValueError(
-            f"{field}={str(folder)!r} holds no weights: no {' or '.join(_WEIGHTS)}. Set `{field}` to the folder of a "
-            "whole model."
+            f"{field}={str(folder)!r} has no weights, neither {' nor '.join(_WEIGHTS)}. Set `{field}` to the folder "
+            "of a complete model."
         )
     for file in files:
         try:
@@ -194,30 +180,30 @@ def _check_weights(field: str, folder: Path, pickled: bool) -> None:
                     pass
         except (OSError, SafetensorError) as error:
             raise ValueError(
-                f"{field}={str(folder)!r}: its {file.name} is missing or cut short ({error}). Restore that file."
+                f"{field}={str(folder)!r}: {file.name} is missing or truncated ({error}). Restore that file."
             ) from error
 
 
 def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer, and check that it has a vocabulary, and a token to pad with."""
+    """Load a model's tokenizer, and check that it has a vocabulary and a token for padding."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"model_name_or_path={name!r} has no tokenizer that can be loaded: {error} Put its files there."
+            f"model_name_or_path={name!r} has no usable tokenizer: {error} Put the tokenizer files there."
         ) from error
     if len(tokenizer) < 2:
-        raise ValueError(f"model_name_or_path={name!r} holds no tokenizer. Put the files of its tokenizer there.")
+        raise ValueError(f"model_name_or_path={name!r} has no tokenizer. Put the tokenizer files there.")
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ValueError(
-            f"model_name_or_path={name!r}: its tokenizer has neither pad_token nor eos_token, so that rows cannot be "
+            f"model_name_or_path={name!r}: its tokenizer has neither pad_token nor eos_token, so samples cannot be "
             "padded and completions do not end. Set `eos_token` in its tokenizer_config.json."
         )
     return tokenizer
 
 
 def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that a data set has prompts, and that a tokenizer can make tokens of them."""
+    """Check that a data set has prompts, and that the tokenizer can render them."""
     if "prompt" not in data.column_names:
         raise ValueError(
             f"prompt_style='dataset', but dataset_name has no column 'prompt', only {data.column_names}. Rename its "
@@ -231,11 +217,11 @@ def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_template_options(args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
-    """Check that a chat template reads what `chat_template_kwargs` holds."""
+    """Check that a chat template uses each of `chat_template_kwargs`."""
     options: Any = args.chat_template_kwargs or {}  # a dict, once parsed
     if options and isinstance(prompt, str):
         raise ValueError(
-            f"chat_template_kwargs={options!r} has no effect: prompts that are text have no chat template. Remove it."
+            f"chat_template_kwargs={options!r} has no effect: plain-text prompts use no chat template. Remove it."
         )
     template, read = tokenizer.chat_template, inspect.signature(tokenizer.apply_chat_template).parameters
     for key in options:
@@ -243,8 +229,8 @@ def check_template_options(args: RolloutConfig, tokenizer: PreTrainedTokenizerBa
             raise ValueError(f"chat_template_kwargs={options!r}: TRL sets {key!r} itself. Remove {key!r}.")
         if isinstance(template, str) and key not in read and not re.search(rf"\b{re.escape(key)}\b", template):
             raise ValueError(
-                f"chat_template_kwargs={options!r}: {key!r} has no effect, the chat template of "
-                f"{tokenizer.name_or_path!r} does not read it. Remove {key!r}."
+                f"chat_template_kwargs={options!r}: {key!r} has no effect: the chat template of "
+                f"{tokenizer.name_or_path!r} does not use it. Remove {key!r}."
             )
 
 
@@ -255,7 +241,7 @@ def check_context(
     args: RolloutConfig,
     max_prompt_length: int | None,
 ) -> None:
-    """Check that every prompt, of at most `max_prompt_length` tokens, fits into the context with its completion."""
+    """Check that every prompt of at most `max_prompt_length` tokens fits into the context with its completion."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is None:
         return
@@ -269,42 +255,34 @@ def check_context(
         raise ValueError(
             f"max_completion_length={args.max_completion_length} does not fit: the longest prompt, row {longest}, has "
             f"{lengths[longest]} tokens, and the model's context has {context}. "
-            + (f"Set `max_prompt_length` to {room}, which leaves longer ones out, or s" if room > 0 else "S")
+            + (f"Set `max_prompt_length` to {room} to drop longer prompts, or s" if room > 0 else "S")
             + "horten `max_completion_length`."
         )
 
 
 def check_columns(rewards: Sequence[Any], data: Dataset) -> None:
-    """Check that a data set has what the reward functions ask for, and that these take what TRL hands them."""
+    """Check that TRL can call the reward functions with the columns of a data set."""
     for reward in rewards:
-        function = reward.reward if isinstance(reward, IsolatedReward) else reward
-        if not callable(function) or inspect.isclass(function):
+        isolated = isinstance(reward, IsolatedReward)
+        function = reward.reward if isolated else reward
+        if not callable(function):  # a reward model
             continue
-        name = getattr(function, "__name__", type(function).__name__)
+        named = f"reward_funcs={getattr(function, '__name__', type(function).__name__)!r}"
+        columns = sorted({*data.column_names} - {"prompt", "completion"})
+        given = ["prompts", "completions", "completion_ids"]
+        given += [] if isolated else ["trainer_state", "log_extra", "log_metric"]
         try:
             signature = inspect.signature(function)
         except (ValueError, TypeError) as error:
             raise ValueError(
-                f"reward_funcs={name!r} cannot be used: {error}. Set `reward_funcs` to a function "
+                f"{named} cannot be checked: {error}. Set `reward_funcs` to a function "
                 "`def reward(completions, **columns)` that calls it."
             ) from error
-        for parameter in signature.parameters.values():
-            needed = parameter.default is parameter.empty and parameter.kind in (
-                parameter.POSITIONAL_OR_KEYWORD,
-                parameter.KEYWORD_ONLY,
-            )
-            if needed and parameter.name not in {*_GIVEN_TO_REWARDS, *data.column_names}:
-                raise ValueError(
-                    f"reward_funcs={name!r} needs the column {parameter.name!r}, but the data set has only "
-                    f"{data.column_names}. Rename its column, or use another reward function."
-                )
-        given = {"prompts", "completions", "completion_ids", *data.column_names} - {"prompt", "completion"}
-        if not isinstance(reward, IsolatedReward):
-            given |= {"trainer_state", "log_extra", "log_metric"}
         try:
-            signature.bind(**dict.fromkeys(sorted(given)))
+            signature.bind(**dict.fromkeys([*given, *columns]))
         except TypeError as error:
             raise ValueError(
-                f"reward_funcs={name!r} cannot be called as TRL calls rewards, by name with {', '.join(sorted(given))}"
-                f": {error}. Set `reward_funcs` to a function such as `def reward(completions, **columns)`."
+                f"{named} cannot be called: {error}. It is called by keyword, with {', '.join(given)} and the columns "
+                f"{columns}. Rename a column of the data set, or set `reward_funcs` to a function such as "
+                "`def reward(completions, **columns)`."
             ) from error

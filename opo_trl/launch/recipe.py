@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 import trl
 from trl import ModelConfig, ScriptArguments, TrlParser
 
-from ..checks import paths, written
+from ..checks import paths, strict_yaml
 from ..checks.ranges import require
 from ..config import OPOConfig, RolloutConfig
 from ..data.problems import INSTRUCTION
@@ -251,10 +251,10 @@ def _read_yaml(path: str | Path) -> dict[str, Any]:
         hint = paths.hint_at_checkout(path) or "Pass the path of a recipe."
         raise ValueError(f"config={str(path)!r} does not exist, as seen from {os.getcwd()!r}. {hint}")
     hints = {name: hint for trainer in CONFIGS for name, hint in _hints(trainer).items()}
-    return written.read(path, lambda field: _kind(hints.get(field)))
+    return strict_yaml.read(path, lambda field: _kind(hints.get(field)))
 
 
-def _kind(hint: Any) -> written.Kind:
+def _kind(hint: Any) -> strict_yaml.Kind:
     if hint is None:
         return "plain"
     parts = {part for outer in (hint, *get_args(hint)) for part in (outer, *get_args(outer))}

@@ -1,4 +1,4 @@
-"""Paths that an ordinary user may not look at; root may look at all, so these are tried as another user."""
+"""Paths without read permission. Root may read everything, so the tests run as another user."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from opo_trl.data import load_problems
 
 @pytest.fixture
 def forbidden(tmp_path: Path):
-    """A folder into which this process may not look."""
+    """A folder that this process may not read."""
     folder, root = tmp_path / "forbidden", os.geteuid() == 0
     (folder / "in").mkdir(parents=True)
     folder.chmod(0)
@@ -35,6 +35,6 @@ def forbidden(tmp_path: Path):
         ("dataset_name", lambda path: load_problems(str(path))),
     ],
 )
-def test_path_that_may_not_be_looked_at_is_refused_with_field_and_fix(forbidden: Path, field, look):
+def test_unreadable_path_is_rejected_with_field_and_fix(forbidden: Path, field, look):
     with pytest.raises(ValueError, match=f"{field}='{forbidden}/x' cannot be .*permission.*`{field}`"):
         look(forbidden / "x")

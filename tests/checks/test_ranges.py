@@ -1,8 +1,8 @@
 """
-Every number of the three configurations: just outside its range, NaN, infinite, or of another type.
+Every numeric field of the three configurations: just outside its range, NaN, infinite, or of another type.
 
-The walk over the installed dataclasses is the guard against a number that is accepted whatever it is: one that a later
-release adds fails it by name, until it is in the table.
+The tests go through the fields of the installed versions, so a field that a later release adds fails until it has a
+range.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from opo_trl.train import check_arguments
 CONFIGURATIONS = (OPOConfig, OPOScriptArguments, ModelConfig)
 NUMBERS = {name: kind for kind in CONFIGURATIONS for name in numeric_fields(kind)}
 
-# What another field has to be, for a value to be looked at.
+# Other fields to set so that a field is checked.
 TOGETHER = {
     "vllm_importance_sampling_clip_min": {"vllm_importance_sampling_clip_max": None},
     "eval_steps": {"eval_strategy": "steps"},
@@ -31,9 +31,10 @@ TOGETHER = {
 
 
 def make(name: str, value):
-    """A configuration with one field set, checked as a user of it meets the check."""
+    """A configuration with one field set, checked as in use."""
     if NUMBERS[name] is OPOConfig:
-        kind = RolloutConfig if name in fields(RolloutConfig) else OPOConfig  # which rejects some whatever they are
+        # OPO rejects some inherited fields altogether.
+        kind = RolloutConfig if name in fields(RolloutConfig) else OPOConfig
         kind("…", use_cpu=True, bf16=False, **{name: value}, **TOGETHER.get(name, {}))
     else:
         check_arguments(NUMBERS[name](**{name: value}))
@@ -44,20 +45,20 @@ def fields(kind: type) -> set[str]:
 
 
 def outside(name: str) -> list:
-    """Values next to the ends of a range that it does not have, and what is no number."""
+    """Values just outside a range, and values that are not numbers."""
     allowed = RANGES[name]
-    step = 1 if allowed.whole else 1e-6
+    step = 1 if allowed.integer else 1e-6
     values = [math.nan, -math.inf, "1", True]
-    values += [] if allowed.whole else [1e-40, 1e40]
+    values += [] if allowed.integer else [1e-40, 1e40]
     values += [math.inf] if math.inf not in allowed else []
     if not math.isinf(allowed.low):
         values.append(allowed.low if allowed.ends[0] == "(" else allowed.low - step)
     if not math.isinf(allowed.high):
         values.append(allowed.high if allowed.ends[1] == ")" else allowed.high + step)
-    if allowed.whole:
+    if allowed.integer:
         values += [allowed.low + 0.5] if not math.isinf(allowed.low) else [0.5]
     if name == "pad_to_multiple_of":
-        values.remove("1")  # as a command line says it
+        values.remove("1")  # allowed: command lines pass text
     return [value for value in values if value not in allowed.also]
 
 
@@ -70,23 +71,23 @@ CASES = [(name, value) for name in sorted(RANGES) for value in outside(name)]
 
 def test_every_number_of_the_configurations_has_a_range():
     unknown = sorted(NUMBERS.keys() - RANGES.keys())
-    assert not unknown, f"{unknown} are numbers without a range. Give each one in ranges.RANGES."
-    assert not RANGES.keys() - NUMBERS.keys(), "these are no fields"
+    assert not unknown, f"{unknown} are numbers without a range. Add them to ranges.RANGES."
+    assert not RANGES.keys() - NUMBERS.keys(), "these are not fields"
 
 
-def test_every_field_with_words_is_a_field():
+def test_every_field_with_choices_is_a_field():
     assert not ranges.CHOICES.keys() - set().union(*map(fields, CONFIGURATIONS))
 
 
 @pytest.mark.parametrize("name", sorted(NUMBERS))
-def test_whole_numbers_are_those_of_whole_fields(name):
+def test_integer_ranges_belong_to_integer_fields(name):
     hint = next(f.type for f in dataclasses.fields(NUMBERS[name]) if f.name == name)
     text = hint if isinstance(hint, str) else getattr(hint, "__name__", str(hint))
-    assert RANGES[name].whole == ("float" not in str(text) and "float" not in str(hint))
+    assert RANGES[name].integer == ("float" not in str(text) and "float" not in str(hint))
 
 
 @pytest.mark.parametrize(("name", "value"), CASES, ids=lambda part: str(part))
-def test_number_out_of_its_range_is_refused_with_field_value_and_fix(name, value):
+def test_number_out_of_range_is_rejected_with_field_value_and_fix(name, value):
     with pytest.raises(ValueError, match="is not allowed") as error:
         make(name, wrapped(name, value))
     assert f"{name}={wrapped(name, value)!r}" in str(error.value)
@@ -94,11 +95,11 @@ def test_number_out_of_its_range_is_refused_with_field_value_and_fix(name, value
 
 
 @pytest.mark.parametrize("name", sorted(RANGES))
-def test_ends_that_belong_to_a_range_are_allowed_by_it(name):
+def test_included_ends_are_allowed(name):
     allowed = RANGES[name]
     for end, bracket in ((allowed.low, allowed.ends[0]), (allowed.high, allowed.ends[1])):
         if bracket in "[]" and not math.isinf(end):
-            assert (int(end) if allowed.whole else end) in allowed
+            assert (int(end) if allowed.integer else end) in allowed
 
 
 def test_defaults_of_all_configurations_are_allowed():
@@ -152,7 +153,7 @@ def test_defaults_of_all_configurations_are_allowed():
     ],
     ids=str,
 )
-def test_what_transformers_and_trl_give_a_meaning_is_allowed(given):
+def test_values_with_a_meaning_in_transformers_or_trl_are_allowed(given):
     RolloutConfig("…", use_cpu=True, bf16=False, **given)
 
 
@@ -167,34 +168,34 @@ def test_what_transformers_and_trl_give_a_meaning_is_allowed(given):
         ({"reward_weights": [0.0, 0.0]}, ["reward_weights=[0.0, 0.0]", "other than 0"]),
         ({"run_name": "a\0"}, ["run_name='a\\x00'", "NUL"]),
         ({"train_sampling_strategy": "group_by_length"}, ["train_sampling_strategy=", "random"]),
-        ({"temperature": 1e300}, ["temperature=1e+300", "to 1e+30 in size"]),
+        ({"temperature": 1e300}, ["temperature=1e+300", "and 1e+30 in size"]),
         ({"vllm_server_base_url": "http://a@b@c"}, ["vllm_server_base_url='http://a@b@c'"]),
         ({"watches": ["stop if reward < nan"]}, ["watches=", "nan", "finite"]),
     ],
     ids=str,
 )
-def test_values_that_contradict_each_other_or_are_no_word_are_refused(given, says):
+def test_contradictions_and_unknown_words_are_rejected(given, says):
     with pytest.raises(ValueError, match="=") as error:
         RolloutConfig("…", use_cpu=True, bf16=False, **given)
     for text in says:
         assert text in str(error.value)
 
 
-def test_seed_leaves_room_for_the_numbers_of_all_processes(monkeypatch):
+def test_seed_plus_rank_stays_in_range(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ValueError, match=r"seed=4294967295 is not allowed.*from 0 to 4294967288"):
         RolloutConfig("…", use_cpu=True, bf16=False, per_device_train_batch_size=8, seed=2**32 - 1)
 
 
-def test_transformers_samples_with_a_temperature_that_was_written_as_a_whole_number():
+def test_integer_temperature_becomes_a_float():
     args = RolloutConfig("…", use_cpu=True, bf16=False, temperature=2, repetition_penalty=2)
     assert isinstance(args.temperature, float)
     assert isinstance(args.repetition_penalty, float)
 
 
-def test_ranges_say_what_they_hold():
+def test_ranges_describe_themselves():
     assert str(Range(0, 1, ends="[)")) == "a number in [0, 1)"
     assert 0.0 in Range(0, 1)
     assert True not in Range(0, 1)
-    assert 10**400 not in Range(0, whole=True)
+    assert 10**400 not in Range(0, integer=True)
     assert fields(TrainingArguments) & NUMBERS.keys()

@@ -1,8 +1,8 @@
 """
-What a user can get wrong before a run starts, case by case.
+Everything that a user can get wrong before a run starts, case by case.
 
-A case starts from a small training run that works: the recipe `recipe.yaml`, the data `data/{train,test}.jsonl`, the
-tokenizer and weights of `model/`, and the rewards of `my_rewards.py`, all in the current folder. It changes one thing.
+Each case changes one thing in a small training run that works: the recipe `recipe.yaml`, the data
+`data/{train,test}.jsonl`, the tokenizer and weights in `model/`, and the rewards in `my_rewards.py`.
 """
 
 import gzip
@@ -70,25 +70,25 @@ Change = Callable[[Path], Any]
 @dataclass(frozen=True)
 class Case:
     """
-    One thing that is wrong.
+    One mistake.
 
     Args:
         name (`str`):
-            What it is.
+            What is wrong.
         says (`list[str]`):
-            What the message has to hold: the field, its value and the fix.
+            What the message must contain: the field, its value and the fix.
         recipe (`dict`):
             Fields to set in the recipe.
         fields (`list[str]`):
-            Words to add to the command line.
+            Options to add to the command line.
         change (`Callable`):
-            What to do in the folder.
+            A change to the folder.
         environment (`dict`):
             Environment variables to set.
         absent (`str`):
-            Package that is not installed.
+            Package to hide.
         command (`str`):
-            `train` is what a launch starts, in each process; any other is a command of `opo-trl`.
+            `train`: the program that a launch starts in each process; otherwise a command of `opo-trl`.
     """
 
     name: str
@@ -134,16 +134,16 @@ def remove(*names: str) -> Change:
     return change
 
 
-def cut(name: str, share: float = 0.5) -> Change:
+def truncate(name: str) -> Change:
     def change(folder: Path) -> None:
         content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content[: int(share * len(content))])
+        (folder / name).write_bytes(content[: len(content) // 2])
 
     return change
 
 
 def edit(name: str, **values: Any) -> Change:
-    """Change entries of a JSON file, or with `None` take them out."""
+    """Change entries of a JSON file; `None` removes one."""
 
     def change(folder: Path) -> None:
         content = json.loads((folder / name).read_text()) | values
@@ -167,7 +167,7 @@ def cut_gzip(folder: Path) -> None:
 
 
 def earlier_run(settings: dict[str, Any] | None = None, **files: bytes) -> Change:
-    """A run in `run/` with a whole checkpoint of its first step, which then loses what `files` says."""
+    """A run in `run/` with a checkpoint of its first step, complete except that `files` replace its files."""
 
     def change(folder: Path) -> None:
         run, content = folder / "run", {"model.safetensors": b"weights", "trainer_state.json": b"{}", **files}
@@ -189,15 +189,15 @@ def read_only(folder: Path) -> None:
 RESUME = {"resume_from_checkpoint": "last"}
 DATASET = {"prompt_style": "dataset", "levels": None}
 KNOWN_LEVELS = "['Level 1', 'Level 2']"
-TRAINED = {"alpha": 0.4, "model_name_or_path": "./model", "learning_rate": 1e-6}  # as an earlier run was
-# Packages of which a recipe says that it needs them.
+TRAINED = {"alpha": 0.4, "model_name_or_path": "./model", "learning_rate": 1e-6}  # settings of an earlier run
+# Field → the optional package that it needs.
 EXTRAS = {"use_vllm": "vllm", "use_peft": "peft", "load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes"}
 LIGER = {"use_liger_kernel": True}
 
 
 RECIPES = [
-    Case("recipe that does not exist", ["config='no.yaml'", "Pass the path"], fields=["--config", "no.yaml"]),
-    Case("recipe that is no YAML", ["config='recipe.yaml'", "not valid YAML"], change=write("recipe.yaml", "a: [1")),
+    Case("missing recipe", ["config='no.yaml'", "Pass the path"], fields=["--config", "no.yaml"]),
+    Case("recipe that is not YAML", ["config='recipe.yaml'", "not valid YAML"], change=write("recipe.yaml", "a: [1")),
     Case("recipe that is a list", ["config='recipe.yaml'", "one field per line"], change=write("recipe.yaml", "- a")),
     Case(
         "recipe that would run code",
@@ -206,29 +206,33 @@ RECIPES = [
     ),
     Case(
         "recipe in another encoding",
-        ["config='recipe.yaml'", "not valid YAML", "Mend it"],
+        ["config='recipe.yaml'", "not valid YAML", "Fix the file"],
         change=write("recipe.yaml", "output_dir: é".encode("latin-1")),
     ),
     Case("misspelt key", ["alhpa=0.4", "Did you mean `alpha`?"], {"alhpa": 0.4}),
-    Case("key like no other", ["xyzzy=1", "Remove it"], {"xyzzy": 1}),
-    Case("field of earlier versions", ["torch_dtype='bfloat16'", "it is `dtype`"], {"torch_dtype": "bfloat16"}),
-    Case("folder of earlier versions", ["logging_dir='x'", "TENSORBOARD_LOGGING_DIR"], {"logging_dir": "x"}),
+    Case("unknown key", ["xyzzy=1", "Remove it"], {"xyzzy": 1}),
+    Case("field of an earlier version", ["torch_dtype='bfloat16'", "it is `dtype`"], {"torch_dtype": "bfloat16"}),
+    Case("log folder of an earlier version", ["logging_dir='x'", "TENSORBOARD_LOGGING_DIR"], {"logging_dir": "x"}),
     Case("misspelt option", ["--learning_rat 1", "Did you mean `learning_rate`?"], fields=["--learning_rat", "1"]),
     Case("key of the other trainer", ["alpha=0.4", "belongs to `trainer: opo`"], {"trainer": "grpo", "alpha": 0.4}),
-    Case("trainer that does not exist", ["trainer='ppo'", "Set `trainer` to one of opo, grpo"], {"trainer": "ppo"}),
+    Case("unknown trainer", ["trainer='ppo'", "Set `trainer` to one of opo, grpo"], {"trainer": "ppo"}),
     Case("variable without a name", ["env={'': '1'}", "Set `env`"], {"env": {"": "1"}}),
-    Case("variable with a sign of equality", ["env={'A=B': '1'}", "Set `env`"], {"env": {"A=B": "1"}}),
+    Case("variable with an equals sign", ["env={'A=B': '1'}", "Set `env`"], {"env": {"A=B": "1"}}),
     Case("variable with a NUL", ["env={'A': 'x\\x00y'}", "Set `env`"], {"env": {"A": "x\0y"}}),
-    Case("env that is no mapping", ["env=['A=1']", "Set `env` to a mapping"], {"env": ["A=1"]}),
+    Case("env that is not a mapping", ["env=['A=1']", "Set `env` to a mapping"], {"env": ["A=1"]}),
     Case("word for a number", ["alpha: invalid float value: 'high'", "Set it to"], {"alpha": "high"}),
-    Case("word for a number, typed", ["mu: invalid float value: 'soft'", "Set it to"], fields=["--mu", "soft"]),
+    Case(
+        "word for a number on the command line",
+        ["mu: invalid float value: 'soft'", "Set it to"],
+        fields=["--mu", "soft"],
+    ),
     Case("fraction for a count", ["max_steps: invalid int value: '2.5'", "Set it to"], {"max_steps": 2.5}),
     Case("list for a number", ["alpha=[0.1, 0.2]", "Set it to"], {"alpha": [0.1, 0.2]}),
     Case("mapping for a number", ["num_generations={'a': 1}", "Set it to"], {"num_generations": {"a": 1}}),
-    Case("nothing for a number", ["num_generations=None", "Set `num_generations`"], {"num_generations": None}),
+    Case("null for a number", ["num_generations=None", "Set `num_generations`"], {"num_generations": None}),
     Case("word for a switch", ["use_cpu", "maybe", "Set it to"], {"use_cpu": "maybe"}),
     Case("word in a list of numbers", ["temperature_range", "'low'", "Set it to"], {"temperature_range": ["low", 1]}),
-    Case("choice that does not exist", ["ratio_form", "'linear'", "'exact'"], {"ratio_form": "linear"}),
+    Case("unknown choice", ["ratio_form", "'linear'", "'exact'"], {"ratio_form": "linear"}),
     Case("no model", ["model_name_or_path is not set", "Set it"], {"model_name_or_path": None}),
     Case("no data", ["dataset_name is not set", "Set it"], {"dataset_name": None}),
 ]
@@ -236,20 +240,20 @@ RECIPES = [
 OBJECTIVE = [
     Case("alpha above 1", ["alpha=1.5", "Set `alpha`", "[0, 1]"], {"alpha": 1.5}),
     Case("alpha below 0", ["alpha=-0.1", "Set `alpha`", "[0, 1]"], {"alpha": -0.1}),
-    Case("alpha that is no number", ["alpha=nan", "Set `alpha`", "[0, 1]"], {"alpha": float("nan")}),
+    Case("alpha of NaN", ["alpha=nan", "Set `alpha`", "[0, 1]"], {"alpha": float("nan")}),
     Case("mu of 0", ["mu=0.0", "Set `mu`", "positive"], {"mu": 0}),
     Case("mu below 0", ["mu=-1.0", "Set `mu`", "positive"], fields=["--mu", "-1"]),
-    Case("mu that is no number", ["mu=nan", "Set `mu`", "positive"], {"mu": float("nan")}),
+    Case("mu of NaN", ["mu=nan", "Set `mu`", "positive"], {"mu": float("nan")}),
     Case("infinite mu", ["mu=inf", "Set `mu`", "finite"], {"mu": float("inf")}),
     Case("mu and radius", ["mu=1.0", "chi2_radius=0.1", "Remove one"], {"mu": 1, "chi2_radius": 0.1}),
     Case("radius of 0", ["chi2_radius=0.0", "Set `chi2_radius`", "positive"], {"chi2_radius": 0}),
-    Case("temperatures upside down", ["[1.5, 0.2]", "the lower first"], {"temperature_range": [1.5, 0.2]}),
+    Case("temperatures in reverse order", ["[1.5, 0.2]", "the lower first"], {"temperature_range": [1.5, 0.2]}),
     Case("another loss", ["loss_type='grpo'", "ratio_form", "Remove `loss_type`"], {"loss_type": "grpo"}),
     Case("a clip range", ["epsilon=0.3", "bound the update with `mu`", "Remove `epsilon`"], {"epsilon": 0.3}),
     Case("a parameter of SAPO", ["sapo_temperature_pos=2.0", "Remove"], {"sapo_temperature_pos": 2.0}),
     Case("sampling at temperature 0", ["temperature=0.0", "Set `temperature`", "positive"], {"temperature": 0}),
     Case("negative learning rate", ["learning_rate=-1.0", "Set `learning_rate`", "0 or more"], {"learning_rate": -1}),
-    Case("learning rate that is no number", ["learning_rate=nan", "Set `learning_rate`"], {"learning_rate": "nan"}),
+    Case("learning rate of NaN", ["learning_rate=nan", "Set `learning_rate`"], {"learning_rate": "nan"}),
 ]
 
 BATCHES = [
@@ -266,7 +270,7 @@ BATCHES = [
         environment={"WORLD_SIZE": "2"},
     ),
     Case(
-        "generation batch that is no multiple",
+        "generation batch that is not a multiple",
         ["generation_batch_size=10", "8 or 12", "Set `generation_batch_size`"],
         {"generation_batch_size": 10},
     ),
@@ -279,16 +283,16 @@ BATCHES = [
     Case("no steps", ["steps_per_generation=0", "at least 1"], {"steps_per_generation": 0}),
     Case("empty completions", ["max_completion_length=0", "at least 1"], {"max_completion_length": 0}),
     Case(
-        "fewer prompts than a rollout takes",
+        "fewer prompts than a rollout needs",
         ["generation_batch_size=32", "needs 16 prompts", "has 8", "Give at least 16"],
         {"per_device_train_batch_size": 32},
     ),
-    Case("no round of sampling", ["max_sampling_rounds=0", "at least 1"], {"max_sampling_rounds": 0}),
+    Case("no sampling rounds", ["max_sampling_rounds=0", "at least 1"], {"max_sampling_rounds": 0}),
 ]
 
 DATA = [
-    Case("data that do not exist", ["dataset_name='./no'", "Give an existing"], {"dataset_name": "./no"}),
-    Case("data of an unknown kind", ["dataset_name='recipe.yaml'", ".jsonl"], {"dataset_name": "recipe.yaml"}),
+    Case("missing data", ["dataset_name='./no'", "Give an existing"], {"dataset_name": "./no"}),
+    Case("data in an unknown format", ["dataset_name='recipe.yaml'", ".jsonl"], {"dataset_name": "recipe.yaml"}),
     Case("no such split", ["dataset_name='./data'", "split='dev'", "dev.jsonl"], {"dataset_train_split": "dev"}),
     Case("config of local data", ["dataset_config='main'", "Remove it"], {"dataset_config": "main"}),
     Case(
@@ -297,19 +301,26 @@ DATA = [
         change=write_rows([{k: v for k, v in row.items() if k != "solution"} for row in ROWS]),
     ),
     Case(
-        "columns that the data have not",
+        "columns that the data lack",
         ["columns={'problem': 'question'}", "does not fit", "problem, level, type, solution", "Set `columns`"],
         {"columns": {"problem": "question"}},
     ),
-    Case("columns that are no names", ["columns={'problem': 1}", "Set `columns`"], {"columns": {"problem": 1}}),
+    Case("columns that are not names", ["columns={'problem': 1}", "Set `columns`"], {"columns": {"problem": 1}}),
     Case(
-        "levels of data without them",
+        "levels of data without levels",
         ["levels=['Level 1', 'Level 2']", "has no levels"],
         change=write_rows([{"problem": "1 + 1", "answer": "2"}] * 8),
     ),
     Case(
         "column that a reward needs",
-        ["reward_funcs='compare'", "needs the column 'gold'", "'solution'", "Rename"],
+        [
+            "reward_funcs='compare'",
+            "missing a required",
+            "'gold'",
+            "and the columns [",
+            "'solution'",
+            "Rename a column",
+        ],
         {"reward_funcs": ["my_rewards.compare"]},
     ),
     Case(
@@ -319,7 +330,12 @@ DATA = [
     ),
     Case(
         "prompts without the column that a reward needs",
-        ["reward_funcs='accuracy_reward'", "needs the column 'solution'", "only ['prompt', 'answer']"],
+        [
+            "reward_funcs='accuracy_reward'",
+            "missing a required",
+            "'solution'",
+            "the columns ['answer']",
+        ],
         {**DATASET, "reward_funcs": ["accuracy_reward"]},
         change=both(
             write_rows([{"prompt": "1 + 1", "answer": "2"}] * 8),
@@ -353,7 +369,7 @@ DATA = [
     Case("unknown level of the report", ["report_levels", "'Level 9'", KNOWN_LEVELS], {"report_levels": ["Level 9"]}),
     Case("fraction without rows", ["fraction=0.01 of 8 rows", "Use a larger one"], {"fraction": 0.01}),
     Case("fraction above 1", ["fraction=1.5", "(0, 1]", "Use 1.0"], {"fraction": 1.5}),
-    Case("fraction that is no number", ["fraction=nan", "(0, 1]", "Use 1.0"], {"fraction": float("nan")}),
+    Case("fraction of NaN", ["fraction=nan", "(0, 1]", "Use 1.0"], {"fraction": float("nan")}),
     Case(
         "broken line",
         ["dataset_name=", "line 9", "Mend that line"],
@@ -378,18 +394,18 @@ DATA = [
         change=both(remove("data/train.jsonl"), cut_gzip),
     ),
     Case(
-        "gzip that is none",
+        "file that is not gzip",
         ["dataset_name=", "train.jsonl.gz", "replace the file"],
         change=both(remove("data/train.jsonl"), write("data/train.jsonl.gz", json.dumps(ROWS[0]))),
     ),
     Case(
-        "parquet cut short",
+        "truncated parquet",
         ["dataset_name=", "train.parquet", "replace the file"],
         change=both(remove("data/train.jsonl"), write("data/train.parquet", b"PAR1...")),
     ),
-    Case("validation of nothing", ["validation_size=0", "positive"], {"validation_size": 0}),
-    Case("validation at no step", ["validation_steps=0", "positive"], {"validation_steps": 0}),
-    Case("report of no completions", ["report_samples=0 is not allowed", "positive"], {"report_samples": 0}),
+    Case("validation of 0 problems", ["validation_size=0", "at least 1"], {"validation_size": 0}),
+    Case("validation every 0 steps", ["validation_steps=0", "positive"], {"validation_steps": 0}),
+    Case("report of 0 completions", ["report_samples=0 is not allowed", "at least 1"], {"report_samples": 0}),
     Case("streaming", ["dataset_streaming=True", "Remove"], {"dataset_streaming": True}),
     Case(
         "levels of ready-made prompts",
@@ -416,13 +432,13 @@ MODELS = [
         change=remove("model/chat_template.jinja"),
     ),
     Case(
-        "no chat template, and a limit to prompts",
+        "no chat template, with a prompt limit",
         ["prompt_style='chat'", "no chat template", "Set `prompt_style` to 'plain'"],
         {"max_prompt_length": 100},
         change=remove("model/chat_template.jinja"),
     ),
     Case(
-        "tokenizer without pad and end",
+        "tokenizer without pad and eos token",
         ["model_name_or_path='./model'", "neither pad_token nor eos_token", "Set `eos_token`"],
         change=edit("model/tokenizer_config.json", pad_token=None, eos_token=None),
     ),
@@ -432,7 +448,7 @@ MODELS = [
         change=remove("model/tokenizer.json", "model/tokenizer_config.json"),
     ),
     Case(
-        "model that does not exist",
+        "missing model",
         ["model_name_or_path='./no'", "does not exist", "Set `model_name_or_path`"],
         {"model_name_or_path": "./no"},
     ),
@@ -448,26 +464,26 @@ MODELS = [
     ),
     Case(
         "model without weights",
-        ["model_name_or_path='model'", "holds no weights", "*.safetensors"],
+        ["model_name_or_path='model'", "has no weights", "*.safetensors"],
         change=remove("model/model.safetensors"),
     ),
     Case(
-        "weights cut short",
-        ["model_name_or_path='model'", "model.safetensors", "cut short", "Restore"],
-        change=cut("model/model.safetensors"),
+        "truncated weights",
+        ["model_name_or_path='model'", "model.safetensors", "truncated", "Restore"],
+        change=truncate("model/model.safetensors"),
     ),
     Case(
-        "missing part of the weights",
+        "missing shard of the weights",
         ["model_name_or_path='model'", "model-2.safetensors", "missing", "Restore"],
         change=write("model/model.safetensors.index.json", '{"weight_map": {"a": "model-2.safetensors"}}'),
     ),
     Case(
-        "configuration cut short",
+        "truncated configuration",
         ["model_name_or_path='./model'", "config.json", "Set `model_name_or_path`"],
-        change=cut("model/config.json"),
+        change=truncate("model/config.json"),
     ),
     Case(
-        "architecture that nobody knows",
+        "unknown architecture",
         ["model_name_or_path='./model'", "nosuch", "Set `model_name_or_path`"],
         change=edit("model/config.json", model_type="nosuch"),
     ),
@@ -480,33 +496,33 @@ MODELS = [
         ),
     ),
     Case(
-        "adapter in place of a model",
+        "adapter instead of a model",
         ["model_name_or_path='./adapter'", "adapter for 'some/base'", "Set `model_name_or_path` to that"],
         {"model_name_or_path": "./adapter"},
         change=write("adapter/adapter_config.json", '{"base_model_name_or_path": "some/base"}'),
     ),
     Case(
-        "reward model that does not exist",
+        "missing reward model",
         ["reward_model_name_or_path='./no'", "does not exist", "Set `reward_model_name_or_path`"],
         {"reward_model_name_or_path": "./no"},
     ),
-    Case("dtype that does not exist", ["dtype", "float8", "'bfloat16'"], {"dtype": "float8"}),
+    Case("unknown dtype", ["dtype", "float8", "'bfloat16'"], {"dtype": "float8"}),
 ]
 
 REWARD_FUNCTIONS = [
     Case(
-        "reward in no module",
+        "reward in a missing module",
         ["reward_funcs='no.reward'", "No module named 'no'", "accuracy_reward"],
         {"reward_funcs": ["no.reward"]},
     ),
     Case(
-        "reward that its module lacks",
+        "reward missing from its module",
         ["reward_funcs='my_rewards.no'", "accuracy_reward"],
         {"reward_funcs": ["my_rewards.no"]},
     ),
     Case("misspelt reward", ["reward_funcs='accuracy'", "accuracy_reward"], {"reward_funcs": ["accuracy"]}),
     Case(
-        "reward that is no function",
+        "reward that is not a function",
         ["reward_funcs='my_rewards.constant'", "not a function", "accuracy_reward"],
         {"reward_funcs": ["my_rewards.constant"]},
     ),
@@ -517,32 +533,32 @@ REWARD_FUNCTIONS = [
     ),
     Case("reward without a signature", ["'hypot'", "no signature", "Set `reward"], {"reward_funcs": ["math.hypot"]}),
     Case(
-        "reward that takes too little",
-        ["reward_funcs='bare'", "unexpected keyword argument", "Set `reward_funcs`"],
+        "reward that takes too few arguments",
+        ["reward_funcs='bare'", "unexpected keyword argument", "set `reward_funcs`"],
         {"reward_funcs": ["bare.bare"]},
         change=write("bare.py", "def bare(completions):\n    return [0.0 for _ in completions]\n"),
     ),
     Case(
-        "reward whose argument has no name",
-        ["reward_funcs='first'", "missing a required", "'texts'", "Set `reward_funcs`"],
+        "reward with a positional-only argument",
+        ["reward_funcs='first'", "missing a required", "'texts'", "set `reward_funcs`"],
         {"reward_funcs": ["nameless.first"]},
         change=write("nameless.py", "def first(texts, /, **columns):\n    return [0.0 for _ in texts]\n"),
     ),
     Case(
-        "reward whose module fails",
+        "reward in a module that fails",
         ["reward_funcs='broken.reward'", "ZeroDivisionError", "accuracy_reward"],
         {"reward_funcs": ["broken.reward"]},
         change=write("broken.py", "1 / 0\n"),
     ),
     Case("no time for a reward", ["reward_timeout=0.0", "positive"], {"reward_timeout": 0}),
     Case("too little memory for a reward", ["reward_memory=64", "512 or more"], {"reward_memory": 64}),
-    Case("fewer workers than none", ["reward_workers=-1", "0 or more"], {"reward_workers": -1}),
+    Case("negative number of workers", ["reward_workers=-1", "0 or more"], {"reward_workers": -1}),
     Case(
-        "weights of other rewards",
+        "more weights than rewards",
         ["reward_weights=[1.0, 2.0]", "does not fit 1 rewards", "Set `reward_weights`"],
         {"reward_weights": [1.0, 2.0]},
     ),
-    Case("half of an overlong punishment", ["overlong_cache=2", "Set both, or neither"], {"overlong_cache": 2}),
+    Case("overlong cache without the punishment", ["overlong_cache=2", "Set both, or neither"], {"overlong_cache": 2}),
     Case(
         "overlong punishment beyond the completion",
         ["overlong_cache=5", "Set `overlong_cache`", "up to max_completion_length=4"],
@@ -558,32 +574,32 @@ RUNS = [
         change=earlier_run(),
     ),
     Case(
-        "folder of something else",
+        "folder that is not a run",
         ["output_dir='run'", "not a run", "Choose another"],
         {"overwrite": True},
         change=write("run/thesis.tex", "x"),
     ),
-    Case("file for a folder", ["output_dir='run'", "not a folder", "Choose another"], change=write("run", "x")),
+    Case("file instead of a folder", ["output_dir='run'", "not a folder", "Choose another"], change=write("run", "x")),
     Case(
         "no permission to write",
         ["output_dir=", "no permission to write", "Choose another"],
-        {"output_dir": "locked/run" if os.getuid() else "/proc/sys/run"},  # which not even root may write to
+        {"output_dir": "locked/run" if os.getuid() else "/proc/sys/run"},  # not even root may write there
         change=read_only,
     ),
     Case("nothing to resume", ["resume_from_checkpoint='last'", "no whole checkpoint", "auto"], RESUME),
     Case(
-        "checkpoint that does not exist",
+        "missing checkpoint",
         ["resume_from_checkpoint='run/checkpoint-9'", "does not exist", "Remove"],
         {"resume_from_checkpoint": "run/checkpoint-9"},
     ),
     Case(
-        "checkpoint cut short",
+        "truncated checkpoint",
         ["resume_from_checkpoint='run/checkpoint-1'", "model.safetensors is cut short", "Remove"],
         {"resume_from_checkpoint": "run/checkpoint-1"},
         change=earlier_run(**{"model.safetensors": b"wei"}),
     ),
     Case(
-        "state of a checkpoint cut short",
+        "truncated state of a checkpoint",
         ["resume_from_checkpoint='run/checkpoint-1'", "trainer_state.json is cut short", "Remove"],
         {"resume_from_checkpoint": "run/checkpoint-1"},
         change=earlier_run(**{"trainer_state.json": b"{"}),
@@ -629,20 +645,20 @@ PATHS = [
         {"output_dir": "recipe.yaml/run"},
     ),
     Case(
-        "link to nothing",
-        ["output_dir='link'", "leads nowhere", "Choose another"],
+        "broken link",
+        ["output_dir='link'", "broken link", "Choose another"],
         {"output_dir": "link"},
         change=link("nothing"),
     ),
     Case(
         "folder below a link to itself",
-        ["output_dir='link/run'", "leads nowhere", "Choose another"],
+        ["output_dir='link/run'", "broken link", "Choose another"],
         {"output_dir": "link/run"},
         change=link("link"),
     ),
     Case(
-        "home of nobody",
-        ["output_dir='~nobody_has_this/run'", "there is no home", "Choose another"],
+        "home of an unknown user",
+        ["output_dir='~nobody_has_this/run'", "no home directory", "Choose another"],
         {"output_dir": "~nobody_has_this/run"},
     ),
     Case("empty folder name", ["output_dir='' is empty", "Set `output_dir`"], {"output_dir": ""}),
@@ -666,13 +682,13 @@ PATHS = [
         fields=["--config", "recipes/arithmetic/opo.yaml"],
     ),
     Case(
-        "recipe of the checkout, launched",
+        "recipe of the checkout, with launch",
         ["config='recipes/arithmetic/opo.yaml'", "source checkout"],
         fields=["--config", "recipes/arithmetic/opo.yaml"],
         command="launch",
     ),
     Case(
-        "recipe of the checkout, compared",
+        "recipe of the checkout, with compare",
         ["'recipes/arithmetic/opo.yaml' does not exist", "source checkout"],
         fields=["recipes/arithmetic/opo.yaml", "--seeds", "1", "--output", "out"],
         command="compare",
@@ -692,34 +708,34 @@ PATHS = [
         ["dataset_name='benchmarks/data/gpu/x.jsonl'", "does not exist", "source checkout"],
         {"dataset_name": "benchmarks/data/gpu/x.jsonl"},
     ),
-    Case("file of fsdp that is not there", ["fsdp_config='no.json'", "does not exist"], {"fsdp_config": "no.json"}),
+    Case("missing file of fsdp", ["fsdp_config='no.json'", "does not exist"], {"fsdp_config": "no.json"}),
     Case(
-        "file of deepspeed that is no JSON",
-        ["deepspeed='recipe.yaml'", "not a JSON file", "Mend it"],
+        "file of deepspeed that is not JSON",
+        ["deepspeed='recipe.yaml'", "not a JSON file", "Fix it"],
         {"deepspeed": "recipe.yaml"},
     ),
 ]
 
-# One of each kind: `tests/checks/test_ranges.py` has all ranges, `test_rehearsal.py` what libraries reject.
+# One case of each kind: `tests/checks/test_ranges.py` covers all ranges, `test_dry_run.py` what libraries reject.
 KINDS = [
-    Case("key that stands twice", ["'max_steps' twice", "Remove one"], change=append("recipe.yaml", "max_steps: 2\n")),
-    Case("share above 1", ["top_p=1.5", "Set `top_p`", "(0, 1]"], {"top_p": 1.5}),
-    Case("decay of 1", ["adam_beta1=1.0", "[0, 1)"], {"adam_beta1": 1.0}),
+    Case("duplicate key", ["duplicate key 'max_steps'", "Remove one"], change=append("recipe.yaml", "max_steps: 2\n")),
+    Case("top_p above 1", ["top_p=1.5", "Set `top_p`", "(0, 1]"], {"top_p": 1.5}),
+    Case("adam_beta1 of 1", ["adam_beta1=1.0", "[0, 1)"], {"adam_beta1": 1.0}),
     Case("negative clipping", ["max_grad_norm=-1.0", "0 for no clipping"], {"max_grad_norm": -1}),
     Case("negative KL", ["beta=-0.1", "0 or more"], {"beta": -0.1}),
-    Case("no step", ["max_steps=0", "-1 for `num_train_epochs`"], {"max_steps": 0}),
-    Case("no epoch", ["num_train_epochs=0.0", "positive"], {"max_steps": -1, "num_train_epochs": 0}),
-    Case("saving at no step", ["save_steps=0.0", "at least 1"], {"save_steps": 0}),
+    Case("max_steps of 0", ["max_steps=0", "-1 to use `num_train_epochs`"], {"max_steps": 0}),
+    Case("no epochs", ["num_train_epochs=0.0", "positive"], {"max_steps": -1, "num_train_epochs": 0}),
+    Case("saving every 0 steps", ["save_steps=0.0", "at least 1"], {"save_steps": 0}),
     Case("negative seed", ["seed=-1", "from 0 to"], {"seed": -1}),
     Case("dropout of 1", ["lora_dropout=1.0", "[0, 1)"], {"use_peft": True, "lora_dropout": 1.0}),
     Case("rank of 0", ["lora_r=0", "at least 1"], {"use_peft": True, "lora_r": 0}),
     Case(
-        "adapters on nothing",
+        "adapters that match nothing",
         ["lora_target_modules=['c_proj', 'c_attn']", "'c_proj', 'c_attn' matches nothing", "v_proj"],
         {"use_peft": True, "lora_target_modules": ["c_proj", "c_attn"]},
     ),
     Case(
-        "adapters on a name that is read as a pattern",
+        "adapters on a single name",
         ["lora_target_modules='q_proj'", "['.*q_proj']"],
         {"use_peft": True, "lora_target_modules": ["q_proj"]},
     ),
@@ -729,7 +745,7 @@ KINDS = [
         {"use_peft": True, "lora_task_type": "SEQ_CLS"},
     ),
     Case(
-        "adapters that one module cannot have",
+        "adapters on the LM head",
         ["lora_target_modules=['lm_head', 'q_proj']", "LM head"],
         {"use_peft": True, "lora_target_modules": ["lm_head", "q_proj"]},
     ),
@@ -740,7 +756,7 @@ KINDS = [
         {"attn_implementation": "flash_attention_2"},
     ),
     Case(
-        "adapters on what is no pattern",
+        "adapters with an invalid pattern",
         ["lora_target_modules='('", "unterminated", "Set `lora_target_modules`"],
         {"use_peft": True, "lora_target_modules": ["("]},
     ),
@@ -757,13 +773,15 @@ KINDS = [
             ("attention_dropout", 2.0, "[0, 1]"),
         )
     ],
-    Case("option of no model", ["model_init_kwargs=", "'layers'"], {"model_init_kwargs": {"layers": 3}}),
-    Case("type that goes unread", ["'torch_dtype'", "Set `dtype`"], {"model_init_kwargs": {"torch_dtype": "float32"}}),
+    Case("unknown option of the model", ["model_init_kwargs=", "'layers'"], {"model_init_kwargs": {"layers": 3}}),
     Case(
-        "loss of experts that are not there", ["router_aux_loss_coef=0.1", "no experts"], {"router_aux_loss_coef": 0.1}
+        "dtype by its earlier name",
+        ["'torch_dtype'", "Set `dtype`"],
+        {"model_init_kwargs": {"torch_dtype": "float32"}},
     ),
+    Case("router loss without experts", ["router_aux_loss_coef=0.1", "no experts"], {"router_aux_loss_coef": 0.1}),
     Case(
-        "option that the template does not read",
+        "option that the template does not use",
         ["chat_template_kwargs=", "'enable_thinking' has no effect", "Remove"],
         {"chat_template_kwargs": {"enable_thinking": False}},
     ),
@@ -773,37 +791,43 @@ KINDS = [
         {"chat_template_kwargs": {"tokenize": False}},
     ),
     Case(
-        "token that the model has not",
-        ["generation_kwargs=", "'eos_token_id' holds 999999", "numbers from 0"],
+        "token outside the vocabulary",
+        ["generation_kwargs=", "'eos_token_id' contains 999999", "integers from 0"],
         {"generation_kwargs": {"eos_token_id": 999999}},
     ),
     Case(
-        "best checkpoint of no evaluation",
+        "best checkpoint without evaluation",
         ["load_best_model_at_end=True", "Remove"],
         {"load_best_model_at_end": True, "save_strategy": "no"},
     ),
-    Case("metric of no evaluation", ["metric_for_best_model='x'", "Remove"], {"metric_for_best_model": "x"}),
-    Case("options of no adapter", ["lora_r=4", "Set `use_peft` to true"], {"lora_r": 4}),
+    Case("metric without evaluation", ["metric_for_best_model='x'", "Remove"], {"metric_for_best_model": "x"}),
+    Case("LoRA options without LoRA", ["lora_r=4", "Set `use_peft` to true"], {"lora_r": 4}),
     Case(
         "folder of a tracker below a file",
         ["report_to='tensorboard'", "TENSORBOARD_LOGGING_DIR='recipe.yaml/x'", "is not a folder", "Set `report_to`"],
         {"report_to": "tensorboard"},
         environment={"TENSORBOARD_LOGGING_DIR": "recipe.yaml/x"},
     ),
-    Case("unknown tracker", ["report_to='wandbb'", "Set `report_to`"], {"report_to": "wandbb"}),
+    Case(
+        "unknown tracker",
+        ["report_to='wandbb'", "not supported, only", "wandb", "Set `report_to`"],
+        {"report_to": "wandbb"},
+    ),
     Case("tracker that is not installed", ["report_to='clearml'", "pip install clearml"], {"report_to": "clearml"}),
     Case(
-        "evaluation of nothing", ["eval_strategy=", "`validation_steps`"], {"eval_strategy": "steps", "eval_steps": 1}
+        "evaluation without data",
+        ["eval_strategy=", "`validation_steps`"],
+        {"eval_strategy": "steps", "eval_steps": 1},
     ),
-    Case("reference that does not move", ["sync_ref_model=True", "Set `beta`"], {"sync_ref_model": True}),
+    Case("synchronized reference without KL", ["sync_ref_model=True", "Set `beta`"], {"sync_ref_model": True}),
     Case(
-        "adapters and a reference that moves",
+        "adapters and a synchronized reference",
         ["sync_ref_model=True", "use_peft=True", "Remove one"],
         {"sync_ref_model": True, "beta": 0.1, "use_peft": True},
     ),
-    Case("pushing without the Hub", ["push_to_hub=True", "remove `push_to_hub`"], {"push_to_hub": True}),
+    Case("push without the Hub", ["push_to_hub=True", "remove `push_to_hub`"], {"push_to_hub": True}),
     Case(
-        "address that is none",
+        "address without a scheme",
         ["vllm_server_base_url='localhost:8000'", "http://"],
         {"vllm_server_base_url": "localhost:8000"},
     ),
@@ -829,7 +853,7 @@ LAUNCH = [
         absent="deepspeed",
     ),
     Case(
-        "deepspeed of accelerate's is not installed",
+        "deepspeed of accelerate is not installed",
         ["needs deepspeed", "not installed", "pip install 'opo_trl[deepspeed]'"],
         environment={"ACCELERATE_USE_DEEPSPEED": "true"},
         absent="deepspeed",
@@ -840,33 +864,33 @@ LAUNCH = [
         {"load_in_4bit": True, "use_vllm": True},
     ),
     Case(
-        "deepspeed launched and not installed",
+        "deepspeed is not installed, with launch",
         ["accelerate_config='zero2'", "not installed", "pip install 'opo_trl[deepspeed]'"],
         {"accelerate_config": "zero2"},
         absent="deepspeed",
         command="launch",
     ),
     Case(
-        "accelerate configuration that does not exist",
+        "missing accelerate configuration",
         ["accelerate_config='zero9'", "neither a file nor"],
         {"accelerate_config": "zero9"},
         command="launch",
     ),
     Case(
-        "option that neither has",
+        "misspelt launcher option",
         ["--num_proceses 2", "Did you mean `num_processes`?"],
         fields=["--num_proceses", "2"],
         command="launch",
     ),
     Case("word before the options", ["typo", "neither a field nor"], fields=["typo"], command="launch"),
-    Case("misspelt key, launched", ["alhpa=0.4", "Did you mean `alpha`?"], {"alhpa": 0.4}, command="launch"),
-    Case("wrong type, launched", ["alpha: invalid float value: 'x'"], {"alpha": "x"}, command="launch"),
+    Case("misspelt key, with launch", ["alhpa=0.4", "Did you mean `alpha`?"], {"alhpa": 0.4}, command="launch"),
+    Case("wrong type, with launch", ["alpha: invalid float value: 'x'"], {"alpha": "x"}, command="launch"),
 ]
 
 OTHER_COMMANDS = [
-    Case("figures of no run", ["log.jsonl", "Pass the folder of a run"], fields=["nothing"], command="figures"),
+    Case("figures without a run", ["log.jsonl", "Pass the folder of a run"], fields=["nothing"], command="figures"),
     Case(
-        "comparison of nothing",
+        "comparison of a missing recipe",
         ["'no.yaml' does not exist", "Pass recipes"],
         fields=["no.yaml", "--seeds", "1", "--output", "out"],
         command="compare",

@@ -1,4 +1,4 @@
-"""Rollouts without a signal, in one process or several."""
+"""Rollouts without a learning signal, in one process or several."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,15 @@ from helpers import RecordingOPO, Script, logged, snapshot, trained
 
 
 ROLLOUTS = {
-    "none can be scored": {"script": Script([None] * 8)},
-    "all are cut short": {"script": Script(truncated=range(16)), "mask_truncated_completions": True},
-    "all rewards are the same": {"script": Script([1.0] * 8)},
+    "all are unscored": {"script": Script([None] * 8)},
+    "all are truncated": {"script": Script(truncated=range(16)), "mask_truncated_completions": True},
+    "all rewards are equal": {"script": Script([1.0] * 8)},
     "all are empty": {"script": Script([0.0] * 8, min_length=1, max_length=1)},
 }
 
 
 def run(model: str, folder: str, processes: int) -> None:
-    """Train on each kind; this process writes what came of it."""
+    """Train on each kind of rollout; each process writes its outcomes."""
     rank, outcomes = 0, {}
     for name, options in ROLLOUTS.items():
         trainer = trained(
@@ -35,7 +35,7 @@ def run(model: str, folder: str, processes: int) -> None:
 
 
 def outcome(trainer: RecordingOPO) -> dict:
-    """What two optimizer steps on one rollout changed, and what they logged."""
+    """What two optimizer steps on one rollout changed and logged."""
     model = snapshot(trainer.accelerator.unwrap_model(trainer.model))
     names = ("loss", "grad_norm", "opo/skipped_steps")
     return {

@@ -1,8 +1,8 @@
 """
-What is wrong with a recipe, its data, model, rewards or folder is said in one message before any work.
+One message before any work says what is wrong with a recipe, its data, model, rewards or folder.
 
-Every case of the catalogue ends with status 2, a `ValueError` whose message names the field, its value and what to do,
-no traceback unless `--debug` asks for it, and every file as it was.
+Each case of the catalogue ends with status 2 and a `ValueError` that names the field, its value and the fix, without a
+traceback unless `--debug` is given, and leaves every file unchanged.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def folder(tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="module")
 def works(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
-    """The same, after it has run."""
+    """The same run, completed."""
     folder = tmp_path_factory.mktemp("works")
     fill(folder, tiny_model)
     case = Case("nothing is wrong", [], {"save_steps": 1})
@@ -50,7 +50,7 @@ def works(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
     with pytest.MonkeyPatch.context() as monkeypatch, redirect_stderr(io.StringIO()) as errors:
         enter(folder, monkeypatch)
         assert call(case) == 0
-    assert "Loading weights" in errors.getvalue()  # which no case may come to
+    assert "Loading weights" in errors.getvalue()  # no case may get so far
     return folder
 
 
@@ -73,21 +73,21 @@ def prepare(case: Case, folder: Path) -> None:
     case.change(folder)
 
 
-def words(case: Case) -> list[str]:
+def options(case: Case) -> list[str]:
     if case.command in ("train", "launch"):
         return ["--config", "recipe.yaml", *case.fields]
     return case.fields
 
 
-def call(case: Case, *further: str) -> int:
+def call(case: Case, *more: str) -> int:
     if case.command == "train":
-        return train.main([*words(case), *further])
+        return train.main([*options(case), *more])
     command = "train" if case.command == "launch" else case.command
-    return cli.main([command, *words(case), *further])
+    return cli.main([command, *options(case), *more])
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Everything below a folder: files with their content, folders without, and when they were written."""
+    """Everything below a folder, with its time of modification and the content of files."""
     return {
         str(path.relative_to(folder)): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
         for path in sorted(folder.rglob("*"))
@@ -95,12 +95,12 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def message(error_output: str) -> str:
-    """What the command says at last, after warnings of libraries."""
+    """The command's own message, after warnings of libraries."""
     return re.findall(r"^opo-trl \w+: error: .*", error_output, re.DOTALL | re.MULTILINE)[-1]
 
 
 @pytest.mark.parametrize("case", catalogue.ALL, ids=lambda case: case.name)
-def test_bad_input_is_refused_before_any_work(case: Case, folder: Path, monkeypatch, capsys):
+def test_bad_input_is_rejected_before_any_work(case: Case, folder: Path, monkeypatch, capsys):
     prepare(case, folder)
     for name, value in case.environment.items():
         monkeypatch.setenv(name, value)
@@ -125,17 +125,17 @@ def test_bad_input_is_refused_before_any_work(case: Case, folder: Path, monkeypa
     assert snapshot(folder) == before
 
 
-def test_catalogue_has_no_case_twice_and_is_long_enough():
+def test_catalogue_has_no_duplicates_and_is_long_enough():
     names = [case.name for case in catalogue.ALL]
-    assert len(set(names)) == len(names) >= 60
+    assert len(set(names)) == len(names) >= 200
 
 
-def test_the_run_that_the_cases_change_works(works: Path):
+def test_unchanged_run_works(works: Path):
     assert (works / "run" / "model.safetensors").exists()
     assert json.loads((works / "run" / "summary.json").read_text())["optimizer_steps"] == 1
 
 
-def test_data_with_other_columns_train(folder: Path, capsys):
+def test_data_with_other_columns_can_be_trained_on(folder: Path, capsys):
     rows = [{"question": f"{i} + {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"} for i in range(8)]
     write_rows(rows)(folder)
     case = Case("columns of GSM8K", [], {"levels": None, "reward_funcs": ["accuracy_reward"]})
@@ -173,7 +173,7 @@ def test_reward_that_fails_in_training_is_named_and_leaves_checkpoints_alone(
     assert snapshot(folder / "run" / "checkpoint-1") == saved
 
 
-def test_checkpoint_of_the_same_recipe_may_be_saved_logged_and_prolonged_otherwise(works: Path):
+def test_resumed_run_may_change_its_length_saving_logging_and_batch_size(works: Path):
     settings = json.loads((works / "run" / "settings.json").read_text())
     other = {
         "max_steps": 9,
@@ -189,21 +189,21 @@ def test_checkpoint_of_the_same_recipe_may_be_saved_logged_and_prolonged_otherwi
             check_same_run(checkpoint, settings | {name: "another"}, "./model")
 
 
-def test_every_field_of_the_objective_is_kept_on_resume():
+def test_every_field_of_the_objective_is_fixed_on_resume():
     own = {f.name for f in dataclasses.fields(OPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
     work = {"plan_micro_batches", "max_tokens_per_micro_batch", "skip_inert_rows", "padding_free"}
     bounds = {"max_reward_failure_rate", "max_skipped_steps", "watches", "save_failure"}
     assert own - set(KEPT_ON_RESUME) == work | bounds
 
 
-def test_trainer_refuses_fewer_prompts_than_a_rollout_takes(tiny_model: str, tmp_path: Path):
+def test_trainer_rejects_fewer_prompts_than_a_rollout_needs(tiny_model: str, tmp_path: Path):
     data = Dataset.from_dict({"prompt": PROMPTS[:3]})
     with pytest.raises(ValueError, match=r"generation_batch_size=16 with num_generations=4 needs 4 prompts.*has 3"):
         make_trainer(tiny_model, tmp_path, per_device_train_batch_size=8, trainer_arguments={"train_dataset": data})
 
 
-class Silent(BaseHTTPRequestHandler):
-    """A server that is well, or at any other path than a vLLM server's unknown."""
+class Answer(BaseHTTPRequestHandler):
+    """Answers every request with the status of its server."""
 
     def do_GET(self):
         self.send_response(self.server.status)
@@ -215,11 +215,11 @@ class Silent(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def listening():
-    """A server that answers with a status; its port."""
+    """Start a server that answers with a status; returns its port."""
     servers = []
 
     def start(status: int) -> int:
-        server = HTTPServer(("127.0.0.1", 0), Silent)
+        server = HTTPServer(("127.0.0.1", 0), Answer)
         server.status = status
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
@@ -236,20 +236,20 @@ def with_server(folder: Path, **options) -> OPOConfig:
     return OPOConfig(str(folder), use_cpu=True, bf16=False, use_vllm=True, **options)
 
 
-def test_vllm_server_that_answers_is_taken(tmp_path: Path, listening):
+def test_healthy_vllm_server_is_accepted(tmp_path: Path, listening):
     check_vllm_server(with_server(tmp_path, vllm_server_port=listening(200), vllm_group_port=free_port()))
 
 
-def test_vllm_server_that_nobody_started_is_waited_for_and_named(tmp_path: Path):
+def test_missing_vllm_server_is_waited_for_and_named(tmp_path: Path):
     port, started = free_port(), time.monotonic()
-    with pytest.raises(ValueError, match=rf"vllm_server_port={port}: nothing answers.*Start `trl vllm-serve`"):
+    with pytest.raises(ValueError, match=rf"vllm_server_port={port}: nothing answered.*Start `trl vllm-serve`"):
         check_vllm_server(with_server(tmp_path, vllm_server_port=port))
     assert 0.5 <= time.monotonic() - started < 5
 
 
-def test_port_of_vllm_that_something_else_has_taken_is_named(tmp_path: Path, listening):
+def test_port_taken_by_another_program_is_named(tmp_path: Path, listening):
     other = listening(404)
-    with pytest.raises(ValueError, match=rf"vllm_server_port={other} is taken.* 404.*free one"):
+    with pytest.raises(ValueError, match=rf"vllm_server_port={other} is taken.* 404.*free port"):
         check_vllm_server(with_server(tmp_path, vllm_server_port=other, vllm_server_timeout=60))
     server = listening(200)
     with pytest.raises(ValueError, match=rf"vllm_group_port={other} is taken.*free port"):

@@ -1,4 +1,4 @@
-"""`opo-trl train` launches the processes of a run: what becomes of signals to it, and of processes that are killed."""
+"""`opo-trl train` as the launcher of a run: signals to it, and killed processes."""
 
 import os
 import signal
@@ -19,16 +19,16 @@ from opo_trl.rollout.checkpoint import last_whole
 from .test_killed_command import OPTIONS, RECIPE
 
 
-# Most of it is the start.
+# Most of it is startup time.
 SECONDS = 240.0
 
 
 class Launched:
-    """A run that `opo-trl train` has launched, in `folder / "run"`, and that has taken a step."""
+    """A run in `folder / "run"` that `opo-trl train` has launched, after its first step."""
 
-    def __init__(self, folder: Path, processes: int, *further: str):
+    def __init__(self, folder: Path, processes: int, *more: str):
         self.folder, self.log = folder / "run", folder / "log"
-        command = [sys.executable, "-m", "opo_trl.launch.cli", "train", "--config", str(RECIPE), *further]
+        command = [sys.executable, "-m", "opo_trl.launch.cli", "train", "--config", str(RECIPE), *more]
         for name, value in {**OPTIONS, "max_steps": 1000, "save_steps": 1000, "output_dir": self.folder}.items():
             command += [f"--{name}", str(value)]
         if processes > 1:
@@ -52,7 +52,7 @@ class Launched:
         return self.log.read_text()[-5000:]
 
     def ends(self) -> int:
-        """Exit status, in bounded time, of a launcher that leaves no process behind."""
+        """Exit status of the launcher, in bounded time; it must leave no process behind."""
         status = self.process.wait(SECONDS)
         assert psutil.wait_procs(self.training, 5)[1] == [], self.said()
         return status
@@ -76,7 +76,7 @@ def launched(*arguments) -> Iterator[Launched]:
     ("processes", "killed"),
     [(2, "training process 1"), pytest.param(1, "the training process", marks=pytest.mark.slow)],
 )
-def test_launched_run_is_stopped_goes_on_and_is_killed(tmp_path: Path, processes: int, killed: str):
+def test_launched_run_is_stopped_resumes_and_is_killed(tmp_path: Path, processes: int, killed: str):
     with launched(tmp_path, processes) as run:
         assert len(run.training) == processes
         run.process.send_signal(signal.SIGTERM)

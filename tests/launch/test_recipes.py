@@ -173,7 +173,7 @@ def test_unknown_key_fails_with_the_nearest_known_one(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("- a\n- b\n", "holds no `field: value` lines"), ("a: [1\n", "is not valid YAML"), (None, "does not exist")],
+    [("- a\n- b\n", ": no `field: value` lines"), ("a: [1\n", "is not valid YAML"), (None, "does not exist")],
 )
 def test_file_that_is_no_recipe_is_named(tmp_path, text, message):
     path = tmp_path / "recipe.yaml"

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from trl import ModelConfig
 
 from opo_trl import OPOConfig, OPOTrainer
-from opo_trl.checks.rehearsal import rehearse_model
+from opo_trl.checks.model import dry_run_model
 from opo_trl.metrics import plan
 from opo_trl.rollout import trainer as rollout_trainer
 
@@ -91,7 +91,7 @@ def test_model_without_a_longest_context_is_planned_and_trained(model_type, tmp_
     assert "+ 3) tokens)" in printed
     assert f"not known for {model_type}" in printed
     assert "The plan has no line" not in caplog.text
-    rehearse_model(trainer.args, ModelConfig(), str(tmp_path / "model"))
+    dry_run_model(trainer.args, ModelConfig(), str(tmp_path / "model"))
 
 
 def test_completions_of_any_length_in_a_context_without_an_end(tmp_path):

@@ -1,4 +1,4 @@
-"""A recipe is read as it is written, and what YAML makes something else of is an error."""
+"""Recipes are read as written; what YAML 1.1 would change is an error."""
 
 from pathlib import Path
 
@@ -33,6 +33,7 @@ def recipe(tmp_path: Path):
         ("instruction: |\n  a\n  b\n", "a\nb\n"),
         ("levels: [no, 1.10, Level 1, 'x']", ["no", "1.10", "Level 1", "x"]),
         ("env: {A: no, B: 010, C: 1e3, D: true}", {"A": "no", "B": "010", "C": "1e3", "D": "true"}),
+        ("env: {NO: no, 010: 1e3}", {"NO": "no", "010": "1e3"}),
         ("learning_rate: 1e-4", 1e-4),  # text, in YAML 1.1
         ("learning_rate: 1.0e-4", 1e-4),
         ("max_steps: 1_000", 1000),
@@ -46,10 +47,11 @@ def recipe(tmp_path: Path):
         ("generation_kwargs: {logit_bias: {1: 2.0}, a: '010'}", {"logit_bias": {1: 2.0}, "a": "010"}),
         ("generation_kwargs: '{\"top_k\": 3}'", '{"top_k": 3}'),
         ("generation_kwargs: {<<: {a: 1, b: 2}, b: 3}", {"a": 1, "b": 3}),
+        ("generation_kwargs: {x: &a {<<: {b: 2}, b: 3}, y: {<<: *a}}", {"x": {"b": 3}, "y": {"b": 3}}),
         ("deepspeed: ds.json", "ds.json"),
     ],
 )
-def test_value_is_what_is_written(recipe, text, value):
+def test_value_is_read_as_written(recipe, text, value):
     field = text.partition(":")[0]
     assert read_recipe(recipe(text))[0] == {field: value}
 
@@ -57,21 +59,21 @@ def test_value_is_what_is_written(recipe, text, value):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("alpha: 0.3\nmu: 1\nalpha: 0.4", ["'alpha' twice", "lines 1 and 3", "Remove one"]),
-        ("alpha: 0.3\n'alpha': 0.4", ["'alpha' twice"]),
-        ("generation_kwargs:\n  top_k: 1\n  top_k: 2", ["'top_k' twice", "lines 2 and 3"]),
-        ("generation_kwargs: {a: {b: 1, b: 1}}", ["'b' twice"]),
-        ("env: {A: 1, A: 2}", ["'A' twice"]),
-        ("max_steps: 010", ["line 1: max_steps=010"]),
-        ("max_steps: 0x10", ["max_steps=0x10"]),
-        ("max_steps: 1:30", ["max_steps=1:30"]),
+        ("alpha: 0.3\nmu: 1\nalpha: 0.4", ["lines 1 and 3", "duplicate key 'alpha'", "Remove one"]),
+        ("alpha: 0.3\n'alpha': 0.4", ["duplicate key 'alpha'"]),
+        ("generation_kwargs:\n  top_k: 1\n  top_k: 2", ["duplicate key 'top_k'", "lines 2 and 3"]),
+        ("generation_kwargs: {a: {b: 1, b: 1}}", ["duplicate key 'b'"]),
+        ("env: {A: 1, A: 2}", ["duplicate key 'A'"]),
+        ("max_steps: 010", ["line 1: 010 in `max_steps: 010`", "Write a decimal number"]),
+        ("max_steps: 0x10", ["line 1: 0x10 in `max_steps: 0x10`"]),
+        ("max_steps: 1:30", ["1:30 in `max_steps: 1:30`"]),
         ("max_steps: 1__0", ["max_steps: invalid int value: '1__0'", "Set it"]),
         ("max_steps: 1_", ["max_steps: invalid int value: '1_'", "Set it"]),
-        (f"max_steps: {'9' * 5000}", ["line 1: max_steps=9999", "has 5000 digits"]),
-        ("seed: 2024-01-01", ["seed=2024-01-01"]),
-        ("mu: yes", ["mu=yes"]),
-        ("chat_template_kwargs:\n  enable_thinking: no", ["line 2", "enable_thinking=no", "true or false"]),
-        ("generation_kwargs: {date: 2024-01-01}", ["date=2024-01-01"]),
+        (f"max_steps: {'9' * 5000}", ["line 1: 9999", "in `max_steps: 9999", "at most 1000 digits"]),
+        ("seed: 2024-01-01", ["2024-01-01 in `seed: 2024-01-01`"]),
+        ("mu: yes", ["yes in `mu: yes`"]),
+        ("chat_template_kwargs:\n  enable_thinking: no", ["line 2: no in `enable_thinking: no`", "true or false"]),
+        ("generation_kwargs: {date: 2024-01-01}", ["2024-01-01 in `generation_kwargs: {date: 2024-01-01}`"]),
         ("- alpha", ["one field per line"]),
         ("0.4", ["one field per line"]),
         ("", ["one field per line"]),
@@ -79,17 +81,18 @@ def test_value_is_what_is_written(recipe, text, value):
         ("alpha:\t0.3\n\tmu: 1", ["not valid YAML"]),
         ("1: 2", ["sets 1=2", "no such field"]),
         ("no: 2", ["sets no=2", "no such field"]),
-        ("? [alpha]\n: 1", ["line 1", "a key is no name"]),
+        ("? [alpha]\n: 1", ["line 1: a sequence cannot be a key"]),
         ("alpha: !!binary aGk=", ["not valid YAML", "binary"]),
-        ("generation_kwargs: &a {x: *a}", ["not valid YAML", "holds itself"]),
+        ("generation_kwargs: &a {x: *a}", ["not valid YAML", "recursive"]),
+        ("max_steps: !!int abc", ["not valid YAML", "abc"]),
         ("env: {A: }", ["env={'A': None}", "Set `env`"]),
         ("env: {A: [1]}", ["env={'A': ['1']}", "Set `env`"]),
         ("levels: [[a]]", ["levels=[['a']]"]),
         ("levels: [a, ]\nreward_weights: [1, ~]", ["reward_weights=[1, None]"]),
-        ('generation_kwargs: \'{"top_k": 3, "top_k": 4}\'', ["generation_kwargs=", "'top_k' twice"]),
+        ('generation_kwargs: \'{"top_k": 3, "top_k": 4}\'', ["generation_kwargs=", "duplicate key 'top_k'"]),
     ],
 )
-def test_what_yaml_makes_something_else_of_is_refused(recipe, text, says):
+def test_what_yaml_would_change_is_rejected(recipe, text, says):
     fields = ["--output_dir", "run", "--use_cpu", "true", "--bf16", "false"]
     with pytest.raises(ValueError, match=r"\w") as error:
         parse(["--config", str(recipe(text)), *fields])
@@ -97,7 +100,7 @@ def test_what_yaml_makes_something_else_of_is_refused(recipe, text, says):
         assert part in str(error.value)
 
 
-def test_strategies_that_say_no_arrive(recipe):
+def test_strategy_named_no_stays_a_word(recipe):
     path = recipe(
         "output_dir: run\nuse_cpu: on\nbf16: off\nsave_strategy: no\nscale_rewards: no\nwatches: []\ndebug: ''\n"
     )
@@ -106,6 +109,6 @@ def test_strategies_that_say_no_arrive(recipe):
     assert merged["model_revision"] == "12e3"
 
 
-def test_trainer_of_the_command_line_is_found_in_either_form():
+def test_trainer_on_the_command_line_is_found_in_either_form():
     assert read_recipe(None, ["--trainer=grpo"])[1] == "grpo"
     assert read_recipe(None, ["--trainer", "opo", "--trainer=grpo"])[1] == "grpo"

@@ -1,0 +1,156 @@
+"""
+Dry run of the training arguments.
+
+Optimizers, schedules, trackers and data loaders check their options when they are constructed, long after a run has
+started, and some ignore unknown options silently. Here each is constructed once from something small.
+"""
+
+import copy
+import inspect
+import os
+import re
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.utils import validate_repo_id
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import Trainer, get_scheduler, training_args
+from transformers.integrations import get_reporting_integration_callbacks
+from trl import GRPOConfig
+
+from . import paths
+from .blame import LIBRARY_ERRORS
+from .generation import dry_run_generation
+from .options import check_options, reject
+
+
+_OPTIONS = (
+    "model_init_kwargs",
+    "generation_kwargs",
+    "chat_template_kwargs",
+    "lr_scheduler_kwargs",
+    "gradient_checkpointing_kwargs",
+    "transformers_continuous_batching_config",
+    "liger_kernel_config",
+)
+
+_STEPS = 10_000  # stands for the length of a run that is not known yet
+
+# Optimizers that are constructed from a model.
+_OF_A_MODEL = ("galore", "apollo", "lomo")
+
+# Options of `gradient_checkpointing_kwargs` that Transformers consumes before PyTorch gets the rest.
+_OWN_CHECKPOINTING = ("every_n_layers", "offload")
+
+
+def dry_run_arguments(args: GRPOConfig) -> None:
+    """
+    Construct small versions of what a run constructs from its configuration.
+
+    Raises:
+        One of [`~blame.LIBRARY_ERRORS`]: an option cannot be used, or has no effect.
+    """
+    for name in _OPTIONS:
+        check_options(name, getattr(args, name))
+    _check_optimizer(args)
+    _check_schedule(args)
+    _check_trackers(args.report_to)
+    dry_run_generation(args)
+    _check_checkpointing(args.gradient_checkpointing_kwargs)
+    _check_fsdp(args.fsdp_config)
+    if args.hub_model_id is not None:
+        validate_repo_id(args.hub_model_id)
+    DataLoader(
+        TensorDataset(torch.ones(1)),
+        num_workers=min(args.dataloader_num_workers, 1),
+        persistent_workers=args.dataloader_persistent_workers,
+    )
+    if args.torch_compile and args.torch_compile_backend != "inductor":
+        known = torch.compiler.list_backends(exclude_tags=())
+        if args.torch_compile_backend not in known:
+            raise ValueError(f"torch.compile has no such backend, only {', '.join(known)}.")
+
+
+def _check_optimizer(args: Any) -> None:
+    if any(part in args.optim.value for part in _OF_A_MODEL):
+        try:
+            Trainer.get_optimizer_cls_and_kwargs(args)
+        except ValueError as error:
+            if "need to pass a" not in str(error):
+                raise
+        return
+    _check_optim_args(args)
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    kind([torch.nn.Parameter(torch.ones(2, 2))], **options)
+
+
+def _check_optim_args(args: Any) -> None:
+    """Most optimizers ignore `optim_args`, or some of them, silently."""
+    asked: Any = args.optim_args
+    if not asked:
+        return
+    options = dict(pair.split("=") for pair in asked.replace(" ", "").split(","))
+
+    def made(changed: dict[str, str]) -> str:
+        other = copy.copy(args)
+        other.optim_args = ",".join(f"{key}={value}" for key, value in changed.items())
+        return str(Trainer.get_optimizer_cls_and_kwargs(other)[1])
+
+    for key, value in options.items():
+        if value.lower().lstrip("+-") in ("nan", "inf", "infinity"):
+            raise ValueError(f"optim_args={asked!r}: {key!r} must be finite. Set it to a finite number.")
+        try:
+            same = all(made(options) == made({**options, key: other}) for other in ("0.5", "7", "true", "false"))
+        except LIBRARY_ERRORS:
+            continue  # another value is rejected, so the option is read
+        if same:
+            raise ValueError(f"optim_args={asked!r}: {key!r} has no effect on {args.optim.value}. Remove {key!r}.")
+
+
+def _check_schedule(args: Any) -> None:
+    field, name, options = "lr_scheduler_kwargs", args.lr_scheduler_type.value, args.lr_scheduler_kwargs or {}
+    if options and name in ("constant", "constant_with_warmup"):
+        raise ValueError(f"{field}={options!r} has no effect on the schedule {name!r}. Remove it.")
+    for key, value in options.items():
+        if isinstance(value, int | float) and value < 0 and key != "last_epoch":  # some schedules clip silently at 0
+            reject(field, options, key, "is below 0", "Set it to 0 or more")
+    steps = args.max_steps if args.max_steps > 0 else _STEPS
+    warmup = args.get_warmup_steps(steps)
+    schedule: Any = get_scheduler(
+        name,
+        optimizer=torch.optim.SGD([torch.ones(1)], lr=args.learning_rate),
+        num_warmup_steps=warmup,
+        num_training_steps=steps,
+        scheduler_specific_kwargs=options,
+    )
+    for step in (0, 1, warmup, steps // 2, steps - 1, steps):
+        for factor in getattr(schedule, "lr_lambdas", ()):  # absent from a schedule that follows a metric
+            if not 0 <= factor(step) <= 1 + 1e-6:
+                raise ValueError(
+                    f"{field}={options!r}: in step {step} the schedule {name!r} multiplies learning_rate="
+                    f"{args.learning_rate} by {factor(step)}. Set it so that the factor stays in [0, 1]."
+                )
+
+
+def _check_trackers(names: Any) -> None:
+    for tracker in get_reporting_integration_callbacks(names):
+        tracker()
+    folder = os.environ.get("TENSORBOARD_LOGGING_DIR")
+    if "tensorboard" in names and folder and os.environ.get("RANK", "0") == "0":
+        paths.check_folder("TENSORBOARD_LOGGING_DIR", folder)
+
+
+def _check_checkpointing(options: Any) -> None:
+    rest = {key: value for key, value in (options or {}).items() if key not in _OWN_CHECKPOINTING}
+    if rest:
+        checkpoint(torch.square, torch.ones(1, requires_grad=True), **{"use_reentrant": False, **rest})
+
+
+def _check_fsdp(options: Any) -> None:
+    """Transformers reads the keys that it knows, and ignores others silently."""
+    source = inspect.getsource(training_args) + inspect.getsource(transformers.trainer)
+    known = set(re.findall(r"""fsdp_config(?:\[|\.get\(|\.setdefault\()\s*["'](\w+)["']""", source))
+    for key in (options or {}).keys() - known:
+        reject("fsdp_config", options, key, "has no effect", f"Remove it, or set one of {', '.join(sorted(known))}")

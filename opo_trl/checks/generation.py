@@ -1,0 +1,171 @@
+"""Dry run of `generation_kwargs`: reject keys that have no effect, contradict a field, or change what is sampled."""
+
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from transformers import GenerationConfig
+from trl import GRPOConfig
+
+from .options import reject
+from .ranges import RANGES, Range
+
+
+# Key of `generation_kwargs` → the field that controls the same thing. TRL truncates, plans memory and computes
+# log-probabilities by the field.
+_FIELD_OF_KEY = dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length") | {
+    key: key for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")
+}
+# These affect more than generation. As TRL documents, the others may override a field that is not set.
+_ALWAYS = ("temperature", "max_new_tokens", "max_tokens")
+
+# Key → its only value: TRL samples one completion per row, and beams or guidance would sample from another
+# distribution than the policy's.
+_FIXED_KEYS = {
+    "do_sample": True,
+    "num_return_sequences": 1,
+    "n": 1,
+    "return_dict_in_generate": False,
+    "num_beams": 1,
+    "guidance_scale": 1,
+}
+
+_ASSISTED = ("assistant_", "num_assistant_", "prompt_lookup_", "max_matching_ngram_size", "speculative_")
+
+# Options of `GenerationConfig` without effect here: `max_new_tokens` overrides the first, Transformers has moved
+# others to the Hub, and the rest describe outputs that TRL does not request.
+_UNREAD_KEYS = {
+    "max_length",
+    "is_assistant",
+    "transformers_version",
+    "compile_config",
+    "continuous_batching_config",
+    "low_memory",
+    "penalty_alpha",
+    "dola_layers",
+    "diversity_penalty",
+    "num_beam_groups",
+    "constraints",
+    "force_words_ids",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "output_logits",
+}
+# For these, `generate` needs a tokenizer.
+_TOKENIZER_KEYS = {"stop_strings", "token_healing"}
+
+_RANGES = {
+    **dict.fromkeys(("typical_p", "top_h"), Range(0, 1, ends="(]")),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), Range(0, 1, ends="[)")),
+    **dict.fromkeys(("min_new_tokens", "min_tokens", "min_length", "no_repeat_ngram_size"), Range(0, integer=True)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), Range(-2, 2)),
+    "max_time": Range(0, ends="(]"),
+}
+
+# Endings of keys that hold token ids, possibly in nested lists.
+_TOKENS = ("token_id", "token_ids", "suppress_tokens", "bad_words_ids")
+
+
+def dry_run_generation(args: GRPOConfig) -> None:
+    """
+    Check the options of generation, and construct what generation will use.
+
+    Raises:
+        One of [`~blame.LIBRARY_ERRORS`]: an option cannot be used, or has no effect.
+    """
+    options: Any = args.generation_kwargs or {}
+    known = _sampling_options(args.use_vllm) if options else None  # importing vLLM is slow
+    for key, value in options.items():
+        problem = _problem(args, key, value, known)
+        if problem:
+            reject("generation_kwargs", options, key, *problem)
+    for key, token in _tokens(options):
+        if isinstance(token, bool) or not isinstance(token, int):
+            reject("generation_kwargs", options, key, f"contains {token!r}, not a token id", "Set it to integers")
+    if not args.use_vllm:
+        defaults = {"max_new_tokens": args.max_completion_length, "cache_implementation": args.cache_implementation}
+        GenerationConfig(**{"do_sample": True, **defaults, **options}, disable_compile=True)
+    if args.use_transformers_continuous_batching:
+        from transformers.generation import ContinuousBatchingConfig
+
+        batching: Any = args.transformers_continuous_batching_config or {}
+        ContinuousBatchingConfig(**batching)
+
+
+def _problem(args: GRPOConfig, key: str, value: Any, known: set[str] | None) -> tuple[str, str] | None:
+    """What is wrong with one option, and the fix."""
+    if key in _UNREAD_KEYS | _TOKENIZER_KEYS and (value is None or value is False):
+        return None  # the default
+    remove, field = f"Remove {key!r}", _FIELD_OF_KEY.get(key)
+    if key in _TOKENIZER_KEYS and not args.use_vllm:
+        return "needs a tokenizer, which TRL does not pass", remove
+    if key.startswith(_ASSISTED) and value is not None:
+        return "belongs to assisted generation, which takes one prompt at a time", remove
+    if known is not None and key not in known:
+        engine = "vLLM's SamplingParams" if args.use_vllm else "GenerationConfig"
+        return f"has no effect: it is not an option of {engine}", remove
+    if key in _FIXED_KEYS and value not in (_FIXED_KEYS[key], None):
+        return f"must be {_FIXED_KEYS[key]!r}: TRL samples one completion per row", remove
+    if field is not None and value != (asked := getattr(args, field)):
+        default = next(f.default for f in fields(GRPOConfig) if f.name == field)
+        if asked != default or key in _ALWAYS:
+            return f"contradicts {field}={asked!r}", f"Set `{field}` to {value!r}, and remove {key!r} here"
+    allowed = _RANGES.get(key) or RANGES.get(field or key)
+    if value is None or allowed is None:
+        return None
+    if value not in allowed:
+        return "is out of range", f"Set it to {allowed}"
+    longest = args.max_completion_length
+    if key in ("min_new_tokens", "min_tokens") and longest is not None and value > longest:
+        return f"exceeds max_completion_length={longest}", f"Set it to {longest} or less"
+    return None
+
+
+def _sampling_options(use_vllm: bool) -> set[str] | None:
+    """Options that the engine reads; `None` if vLLM is not installed."""
+    if not use_vllm:
+        options = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+        return options - _UNREAD_KEYS - _TOKENIZER_KEYS
+    try:
+        sampling: Any = importlib.import_module("vllm").SamplingParams
+    except ImportError:
+        return None
+    return set(getattr(sampling, "__struct_fields__", inspect.signature(sampling).parameters))
+
+
+def check_tokens(args: GRPOConfig, vocabulary: int | None) -> None:
+    """
+    Check the token ids in `generation_kwargs` against the size of the vocabulary, if it is known.
+
+    Raises:
+        `ValueError`: one is out of range, or all tokens are suppressed.
+    """
+    options: Any = args.generation_kwargs or {}
+    if vocabulary is None:
+        return
+    for key, token in _tokens(options):
+        if not 0 <= token < vocabulary and (key, token) != ("eos_token_id", -1):  # -1 ends nothing
+            fix = f"Set it to integers from 0 to {vocabulary - 1}"
+            reject("generation_kwargs", options, key, f"contains {token}, which is not a token of the model", fix)
+    if len(set(options.get("suppress_tokens") or ())) == vocabulary:
+        reject("generation_kwargs", options, "suppress_tokens", "leaves no token to sample", "Shorten that list")
+
+
+def _tokens(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The token ids in options of generation, with their key."""
+
+    def leaves(value: Any) -> Iterator[Any]:
+        if isinstance(value, list | tuple):
+            for part in value:
+                yield from leaves(part)
+        elif value is not None:
+            yield value
+
+    for key in sorted(key for key in options if key.endswith(_TOKENS)):
+        yield from ((key, token) for token in leaves(options[key]))
+    biases = options.get("sequence_bias") or ()  # pairs or a mapping: token ids → bias
+    for entry in biases:
+        yield from (("sequence_bias", token) for token in leaves(entry if isinstance(biases, Mapping) else entry[0]))

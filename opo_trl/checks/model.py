@@ -1,0 +1,181 @@
+"""Dry run of the model and its adapters: both are constructed without weights, on PyTorch's `meta` device."""
+
+import inspect
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import AutoConfig, PreTrainedModel
+from transformers.integrations import deepspeed as hf_deepspeed
+from transformers.integrations.accelerate import check_and_set_device_map
+from trl import GRPOConfig, ModelConfig, get_peft_config
+
+from .blame import blamed, given
+from .options import reject
+from .ranges import CHOICES
+
+
+# Fields that control how a model is constructed.
+_OF_MODELS = ("model_revision", "trust_remote_code", "attn_implementation", "dtype", "model_init_kwargs")
+
+# Options of earlier versions that `from_pretrained` discards.
+_IGNORED_IN_LOADING = {"mirror", "_fast_init", "low_cpu_mem_usage", "from_tf", "from_flax", "offload_state_dict"}
+
+
+def dry_run_model(args: GRPOConfig, model_config: ModelConfig, path: str) -> None:
+    """
+    Construct the model without its weights, and the adapters on it.
+
+    Args:
+        args ([`~trl.GRPOConfig`]), model_config ([`~trl.ModelConfig`]):
+            What it is constructed with.
+        path (`str`):
+            Folder of the model, or its id on the Hub.
+
+    Raises:
+        `ValueError`: an option cannot be used, is unknown, or matches nothing in the model. The message names the
+            field.
+    """
+    options: Any = args.model_init_kwargs or {}
+    named = given(model_config) | ({"model_init_kwargs": options} if options else {})
+    # Constructing a model is slow, so each step blames only the fields that it reads.
+    of_model = {name: value for name, value in named.items() if name in _OF_MODELS}
+    of_adapters = {
+        name: value for name, value in named.items() if name.startswith(("lora_", "use_")) and name != "use_peft"
+    }
+
+    def make(fields: dict[str, Any]) -> Any:
+        fields = dict(fields)
+        init_kwargs = fields.pop("model_init_kwargs", {})
+        return _empty_model(args, ModelConfig(**fields), path, init_kwargs)
+
+    def adapt(fields: dict[str, Any]) -> None:
+        _check_adapters(make(of_model), ModelConfig(use_peft=model_config.use_peft, **fields))
+
+    with blamed(of_model, make):
+        model = make(of_model)
+    if model is None:
+        return
+    coefficient = args.router_aux_loss_coef
+    if coefficient and not hasattr(model.config.get_text_config(), "output_router_logits"):
+        raise ValueError(f"router_aux_loss_coef={coefficient} has no effect: the model has no experts. Remove it.")
+    with blamed(of_adapters, adapt):
+        _check_adapters(model, model_config)
+
+
+def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mapping[str, Any]) -> Any:
+    """The model without weights; `None` if its class is not part of Transformers."""
+    # The options that `from_pretrained` consumes before the configuration and the class get the rest.
+    loading = inspect.signature(PreTrainedModel.from_pretrained).parameters.keys() | set(
+        re.findall(r"""kwargs\.pop\(\s*"(\w+)\"""", inspect.getsource(PreTrainedModel.from_pretrained))
+    )
+    dtype = options.get("dtype", model_config.dtype)
+    if not isinstance(dtype, torch.dtype) and dtype not in CHOICES["dtype"]:
+        raise ValueError(f"There is no dtype {dtype!r}.")
+    if "torch_dtype" in options:
+        reject("model_init_kwargs", options, "torch_dtype", "is overridden by `dtype`", "Set `dtype` instead")
+    _check_device_map(options.get("device_map"))
+    for key, value in options.items():
+        if "drop" in key and isinstance(value, int | float) and not 0 <= value <= 1:
+            reject("model_init_kwargs", options, key, "is not a probability", "Set it to a number in [0, 1]")
+    rest = {key: value for key, value in options.items() if key not in loading | _IGNORED_IN_LOADING}
+    revision, trust = options.get("revision", model_config.model_revision), args.trust_remote_code
+    config, rest = AutoConfig.from_pretrained(
+        path, revision=revision, trust_remote_code=trust, return_unused_kwargs=True, **rest
+    )
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    if kind is None:
+        return None
+    rest = {key: value for key, value in rest.items() if key not in ("trust_remote_code", "revision")}
+    attention = options.get("attn_implementation", model_config.attn_implementation)
+    with _without_zero3(), torch.device("meta"):
+        model = kind._from_config(config, **rest, attn_implementation=attention)
+    _check_shapes(model, path, options)
+    return model
+
+
+@contextmanager
+def _without_zero3() -> Iterator[None]:
+    """Under ZeRO-3, Transformers would shard the model over all processes."""
+    kept = hf_deepspeed._hf_deepspeed_config_weak_ref
+    hf_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = kept
+
+
+def _check_device_map(device_map: Any) -> None:
+    places = check_and_set_device_map(device_map)
+    for place in places.values() if isinstance(places, Mapping) else ():
+        device = torch.device("cpu" if place == "disk" else place)
+        here = torch.accelerator.current_accelerator()
+        known = (
+            here is not None and device.type == here.type and (device.index or 0) < torch.accelerator.device_count()
+        )
+        if not known and device.type not in ("cpu", "meta"):
+            raise ValueError(f"There is no device {str(place)!r} on this machine.")
+
+
+def _check_shapes(model: Any, path: str, options: Mapping[str, Any]) -> None:
+    """Reject options that give the model other shapes than its weights, which would fail only in loading."""
+    changed = options.keys() & model.config.to_dict().keys() - {"dtype"}
+    quantized = getattr(model.config, "quantization_config", None) is not None  # packed weights have other shapes
+    if not changed or quantized or options.get("ignore_mismatched_sizes"):
+        return
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            for name in shapes.keys() & set(weights.keys()):
+                saved = tuple(weights.get_slice(name).get_shape())
+                if saved != shapes[name]:
+                    raise ValueError(f"{name} has the shape {saved} in {file.name}, but {shapes[name]} in the model.")
+
+
+def _check_adapters(model: Any, model_config: ModelConfig) -> None:
+    peft_config: Any = get_peft_config(model_config)
+    if peft_config is None:
+        return
+    import peft
+
+    _check_targets(model, model_config)
+    model = peft.get_peft_model(model, peft_config)
+    if isinstance(model.get_output_embeddings(), peft.tuners.tuners_utils.BaseTunerLayer):
+        raise ValueError(
+            f"lora_target_modules={model_config.lora_target_modules!r} puts an adapter on the LM head, which TRL does "
+            "not train. Remove the head from `lora_target_modules`."
+        )
+
+
+def _check_targets(model: Any, model_config: ModelConfig) -> None:
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    for name, parts in (
+        ("lora_target_modules", modules),
+        ("lora_modules_to_save", modules),
+        ("lora_target_parameters", parameters),
+    ):
+        wanted = getattr(model_config, name)
+        names = wanted if isinstance(wanted, list) else []  # a string is a pattern or "all-linear"
+        absent = [part for part in names if not any(path == part or path.endswith(f".{part}") for path in parts)]
+        if not absent:
+            continue
+        linear = {path.rpartition(".")[2] for path, module in modules.items() if isinstance(module, torch.nn.Linear)}
+        said = (
+            f"{name}={wanted!r}: {', '.join(map(repr, absent))} matches nothing in the model, whose linear layers are "
+            f"{', '.join(sorted(linear))}. Set `{name}` to names in the model."
+        )
+        if len(absent) == len(wanted):
+            raise ValueError(said)
+        warnings.warn(said, stacklevel=2)  # the list may serve several architectures
+    target = model_config.lora_target_modules
+    if isinstance(target, str) and any(path.endswith(f".{target}") for path in modules):
+        raise ValueError(
+            f"lora_target_modules={target!r}: PEFT reads a single entry as a pattern for full paths, and no path "
+            f"matches {target!r}. Set `lora_target_modules` to ['.*{target}']."
+        )
