@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 import yaml
+
 from opo_trl.report.measures import final, reward
 from opo_trl.report.runs import find_runs, read_run
 
@@ -66,7 +67,7 @@ def recipes(experiment: str) -> list[str]:
 
 def compare(*arguments: str) -> None:
     """`opo-trl compare`."""
-    subprocess.run([sys.executable, "-m", "opo_trl.cli", "compare", *arguments], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-m", "opo_trl.launch.cli", "compare", *arguments], check=True, cwd=ROOT)
 
 
 def sweep(jobs: int) -> None:

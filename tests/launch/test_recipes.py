@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
-from opo_trl.launch.recipe import OPOScriptArguments, find_accelerate_config, make_parser, parse, read_recipe
-from opo_trl.train import load_reward, load_rewards
+from opo_trl.arguments import OPOScriptArguments
+from opo_trl.launch.recipe import find_accelerate_config, make_parser, parse, read_recipe
+from opo_trl.launch.rewards import load_reward, load_rewards
 
 
 ROOT = Path(__file__).resolve().parents[2] / "recipes"

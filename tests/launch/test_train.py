@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from trl import GRPOConfig, GRPOTrainer
 from opo_trl import OPOTrainer
 from opo_trl.data.arithmetic import base_model_path
 from opo_trl.evaluate import evaluate
+from opo_trl.launch.accuracies import table
 from opo_trl.launch.recipe import parse
+from opo_trl.methods import by_trainer, register
 from opo_trl.report.run_folder import read_json, read_lines, write_json
-from opo_trl.train import TRAINERS, format_report, main
+from opo_trl.train import main
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,7 +155,7 @@ def train_watched(config: str, folder: str) -> None:
     """In each process of a sharded run."""
     if config == "fsdp2":
         fsdp_on_cpu()
-    TRAINERS["opo"] = Watching
+    register(replace(by_trainer()["opo"], trainer="test_train.Watching"))
     here = {"use_cpu": "false", "output_dir": folder, "max_steps": 1, "report_size": 4, "validation_size": 4}
     rollout = {"per_device_train_batch_size": 6, "steps_per_generation": 1, "max_completion_length": 4}
     rest = {"save_strategy": "no", "disable_tqdm": "true", "ddp_backend": "gloo"}
@@ -259,8 +262,8 @@ def test_completions_are_logged_into_the_run_folder(tmp_path, overwrite):
 
 def test_report_shows_what_is_known():
     cell = {"accuracy": 0.5, "low": 0.25, "high": 0.75}
-    table = format_report({"Level 3": {"greedy": cell}}, {"Level 4": {"greedy": cell}})
-    assert table.splitlines()[1:] == [
+    text = table({"Level 3": {"greedy": cell}}, {"Level 4": {"greedy": cell}})
+    assert text.splitlines()[1:] == [
         "Level 3, greedy            50.0% [25.0%, 75.0%]",
         f"{'Level 4, greedy':<52} 50.0% [25.0%, 75.0%]",
     ]
