@@ -358,7 +358,7 @@ def test_training_that_fails_beside_a_server_gives_the_job_its_status(rehearsal,
 
 @pytest.mark.parametrize(
     ("server", "message", "launchers"),
-    [("fails at once", "ended before it was ready", 0), ("fails in training", "ended while training went on", 1)],
+    [("fails at once", "ended before it was ready", 0), ("fails in training", "ended during training", 1)],
 )
 def test_server_that_dies_fails_the_job(rehearsal, recipe, fields, server, message, launchers):
     status, errors = rehearsal.run("vllm_server.sbatch", str(recipe), *fields, SERVER=server, TRAINING="goes on")
