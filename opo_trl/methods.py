@@ -1,9 +1,9 @@
 """
-The methods: one entry for each one that `opo-trl` trains with or reports on.
+The methods: a line for each one that `opo-trl` trains with or reports on.
 
-To add a method, write a module with its trainer and its configuration, and add an entry to [`METHODS`]. Recipes then
-accept `trainer: its_name` with the fields of its configuration, and reports know its label and colour. A package of
-your own calls [`register`] in place of the entry.
+To add a method, write a file with its trainer and its configuration, and add a line to [`METHODS`]. Recipes then
+accept `trainer: its_name` with the fields of its configuration, and reports know its label and colour. Code outside
+this package calls [`register`] instead.
 """
 
 import functools
@@ -31,12 +31,12 @@ class Method:
             Colour of its curves, as `"#rrggbb"`.
         trainer (`str`), config (`str`):
             Dotted paths of its trainer, a subclass of [`RolloutTrainer`], and of its configuration, a subclass of
-            [`RolloutConfig`]. They are imported when they are needed: importing TRL takes seconds.
+            [`RolloutConfig`]. They are imported on use, since importing TRL takes seconds.
         page (`str`, *optional*):
             Path of its documentation page in the repository.
         settings (`Mapping[str, Any]`, *optional*):
-            Settings that tell its runs from those of other methods with the same trainer. With a `trainer` among
-            them, the method is a recipe of that trainer, and its name is none that `trainer` can have.
+            Settings that distinguish its runs from those of other methods with the same trainer. If they contain a
+            `trainer`, its recipes name that trainer: GSPO is `trainer: grpo` with other fields.
     """
 
     name: str
@@ -64,43 +64,20 @@ def _imported(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-_GRPO = {"trainer": "opo_trl.rollout.trainer.RolloutTrainer", "config": "opo_trl.config.RolloutConfig"}
+_OPO = ("opo_trl.trainer.OPOTrainer", "opo_trl.config.OPOConfig")
+_TRL = ("opo_trl.rollout.trainer.RolloutTrainer", "opo_trl.config.RolloutConfig")  # with TRL's losses
 
-# Okabe and Ito's colours, which people with colour blindness can tell apart; GSPO's is a darker one of theirs.
-METHODS: list[Method] = [
-    Method(
-        "opo",
-        "OPO",
-        "#d55e00",
-        trainer="opo_trl.trainer.OPOTrainer",
-        config="opo_trl.config.OPOConfig",
-        page="docs/methods/opo.md",
-    ),
-    Method(
-        "grpo",
-        "GRPO",
-        "#0072b2",
-        **_GRPO,
-        page="docs/methods/grpo.md",
-        settings={"loss_type": "grpo", "importance_sampling_level": "token"},
-    ),
-    Method(
-        "gspo",
-        "GSPO",
-        "#b03a86",
-        **_GRPO,
-        page="docs/methods/gspo.md",
-        settings={"trainer": "grpo", "loss_type": "grpo", "importance_sampling_level": "sequence"},
-    ),
-    Method(
-        "dapo",
-        "DAPO",
-        "#56b4e9",
-        **_GRPO,
-        page="docs/methods/dapo.md",
-        # TRL's default loss is DAPO's. With the rest of TRL's defaults it is none of these methods.
-        settings={"trainer": "grpo", "loss_type": "dapo", "mask_truncated_completions": True},
-    ),
+_GRPO = {"loss_type": "grpo", "importance_sampling_level": "token"}
+_GSPO = {"trainer": "grpo", "loss_type": "grpo", "importance_sampling_level": "sequence"}
+# TRL's default loss is DAPO's, but a run with the rest of TRL's defaults is of none of these methods.
+_DAPO = {"trainer": "grpo", "loss_type": "dapo", "mask_truncated_completions": True}
+
+# Colours of Okabe and Ito, which people with colour blindness can tell apart, and for GSPO a darker one.
+METHODS = [
+    Method("opo", "OPO", "#d55e00", *_OPO, "docs/methods/opo.md"),
+    Method("grpo", "GRPO", "#0072b2", *_TRL, "docs/methods/grpo.md", _GRPO),
+    Method("gspo", "GSPO", "#b03a86", *_TRL, "docs/methods/gspo.md", _GSPO),
+    Method("dapo", "DAPO", "#56b4e9", *_TRL, "docs/methods/dapo.md", _DAPO),
 ]
 
 
