@@ -2,8 +2,8 @@
 The methods: a line for each one that `opo-trl` trains with or reports on.
 
 To add a method, write a file with its trainer and its configuration, and add a line to [`METHODS`]. Recipes then
-accept `trainer: its_name` with the fields of its configuration, and reports know its label and colour. Code outside
-this package calls [`register`] instead.
+accept `trainer: its_name` with the fields of its configuration, and reports know its label and colour. A script
+outside this package calls [`register`] instead, and then `opo_trl.train.main`.
 """
 
 import functools

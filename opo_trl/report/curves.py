@@ -17,7 +17,7 @@ from .measures import WINDOW, Comparison, Points, completions, efficiency, rewar
 from .runs import Run
 
 
-# Okabe and Ito's colours, for runs that are of no method or not the first of theirs. Lines differ without colour too.
+# Okabe and Ito's colours, for curves that cannot have their method's; and line styles, which differ without colour.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _LINES = ("solid", "dashed", "dashdot", "dotted")
 _STYLE: Any = {"figure.dpi": 120, "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
