@@ -17,17 +17,19 @@ from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from benchmarks.saturation import gradient, on_policy_gradient
+from opo_trl.methods import METHODS
 from opo_trl.report.figures import STYLE, write
 
 
+_COLOR = {method.label: method.color for method in METHODS}
 # Colours that most colour-blind readers can tell apart (Okabe and Ito), and widths that show a line beneath another.
 _METHOD_STYLES: dict[str, dict[str, Any]] = {
     "SFT": {"color": "#000000", "linewidth": 1.2},
     "DPO": {"color": "#e69f00", "linewidth": 1.8},
-    "GRPO": {"color": "#0072b2", "linewidth": 6, "alpha": 0.45},
-    "DAPO": {"color": "#56b4e9", "linewidth": 3.2},
-    "GSPO": {"color": "#b03a86", "linewidth": 1.2},
-    "OPO": {"color": "#d55e00", "linewidth": 3},
+    "GRPO": {"color": _COLOR["GRPO"], "linewidth": 6, "alpha": 0.45},
+    "DAPO": {"color": _COLOR["DAPO"], "linewidth": 3.2},
+    "GSPO": {"color": _COLOR["GSPO"], "linewidth": 1.2},
+    "OPO": {"color": _COLOR["OPO"], "linewidth": 3},
     "OPO, exact": {"color": "#009e73", "linewidth": 1.4},
 }
 _LOWERS_P = (0, (3, 1.5))  # dashes

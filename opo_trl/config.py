@@ -1,4 +1,4 @@
-"""`OPOConfig`: TRL's `GRPOConfig` with the fields of Orthogonalized Policy Optimization, all validated here."""
+"""`OPOConfig`: TRL's `GRPOConfig` with the fields of Orthogonalized Policy Optimization, validated."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from trl import GRPOConfig
@@ -15,6 +15,7 @@ from .checks import paths, ranges
 from .checks.arguments import dry_run_arguments
 from .checks.blame import blamed, given
 from .checks.ranges import require
+from .fields import OBJECTIVE, choices
 from .metrics.watches import Watch
 from .objective import DriveScaling, Positivity, RatioForm, Reduction
 
@@ -23,8 +24,8 @@ AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
 SaveFailure = Literal["stop", "continue"]
 
 
-# Fields of the parent that shape a loss OPO does not compute, and what to use in their place. A value other than the
-# default is rejected: a user who sets one expects it to act. The default itself looks like a field that is not set.
+# Fields of the parent that shape a loss OPO does not compute, and what to use instead. Only a value other than the
+# default is rejected: the default cannot be told from a field that is not set.
 REJECTED_FIELDS = {
     "loss_type": "OPO has one loss; choose its form with `ratio_form` and `log_ratio_reduction`",
     "epsilon": "OPO does not clip the ratio; bound the update with `mu` or `chi2_radius`",
@@ -39,64 +40,58 @@ REJECTED_FIELDS = {
     "label_smoothing_factor": "it acts on supervised labels only",
 }
 
-_CHOICES = {
-    "anchor_correction": get_args(AnchorCorrection),
-    "drive_scaling": get_args(DriveScaling),
-    "positivity": get_args(Positivity),
-    "log_ratio_reduction": get_args(Reduction),
-    "ratio_form": get_args(RatioForm),
-}
-
 
 @dataclass
 class RolloutConfig(GRPOConfig):
     r"""
-    Configuration class for the [`RolloutTrainer`], and of what [`OPOConfig`] shares with it.
+    Configuration class for the [`RolloutTrainer`], and the base class of [`OPOConfig`].
 
-    All parameters but these are those of [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`].
+    All other parameters are those of [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`].
 
     Parameters:
         max_sampling_rounds (`int`, *optional*, defaults to `1`):
-            Most rounds of generation for one rollout, at least 1. From 2 on, sampling is dynamic, as in DAPO: groups
-            whose completions all have the same reward are replaced by groups of further prompts, until none is left
-            or the rounds are used up.
+            Most rounds of generation for one rollout, at least 1. From 2 on, sampling is dynamic, as in DAPO:
+            zero-variance groups, whose completions all have the same reward, are replaced by groups of further
+            prompts, until none is left or the rounds are used up.
         max_reward_failure_rate (`float`, *optional*, defaults to `0.1`):
-            Largest share of completions, in `[0, 1]`, that an [`IsolatedReward`] may fail to score: over all
-            processes, and as a moving average in which each round of generation has the weight 0.1. Above it the run
-            ends. 1 lets it go on whatever happens.
+            Largest share of completions, in `[0, 1]`, that an [`IsolatedReward`] may fail to score. It is a moving
+            average over all processes, in which each round of generation has the weight 0.1. Above it the run ends. 1
+            sets no limit.
         max_skipped_steps (`int`, *optional*, defaults to `10`):
-            Optimizer steps in a row, at least 1, that may have a gradient that is not finite. Such a step is skipped
-            on all processes, and its rows are kept in `skipped_step_{process}.pt`; after so many the run ends, with a
-            checkpoint.
+            Consecutive optimizer steps with a non-finite gradient after which the run ends, with a checkpoint; at
+            least 1. Each such step is skipped on all processes, and its samples are saved in
+            `skipped_step_{process}.pt`.
         watches (`list[str]`, *optional*):
             Bounds on metrics of the log, such as `"warn if entropy < 0.1"` or `"stop if opo/chi2 > 2"`; see
             [`~watches.Watches`].
         save_failure (`str`, *optional*, defaults to `"stop"`):
-            What follows when a checkpoint cannot be written, as on a full disk: `"stop"`: the run ends with an error;
-            `"continue"`: it goes on, with a warning. Earlier checkpoints stay as they are in both cases. With several
-            processes it can go on only where the lack of space was seen before the save began.
+            What to do when a checkpoint cannot be written, for example on a full disk: `"stop"` ends the run with an
+            error; `"continue"` trains on, with a warning. Earlier checkpoints stay intact in both cases. With several
+            processes, the run can continue only if the lack of space was noticed before the save began.
 
     Raises:
-        `ValueError`: a value out of its range, a watch that cannot be read, batches that do not divide, more processes
-        than devices, `max_sampling_rounds` above 1 where advantages are normalized over groups that may yet be
-        replaced, or `enable_jit_checkpoint`, which saves in the middle of an optimizer step.
+        `ValueError`: a value is out of its range, a watch cannot be parsed, batches do not divide, there are more
+        processes than devices, `max_sampling_rounds` is above 1 although advantages are normalized over groups that
+        may still be replaced, or `enable_jit_checkpoint` is set, which saves in the middle of an optimizer step.
     """
 
-    max_sampling_rounds: int = field(
+    unused_fields: ClassVar[frozenset[str]] = frozenset()  # inherited ones that do not act; reports leave them out
+
+    max_sampling_rounds: Annotated[int, OBJECTIVE] = field(
         default=1,
-        metadata={"help": "Most rounds of generation for one rollout; from 2 on, groups without spread are replaced."},
+        metadata={"help": "Most rounds of generation per rollout; from 2 on, zero-variance groups are replaced."},
     )
     max_reward_failure_rate: float = field(
         default=0.1, metadata={"help": "Largest share of completions, in [0, 1], that isolated rewards fail to score."}
     )
     max_skipped_steps: int = field(
-        default=10, metadata={"help": "Optimizer steps in a row without a finite gradient that end the run."}
+        default=10, metadata={"help": "Consecutive optimizer steps with a non-finite gradient that end the run."}
     )
     watches: list[str] = field(
         default_factory=list, metadata={"help": "Bounds on metrics, such as 'stop if opo/chi2 > 2'."}
     )
     save_failure: SaveFailure = field(
-        default="stop", metadata={"help": "Whether the run goes on when a checkpoint cannot be written."}
+        default="stop", metadata={"help": "Whether to continue when a checkpoint cannot be written."}
     )
 
     def __post_init__(self):
@@ -107,13 +102,14 @@ class RolloutConfig(GRPOConfig):
         rounds = self.max_sampling_rounds
         for text in self.watches:
             require(math.isfinite(Watch(text).bound), "watches", text, "a watch with a finite bound")
-        choices = get_args(SaveFailure)
-        require(self.save_failure in choices, "save_failure", self.save_failure, f"one of {', '.join(choices)}")
+        for name, words in choices(type(self)).items():
+            if name not in GRPOConfig.__dataclass_fields__:
+                require(getattr(self, name) in words, name, getattr(self, name), f"one of {', '.join(words)}")
         if self.enable_jit_checkpoint:
             raise ValueError(
                 "enable_jit_checkpoint=True is not allowed: it saves in the middle of an optimizer step, which cannot "
-                "be resumed exactly. Remove it; `opo-trl train` saves on SIGTERM, and so does a script that trains in "
-                "the context `opo_trl.launch.signals.StopOnSignal(trainer)`."
+                "be resumed exactly. Remove it. `opo-trl train` saves on SIGTERM; your own script does if it trains "
+                "within `opo_trl.launch.signals.StopOnSignal(trainer)`."
             )
         for name, value in (("scale_rewards", "batch"), ("multi_objective_aggregation", "normalize_then_sum")):
             if rounds > 1 and getattr(self, name) == value:
@@ -123,12 +119,12 @@ class RolloutConfig(GRPOConfig):
                 )
 
     def _check_values(self):
-        """What can be seen of each field by itself, and of the paths."""
-        switches = dict.fromkeys(("true", "yes", "on"), "group")  # as a command line or a recipe says it
+        """Check each field on its own, pairs of bounds, and paths."""
+        switches = dict.fromkeys(("true", "yes", "on"), "group")  # as command lines and recipes write it
         words = switches | dict.fromkeys(("false", "no", "off"), "none")
         self.scale_rewards = words.get(str(self.scale_rewards).lower(), self.scale_rewards)
         ranges.check(self)
-        for name in ("temperature", "repetition_penalty"):  # Transformers takes no whole number for them
+        for name in ("temperature", "repetition_penalty"):  # Transformers rejects whole numbers for them
             value = getattr(self, name)
             setattr(self, name, value if value is None else float(value))
         for low, high in (
@@ -148,11 +144,11 @@ class RolloutConfig(GRPOConfig):
         require("\0" not in (self.run_name or ""), "run_name", self.run_name, "a name without a NUL")
         url = self.vllm_server_base_url
         if url is not None:
-            # With a user and a password, or not; a name, or an address of IPv6 in brackets.
+            # Optional user and password; a host name, or an IPv6 address in brackets.
             match = re.fullmatch(r"https?://([^\s/?#@]+@)?(\[[0-9a-fA-F:.%]+\]|[^\s/:?#@\[\]]+)(:\d+)?(/\S*)?", url)
             require(bool(match), "vllm_server_base_url", url, "an address such as http://localhost:8000")
         processes = int(os.environ.get("WORLD_SIZE", 1))
-        last = ranges.RANGES["seed"].high - processes + 1  # each process adds its number
+        last = ranges.RANGES["seed"].high - processes + 1  # each process adds its rank
         require(self.seed <= last, "seed", self.seed, f"a whole number from 0 to {last:.0f}")
         for name in ("output_dir", "resume_from_checkpoint"):
             paths.check_name(name, getattr(self, name))
@@ -160,7 +156,7 @@ class RolloutConfig(GRPOConfig):
             paths.check_folder("output_dir", self.output_dir)
 
     def _check_in_parents(self):
-        """Have TRL and Transformers check the rest, and say what they say of our fields."""
+        """Let TRL and Transformers check the rest, and name the field in their messages."""
         own = {f.name for f in dataclasses.fields(GRPOConfig)}
         named = {name: value for name, value in given(self).items() if name in own}
         with blamed(named, lambda fields: dry_run_arguments(GRPOConfig(**fields))):
@@ -168,7 +164,7 @@ class RolloutConfig(GRPOConfig):
             dry_run_arguments(self)
 
     def _check_launch(self):
-        """Before anything takes hold of a device."""
+        """Check packages, JSON and devices, before anything initializes a device."""
         if self.deepspeed:
             check_deepspeed(f"deepspeed={self.deepspeed!r}")
         elif os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
@@ -182,22 +178,22 @@ class RolloutConfig(GRPOConfig):
         if 0 < devices < processes and not on_cpu:
             raise ValueError(
                 f"num_processes={processes} on this machine is more than its {devices} devices. Launch at most one "
-                "process a device, or set `use_cpu` to true."
+                "process per device, or set `use_cpu` to true."
             )
 
     def _check_batches(self):
         group, processes = self.num_generations, int(os.environ.get("WORLD_SIZE", 1))
-        whole, steps = self.generation_batch_size, self.steps_per_generation
-        if whole is not None and steps is not None:
+        batch, steps = self.generation_batch_size, self.steps_per_generation
+        if batch is not None and steps is not None:
             raise ValueError(
-                f"generation_batch_size={whole} and steps_per_generation={steps} are both set, but each determines "
+                f"generation_batch_size={batch} and steps_per_generation={steps} are both set, but each determines "
                 "the other. Remove one of them."
             )
-        if whole is not None:
+        if batch is not None:
             unit = math.lcm(self.per_device_train_batch_size * processes, group)
-            nearest = " or ".join(str(unit * n) for n in (whole // unit, whole // unit + 1) if n)
-            wanted = f"a multiple of num_generations and of the rows of a pass over all processes: {nearest}"
-            require(whole % unit == 0, "generation_batch_size", whole, wanted)
+            nearest = " or ".join(str(unit * n) for n in (batch // unit, batch // unit + 1) if n)
+            wanted = f"a multiple of num_generations and of the samples of a pass over all processes: {nearest}"
+            require(batch % unit == 0, "generation_batch_size", batch, wanted)
             return
         passes = processes * (steps or self.gradient_accumulation_steps)
         completions = self.per_device_train_batch_size * passes
@@ -211,31 +207,31 @@ class RolloutConfig(GRPOConfig):
 
     @property
     def micro_steps_per_rollout(self) -> int:
-        """How many forward and backward passes one rollout serves."""
+        """Forward and backward passes per rollout."""
         return self.steps_per_generation * self.num_iterations
 
     @property
     def optimizer_steps_per_rollout(self) -> float:
-        """How many optimizer steps one rollout serves; below 1 when several rollouts make up one step."""
+        """Optimizer steps per rollout; below 1 when one step takes several rollouts."""
         return self.micro_steps_per_rollout / self.gradient_accumulation_steps
 
     @property
     def is_on_policy(self) -> bool:
         """
-        Whether every rollout is used up within the optimizer step that generated it, so that the log-ratio is 0.
+        Whether no rollout serves a second optimizer step, so that the log-ratio is always 0.
 
-        The same condition as TRL's for leaving out the anchor log-probabilities.
+        TRL leaves out the log-probabilities of the behaviour policy on the same condition.
         """
         return self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
 
     def describe_policy(self) -> str:
-        """What the plan of a run says of the distance between the policy and the one that wrote the completions."""
+        """What a run's plan says about the distance between the policy and the behaviour policy."""
         if self.is_on_policy:
             return "on-policy: the ratio is 1 in every optimizer step"
         return "off-policy after the first optimizer step of a rollout: from there on the clip range acts"
 
     def describe_objective(self) -> str:
-        """What the plan of a run says of the loss."""
+        """What a run's plan says about the loss."""
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         return (
             f"loss type {self.loss_type}, ratio per {self.importance_sampling_level} within "
@@ -248,39 +244,40 @@ class OPOConfig(RolloutConfig):
     r"""
     Configuration class for the [`OPOTrainer`].
 
-    It holds the parameters of OPO; all others are those of [`RolloutConfig`], [`~trl.GRPOConfig`] and
-    [`~transformers.TrainingArguments`]. Parameters of GRPO's own losses (`loss_type`, `epsilon`, `epsilon_high`,
-    `delta`, `sapo_*`, `vespo_*`) have no place in OPO's and are rejected when set to another value than TRL's default.
+    It adds the parameters of OPO to those of [`RolloutConfig`], [`~trl.GRPOConfig`] and
+    [`~transformers.TrainingArguments`]. Parameters of GRPO's losses (`loss_type`, `epsilon`, `epsilon_high`, `delta`,
+    `sapo_*`, `vespo_*`) have no role in OPO's and are rejected unless they have TRL's default.
 
     Parameters:
         > Parameters that control the sampling geometry
 
         alpha (`float`, *optional*, defaults to `0.4`):
-            Escort exponent α in `[0, 1]`. 1 gives every completion of a group the same weight (no drive), 0 weighs
-            them as the oracle P\* ∝ exp(A/τ) does.
+            Escort exponent α in `[0, 1]`. 1 gives every completion of a group the same weight, so that nothing is
+            learned; 0 gives it the weight of the oracle P\* ∝ exp(A/τ).
         escort_temperature (`float`, *optional*, defaults to `1.0`):
             Temperature τ of P\*, positive. Smaller is sharper. With `adaptive_temperature` this is the base τ₀.
         adaptive_temperature (`bool`, *optional*, defaults to `False`):
-            Whether to set τ per rollout from the anchor's entropy and the rollout's success, see
+            Whether to set τ per rollout from the behaviour policy's entropy and the rollout's success rate, see
             [`objective.adaptive_temperature`].
         temperature_range (`list[float]`, *optional*, defaults to `[0.2, 1.5]`):
             Lowest and highest adaptive τ.
         anchor_correction (`str`, *optional*, defaults to `"absorbed"`):
-            What stands for log π_k in the escort weight: `"absorbed"`: nothing, the samples came from π_k;
-            `"length_normalized"`: the mean log-probability per token; `"sequence"`: the log-probability of the whole
-            completion, which for long completions puts all weight on the least likely one.
+            Term for log π_k, of the behaviour policy (the paper's anchor), in the escort weight: `"absorbed"`: none,
+            since the samples come from π_k; `"length_normalized"`: the mean log-probability per token; `"sequence"`:
+            the log-probability of the whole completion, which puts all weight on the least likely completion when
+            completions are long.
         drive_scaling (`str`, *optional*, defaults to `"none"`):
-            Divide the drive g = ω − E[ω] by its standard deviation over its `"group"`, over the whole rollout
-            (`"batch"`), or not (`"none"`).
+            What standardizes the centred escort weight (the drive g = ω − E[ω]): its standard deviation over its
+            `"group"`, over the whole rollout (`"batch"`), or nothing (`"none"`).
 
         > Parameters that control the optimization geometry
 
         mu (`float`, *optional*):
-            Stiffness μ of the χ² penalty, positive; 0.3 when neither `mu` nor `chi2_radius` is set (the paper has 1,
-            which is too stiff where a rollout serves many optimizer steps: `docs/choosing.md`). Without effect while
-            it serves one.
+            χ² coefficient μ (the paper's stiffness), positive. Defaults to 0.3 if `chi2_radius` is not set either.
+            The paper's 1 is too large when a rollout serves many optimizer steps (`docs/choosing.md`). It has no
+            effect when a rollout serves a single step.
         chi2_radius (`float`, *optional*):
-            Wanted χ² radius ε of the target, positive: each rollout then uses μ = √(mean(g²)/ε). Excludes `mu`.
+            χ² radius ε of the target, positive: each rollout then uses μ = √(mean(g²)/ε). Excludes `mu`.
         positivity (`str`, *optional*, defaults to `"none"`):
             How to keep 1 + v\* ≥ 0: `"none"`, `"stiffen"` (raise μ as far as needed), `"clip"` (v\* ≥ −1 +
             `positivity_epsilon`) or `"project"` (Euclidean projection on the simplex of each group).
@@ -288,86 +285,84 @@ class OPOConfig(RolloutConfig):
             Margin of `positivity="clip"`, in `(0, 1)`.
         log_ratio_reduction (`str`, *optional*, defaults to `"sum"`):
             `"sum"`: Δ is the log-ratio of the whole completion, and `opo/chi2` the χ² divergence of the policy; the
-            loss is divided by the mean completion length of the rollout, which makes gradient norms comparable with
-            GRPO's. `"mean"`: Δ is divided by the completion's length T, which at equal μ makes
-            the trust region T times softer.
+            loss is divided by the rollout's mean completion length, so that gradient norms compare with GRPO's.
+            `"mean"`: Δ is divided by the completion's length T, which makes the trust region T times softer at the
+            same μ.
         log_ratio_clamp (`float`, *optional*):
-            Bound on |Δ|, positive; 20 for `"sum"` and 5 for `"mean"` when not set. A completion beyond it has no
+            Bound on |Δ|, positive. Defaults to 20 for `"sum"` and 5 for `"mean"`. A completion beyond it has no
             gradient: `opo/frac_clamped` counts them.
         ratio_form (`str`, *optional*, defaults to `"log"`):
             Coordinate of the loss: `"log"`: u = Δ, the paper's surrogate; `"exact"`: u = π/π_k − 1.
 
-        > Parameters that control the work of an optimizer step, and not its gradient
+        > Parameters that control how an optimizer step is computed, not its gradient
 
         plan_micro_batches (`bool`, *optional*, defaults to `True`):
-            Whether to order the rows of an optimizer step by length before they are cut into micro-batches, to trim
-            each micro-batch to its longest row, and to exchange rows so that processes have equally much to compute.
-            There are as many micro-batches as cost the least: a further one is worth 256 tokens of padding. Under
-            ZeRO-2, ZeRO-3 and FSDP, where each of them communicates, there are as few as possible.
+            Whether to sort the samples of an optimizer step by length before they are cut into micro-batches, trim
+            each micro-batch to its longest sample, and exchange samples so that all processes compute equally much.
+            The number of micro-batches is the cheapest: one more is worth 256 tokens of padding. With ZeRO-2, ZeRO-3
+            and FSDP, which communicate in each micro-batch, it is the smallest possible.
         max_tokens_per_micro_batch (`int`, *optional*):
-            Most tokens of a micro-batch, with padding: it then has fewer rows where they are long. A longer row has a
-            micro-batch of its own. Needs `plan_micro_batches`.
+            Most tokens in a micro-batch, with padding: long samples get smaller micro-batches. A sample that is longer
+            still has a micro-batch of its own. Needs `plan_micro_batches`.
         skip_inert_rows (`bool`, *optional*, defaults to `True`):
-            Whether to leave completions without a drive out of the optimizer step in which the log-ratio is still 0:
-            their gradient there is exactly 0. They count in every mean but `entropy`, which is then that of the
-            others. Without effect where a KL term or an entropy bonus acts on them, or a later
-            iteration needs them.
+            Whether to skip zero-gradient samples: completions with g = 0, in an optimizer step where the log-ratio
+            is still 0. They count in every mean except `entropy`, which is then that of the other samples. No sample
+            is skipped if a KL term or an entropy bonus acts on it, or if a later iteration needs it.
         padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to compute the rows of a micro-batch one after the other in one row without padding. For models
-            of text with flash attention; other attention gives the same gradient, without saving anything.
+            Whether to concatenate the samples of a micro-batch into one row without padding. For text models with
+            flash attention; other attention gives the same gradient but saves nothing.
 
     Raises:
-        `ValueError`: a value out of its range, `mu` together with `chi2_radius`, or a parameter of the parent that
-        the objective does not use. The message names the field, the value and what to do.
+        `ValueError`: a value is out of its range, `mu` and `chi2_radius` are both set, or a parameter of the parent
+        is set that the objective does not use. The message names the field, the value and what to do.
     """
 
-    alpha: float = field(default=0.4, metadata={"help": "Escort exponent in [0, 1]: 1 is uniform, 0 the oracle."})
-    escort_temperature: float = field(
+    unused_fields: ClassVar[frozenset[str]] = frozenset({*REJECTED_FIELDS, "importance_sampling_level"})
+
+    alpha: Annotated[float, OBJECTIVE] = field(
+        default=0.4, metadata={"help": "Escort exponent in [0, 1]: 1 is uniform, 0 the oracle."}
+    )
+    escort_temperature: Annotated[float, OBJECTIVE] = field(
         default=1.0, metadata={"help": "Temperature of the oracle P* ∝ exp(A/tau), positive."}
     )
-    adaptive_temperature: bool = field(
-        default=False, metadata={"help": "Set tau per rollout from the anchor's entropy and the rollout's success."}
+    adaptive_temperature: Annotated[bool, OBJECTIVE] = field(
+        default=False, metadata={"help": "Set tau per rollout from the policy's entropy and the success rate."}
     )
-    temperature_range: list[float] = field(
+    temperature_range: Annotated[list[float], OBJECTIVE] = field(
         default_factory=lambda: [0.2, 1.5], metadata={"help": "Lowest and highest adaptive tau."}
     )
-    anchor_correction: AnchorCorrection = field(
-        default="absorbed",
-        metadata={"help": "Anchor term of the escort weight."},
+    anchor_correction: Annotated[AnchorCorrection, OBJECTIVE] = field(
+        default="absorbed", metadata={"help": "Term for the behaviour policy in the escort weight."}
     )
-    drive_scaling: DriveScaling = field(
-        default="none",
-        metadata={"help": "Scope of the drive's standardization."},
+    drive_scaling: Annotated[DriveScaling, OBJECTIVE] = field(
+        default="none", metadata={"help": "Scope over which centred escort weights are standardized."}
     )
-    mu: float | None = field(
-        default=None, metadata={"help": "Stiffness of the chi2 penalty, positive. 0.3 unless `chi2_radius` is set."}
+    mu: Annotated[float | None, OBJECTIVE] = field(
+        default=None, metadata={"help": "Coefficient of the chi2 term, positive. 0.3 unless `chi2_radius` is set."}
     )
-    chi2_radius: float | None = field(
-        default=None, metadata={"help": "Wanted chi2 radius of the target, positive. Excludes `mu`."}
+    chi2_radius: Annotated[float | None, OBJECTIVE] = field(
+        default=None, metadata={"help": "chi2 radius of the target, positive. Excludes `mu`."}
     )
-    positivity: Positivity = field(default="none", metadata={"help": "How to keep 1 + v* >= 0."})
-    positivity_epsilon: float = field(
+    positivity: Annotated[Positivity, OBJECTIVE] = field(default="none", metadata={"help": "How to keep 1 + v* >= 0."})
+    positivity_epsilon: Annotated[float, OBJECTIVE] = field(
         default=1e-3, metadata={"help": "Margin of positivity='clip': v* >= -1 + epsilon. In (0, 1)."}
     )
-    log_ratio_reduction: Reduction = field(
-        default="sum",
-        metadata={"help": "Log-ratio of the whole completion, or its mean per token."},
+    log_ratio_reduction: Annotated[Reduction, OBJECTIVE] = field(
+        default="sum", metadata={"help": "Log-ratio of the whole completion, or its mean per token."}
     )
-    log_ratio_clamp: float | None = field(
+    log_ratio_clamp: Annotated[float | None, OBJECTIVE] = field(
         default=None, metadata={"help": "Bound on the absolute log-ratio. 20 for 'sum' and 5 for 'mean' when not set."}
     )
-    ratio_form: RatioForm = field(default="log", metadata={"help": "Coordinate of the loss."})
+    ratio_form: Annotated[RatioForm, OBJECTIVE] = field(default="log", metadata={"help": "Coordinate of the loss."})
     plan_micro_batches: bool = field(
-        default=True, metadata={"help": "Order rows by length, and trim each micro-batch to its longest row."}
+        default=True, metadata={"help": "Sort samples by length, and trim each micro-batch to its longest."}
     )
     max_tokens_per_micro_batch: int | None = field(
-        default=None, metadata={"help": "Most tokens of a micro-batch, with padding."}
+        default=None, metadata={"help": "Most tokens in a micro-batch, with padding."}
     )
-    skip_inert_rows: bool = field(
-        default=True, metadata={"help": "Leave rows whose gradient is exactly 0 out of forward and backward."}
-    )
+    skip_inert_rows: bool = field(default=True, metadata={"help": "Skip samples whose gradient is exactly 0."})
     padding_free: bool = field(
-        default=False, metadata={"help": "Pack the rows of a micro-batch into one row; for flash attention."}
+        default=False, metadata={"help": "Pack the samples of a micro-batch into one row; for flash attention."}
     )
 
     def __post_init__(self):
@@ -380,13 +375,13 @@ class OPOConfig(RolloutConfig):
             self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
 
     def describe_policy(self) -> str:
-        stiffness = f"chi2_radius = {self.chi2_radius:g}" if self.chi2_radius else f"mu = {self.mu:g}"
+        term = f"chi2_radius = {self.chi2_radius:g}" if self.chi2_radius else f"mu = {self.mu:g}"
         if self.is_on_policy:
             return (
-                "on-policy: the log-ratio is 0 in every optimizer step, so the χ² term is inert and "
-                f"{stiffness} has no effect; raise steps_per_generation or num_iterations to reuse rollouts"
+                f"on-policy: the log-ratio is 0 in every optimizer step, so the χ² term and {term} have no effect; "
+                "raise steps_per_generation or num_iterations to take off-policy steps"
             )
-        return f"off-policy after the first optimizer step of a rollout: there the χ² term acts, with {stiffness}"
+        return f"off-policy after the first optimizer step of a rollout: there the χ² term acts, with {term}"
 
     def describe_objective(self) -> str:
         temperature = f"in {self.temperature_range} from {self.escort_temperature:g}"
@@ -426,8 +421,6 @@ class OPOConfig(RolloutConfig):
                 f"max_tokens_per_micro_batch={budget} needs planned micro-batches. Set `plan_micro_batches` to True, "
                 "or leave `max_tokens_per_micro_batch` out."
             )
-        for name, choices in _CHOICES.items():
-            require(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
 
 
 def check_deepspeed(asked_by: str) -> None:

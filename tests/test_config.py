@@ -1,8 +1,8 @@
 """
 `OPOConfig`: ranges, defaults, the command line, and a walk over every field of the installed `GRPOConfig`.
 
-The walk is the guard against an option that looks set and does nothing: a field that a later TRL adds fails it by
-name, until it is implemented with a test, rejected, or found to have no part in the loss.
+The walk guards against an option that looks set and does nothing. A field that a later TRL adds fails it by name,
+until it is implemented with a test, rejected, or listed as one that does not affect the loss.
 """
 
 import ast
@@ -24,7 +24,7 @@ from opo_trl.config import REJECTED_FIELDS
 
 OWN_FIELDS = sorted({f.name for f in dataclasses.fields(OPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)})
 
-# Another value than the default for every field that OPO rejects.
+# A value other than the default for every field that OPO rejects.
 REJECTED_VALUES = {
     "loss_type": "bnpo",
     "epsilon": 0.3,
@@ -39,7 +39,7 @@ REJECTED_VALUES = {
     "label_smoothing_factor": 0.1,
 }
 
-# Fields that shape the loss -> the test that proves what they do.
+# Field that affects the loss -> the test that proves its effect.
 IMPLEMENTED = {
     "beta": "test_trainer_options.py::test_kl_to_the_reference",
     "use_bias_correction_kl": "test_trainer_options.py::test_kl_to_the_reference",
@@ -73,12 +73,12 @@ IMPLEMENTED = {
     "cast_lm_head_to_fp32": "test_trainer_options.py::test_half_precision_model",
 }
 
-# Fields that have no part in the loss of given completions, by what they are about.
-NO_PART_IN_THE_LOSS = {
-    "the ratio, which is per sequence whatever it says": {"importance_sampling_level"},
+# Fields that do not affect the loss of given completions, by what they are about.
+NO_EFFECT_ON_THE_LOSS = {
+    "the ratio, which OPO always takes per sequence": {"importance_sampling_level"},
     "loading the model": {"model_init_kwargs", "trust_remote_code", "disable_dropout"},
     "the dataset": {"shuffle_dataset"},
-    "padding, which has no influence": {"pad_to_multiple_of"},
+    "padding": {"pad_to_multiple_of"},
     "generation": {
         "max_completion_length",
         "ds3_gather_for_generation",
@@ -128,7 +128,7 @@ def config(tmp_path):
 
 
 def grpo_fields() -> set[str]:
-    """GRPOConfig's own fields: those of TrainingArguments are Transformers' and act outside of the loss."""
+    """GRPOConfig's own fields; those of TrainingArguments act outside the loss."""
     inherited = {f.name for f in dataclasses.fields(TrainingArguments)}
     return {f.name for f in dataclasses.fields(GRPOConfig)} - inherited
 
@@ -136,17 +136,17 @@ def grpo_fields() -> set[str]:
 # The walk
 
 
-def test_every_field_of_grpo_is_implemented_rejected_or_without_part_in_the_loss():
-    known = set(REJECTED_FIELDS) | set(IMPLEMENTED) | set().union(*NO_PART_IN_THE_LOSS.values())
+def test_every_field_of_grpo_is_implemented_rejected_or_without_effect_on_the_loss():
+    known = set(REJECTED_FIELDS) | set(IMPLEMENTED) | set().union(*NO_EFFECT_ON_THE_LOSS.values())
     unknown = sorted(grpo_fields() - known)
     assert not unknown, (
         f"GRPOConfig has fields that OPO does not know: {unknown}. Implement each with a test, or reject it in "
-        "config.REJECTED_FIELDS, or list it here as having no part in the loss."
+        "config.REJECTED_FIELDS, or list it here as one that does not affect the loss."
     )
 
 
 def test_no_field_is_in_two_lists():
-    lists = [set(REJECTED_FIELDS), set(IMPLEMENTED), *NO_PART_IN_THE_LOSS.values()]
+    lists = [set(REJECTED_FIELDS), set(IMPLEMENTED), *NO_EFFECT_ON_THE_LOSS.values()]
     assert sum(map(len, lists)) == len(set().union(*lists))
 
 
@@ -169,12 +169,12 @@ def test_rejected_field_raises_and_says_what_to_use(config, name):
 
 
 @pytest.mark.parametrize("name", sorted(REJECTED_FIELDS))
-def test_rejected_field_may_be_given_its_default(config, name):
+def test_rejected_field_can_have_its_default(config, name):
     default = next(f.default for f in dataclasses.fields(GRPOConfig) if f.name == name)
     assert getattr(config(**{name: default}), name) == default
 
 
-def test_level_of_the_ratio_may_say_what_opo_does(config):
+def test_level_of_the_ratio_can_be_what_opo_does(config):
     assert config(importance_sampling_level="sequence").importance_sampling_level == "sequence"
     with pytest.raises(ValueError, match=r"importance_sampling_level='turn' is not allowed.*token, sequence"):
         config(importance_sampling_level="turn")
@@ -273,24 +273,24 @@ def test_ends_of_the_escort_path_are_allowed(config, alpha):
         ("ratio_form", "linear", "log, exact"),
     ],
 )
-def test_value_out_of_range_is_refused_with_field_value_and_fix(config, name, value, fix):
+def test_value_out_of_range_is_rejected_with_field_value_and_fix(config, name, value, fix):
     with pytest.raises(ValueError, match="is not allowed") as error:
         config(**{name: value})
     for text in (f"{name}={value!r}", f"Set `{name}`", fix):
         assert text in str(error.value)
 
 
-def test_checkpoints_inside_an_optimizer_step_are_refused(config):
+def test_checkpoints_inside_an_optimizer_step_are_rejected(config):
     with pytest.raises(ValueError, match=r"enable_jit_checkpoint=True is not allowed.*StopOnSignal"):
         config(enable_jit_checkpoint=True)
 
 
-def test_mu_and_radius_together_are_refused(config):
+def test_mu_and_radius_together_are_rejected(config):
     with pytest.raises(ValueError, match=r"mu=2\.0 and chi2_radius=0\.1 are both set.*Remove one"):
         config(mu=2.0, chi2_radius=0.1)
 
 
-# Reuse of rollouts
+# Optimizer steps per rollout
 
 
 @pytest.mark.parametrize(
@@ -303,13 +303,13 @@ def test_mu_and_radius_together_are_refused(config):
         ({"gradient_accumulation_steps": 3, "steps_per_generation": 2}, 2 / 3, False),
     ],
 )
-def test_reuse_of_a_rollout(config, given, steps, on_policy):
+def test_optimizer_steps_per_rollout(config, given, steps, on_policy):
     made = config(per_device_train_batch_size=8, **given)
     assert made.optimizer_steps_per_rollout == pytest.approx(steps)
     assert made.is_on_policy is on_policy
 
 
-# Where configurations come from and go to
+# Round trips
 
 
 CHANGED = {
@@ -341,7 +341,7 @@ CHANGED = {
 def test_these_values_change_every_field(config):
     assert sorted(CHANGED) == OWN_FIELDS
     unchanged = {name for name in OWN_FIELDS if getattr(config(), name) == CHANGED[name]}
-    assert unchanged == {"plan_micro_batches"}  # without which `max_tokens_per_micro_batch` is refused
+    assert unchanged == {"plan_micro_batches"}  # which `max_tokens_per_micro_batch` needs
 
 
 def test_round_trip_through_a_dictionary(config):
@@ -383,13 +383,13 @@ def test_every_field_is_documented():
 
 
 @pytest.mark.parametrize(("devices", "use_cpu"), [(0, False), (8, False), (2, True)])
-def test_as_many_processes_as_devices_or_any_number_on_the_cpu(monkeypatch, devices, use_cpu):
+def test_any_number_of_processes_is_allowed_without_devices_or_on_the_cpu(monkeypatch, devices, use_cpu):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
     assert OPOConfig("…", use_cpu=use_cpu, bf16=False).use_cpu is use_cpu
 
 
-def test_more_processes_than_devices_are_refused(monkeypatch):
+def test_more_processes_than_devices_are_rejected(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     with pytest.raises(ValueError, match=r"num_processes=8 on this machine is more than its 4 devices.*`use_cpu`"):

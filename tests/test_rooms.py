@@ -11,6 +11,8 @@ PACKAGE = ROOT / "opo_trl"
 
 # From the ground up. A room is a module or a folder of modules; it imports from those before it.
 ROOMS = (
+    "fields",
+    "methods",
     "objective",
     "rewards",
     "checks",
@@ -19,6 +21,7 @@ ROOMS = (
     "config",
     "trl_contract",
     "evaluate",
+    "arguments",
     "rollout",
     "trainer",
     "report",

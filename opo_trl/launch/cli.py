@@ -7,7 +7,7 @@ The `opo-trl` command.
     opo-trl figures RUN_FOLDER
     opo-trl env
 
-`opo_trl.checks.errors` says what the exit status means; `--debug` shows the traceback of an error as well.
+`opo_trl.checks.errors` explains the exit status. `--debug` also shows the traceback of an error.
 """
 
 import argparse
@@ -25,46 +25,56 @@ from ..checks.errors import report_error
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `opo-trl`; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    own_parser = argv[:1] in (["train"], ["compare"])
+    arguments, _ = _make_parser().parse_known_args(argv[:1] if own_parser else argv)
+    try:
+        return _run(arguments, argv[1:])
+    except (ValueError, ImportError) as error:
+        return report_error(f"opo-trl {arguments.command}", error, debug="--debug" in argv)
+
+
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="opo-trl", description="Orthogonalized Policy Optimization on TRL.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("train", help="train as a recipe says, through accelerate", add_help=False)
     commands.add_parser("compare", help="compare methods over seeds, or finished runs", add_help=False)
-    figures = commands.add_parser("figures", help="draw the figures of a run again")
-    figures.add_argument("folder", type=Path, help="folder of a run")
-    figures.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    report = commands.add_parser("report", help="write the report of a run again, finished or not")
-    report.add_argument("folder", type=Path, help="folder of a run")
-    report.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    for name, text in (
+        ("figures", "draw the figures of a run again"),
+        ("report", "write the report of a run again, finished or not"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("folder", type=Path, help="folder of a run")
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands.add_parser("env", help="print what a bug report needs")
-    arguments, _ = parser.parse_known_args(argv[:1] if argv[:1] in (["train"], ["compare"]) else argv)
-    try:
-        if arguments.command == "train":
-            return _train(argv[1:])
-        if arguments.command == "compare":
-            from .compare import main as compare
+    return parser
 
-            return compare(argv[1:])
-        if arguments.command == "report":
-            from ..report.run_report import write_report
 
-            print(write_report(arguments.folder))
-            return 0
-        if arguments.command == "env":
-            from .environment import describe
+def _run(arguments: argparse.Namespace, words: list[str]) -> int:
+    # Each command imports what it needs: TRL takes seconds, and matplotlib may be missing.
+    if arguments.command == "train":
+        return _train(words)
+    if arguments.command == "compare":
+        from .compare import main as compare
 
-            print(describe())
-            return 0
+        return compare(words)
+    if arguments.command == "report":
+        from ..report.run_report import write_report
+
+        print(write_report(arguments.folder))
+    elif arguments.command == "figures":
         from ..report.figures import draw_run
 
         print(*draw_run(arguments.folder), sep="\n")
-        return 0
-    except (ValueError, ImportError) as error:
-        return report_error(f"opo-trl {arguments.command}", error, debug="--debug" in argv)
+    else:
+        from .environment import describe
+
+        print(describe())
+    return 0
 
 
 def _train(argv: list[str]) -> int:
-    """Launch `opo_trl.train` through accelerate; what no field of a recipe is named like goes to accelerate."""
+    """Launch `opo_trl.train` through accelerate, which also gets every option that is not a field of a recipe."""
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -75,7 +85,7 @@ def _train(argv: list[str]) -> int:
 
     recipe_path, _, fields = split(argv)
     recipe, trainer = read_recipe(recipe_path, fields)
-    # Before the launch: OMP_NUM_THREADS and the like are read when a process starts.
+    # Set before the launch: OMP_NUM_THREADS and similar variables are read when a process starts.
     os.environ.update({name: str(value) for name, value in recipe.pop("env", {}).items()})
     parser = make_parser(trainer)
     arguments, for_accelerate = parser.parse_known_args([*parser.take(recipe), *fields])
@@ -88,9 +98,7 @@ def _train(argv: list[str]) -> int:
     if unknown or launch_arguments.training_script != "opo_trl.train":
         name = unknown[0] if unknown else launch_arguments.training_script
         hint = hint_at_field(name.removeprefix("--").split("=")[0], trainer, further=vars(launch_arguments))
-        raise ValueError(
-            f"{' '.join(for_accelerate)}: {name} is neither a field nor an option of accelerate's. {hint}"
-        )
+        raise ValueError(f"{' '.join(for_accelerate)}: {name} is neither a field nor an option of accelerate. {hint}")
     try:
         with passed_on():
             launch_command(launch_arguments)
@@ -103,24 +111,22 @@ def _train(argv: list[str]) -> int:
 
 
 def _status(process: str, code: int) -> int:
-    """Exit status of a process that failed: it has said why, unless a signal ended it."""
+    """Exit status of a process that failed. It has reported why, unless a signal ended it."""
     if code >= 0:
         return code
     name = signal.Signals(-code).name
-    hint = ", as the kernel does where memory runs out" if name == "SIGKILL" else ""
+    hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
     advice = "Continue with `--resume_from_checkpoint auto`."
     print(f"opo-trl train: error: {process} was ended by {name}{hint}. {advice}", file=sys.stderr)
-    return 128 - code  # as shells count it
+    return 128 - code  # as in a shell
 
 
 def _without(items: list[str], removed: list[str]) -> list[str]:
-    """`items` less `removed`, which stand among them in the same order."""
-    rest = iter(removed)
-    following = next(rest, None)
-    kept = []
+    """`items` less `removed`, a subsequence of them: argparse returns what it does not know in order."""
+    rest, kept = list(removed), []
     for item in items:
-        if item == following:
-            following = next(rest, None)
+        if rest[:1] == [item]:
+            rest.pop(0)
         else:
             kept.append(item)
     return kept

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..checks.errors import report_error
 from ..checks.paths import hint_at_checkout
+from ..methods import BASELINE
 from ..report.measures import compare
 from ..report.runs import Run, by_label, check_comparable, check_same_method, find_runs, read_run
 from .jobs import OWN_FIELDS, Job, check_earlier_run, failure, overrides, run_missing
@@ -54,7 +55,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="folder for the report, and for the recipes' runs")
     parser.add_argument("--jobs", type=int, default=1, help="how many runs at once (default: 1)")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.add_argument("--baseline", help="method to compare with (default: grpo, or the first one)")
+    parser.add_argument("--baseline", help=f"method to compare with (default: {BASELINE}, or the first one)")
     return parser
 
 
@@ -93,7 +94,7 @@ def order(runs: Sequence[Run], baseline: str | None) -> dict[str, list[Run]]:
     """
     methods = by_label(runs)
     if baseline is None:
-        baseline = "grpo" if "grpo" in methods else runs[0].label
+        baseline = BASELINE if BASELINE in methods else runs[0].label
     if baseline not in methods:
         raise ValueError(f"--baseline {baseline} is none of the methods. Use one of {', '.join(sorted(methods))}.")
     return {label: methods[label] for label in sorted(methods, key=lambda label: (label != baseline, label))}

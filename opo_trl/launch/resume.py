@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..report.run_folder import SETTINGS, read_json
-from ..report.settings import KEPT_ON_RESUME, MODEL_PREFIX
+from ..report.settings import MODEL_PREFIX, kept_on_resume
 
 
 def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None:
@@ -28,7 +28,7 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
     """
     saved = read_json(Path(folder).resolve().parent / SETTINGS)
     asked = json.loads(json.dumps(settings, default=str))
-    names = (*KEPT_ON_RESUME, *(name for name in asked if name.startswith(MODEL_PREFIX)))
+    names = (*kept_on_resume(), *(name for name in asked if name.startswith(MODEL_PREFIX)))
     differing = [name for name in names if saved and saved.get(name) != asked.get(name)]
     if differing:
         lines = "\n".join(f"  {name}={saved.get(name)!r} there, {name}={asked.get(name)!r} here" for name in differing)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
+from ..methods import method_of
 from ..metrics.log import Points
 from .figures import STYLE
 from .intervals import estimate
@@ -17,7 +19,7 @@ from .measures import WINDOW, Comparison, completions, efficiency, reward, secon
 from .runs import Run
 
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, and lines that differ without colour.
+# Okabe and Ito's colours, for curves that cannot have their method's; and line styles, which differ without colour.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _LINES = ("solid", "dashed", "dashdot", "dotted")
 _MOST_POINTS = 400
@@ -88,9 +90,10 @@ def draw(comparison: Comparison, folder: Path) -> list[Figure]:
 
 def _draw(curve: Curve, comparison: Comparison, path: Path) -> Figure | None:
     figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+    lines = zip(colors(comparison), cycle(_LINES), strict=False)
     bands = [
-        _plot(axis, label, number, [curve.points(run) for run in runs], curve.smoothed)
-        for number, (label, runs) in enumerate(comparison.methods.items())
+        _plot(axis, label, line, [curve.points(run) for run in runs], curve.smoothed)
+        for (label, runs), line in zip(comparison.methods.items(), lines, strict=False)
     ]
     if any(bands):
         axis.set(xlabel=curve.x_label, title=curve.title)
@@ -106,15 +109,29 @@ def _draw(curve: Curve, comparison: Comparison, path: Path) -> Figure | None:
     return Figure(curve.name, curve.title, f"{smoothed}Line: mean over seeds. Band: {shown}.", path.read_bytes())
 
 
-def _plot(axis: Axes, label: str, number: int, runs: list[Points], smoothed: bool) -> str:
-    """Draw one method; returns what its band shows, or an empty text if a run has no points."""
+def colors(comparison: Comparison) -> list[str]:
+    """A colour for each curve: its method's, or a free one of the palette if another curve has that."""
+    found: dict[str, str] = {}
+    for label, runs in comparison.methods.items():
+        method = method_of(runs[0].settings)
+        if method and method.color not in found.values():
+            found[label] = method.color
+    for place, label in enumerate(comparison.methods):
+        palette = _COLORS[place % len(_COLORS) :] + _COLORS
+        free = (color for color in palette if color not in found.values())
+        found.setdefault(label, next(free, palette[0]))
+    return [found[label] for label in comparison.methods]
+
+
+def _plot(axis: Axes, label: str, line: tuple[str, str], runs: list[Points], smoothed: bool) -> str:
+    """Draw one method; returns what its band shows, or nothing where a run has no points."""
     if not all(runs):
         return ""
-    color, line = _COLORS[number % len(_COLORS)], _LINES[number % len(_LINES)]
+    color, linestyle = line
     x, values = on_common_grid(runs, smoothed)
     marker = None if smoothed else "o"
     name = f"{label} ({len(runs)} {'seed' if len(runs) == 1 else 'seeds'})"
-    style: Any = {"color": color, "linestyle": line, "linewidth": 1.6, "marker": marker, "markersize": 3}
+    style: Any = {"color": color, "linestyle": linestyle, "linewidth": 1.6, "marker": marker, "markersize": 3}
     axis.plot(x, values.mean(axis=0), label=name, **style)
     if len(runs) == 1:
         return "none for a single seed"

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..fields import DATA, MODEL, SAMPLING
+from ..methods import DEFAULT, by_trainer
 from .run_folder import ENVIRONMENT, LOG, RECIPE, SETTINGS, SUMMARY, is_run, read_json, read_lines
-from .settings import DATA, MODEL, MODEL_PREFIX, SAMPLING
+from .settings import MODEL_PREFIX, fields_deciding
 
 
 Settings = Mapping[str, Any]
 
-# Data, budget, base model and reward: runs that differ here answer different questions.
-_DEFINING = (*DATA, *MODEL, "max_steps", *SAMPLING)
 _DEFINING_PREFIXES = (MODEL_PREFIX, "validation_", "report_")
 
 # Where a run is written, how it is shown and how it is launched: not part of the method.
@@ -122,10 +122,11 @@ def _read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def defining_settings(settings: Settings) -> dict[str, Any]:
-    """Settings that must agree between compared runs."""
+    """Data, budget, base model and reward: runs that differ here answer different questions."""
     prefixed = [key for key in settings if key.startswith(_DEFINING_PREFIXES) and key != "report_to"]
-    values = {key: settings.get(key) for key in (*_DEFINING, *sorted(prefixed))}
-    if values["max_steps"] is None or values["max_steps"] <= 0:  # otherwise the number of epochs has no effect
+    defining = (*fields_deciding(DATA, MODEL, SAMPLING), "max_steps", *sorted(prefixed))
+    values = {key: settings.get(key) for key in defining}
+    if values["max_steps"] is None or values["max_steps"] <= 0:  # else the number of epochs is without effect
         values["num_train_epochs"] = settings.get("num_train_epochs")
     values["completions per optimizer step"] = completions_per_rollout(settings) / optimizer_steps_per_rollout(
         {**settings, "num_iterations": 1}
@@ -224,20 +225,19 @@ def what_differs(methods: Mapping[str, list[Run]]) -> list[tuple[str, list[str]]
         `list[tuple[str, list[str]]]`: field, and its value in each method; `–` if a method has no such field, or does
         not use it.
     """
-    settings = [{"trainer": "opo", **method_settings(runs[0].settings)} for runs in methods.values()]
+    settings = [{"trainer": DEFAULT, **method_settings(runs[0].settings)} for runs in methods.values()]
     if len({own["trainer"] for own in settings}) > 1:
-        settings = [_without_inert(own) for own in settings]
+        settings = [_without_unused(own) for own in settings]
     keys = sorted({key for own in settings for key in own})
     rows = [(key, ["–" if own.get(key) is None else _shown(own[key]) for own in settings]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def _without_inert(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings without the fields of GRPO's losses, which OPO does not use."""
-    from ..config import REJECTED_FIELDS  # imports TRL, which takes seconds
-
-    inert = {*REJECTED_FIELDS, "importance_sampling_level"} if settings["trainer"] == "opo" else ()
-    return {key: value for key, value in settings.items() if key not in inert}
+def _without_unused(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings less inherited fields that the method does not use, such as those of GRPO's losses in OPO."""
+    method = by_trainer().get(settings["trainer"])
+    unused = method.config_class.unused_fields if method else ()
+    return {key: value for key, value in settings.items() if key not in unused}
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,6 @@
-# What colocate.sbatch and vllm_server.sbatch share; they source it with their arguments in place.
-# Sets hosts, gpus (of a node), logs (a folder), fields (for training), output_dir, server_port, server_arguments.
-# What follows `--` is left in the positional parameters.
+# Shared by colocate.sbatch and vllm_server.sbatch, which source it without changing their arguments.
+# Sets hosts, gpus (per node), logs (a folder), fields (for training), output_dir, server_port, server_arguments.
+# Arguments after `--` stay in the positional parameters.
 # shellcheck shell=bash disable=SC2016,SC2034
 
 fail() { # MESSAGE [STATUS]
@@ -21,7 +21,7 @@ done
 names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 mapfile -t hosts <<<"$names"
 gpus=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:?is not set here: set GPUS_PER_NODE}}
-port=$((20000 + SLURM_JOB_ID % 10000)) # another job on the same nodes has another; below what Linux hands out itself
+port=$((20000 + SLURM_JOB_ID % 10000)) # differs between jobs on the same nodes; below the ports that Linux assigns
 logs=${LOG_DIR:-runs/slurm}/$SLURM_JOB_ID
 mkdir -p "$logs"
 
@@ -30,8 +30,8 @@ mapfile -t server_arguments <<<"$settings"
 output_dir=${server_arguments[0]} server_port=${server_arguments[1]}
 server_arguments=("${server_arguments[@]:2}")
 
-# A run that has a checkpoint goes on. One that was interrupted before its first begins again, if it was this job's own.
-newest_checkpoint() { # trainer_state.json is the last file of a checkpoint to be written
+# A run that has a checkpoint resumes. One that this job started, and that has none yet, begins again.
+newest_checkpoint() { # trainer_state.json is written last
     find "$output_dir" -maxdepth 2 -path '*/checkpoint-*/trainer_state.json' 2>/dev/null | sort -V | tail -n 1 || true
 }
 started_from=$(newest_checkpoint)
@@ -42,8 +42,8 @@ elif [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     fields=(--resume_from_checkpoint auto "${fields[@]}")
 fi
 
-# Near the time limit (sbatch's --signal): training saves and ends, and the job goes back into the queue, unless the
-# next attempt would repeat this one.
+# Near the time limit (sbatch's --signal): training saves and ends, and the job is requeued, unless the next attempt
+# would only repeat this one.
 requeue() {
     local step=${server:+1} second # the server is the job's step 0, if there is one
     scancel --signal=TERM "$SLURM_JOB_ID.${step:-0}" || true
@@ -58,9 +58,9 @@ requeue() {
 }
 trap requeue USR1
 training='' server=''
-trap 'kill $training $server 2>/dev/null || true' EXIT # what still runs
+trap 'kill $training $server 2>/dev/null || true' EXIT # still running
 
-start_training() { # HOST…: one launcher on each, meeting on the first
+start_training() { # HOST…: one launcher on each; the first is the main one
     echo "Training on $*, $gpus processes each, logs in $logs/train-*.log"
     srun --nodes=$# --ntasks=$# --ntasks-per-node=1 --nodelist="$(IFS=, && echo "$*")" --cpu-bind=none \
         --kill-on-bad-exit=1 --output="$logs/train-%t.log" --open-mode=append \

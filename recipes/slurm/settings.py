@@ -1,20 +1,20 @@
 """
-Print what the job scripts need to know of a recipe: `output_dir`, the server's port, and `trl vllm-serve`'s arguments.
+Print what the job scripts need from a recipe: `output_dir`, the server's port, and arguments for `trl vllm-serve`.
 
     python recipes/slurm/settings.py RECIPE [--field value …]
 
-One item per line. Read by the parser that `opo-trl train` uses, so that the job and the run cannot disagree.
+One item per line. The parser is that of `opo-trl train`, so that the job and the run cannot disagree.
 """
 
 import contextlib
 import sys
 
 
-with contextlib.redirect_stdout(sys.stderr):  # where libraries may say something when they are imported
+with contextlib.redirect_stdout(sys.stderr):  # libraries may print when they are imported
     from opo_trl.launch.recipe import make_parser, read_recipe
 
 
-# What the server has to have as the trainer has it: argument of `trl vllm-serve` → field.
+# Settings that server and trainer share: argument of `trl vllm-serve` → field.
 SERVER = {
     "model": "model_name_or_path",
     "revision": "model_revision",
@@ -26,7 +26,7 @@ SERVER = {
 
 
 def main(recipe_path: str, *command_line: str):
-    """Print the settings of a recipe with the command line's fields in place of its own."""
+    """Print the settings of a recipe, overridden by fields of the command line."""
     recipe, trainer = read_recipe(recipe_path, command_line)
     recipe.pop("env", None)
     parser = make_parser(trainer, prog="settings.py")

@@ -14,10 +14,9 @@ from transformers import TrainingArguments
 from trl import ModelConfig
 
 from opo_trl import OPOConfig, RolloutConfig
+from opo_trl.arguments import OPOScriptArguments, check_values
 from opo_trl.checks import ranges
 from opo_trl.checks.ranges import RANGES, Range, numeric_fields
-from opo_trl.launch.recipe import OPOScriptArguments
-from opo_trl.train import check_arguments
 
 
 CONFIGURATIONS = (OPOConfig, OPOScriptArguments, ModelConfig)
@@ -37,7 +36,7 @@ def make(name: str, value):
         kind = RolloutConfig if name in fields(RolloutConfig) else OPOConfig
         kind("…", use_cpu=True, bf16=False, **{name: value}, **TOGETHER.get(name, {}))
     else:
-        check_arguments(NUMBERS[name](**{name: value}))
+        check_values(NUMBERS[name](**{name: value}))
 
 
 def fields(kind: type) -> set[str]:
@@ -105,7 +104,7 @@ def test_included_ends_are_allowed(name):
 def test_defaults_of_all_configurations_are_allowed():
     RolloutConfig("…", use_cpu=True, bf16=False)
     for kind in (OPOScriptArguments, ModelConfig):
-        check_arguments(kind())
+        check_values(kind())
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from opo_trl import OPOConfig, train
 from opo_trl.launch import cli
 from opo_trl.launch.preflight import check_vllm_server
 from opo_trl.launch.resume import check_same_run
-from opo_trl.report.settings import KEPT_ON_RESUME
+from opo_trl.report.settings import kept_on_resume
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_resumed_run_may_change_its_length_saving_logging_and_batch_size(works: 
     }
     checkpoint = str(works / "run" / "checkpoint-1")
     check_same_run(checkpoint, settings | other, "./model")
-    for name in KEPT_ON_RESUME:
+    for name in kept_on_resume():
         with pytest.raises(ValueError, match=rf"  {name}=.* there, {name}='another' here\n"):
             check_same_run(checkpoint, settings | {name: "another"}, "./model")
 
@@ -193,7 +193,7 @@ def test_every_field_of_the_objective_is_fixed_on_resume():
     own = {f.name for f in dataclasses.fields(OPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
     work = {"plan_micro_batches", "max_tokens_per_micro_batch", "skip_inert_rows", "padding_free"}
     bounds = {"max_reward_failure_rate", "max_skipped_steps", "watches", "save_failure"}
-    assert own - set(KEPT_ON_RESUME) == work | bounds
+    assert own - set(kept_on_resume()) == work | bounds
 
 
 def test_trainer_rejects_fewer_prompts_than_a_rollout_needs(tiny_model: str, tmp_path: Path):

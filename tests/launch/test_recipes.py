@@ -1,4 +1,4 @@
-"""Every recipe is parsed with the installed dataclasses, and says what it does."""
+"""Every recipe can be parsed with the installed dataclasses, and is explicit."""
 
 import re
 from pathlib import Path
@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
-from opo_trl.launch.recipe import OPOScriptArguments, find_accelerate_config, make_parser, parse, read_recipe
-from opo_trl.train import load_reward, load_rewards
+from opo_trl.arguments import OPOScriptArguments
+from opo_trl.launch.recipe import find_accelerate_config, make_parser, parse, read_recipe
+from opo_trl.launch.rewards import load_reward, load_rewards
 
 
 ROOT = Path(__file__).resolve().parents[2] / "recipes"
@@ -23,7 +24,7 @@ def name(path: Path) -> str:
 
 
 def parse_recipe(path: Path, *overrides: str):
-    """Parse as on the hardware at hand: bf16 asks for a GPU before anything else is looked at."""
+    """Parse for the CPU: bf16 needs a GPU before anything else is checked."""
     return parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false", *overrides])
 
 
@@ -46,7 +47,7 @@ def test_accelerate_config_of_a_recipe_exists(path):
 
 
 @pytest.mark.parametrize("path", ACCELERATE, ids=name)
-def test_accelerate_config_is_one_that_accelerate_reads(path):
+def test_accelerate_can_read_its_configuration(path):
     assert load_config_from_file(str(path)).num_machines == 1
 
 
@@ -75,7 +76,7 @@ def test_experiment_2_takes_a_tenth_of_the_data_with_seed_42():
     assert (script.validation_levels, script.validation_size, script.validation_steps) == (["Level 4"], 100, 10)
 
 
-# What makes a method …
+# What defines a method …
 OBJECTIVES = {
     "grpo": {"trainer", "loss_type", "importance_sampling_level", "epsilon"},
     "opo": {
@@ -92,7 +93,7 @@ OBJECTIVES = {
         "ratio_form",
     },
 }
-# … and everything else is the same for all four.
+# … and all that may differ between the four. The rest is equal.
 METHOD_FIELDS = {
     *OBJECTIVES["grpo"],
     *OBJECTIVES["opo"],
@@ -106,13 +107,13 @@ METHOD_FIELDS = {
 
 
 @pytest.mark.parametrize("path", ALL, ids=name)
-def test_recipe_says_what_its_method_is(path):
+def test_recipe_sets_all_fields_of_its_objective(path):
     written, trainer = read_recipe(path)
     assert {"beta", *OBJECTIVES[trainer]} <= written.keys()
 
 
-def test_commands_in_comments_name_files_that_are_there():
-    """Nothing else reads them."""
+def test_commands_in_comments_name_existing_files():
+    """No other test reads them."""
     files = [
         path for folder in (ROOT, GPU) for path in folder.rglob("*.*") if path.suffix in (".yaml", ".sbatch", ".sh")
     ]
@@ -124,7 +125,7 @@ def test_commands_in_comments_name_files_that_are_there():
 
 
 @pytest.mark.parametrize("folder", EXPERIMENTS, ids=name)
-def test_methods_of_an_experiment_differ_in_nothing_but_the_method(folder):
+def test_recipes_of_an_experiment_differ_only_in_the_method(folder):
     recipes = {method: read_recipe(folder / f"{method}.yaml")[0] for method in ("opo", "grpo", "gspo", "dapo")}
     assert {path.stem for path in folder.iterdir()} == recipes.keys()
     shared = [{k: v for k, v in recipe.items() if k not in METHOD_FIELDS} for recipe in recipes.values()]
@@ -138,7 +139,7 @@ def test_methods_of_an_experiment_differ_in_nothing_but_the_method(folder):
 
 
 @pytest.mark.parametrize("folder", EXPERIMENTS, ids=name)
-def test_baselines_are_configured_as_their_papers_say(folder):
+def test_baselines_are_configured_as_in_their_papers(folder):
     grpo, gspo, dapo = (parse_recipe(folder / f"{method}.yaml")[1] for method in ("grpo", "gspo", "dapo"))
     assert (grpo.loss_type, grpo.importance_sampling_level, grpo.epsilon, grpo.epsilon_high) == (
         "grpo",
@@ -175,7 +176,7 @@ def test_unknown_key_fails_with_the_nearest_known_one(tmp_path):
     ("text", "message"),
     [("- a\n- b\n", ": no `field: value` lines"), ("a: [1\n", "is not valid YAML"), (None, "does not exist")],
 )
-def test_file_that_is_no_recipe_is_named(tmp_path, text, message):
+def test_file_that_is_not_a_recipe_is_named(tmp_path, text, message):
     path = tmp_path / "recipe.yaml"
     if text is not None:
         path.write_text(text)
@@ -185,7 +186,7 @@ def test_file_that_is_no_recipe_is_named(tmp_path, text, message):
 
 def test_command_line_overrides_the_recipe_and_is_part_of_it(tmp_path):
     path = tmp_path / "recipe.yaml"
-    path.write_text(f"output_dir: {tmp_path}/run\nalpha: 0.3\nlearning_rate: 1e-3\n")  # YAML reads 1e-3 as a string
+    path.write_text(f"output_dir: {tmp_path}/run\nalpha: 0.3\nlearning_rate: 1e-3\n")  # a string in YAML 1.1
     _, args, _, recipe = parse_recipe(path, "--alpha", "0.7", "--levels", "Level 1", "Level 2")
     assert (args.alpha, args.learning_rate) == (0.7, 1e-3)
     assert recipe["alpha"] == 0.7

@@ -1,8 +1,8 @@
 """
-Several nodes, on one machine: launchers that meet over the network are one run, and the Slurm scripts do as they say.
+Several nodes, on one machine: launchers that connect over the network form one run, and so do the Slurm scripts.
 
-The scripts are run as `sbatch` runs them, with stand-ins for Slurm (`scripts/slurm.py`) that start a command once per
-node. No test has seen a cluster.
+The scripts run as under `sbatch`, with stand-ins for Slurm (`scripts/slurm.py`) that start a command once per node. No
+test runs on a cluster.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SLURM = ROOT / "recipes" / "slurm"
 STAND_INS = ROOT / "tests" / "scripts" / "slurm.py"
 
-# DeepSpeed compiles a part of itself.
+# DeepSpeed compiles some of its code.
 DEEPSPEED = importlib.util.find_spec("deepspeed") is not None and all(map(shutil.which, ("g++", "ninja")))
 
 
 def free_port() -> int:
-    """A port that the scripts can derive from a job's number."""
+    """A free port that the scripts can derive from a job's number."""
     while True:
         port = random.SystemRandom().randrange(20000, 30000)
         with socket.socket() as probe:
@@ -51,26 +51,26 @@ def free_port() -> int:
                 return port
 
 
-# 1. Launchers that meet
+# 1. Launchers
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    """A few steps of the arithmetic recipe that move the model, without what measures it on the way."""
+    """A few steps of the arithmetic recipe that move the model, without validation and report."""
     fields = yaml.safe_load((ROOT / "recipes" / "arithmetic" / "opo.yaml").read_text())
     unwanted = ("validation", "report_levels", "report_size", "accelerate_config", "overwrite", "use_cpu", "save")
     fields = {name: value for name, value in fields.items() if not name.startswith(unwanted)}
     fields |= {"max_steps": 3, "per_device_train_batch_size": 12, "save_strategy": "no"}
     fields |= {"learning_rate": 1e-4, "lr_scheduler_type": "constant", "warmup_steps": 0}
     fields |= {"vllm_max_model_length": 64}
-    fields |= {"max_sampling_rounds": 3}  # real processes hash strings otherwise: nothing may go by the order of a set
+    fields |= {"max_sampling_rounds": 3}  # set orders differ between real processes: nothing may depend on them
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
     path.write_text(yaml.safe_dump(fields))
     return path
 
 
 def launch(folder: Path, recipe: Path, arguments: list[str], *, machines: int, processes: int) -> Path:
-    """`accelerate launch` once per machine, all at once; the folder of the run that they made together."""
+    """Run `accelerate launch` once per machine, in parallel; returns the folder of the run."""
     position = arguments.index("--accelerate_config")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", arguments[position + 1]]
     command += ["--num_machines", str(machines), "--num_processes", str(processes)]
@@ -96,12 +96,12 @@ def launch(folder: Path, recipe: Path, arguments: list[str], *, machines: int, p
 
 
 def planned_processes(log: Path) -> list[int]:
-    """The number of processes in each plan that was printed, which only the run's first process does."""
+    """The number of processes in each plan that was printed; only the run's first process prints one."""
     return [int(n) for n in re.findall(r"processes × micro-batches × rows: (\d+) ×", log.read_text())]
 
 
 def assert_same_run(one: Path, other: Path):
-    """The same losses and gradients at every step and the same model, which has moved."""
+    """The same losses and gradients at every step, and the same model, different from the base model."""
     steps, other_steps = (
         [line for line in read_lines(folder / "log.jsonl") if "grad_norm" in line] for folder in (one, other)
     )
@@ -142,11 +142,11 @@ class Job:
 
     Args:
         folder (`Path`):
-            Checkout that it is submitted from.
+            Checkout from which it is submitted.
         programs (`Path`):
             Folder of the stand-ins.
         port (`int`):
-            Free port, which the job's number leads to.
+            Free port, from which the job's number follows.
     """
 
     folder: Path
@@ -162,12 +162,12 @@ class Job:
         return self.folder / "runs" / "slurm" / self.number
 
     def start(self, script: str, *argv: str, **more: str) -> subprocess.Popen:
-        """Start a script as Slurm does: a copy of it, elsewhere, in the folder that it was submitted from."""
+        """Start a script as Slurm does: a copy of it, in the folder from which it was submitted."""
         spooled = self.programs / "slurm_script"
         shutil.copy(SLURM / script, spooled)
         job = {"SLURM_JOB_ID": self.number, "SLURM_JOB_NODELIST": "127.0.0.[1-2]", "SLURM_GPUS_ON_NODE": "1"}
         job |= {"HOSTS": "127.0.0.1 127.0.0.2", "CALLS": str(self.folder / "calls"), "TRAINING": "0", "SERVER": "runs"}
-        job |= {"http_proxy": "http://127.0.0.1:9"}  # as clusters have them
+        job |= {"http_proxy": "http://127.0.0.1:9"}  # as on clusters
         settings = environment(**job | more)
         settings["PATH"] = os.pathsep.join([str(self.programs), settings["PATH"]])
         return subprocess.Popen(
@@ -175,7 +175,7 @@ class Job:
         )
 
     def finish(self, process: subprocess.Popen) -> tuple[int, str]:
-        """Status of a script and what it said of errors, when it has ended and nothing of the job is left."""
+        """Status and errors of a script, when it has ended and no process of the job is left."""
         _, errors = process.communicate(timeout=600)
         wait_until(lambda: not self.running())
         return process.returncode, errors
@@ -185,7 +185,7 @@ class Job:
         return self.finish(self.start(script, *argv, **more))
 
     def running(self) -> list[Path]:
-        """Processes of the job: each has its list of calls in the environment."""
+        """Processes of the job: `CALLS` in their environment identifies them."""
         mark, found = f"CALLS={self.folder / 'calls'}".encode(), []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -193,7 +193,7 @@ class Job:
         return found
 
     def calls(self, name: str) -> list[list[str]]:
-        """Arguments of each call of a stand-in so far, those of a step in the order of its nodes."""
+        """Arguments of each call of a stand-in so far; within a step, in the order of its nodes."""
         path = self.folder / "calls"
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         calls = [line for line in lines if line["name"] == name]
@@ -212,7 +212,7 @@ def remembered(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def job(tmp_path, remembered) -> Iterator[Job]:
-    """A job whose Slurm is a stand-in, and whose programs are real."""
+    """A job with real programs and a stand-in for Slurm."""
     folder, programs = tmp_path / "check out", tmp_path / "programs"
     folder.mkdir()
     programs.mkdir()
@@ -221,19 +221,19 @@ def job(tmp_path, remembered) -> Iterator[Job]:
     for name in ("srun", "scancel", "scontrol"):
         write_program(programs / name, f'exec {python} {shlex.quote(str(STAND_INS))} {name} "$@"')
     write_program(programs / "opo-trl", f'exec {python} -m opo_trl.launch.cli "$@"')
-    # The scripts run settings.py, which imports PyTorch and all: once for each set of arguments, and is remembered.
+    # The scripts run settings.py, which imports PyTorch: its output is cached by its arguments.
     known = f"{shlex.quote(str(remembered))}/$(printf '%s\\0' \"$@\" | cksum | tr ' ' -)"
     remember = f'{python} "$@" >"$known.part" && mv "$known.part" "$known"'
     write_program(programs / "python", f'known={known}\n[ -f "$known" ] || {{ {remember}; }} && cat "$known"')
     job = Job(folder, programs, free_port())
     yield job
-    for process in job.running():  # of a test that has failed
+    for process in job.running():  # left by a failed test
         os.kill(int(process.name), signal.SIGKILL)
 
 
 @pytest.fixture
 def rehearsal(job) -> Job:
-    """A job that pretends to train and to serve, and does not sleep long."""
+    """A job with stand-ins for training and serving, and short sleeps."""
     python = shlex.quote(sys.executable)
     for name in ("trl", "opo-trl"):
         write_program(job.programs / name, f'exec {python} {shlex.quote(str(STAND_INS))} {name} "$@"')
@@ -243,7 +243,7 @@ def rehearsal(job) -> Job:
 
 @pytest.fixture(scope="module")
 def fields(tmp_path_factory) -> list[str]:
-    """Fields of a run with two processes, whose quotation marks, spaces and patterns have to arrive as they are."""
+    """Fields of a run with two processes; their quotation marks, spaces and patterns must arrive unchanged."""
     awkward = ["--instruction", 'Don\'t  "guess": $HOME/*', "--output_dir", "runs/a b"]
     device = on_cpu(tmp_path_factory.mktemp("accelerate"), "multi_gpu")
     return [*awkward, *device, "--vllm_server_port", str(free_port())]
@@ -257,8 +257,8 @@ def test_script_is_valid_shell(path):
 
 
 @pytest.mark.parametrize("path", sorted(SLURM.glob("*.sbatch")), ids=lambda path: path.name)
-def test_sbatch_sees_every_option(path):
-    """It stops looking at the first line that is no comment."""
+def test_sbatch_reads_every_option(path):
+    """It stops at the first line that is not a comment."""
     lines = path.read_text().splitlines()
     first_command = next(i for i, line in enumerate(lines) if not line.startswith("#"))
     options = [i for i, line in enumerate(lines) if line.startswith("#SBATCH")]
@@ -268,7 +268,7 @@ def test_sbatch_sees_every_option(path):
 
 @pytest.fixture(scope="module")
 def one_launch(tmp_path_factory, recipe, fields) -> Path:
-    """The run that two nodes are to repeat."""
+    """The run that two nodes have to reproduce."""
     folder = tmp_path_factory.mktemp("one")
     words = ["--config", str(recipe), *fields, "--output_dir", str(folder / "run")]
     assert launch_forked(train, words, config="multi_gpu", processes=2, folder=folder) == [0, 0], logs(folder)
@@ -276,11 +276,11 @@ def one_launch(tmp_path_factory, recipe, fields) -> Path:
 
 
 def train(words: list[str]) -> None:
-    """In each process."""
+    """Runs in each process."""
     assert main(words) == 0
 
 
-def test_job_on_two_nodes_is_the_run_of_one_launch(job, recipe, fields, one_launch):
+def test_job_on_two_nodes_equals_one_launch(job, recipe, fields, one_launch):
     status, errors = job.run("colocate.sbatch", str(recipe), *fields)
     node_logs = [job.logs / f"train-{node}.log" for node in range(2)]
     assert status == 0, errors + "".join(log.read_text()[-3000:] for log in node_logs)
@@ -292,7 +292,7 @@ def test_job_on_two_nodes_is_the_run_of_one_launch(job, recipe, fields, one_laun
 
 
 @pytest.mark.slow
-def test_job_submitted_again_is_the_run_that_was_never_stopped(job, recipe, fields, one_launch):
+def test_job_submitted_again_equals_a_run_without_interruption(job, recipe, fields, one_launch):
     """It stops between the two optimizer steps of its first rollout."""
     saving = ["--save_strategy", "steps", "--save_steps", "1", "--max_steps"]
     for steps in (1, 3):
@@ -319,13 +319,13 @@ def test_training_on_all_nodes(rehearsal, recipe, fields):
 
 
 def test_training_that_fails_on_one_node_ends_on_all(rehearsal, recipe, fields):
-    """Elsewhere it would wait for the node that is gone, as long as NCCL is patient."""
+    """The other nodes would wait for it until NCCL's timeout."""
     status, errors = rehearsal.run("colocate.sbatch", str(recipe), *fields, TRAINING="fails on one node")
     assert status != 0
     assert f"error: training ended with status {status}: see runs/slurm/{rehearsal.number}/train-*.log" in errors
 
 
-def test_server_is_there_before_training_and_ends_with_it(rehearsal, recipe, fields):
+def test_server_is_ready_before_training_and_ends_with_it(rehearsal, recipe, fields):
     for_server = ["--tensor_parallel_size", "2", "--chat-template", "a b.jinja"]
     argv = [str(recipe), *fields, "--", *for_server]
     status, errors = rehearsal.run("vllm_server.sbatch", *argv, SLURM_GPUS_ON_NODE="4")
@@ -339,7 +339,7 @@ def test_server_is_there_before_training_and_ends_with_it(rehearsal, recipe, fie
     parsed, rest = vllm_serve_parser().parse_args_and_config(server, return_remaining_strings=True)
     assert (parsed.model, parsed.port, parsed.max_model_len) == ("arithmetic", int(port), 64)
     assert (parsed.revision, parsed.trust_remote_code) == ("main", False)
-    assert parsed.tensor_parallel_size == 2  # for all four GPUs, had the command line not said otherwise
+    assert parsed.tensor_parallel_size == 2  # set on the command line; else all four GPUs
     assert server[:2] == ["--tensor_parallel_size", "4"]
     assert rest == ["--chat-template", "a b.jinja"]
     (training,) = rehearsal.calls("opo-trl")
@@ -350,7 +350,7 @@ def test_server_is_there_before_training_and_ends_with_it(rehearsal, recipe, fie
     ]
 
 
-def test_training_that_fails_beside_a_server_gives_the_job_its_status(rehearsal, recipe, fields):
+def test_job_with_a_server_has_the_status_of_its_training(rehearsal, recipe, fields):
     status, errors = rehearsal.run("vllm_server.sbatch", str(recipe), *fields, TRAINING="7")
     assert status == 7
     assert "error: training ended with status 7" in errors
@@ -358,7 +358,7 @@ def test_training_that_fails_beside_a_server_gives_the_job_its_status(rehearsal,
 
 @pytest.mark.parametrize(
     ("server", "message", "launchers"),
-    [("fails at once", "ended before it was ready", 0), ("fails in training", "ended while training went on", 1)],
+    [("fails at once", "ended before it was ready", 0), ("fails in training", "ended during training", 1)],
 )
 def test_server_that_dies_fails_the_job(rehearsal, recipe, fields, server, message, launchers):
     status, errors = rehearsal.run("vllm_server.sbatch", str(recipe), *fields, SERVER=server, TRAINING="goes on")
@@ -367,7 +367,7 @@ def test_server_that_dies_fails_the_job(rehearsal, recipe, fields, server, messa
     assert len(rehearsal.calls("opo-trl")) == launchers
 
 
-def test_server_that_does_not_get_ready_fails_the_job(rehearsal, recipe, fields):
+def test_server_that_is_never_ready_fails_the_job(rehearsal, recipe, fields):
     more = {"SERVER": "is never ready", "SERVER_TIMEOUT": "1"}
     status, errors = rehearsal.run("vllm_server.sbatch", str(recipe), *fields, **more)
     assert status == 1
@@ -375,20 +375,20 @@ def test_server_that_does_not_get_ready_fails_the_job(rehearsal, recipe, fields)
     assert not rehearsal.calls("opo-trl")
 
 
-def test_server_needs_a_node_of_its_own(rehearsal, recipe, fields):
+def test_server_needs_a_separate_node(rehearsal, recipe, fields):
     status, errors = rehearsal.run("vllm_server.sbatch", str(recipe), *fields, HOSTS="127.0.0.1")
     assert status == 1
     assert "--nodes=2 or more" in errors
 
 
 @pytest.mark.parametrize("argv", [[], ["no such.yaml"]])
-def test_recipe_that_is_not_there_is_named(rehearsal, argv):
+def test_missing_recipe_is_named(rehearsal, argv):
     status, errors = rehearsal.run("colocate.sbatch", *argv)
     assert status == 1
     assert f"error: no recipe '{' '.join(argv)}' in {rehearsal.folder}" in errors
 
 
-def test_arguments_for_a_server_are_refused_where_there_is_none(rehearsal, recipe, fields):
+def test_arguments_for_a_server_are_rejected_without_a_server(rehearsal, recipe, fields):
     status, errors = rehearsal.run("colocate.sbatch", str(recipe), *fields, "--", "--max_model_len", "5")
     assert status == 1
     assert "error: arguments after '--' are for a server" in errors
@@ -400,12 +400,12 @@ def test_arguments_for_a_server_are_refused_where_there_is_none(rehearsal, recip
     [
         ("checkpoint-50/trainer_state.json", 0, ["--resume_from_checkpoint", "last"]),
         ("checkpoint-50/trainer_state.json", 1, ["--resume_from_checkpoint", "last"]),
-        # A checkpoint that was cut short: of this job, or of another, for `opo-trl train` to refuse
+        # An incomplete checkpoint: of this job, or of another one, which `opo-trl train` rejects
         ("checkpoint-50/model.safetensors", 1, ["--resume_from_checkpoint", "auto"]),
         ("checkpoint-50/model.safetensors", 0, []),
     ],
 )
-def test_job_that_starts_again_continues_the_run(rehearsal, recipe, fields, checkpoint, restarts, added):
+def test_restarted_job_continues_the_run(rehearsal, recipe, fields, checkpoint, restarts, added):
     path = rehearsal.folder / "runs" / "a b" / checkpoint
     path.parent.mkdir(parents=True)
     path.touch()
@@ -416,9 +416,7 @@ def test_job_that_starts_again_continues_the_run(rehearsal, recipe, fields, chec
 
 @pytest.mark.parametrize(("training", "requeued"), [("saves", True), ("saves when told", True), ("goes on", False)])
 @pytest.mark.parametrize("script", ["colocate.sbatch", "vllm_server.sbatch"])
-def test_job_out_of_time_is_put_back_into_the_queue_if_it_got_anywhere(
-    rehearsal, recipe, fields, script, training, requeued
-):
+def test_job_out_of_time_is_requeued_if_it_made_progress(rehearsal, recipe, fields, script, training, requeued):
     process = rehearsal.start(script, str(recipe), *fields, TRAINING=training)
     trainers = 2 if script == "colocate.sbatch" else 1
     wait_until(lambda: len(rehearsal.calls("opo-trl")) == trainers)

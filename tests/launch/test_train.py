@@ -1,8 +1,9 @@
-"""The program as a user runs it: recipe in, run folder out, and a model that has learned something."""
+"""`opo-trl train` as a user runs it: from a recipe to a run folder with a model that has learned something."""
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from trl import GRPOConfig, GRPOTrainer
 from opo_trl import OPOTrainer
 from opo_trl.data.arithmetic import base_model_path
 from opo_trl.evaluate import evaluate
+from opo_trl.launch.accuracies import table
 from opo_trl.launch.recipe import parse
+from opo_trl.methods import by_trainer, register
 from opo_trl.report.run_folder import read_json, read_lines, write_json
-from opo_trl.train import TRAINERS, format_report, main
+from opo_trl.train import main
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +37,7 @@ def arguments(recipe: Path, **overrides) -> list[str]:
 
 
 def opo_trl_train(*argv: str) -> subprocess.CompletedProcess:
-    """`opo-trl train` in a process of its own, as typed in the checkout."""
+    """`opo-trl train` in a separate process, in the root of the checkout."""
     command = [sys.executable, "-m", "opo_trl.launch.cli", "train", *argv]
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
 
@@ -49,7 +52,7 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
-def test_run_folder_holds_what_was_asked_what_happened_and_what_came_out(run):
+def test_run_folder_holds_the_recipe_the_log_and_the_results(run):
     assert {path.name for path in run.iterdir()} >= {
         "recipe.yaml",
         "settings.json",
@@ -109,14 +112,14 @@ def test_recipe_in_the_run_folder_repeats_the_run(run):
         ({"prompt_style": "dataset"}, "levels=['Level 3'] has no effect with prompt_style='dataset'"),
     ],
 )
-def test_refused_run_leaves_the_run_in_its_folder_alone(run, capsys, overrides, message):
+def test_rejected_run_leaves_the_run_in_its_folder_alone(run, capsys, overrides, message):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     assert main(arguments(ARITHMETIC, output_dir=run, **{"overwrite": "true", **SHORT, **overrides})) == 2
     assert message in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-def test_run_is_resumed_where_it_was_saved(run):
+def test_run_resumes_where_it_was_saved(run):
     longer = {**SHORT, "max_steps": 6, "resume_from_checkpoint": "last"}
     before = read_json(run / "summary.json")["before"]
     assert main(arguments(ARITHMETIC, output_dir=run, alpha=0.3, **longer)) == 0
@@ -130,7 +133,7 @@ def test_run_is_resumed_where_it_was_saved(run):
 
 
 class Watching(OPOTrainer):
-    """Notes whether its model is sharded whenever it generates, and tries to before training."""
+    """Records whether its model is sharded when it generates, and tries to evaluate before training."""
 
     def train(self, *arguments, **options):
         with pytest.raises(RuntimeError, match=r"Nothing can be generated yet: .* Call `evaluate` after `train\(\)`"):
@@ -142,17 +145,17 @@ class Watching(OPOTrainer):
         return result
 
     def _generate_single_turn(self, *arguments, **options):
-        # FSDP2 gathers the outermost module's parameters in its first pass, and leaves them so.
+        # FSDP2 gathers the outermost module's parameters in its first pass, and keeps them gathered.
         sharded = sum(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in self.model.parameters()) > 10
         self.generated.append([self.state.global_step, sharded, self.deepspeed is not None])
         return super()._generate_single_turn(*arguments, **options)
 
 
 def train_watched(config: str, folder: str) -> None:
-    """In each process of a sharded run."""
+    """Runs in each process of a sharded run."""
     if config == "fsdp2":
         fsdp_on_cpu()
-    TRAINERS["opo"] = Watching
+    register(replace(by_trainer()["opo"], trainer="test_train.Watching"))
     here = {"use_cpu": "false", "output_dir": folder, "max_steps": 1, "report_size": 4, "validation_size": 4}
     rollout = {"per_device_train_batch_size": 6, "steps_per_generation": 1, "max_completion_length": 4}
     rest = {"save_strategy": "no", "disable_tqdm": "true", "ddp_backend": "gloo"}
@@ -174,7 +177,7 @@ def test_nothing_is_generated_before_the_model_is_sharded(tmp_path, config):
 
 
 def broken_reward(completions, **columns):
-    """Fails in the first rollout: the report and the validation before it are of fewer completions."""
+    """Fails in the first rollout: the report and the validation before it have fewer completions."""
     if len(completions) == 96:
         raise ArithmeticError("no score")
     return [0.0] * len(completions)
@@ -187,15 +190,15 @@ def unscored_reward(**columns):
 BRIEF = {"report_size": 2, "validation_size": 2, "max_steps": 1, "max_completion_length": 4, "steps_per_generation": 1}
 
 
-def test_report_is_written_before_the_first_step_and_repeated_only_if_it_would_be_another(tmp_path, capsys):
-    """Of a run that ends again and again before its first checkpoint."""
+def test_accuracies_before_training_are_measured_again_only_if_settings_changed(tmp_path, capsys):
+    """In a run that fails repeatedly before its first checkpoint."""
     options = {**BRIEF, "output_dir": tmp_path / "run", "reward_funcs": "test_train.broken_reward"}
     summary = tmp_path / "run" / "summary.json"
     for change, repeated in (({}, False), ({"report_size": 3}, True), ({"seed": 7}, False)):
         assert main(arguments(ARITHMETIC, **options)) == 1
         before = read_json(summary)
         assert before.keys() == {"before"}
-        before["before"]["Level 4"]["greedy"]["accuracy"] = 0.123  # which none would measure
+        before["before"]["Level 4"]["greedy"]["accuracy"] = 0.123  # which no run would measure
         write_json(summary, before)
         options |= {"resume_from_checkpoint": "auto", **change}
         capsys.readouterr()
@@ -204,7 +207,7 @@ def test_report_is_written_before_the_first_step_and_repeated_only_if_it_would_b
         assert (read_json(summary) == before) is not repeated
 
 
-def test_run_that_ended_during_the_report_makes_it_when_it_goes_on(tmp_path):
+def test_run_that_ended_during_the_report_repeats_it_when_resumed(tmp_path):
     options = {**BRIEF, "output_dir": tmp_path / "run"}
     assert main(arguments(ARITHMETIC, **options, reward_funcs="test_train.unscored_reward")) == 1
     assert not (tmp_path / "run" / "summary.json").exists()
@@ -212,8 +215,8 @@ def test_run_that_ended_during_the_report_makes_it_when_it_goes_on(tmp_path):
     assert read_json(tmp_path / "run" / "summary.json").keys() >= {"before", "after"}
 
 
-def test_run_that_goes_on_in_another_folder_keeps_the_report_of_its_base_model(run, tmp_path):
-    [checkpoint] = run.glob("checkpoint-*")  # which one depends on the tests before
+def test_run_that_resumes_in_another_folder_keeps_the_accuracies_of_its_base_model(run, tmp_path):
+    [checkpoint] = run.glob("checkpoint-*")  # its step depends on the previous tests
     steps = int(checkpoint.name.rpartition("-")[2]) + 1
     here = {**SHORT, "max_steps": steps, "resume_from_checkpoint": checkpoint, "report_levels": "Level 4"}
     assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", alpha=0.3, **here)) == 0
@@ -223,7 +226,7 @@ def test_run_that_goes_on_in_another_folder_keeps_the_report_of_its_base_model(r
 
 
 @pytest.mark.parametrize("place", ["its own folder", "a new folder"])
-def test_checkpoint_of_another_trainer_goes_on(tmp_path, place):
+def test_checkpoint_of_another_trainer_can_be_resumed(tmp_path, place):
     folder = tmp_path / "grpo"
     options = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
     options |= {"max_steps": 1, "save_steps": 1, "logging_steps": 1, "max_completion_length": 4}
@@ -242,7 +245,7 @@ def test_checkpoint_of_another_trainer_goes_on(tmp_path, place):
 
 @pytest.mark.parametrize("overwrite", ["false", "true"])
 def test_completions_are_logged_into_the_run_folder(tmp_path, overwrite):
-    """TRL makes a folder for them before the run's folder is claimed."""
+    """TRL creates a folder for them before the run's folder is claimed."""
     if overwrite == "true":
         (tmp_path / "completions").mkdir()
         for name in ("recipe.yaml", "completions/old.parquet"):
@@ -250,24 +253,24 @@ def test_completions_are_logged_into_the_run_folder(tmp_path, overwrite):
     short = {**SHORT, "max_steps": 1, "save_strategy": "no", "overwrite": overwrite, "log_completions": "true"}
     recipe = tmp_path.with_suffix(".yaml")
     recipe.write_text(ARITHMETIC.read_text().replace("../accelerate/", f"{ACCELERATE}/"))
-    with recipe.open("a") as file:  # a mapping, of which Transformers makes an object
+    with recipe.open("a") as file:  # Transformers makes an object of this mapping
         file.write("accelerator_config: {split_batches: false}\n")
     assert main(arguments(recipe, output_dir=tmp_path, **short)) == 0
     assert [path.name for path in (tmp_path / "completions").iterdir()] == ["completions_00001.parquet"]
     assert "split_batches: false" in (tmp_path / "recipe.yaml").read_text()
 
 
-def test_report_shows_what_is_known():
+def test_table_shows_the_accuracies_that_are_known():
     cell = {"accuracy": 0.5, "low": 0.25, "high": 0.75}
-    table = format_report({"Level 3": {"greedy": cell}}, {"Level 4": {"greedy": cell}})
-    assert table.splitlines()[1:] == [
+    text = table({"Level 3": {"greedy": cell}}, {"Level 4": {"greedy": cell}})
+    assert text.splitlines()[1:] == [
         "Level 3, greedy            50.0% [25.0%, 75.0%]",
         f"{'Level 4, greedy':<52} 50.0% [25.0%, 75.0%]",
     ]
 
 
-def test_objective_teaches_the_base_model_to_carry_on_the_trained_level_and_beyond(tmp_path):
-    """The lesson of the README's first command, in a quarter of its steps."""
+def test_base_model_learns_to_carry_on_the_trained_level_and_a_harder_one(tmp_path):
+    """The README's first command, with a quarter of its steps."""
     short = {"max_steps": 56, "report_size": 200, "validation_steps": 56, "validation_size": 10}
     assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", **short)) == 0
     summary = read_json(tmp_path / "run" / "summary.json")
@@ -280,7 +283,7 @@ def test_objective_teaches_the_base_model_to_carry_on_the_trained_level_and_beyo
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
 
 
-def test_baseline_runs_from_its_recipe_and_reports_what_opo_does(run, tmp_path):
+def test_baseline_runs_from_its_recipe_and_logs_what_opo_logs(run, tmp_path):
     recipe = ROOT / "recipes" / "arithmetic" / "experiment1" / "dapo.yaml"
     short = {"max_steps": 4, "report_size": 8, "validation_size": 8, "validation_steps": 2}
     assert main(arguments(recipe, output_dir=tmp_path / "run", **short)) == 0
@@ -291,7 +294,7 @@ def test_baseline_runs_from_its_recipe_and_reports_what_opo_does(run, tmp_path):
     assert not any("opo/chi2" in line for line in steps)
     opo = [line for line in read_lines(run / "log.jsonl") if "grad_norm" in line]
     read_by_comparisons = {"rewards/arithmetic_reward/mean", "grad_norm", "entropy", "completions/generated"}
-    for lines in (steps, opo):  # OPO logs no entropy where it leaves completions out
+    for lines in (steps, opo):  # OPO logs no entropy in steps that skip completions
         assert read_by_comparisons <= set().union(*lines)
     after = read_json(tmp_path / "run" / "summary.json")["after"]["Level 4"]["sampled"]
     assert after["pass_at"].keys() == {"1", "2", "4", "8"}
@@ -308,8 +311,8 @@ def test_run_that_ends_with_an_error_leaves_its_report(tmp_path):
     assert "Nothing has been logged yet." in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_without_a_drive_nothing_is_learned(tmp_path):
-    """alpha = 1 gives every completion of a group the same weight: the control of the lesson above."""
+def test_with_alpha_1_nothing_is_learned(tmp_path):
+    """It gives every completion of a group the same weight: the control of the test above."""
     assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", alpha=1.0, weight_decay=0.0, **SHORT)) == 0
     trained = load_file(tmp_path / "run" / "model.safetensors")
     base = load_file(Path(base_model_path()) / "model.safetensors")
@@ -333,7 +336,7 @@ def test_launcher_ends_with_status_2_and_one_message(tmp_path, overrides):
 
 @pytest.fixture(scope="module")
 def small_qwen3(shared_data, tmp_path_factory) -> Path:
-    """Random Qwen3 of 5 million parameters, with the real tokenizer, chat template and whole vocabulary."""
+    """A random Qwen3 with 5 million parameters, and the real tokenizer, chat template and vocabulary."""
     source, folder = shared_data / "Qwen3-1.7B", tmp_path_factory.mktemp("qwen3")
     config = AutoConfig.from_pretrained(source)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -346,7 +349,7 @@ def small_qwen3(shared_data, tmp_path_factory) -> Path:
 
 
 def ascii_reward(completions, **kwargs):
-    """Something a random model can be better or worse at: the share of its text that is ASCII."""
+    """The share of the text that is ASCII: a random model can get better at that."""
     texts = [completion[0]["content"] for completion in completions]
     return [sum(character.isascii() for character in text) / max(len(text), 1) for text in texts]
 

@@ -26,10 +26,10 @@ from test_rewards import ADVERSARIAL
 from transformers import TrainerCallback
 
 from opo_trl import OPOConfig
-from opo_trl.launch.recipe import OPOScriptArguments
+from opo_trl.arguments import OPOScriptArguments
+from opo_trl.launch.rewards import load_rewards
 from opo_trl.rewards import accuracy_reward, format_reward
 from opo_trl.rewards.scoring import LEAST_MEMORY, IsolatedReward, RewardError
-from opo_trl.train import load_rewards
 
 
 ROOTS = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]

@@ -1,0 +1,100 @@
+"""
+The methods: a line for each one that `opo-trl` trains with or reports on.
+
+To add a method, write a file with its trainer and its configuration, and add a line to [`METHODS`]. Recipes then
+accept `trainer: its_name` with the fields of its configuration, and reports know its label and colour. A script
+outside this package calls [`register`] instead, and then `opo_trl.train.main`.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+
+DEFAULT = "opo"  # the `trainer` of a recipe that does not name one
+BASELINE = "grpo"  # what a comparison compares with, unless told otherwise
+
+
+@dataclass(frozen=True)
+class Method:
+    """
+    A method.
+
+    Args:
+        name (`str`):
+            What recipes call it: `trainer: name`.
+        label (`str`):
+            What reports call it.
+        color (`str`):
+            Colour of its curves, as `"#rrggbb"`.
+        trainer (`str`), config (`str`):
+            Dotted paths of its trainer, a subclass of [`RolloutTrainer`], and of its configuration, a subclass of
+            [`RolloutConfig`]. They are imported on use, since importing TRL takes seconds.
+        page (`str`, *optional*):
+            Path of its documentation page in the repository.
+        settings (`Mapping[str, Any]`, *optional*):
+            Settings that distinguish its runs from those of other methods with the same trainer. If they contain a
+            `trainer`, its recipes name that trainer: GSPO is `trainer: grpo` with other fields.
+    """
+
+    name: str
+    label: str
+    color: str
+    trainer: str
+    config: str
+    page: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def trainer_class(self) -> Any:
+        """Its trainer."""
+        return _imported(self.trainer)
+
+    @property
+    def config_class(self) -> Any:
+        """The configuration of its trainer."""
+        return _imported(self.config)
+
+
+@functools.cache
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+_OPO = ("opo_trl.trainer.OPOTrainer", "opo_trl.config.OPOConfig")
+_TRL = ("opo_trl.rollout.trainer.RolloutTrainer", "opo_trl.config.RolloutConfig")  # with TRL's losses
+
+_GRPO = {"loss_type": "grpo", "importance_sampling_level": "token"}
+_GSPO = {"trainer": "grpo", "loss_type": "grpo", "importance_sampling_level": "sequence"}
+# TRL's default loss is DAPO's, but a run with the rest of TRL's defaults is of none of these methods.
+_DAPO = {"trainer": "grpo", "loss_type": "dapo", "mask_truncated_completions": True}
+
+# Colours of Okabe and Ito, which people with colour blindness can tell apart, and for GSPO a darker one.
+METHODS = [
+    Method("opo", "OPO", "#d55e00", *_OPO, "docs/methods/opo.md"),
+    Method("grpo", "GRPO", "#0072b2", *_TRL, "docs/methods/grpo.md", _GRPO),
+    Method("gspo", "GSPO", "#b03a86", *_TRL, "docs/methods/gspo.md", _GSPO),
+    Method("dapo", "DAPO", "#56b4e9", *_TRL, "docs/methods/dapo.md", _DAPO),
+]
+
+
+def register(method: Method) -> None:
+    """Add a method, as an entry of [`METHODS`] does; one of the same name is replaced."""
+    METHODS[:] = [*(other for other in METHODS if other.name != method.name), method]
+
+
+def by_trainer() -> dict[str, Method]:
+    """The methods that a recipe can name in `trainer`, by name."""
+    return {method.name: method for method in METHODS if "trainer" not in method.settings}
+
+
+def method_of(settings: Mapping[str, Any]) -> Method | None:
+    """The method of a run, by its settings; `None` where they are those of no method here."""
+    for method in METHODS:
+        own = {"trainer": method.name, **method.settings}
+        if all(settings.get(name) == value for name, value in own.items()):
+            return method
+    return None
