@@ -35,8 +35,8 @@ from .checks import paths, ranges
 from .checks.errors import refuse
 from .checks.rehearsal import REFUSALS, check_tokens, given, rehearse_model
 from .config import RolloutConfig
+from .data import drop_long_prompts, load_from_hub, load_problems, rename_columns, to_prompts, without_overlap
 from .data.arithmetic import arithmetic_reward, base_model_path
-from .data.problems import drop_long_prompts, load_from_hub, load_problems, rename_columns, to_prompts, without_overlap
 from .evaluate import evaluate
 from .launch import preflight
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation

@@ -23,7 +23,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 from ..checks import paths, written
 from ..checks.ranges import require
 from ..config import OPOConfig, RolloutConfig
-from ..data.problems import INSTRUCTION
+from ..data import INSTRUCTION
 from ..evaluate import Decoding
 
 
