@@ -48,7 +48,8 @@ from .report.run_report import write_report
 from .report.settings import DATA, MODEL, SAMPLING
 from .report.settings import REWARDS as REWARD_FIELDS
 from .rewards.accuracy import accuracy_reward, format_reward
-from .rewards.scoring import IsolatedReward, RewardError
+from .rewards.checked import RewardError
+from .rewards.scoring import IsolatedReward
 from .rollout.checkpoint import check_split
 from .rollout.checkpoint import resolve as find_checkpoint
 from .rollout.rows import check_enough_prompts

@@ -1,7 +1,7 @@
 """
 The arithmetic task and its stored base model: problems, reward, tokenizer, and the accuracy in `ACCURACY.json`.
 
-    pytest tests/arithmetic
+    pytest tests/data/test_arithmetic.py
 """
 
 import json
@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.make_base import build_tokenizer, complete, draw_slipping_chain, forget_to_carry, measure
+from benchmarks.arithmetic_base import build_tokenizer, draw_slipping_chain, measure
+from benchmarks.base_models import complete, forget_to_carry
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.data.arithmetic.task import LEVELS
 

@@ -22,13 +22,14 @@ import torch
 from datasets import Dataset
 from helpers import PROMPTS, RecordingBaseline, RecordingOPO, logged, make_trainer, trained, wait_until
 from invariance.launch import launch, logs
-from test_rewards import ADVERSARIAL
+from test_accuracy import ADVERSARIAL
 from transformers import TrainerCallback
 
 from opo_trl import OPOConfig
 from opo_trl.launch.recipe import OPOScriptArguments
 from opo_trl.rewards import accuracy_reward, format_reward
-from opo_trl.rewards.scoring import LEAST_MEMORY, IsolatedReward, RewardError
+from opo_trl.rewards.checked import RewardError
+from opo_trl.rewards.scoring import LEAST_MEMORY, IsolatedReward
 from opo_trl.train import load_rewards
 
 
@@ -123,7 +124,7 @@ def test_whatever_holds_one_number_for_each_completion_is_accepted_as_by_trl(tin
         ([1.0, 10**400, 1.0], "for completion 1, of type int"),
         (np.ones((3, 2)), "for completion 0, of type ndarray"),
         ([[1.0], [1.0], [1.0]], r"Scorer has returned [1.0] for completion 0, of type list"),
-        (lambda: asynchronous([1, 2, 3]), "which nobody awaits. Define it with `async def`"),
+        (lambda: asynchronous([1, 2, 3]), "which is never awaited. Define it with `async def`"),
     ],
 )
 def test_anything_else_is_named(tiny_model, tmp_path, scores, says):
@@ -162,7 +163,7 @@ def test_trainer_holds_the_users_own_objects(tiny_model, tmp_path):
     [
         ({"length": length_of}, "reward_funcs={'length':"),
         ([length_of, 0.5], "reward_funcs[1]=0.5 is of type float, not a reward"),
-        (Scorer, "is a class, not a reward. Pass an object of it, such as Scorer()"),
+        (Scorer, "is a class, not a reward. Pass an instance, such as Scorer()"),
     ],
 )
 def test_what_is_no_reward_is_refused(tiny_model, tmp_path, given, says):
@@ -229,6 +230,14 @@ def test_workers_import_neither_torch_nor_trl():
     reward = IsolatedReward(scorers.loaded, workers=1)
     assert reward(["opo_trl.rewards.scoring", "torch", "trl", "datasets", "transformers"]) == [1.0, 0.0, 0.0, 0.0, 0.0]
     reward.close()
+
+
+@pytest.mark.parametrize("module", ["rewards.scoring", "rewards.accuracy", "data.arithmetic"])
+def test_module_that_workers_import_needs_no_library_for_training(module):
+    libraries = ("torch", "trl", "datasets", "transformers")
+    code = f"import sys, opo_trl.{module}; print([name for name in {libraries} if name in sys.modules])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*ROOTS, *sys.path])}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "[]\n"
 
 
 @pytest.mark.parametrize("told", ["workers", "fork server"])
@@ -327,7 +336,7 @@ def test_function_of_the_script_itself_is_refused_with_the_fix(tmp_path):
     _, err = script.communicate(timeout=60)
     assert script.returncode == 1
     assert "cannot be sent to a worker process" in err
-    assert "a module other than the script that is run" in err
+    assert "a module other than the main script" in err
 
 
 def test_workers_that_cannot_start_are_an_error():
