@@ -1,4 +1,4 @@
-"""The tables and figures of the regime map, from its collected runs alone (see regime.py)."""
+"""The tables and figures of the regime map, from its collected runs (see regime.py)."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -9,7 +9,7 @@ import numpy as np
 
 from opo_trl.report.intervals import Estimate, estimate, paired_difference
 
-from .regime import BEST_RATE, CONFIRMATION_SEEDS
+from .regime_design import BEST_RATE, CONFIRMATION_SEEDS
 
 
 # What the confirmation is compared with.
