@@ -64,7 +64,7 @@ def command_line(run: dict[str, Any]) -> list[str]:
 
 
 def collect() -> dict[str, Any]:
-    """What the report reads of each run."""
+    """What the report reads of each run, with versions and date."""
     lines = []
     for run in runs():
         log = [json.loads(line) for line in (folder(run) / "log.jsonl").read_text().splitlines()]

@@ -121,12 +121,12 @@ def report(results: dict[str, Any]) -> str:
         for sharding, name in SHARDINGS.items()
         for variant, found in results["measured"][sharding].items()
     ]
-    header = ("sharding", "trainer", "passes", "collective calls", "numbers ÷ parameters", "of rows")
+    header = ("sharding", "trainer", "passes", "collective calls", "numbers ÷ parameters", "of samples")
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     return (
         "# What processes send each other in an optimizer step\n\n"
         "`python -m benchmarks.communication` makes this page; its docstring says what is counted. Passes are those\n"
-        "with a gradient, of one process.\n\n"
+        "of one process with a gradient.\n\n"
         f"{table(header, rows)}\n\nMeasured {results['date'][:10]} with {versions}.\n"
     )
 

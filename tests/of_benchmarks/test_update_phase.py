@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import replay, scaling, update_phase
+from benchmarks import passes, replay, scaling, update_phase
 from benchmarks.gpu import update_phase as gpu_update_phase
 from benchmarks.shapes import QWEN3_0_6B, QWEN3_1_7B, small_qwen3
 from opo_trl.rollout.rows import optimizer_step_of_rows
@@ -231,7 +231,7 @@ def test_operations_are_those_that_pytorch_counts():
     ids = torch.zeros(2, 24, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids).logits.sum().backward()
-    said = gpu_update_phase.model_flops([replay.Pass(True, 2, 24, 48, 48)], SHAPE, model.num_parameters())
+    said = gpu_update_phase.model_flops([passes.Pass(True, 2, 24, 48, 48)], SHAPE, model.num_parameters())
     attention = 2 * SHAPE["num_hidden_layers"] * SHAPE["num_attention_heads"] * SHAPE["head_dim"] * 48 * 24
     assert counter.get_total_flops() == pytest.approx(said + 3 * attention, rel=0.01)
 
