@@ -54,7 +54,7 @@ def test_same_problems_on_every_call_whatever_the_state_of_the_random_generator(
     first = make_problems("train")
     random.seed(2)
     assert make_problems("train") == first
-    # Pins the stream itself: the stored model was trained without these very test problems.
+    # Pins the stream: the stored model was trained without these test problems.
     assert first[2048]["problem"] == "14+28-19="
     assert make_problems("test", ["Level 3"])[0]["problem"] == "12+23-21+30="
 
@@ -94,12 +94,12 @@ def test_type_names_the_operators():
 
 
 @pytest.mark.parametrize("levels", [["Level 6"], ["level 1"], "Level 1"])
-def test_unknown_level_is_refused(levels):
+def test_unknown_level_is_rejected(levels):
     with pytest.raises(ValueError, match="levels="):
         make_problems("train", levels)
 
 
-def test_unknown_split_is_refused():
+def test_unknown_split_is_rejected():
     with pytest.raises(ValueError, match="split='validation'"):
         make_problems("validation")
 
@@ -218,7 +218,7 @@ def test_claimed_accuracy_leaves_something_to_learn(claimed):
 @pytest.mark.parametrize("level", ["Level 3", "Level 4"])
 def test_greedy_accuracy_is_the_claimed_one(model, tokenizer, claimed, level):
     figures = measure(model, tokenizer, make_problems("test", [level]), do_sample=False)
-    # The same problems and no chance involved; the kernels of another machine may break a near tie differently.
+    # Greedy, so only near ties may differ between machines.
     assert abs(figures["accuracy"] - claimed[level]["greedy"]["accuracy"]) <= 0.01
 
 

@@ -98,7 +98,7 @@ class TestColumns:
         return [dict(zip(names, values, strict=True)) for values in zip(*names.values(), strict=True)]
 
     @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".json", ".parquet"])
-    def test_question_and_answer_of_gsm8k_are_taken_and_said(self, tmp_path: Path, ending: str, caplog):
+    def test_question_and_answer_of_gsm8k_are_used_and_logged(self, tmp_path: Path, ending: str, caplog):
         file = write(tmp_path / f"some{ending}", self.rows(question=["2 + 2?", "More?"], answer=self.ANSWERS))
         problems = load_problems(file)
         assert problems.column_names == ["problem", "level", "type", "solution"]
@@ -128,7 +128,7 @@ class TestColumns:
         assert to_prompts(problems, style="plain")["solution"][:] == ["4"]
         assert f"took {names[0]!r} for problem" in caplog.text or names[0] == "problem"
 
-    def test_solution_goes_before_answer_unless_it_is_said(self, tmp_path: Path):
+    def test_solution_precedes_answer_unless_mapped(self, tmp_path: Path):
         rows = self.rows(problem=["2 + 2?"], solution=["\\boxed{4}"], answer=["5"])
         file = write(tmp_path / "some.jsonl", rows)
         assert to_prompts(load_problems(file))["solution"][:] == ["4"]
@@ -168,7 +168,7 @@ class TestSelection:
         assert Counter(problems["level"]) == {"Level 1": 10, "Level 3": 10}
 
     @pytest.mark.parametrize("levels", [["Level 3", "Level 7"], ["3"], "Level 3", []])
-    def test_an_unknown_level_is_refused_with_those_that_exist(self, folder: str, levels: list[str]):
+    def test_an_unknown_level_is_rejected_with_existing_ones(self, folder: str, levels: list[str]):
         with pytest.raises(ValueError, match=r"levels=.*\['Level 1', 'Level 2', 'Level 3'\]"):
             load_problems(folder, levels=levels)
 
@@ -186,7 +186,7 @@ class TestSelection:
         assert set(chosen(0.2, 1)) < set(chosen(0.5, 1))
 
     @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.1, float("nan"), 0.01])
-    def test_a_fraction_without_rows_is_refused(self, folder: str, fraction: float):
+    def test_a_fraction_without_rows_is_rejected(self, folder: str, fraction: float):
         with pytest.raises(ValueError, match=rf"fraction={fraction}.* Use "):
             load_problems(folder, fraction=fraction)
 
@@ -197,7 +197,7 @@ class TestSelection:
 
 class TestNames:
     @pytest.mark.parametrize("name", ["./nowhere", "/no/where", "a/b/c", "nowhere.jsonl", "~/no/where"])
-    def test_a_missing_path_is_not_asked_of_the_hub(self, name: str):
+    def test_a_missing_path_is_not_looked_up_on_the_hub(self, name: str):
         with pytest.raises(ValueError, match="does not exist"):
             load_problems(name)
 

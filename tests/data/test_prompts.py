@@ -77,14 +77,14 @@ class TestPrompts:
 
 
 class TestOverlap:
-    def test_it_is_dropped_up_to_white_space(self, caplog: pytest.LogCaptureFixture):
+    def test_it_is_dropped_ignoring_white_space(self, caplog: pytest.LogCaptureFixture):
         training = make(("What is\n$1 +  1$?", "2"), ("Other", "1"))
         held_out = make(("New", "1"), ("What is $1 + 1$? ", "2"), ("what is $1 + 1$?", "2"))
         assert without_overlap(held_out, training)["problem"][:] == ["New", "what is $1 + 1$?"]
         assert "1 of 3 rows of the held-out set are in the training set" in caplog.text
         assert "row 1" in caplog.text
 
-    def test_without_overlap_nothing_is_said(self, caplog: pytest.LogCaptureFixture):
+    def test_without_overlap_nothing_is_logged(self, caplog: pytest.LogCaptureFixture):
         assert len(without_overlap(make(("a", "1")), make(("b", "1")))) == 1
         assert not caplog.records
 
@@ -162,7 +162,7 @@ class TestMath:
         assert statistics.median(lengths) == median
         assert max(lengths) == longest
         prompts = to_prompts(problems)
-        # The chat prompt adds 5 tokens before the problem, and the instruction and the start of the answer behind it.
+        # The chat prompt adds 5 tokens before the problem, and the instruction and the start of the answer after it.
         added = len(qwen3(f"\n\n{INSTRUCTION}")["input_ids"]) + 8
         assert len(drop_long_prompts(prompts, qwen3, longest + added)) == len(problems)
         kept = drop_long_prompts(prompts, qwen3, 256)
