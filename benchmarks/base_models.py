@@ -75,20 +75,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast, shape: Mapping[str, int]) ->
 
 def forget_to_carry(left: int, operator: str, right: int) -> int:
     """
-    Compute one operation column by column, carrying nothing.
+    Compute one addition or subtraction column by column, carrying nothing. Exact if there is nothing to carry.
 
     In an addition the carry is dropped: `47+38` gives 75. In a subtraction the smaller digit is taken from the larger
     one, so that nothing is borrowed: `85-16` gives 71. (With the borrow dropped instead, which gives 79, one slip of
     either kind in a chain would cancel out to a right answer.)
-
-    Args:
-        left (`int`), right (`int`):
-            The operands.
-        operator (`str`):
-            `"+"` or `"-"`.
-
-    Returns:
-        `int`: The slipped result; the exact one if there is nothing to carry.
     """
     tens = calculate(left // 10, operator, right // 10)
     ones = calculate(left % 10, operator, right % 10)

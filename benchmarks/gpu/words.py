@@ -128,18 +128,7 @@ class Problem:
 
 
 def draw_problem(level: str, rng: random.Random) -> Problem:
-    """
-    Draw one problem at random. Its running number stays between 10 and 999.
-
-    Args:
-        level (`str`):
-            One of `LEVELS`; the k-th has k operations.
-        rng (`random.Random`):
-            Source of randomness.
-
-    Returns:
-        [`Problem`]: The problem.
-    """
+    """Draw a problem of one of `LEVELS`; the k-th has k operations. Its running number stays between 10 and 999."""
     n_steps = LEVELS.index(level) + 1
     start = value = rng.randint(SMALLEST, 199)
     steps: list[Step] = []

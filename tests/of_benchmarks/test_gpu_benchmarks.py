@@ -297,7 +297,7 @@ def test_word_arithmetic_runs_to_its_end_and_resumes(tmp_path, monkeypatch, caps
         word_arithmetic.main([*argv, "--learning_rate", "1e-4"])
 
 
-def test_run_with_an_unknown_field_is_refused(tmp_path, monkeypatch, capsys):
+def test_run_with_an_unknown_field_is_rejected(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit):
         word_arithmetic.run_method("opo", 1, tmp_path, word_arithmetic.TINY, ["--no_such_field", "1"])

@@ -49,7 +49,7 @@ def test_rewards_are_equal_in_zero_variance_groups_and_have_two_values_in_the_ot
     assert spreads == [1] * round(10 * dead) + [2] * (10 - round(10 * dead))
 
 
-def test_rollout_that_cannot_be_cut_is_refused():
+def test_rollout_that_cannot_be_cut_is_rejected():
     rollout = draw("equal", groups=2, generations=3, shorter=64)
     with pytest.raises(ValueError, match=r"rows=4 does not cut 6 completions.*divisor of 3"):
         replay.make_trainer("GRPO", SHAPE, rollout, rows=4, steps=2)

@@ -126,7 +126,7 @@ def test_trainer_holds_the_users_own_objects(tiny_model, tmp_path):
         (Scorer, "is a class, not a reward. Pass an instance, such as Scorer()"),
     ],
 )
-def test_what_is_no_reward_is_refused(tiny_model, tmp_path, given, says):
+def test_what_is_no_reward_is_rejected(tiny_model, tmp_path, given, says):
     with pytest.raises(TypeError) as error:
         trainer_with(tiny_model, tmp_path, given)
     assert says in str(error.value)

@@ -148,7 +148,7 @@ def test_idle_workers_may_be_killed():
         ({"reward": lambda completions, **kwargs: [0.0]}, "cannot be sent to a worker"),
     ],
 )
-def test_argument_out_of_range_is_refused(options, message):
+def test_argument_out_of_range_is_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         IsolatedReward(**{"reward": scorers.by_fate, **options})
 
@@ -204,7 +204,7 @@ def test_killed_script_leaves_no_worker_behind_that_hangs_in_native_code(tmp_pat
     wait_until(lambda: none_alive(left), 60)
 
 
-def test_function_of_the_script_itself_is_refused_with_the_fix(tmp_path):
+def test_function_of_the_script_itself_is_rejected_with_the_fix(tmp_path):
     script = start(tmp_path, "own")
     _, err = script.communicate(timeout=60)
     assert script.returncode == 1
