@@ -130,17 +130,17 @@ def rename_columns(dataset: Dataset, columns: Mapping[str, str]) -> Dataset:
 def _load(
     name: str, config: str | None, split: str, levels: Sequence[str] | None, columns: Mapping[str, str]
 ) -> Dataset:
-    file = None if name in EMBEDDED else _local_file(name, split)
-    if file is None and name not in EMBEDDED:
+    source = EMBEDDED.get(name) or _local_file(name, split)
+    if source is None:
         return _to_problems(name, load_from_hub(name, config, split), columns)
     if config is not None:
         raise ValueError(
             f"dataset_config={config!r} is only for data sets on the Hub, and dataset_name={name!r} is not one. "
             "Remove it."
         )
-    if file is not None:
-        return _read(file, columns)
-    return _to_problems(name, Dataset.from_list(EMBEDDED[name](split, levels)), columns)
+    if isinstance(source, Path):
+        return _read(source, columns)
+    return _to_problems(name, Dataset.from_list(source(split, levels)), columns)
 
 
 def _sources(
