@@ -178,6 +178,8 @@ class IsolatedReward:
         if self._pool is not None and self._pool.active:
             return self._pool
         self.close()
+        # "fork" would copy CUDA's state and the locks of other threads. With "spawn", every new worker would take
+        # seconds to import the reward's module, which the fork server imports once.
         context = _Context()
         context.set_forkserver_preload([__name__, getattr(self.reward, "__module__", __name__)])
         self._pool = pool = ProcessPool(
