@@ -1,11 +1,11 @@
 """
-How long processes wait for the one with the most tokens, with and without exchanging rows; counted, not timed.
+How long processes wait for the one with the most tokens, with and without exchanging samples; counted, not timed.
 
     python -m benchmarks.balance      # → results/balance.md, from the planning itself; a few seconds
 
-Rows have the lengths of MATH's solutions. Processes hold consecutive groups of 8, as TRL deals them, and some groups
-have no spread of rewards: the first optimizer step over a rollout leaves their rows out. A step lasts as long as the
-process takes that has the most padded tokens. The figures are that process's, over the real tokens of a mean process.
+Samples have the lengths of MATH's solutions. As in TRL, processes hold consecutive groups of 8. Some are zero-variance
+groups, whose samples the first optimizer step over a rollout leaves out. A step takes as long as the process with the
+most padded tokens. The numbers are padded tokens of that process, relative to the mean number of real tokens.
 """
 
 import json
@@ -24,7 +24,7 @@ TRIALS = 200
 
 
 def padded_tokens(lengths: np.ndarray, n_parts: int) -> int:
-    """Tokens that a process passes through the model for rows `[B, 2]`, longest first, in planned micro-batches."""
+    """Tokens that a process passes through the model for samples `[B, 2]`, longest first, in planned micro-batches."""
     if len(lengths) <= n_parts:
         return int(lengths.sum())
     parts = np.split(lengths, split_further(lengths, cut(lengths, **LIMITS), n_parts))
@@ -32,7 +32,7 @@ def padded_tokens(lengths: np.ndarray, n_parts: int) -> int:
 
 
 def busiest(processes: int, dead: float, exchange: bool) -> float:
-    """Padded tokens of the busiest process over the real ones of the mean process, on average."""
+    """Padded tokens of the busiest process relative to the real tokens of the mean process, on average."""
     percentiles = json.loads((RESULTS / "math_lengths.json").read_text())["percentiles"]
     random = np.random.default_rng(0)
     n = processes * ROWS_PER_PROCESS
@@ -59,7 +59,7 @@ def main() -> str:
         f"{ROWS_PER_PROCESS} completions per",
         f"process and optimizer step, groups of {GROUP}, micro-batches of {MICRO_BATCH}, means of {TRIALS} rollouts.",
         "",
-        "| processes | groups without spread | rows stay | rows are exchanged |",
+        "| processes | zero-variance groups | samples stay | samples are exchanged |",
         "| ---: | ---: | ---: | ---: |",
     ]
     for processes in (2, 4, 8):

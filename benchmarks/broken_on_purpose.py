@@ -22,7 +22,7 @@ import yaml
 from opo_trl.metrics.watches import Watches
 
 from .pages import fill, table
-from .regime import COMMON
+from .regime_design import COMMON
 
 
 ROOT = Path(__file__).resolve().parents[1]

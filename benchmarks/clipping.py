@@ -1,20 +1,17 @@
 """
 What clipping gradients at norm 1, TRL's default, does to OPO with `log_ratio_reduction: sum`, and to its choice of μ.
 
-    python -m benchmarks.clipping run --jobs 2      # what is missing, into runs/clipping; 25 minutes on 2 cores
+    python -m benchmarks.clipping run --jobs 2      # all missing runs, into runs/clipping; 25 minutes on 2 cores
     python -m benchmarks.clipping report            # runs/clipping → results/clipping.json and clipping.md
 
-OPOTrainer divides the loss by the mean completion length of the rollout. AdamW does not depend on that constant, and
-clipping does: "undivided" clips at 1 ÷ 18, the mean length here, which is what norm 1 is to a loss that is not
-divided.
-Budget, task and outcome are those of `benchmarks.regime`; no choice was made on these seeds.
+OPOTrainer divides the loss by the mean completion length of the rollout. AdamW does not depend on that constant, but
+clipping does: "undivided" clips at 1 ÷ 18, the mean length here, which corresponds to norm 1 for an undivided loss.
+Budget, task and outcome are those of `benchmarks.regime`; no choice was based on these seeds.
 """
 
 import argparse
 import itertools
 import json
-import multiprocessing
-import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -23,9 +20,10 @@ from typing import Any
 
 from opo_trl.report.intervals import paired_difference
 
+from .many_runs import options, run_missing
 from .pages import table
 from .record import origin
-from .regime import COMMON, METHODS
+from .regime_design import COMMON, METHODS
 
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -39,55 +37,34 @@ RATE = 1e-4
 
 
 def runs() -> Iterator[dict[str, Any]]:
-    """All runs: a map for each seed before the next."""
+    """All runs, seed by seed."""
     for seed, k, mu, clipped in itertools.product(SEEDS, STEPS_PER_ROLLOUT, STIFFNESSES, CLIPPED):
         yield {"seed": seed, "steps_per_rollout": k, "mu": mu, "clipped": clipped}
 
 
 def folder(run: dict[str, Any]) -> Path:
-    """Where a run's folder is."""
+    """Folder of a run."""
     return RUNS / f"{run['clipped'].replace(' ', '_')} k{run['steps_per_rollout']} mu{run['mu']:g} seed{run['seed']}"
 
 
-def train(run: dict[str, Any]) -> int:
-    """Run one, in a process of its own; its output goes beside its folder."""
-    from opo_trl.train import main
-
-    place = folder(run)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    log = place.with_name(place.name + ".txt").open("w")
-    for stream in (1, 2):
-        os.dup2(log.fileno(), stream)
-    fields = {
-        **COMMON,
-        **METHODS["OPO"],
-        "mu": run["mu"],
-        "max_grad_norm": CLIPPED[run["clipped"]],
-        "steps_per_generation": run["steps_per_rollout"],
-        "learning_rate": RATE,
-        "seed": run["seed"],
-        "output_dir": place,
-        "overwrite": True,
-    }
-    return main(list(itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in fields.items())))
-
-
-def is_done(run: dict[str, Any]) -> bool:
-    """Whether a run's folder holds a finished run."""
-    summary = folder(run) / "summary.json"
-    return summary.exists() and "after" in json.loads(summary.read_text())
-
-
-def run_missing(jobs: int) -> bool:
-    """Run what is not finished; whether all of it succeeded."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["opo_trl.train"])
-    with context.Pool(jobs, maxtasksperchild=1) as pool:
-        return not any(pool.imap_unordered(train, [run for run in runs() if not is_done(run)]))
+def command_line(run: dict[str, Any]) -> list[str]:
+    """Command line of a run for `opo_trl.train`."""
+    return options(
+        {
+            **COMMON,
+            **METHODS["OPO"],
+            "mu": run["mu"],
+            "max_grad_norm": CLIPPED[run["clipped"]],
+            "steps_per_generation": run["steps_per_rollout"],
+            "learning_rate": RATE,
+            "seed": run["seed"],
+            "output_dir": folder(run),
+        }
+    )
 
 
 def collect() -> dict[str, Any]:
-    """What the report reads of each run."""
+    """What the report reads of each run, with versions and date."""
     lines = []
     for run in runs():
         log = [json.loads(line) for line in (folder(run) / "log.jsonl").read_text().splitlines()]
@@ -146,7 +123,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     arguments = parser.parse_args()
     if arguments.command == "run":
-        return int(not run_missing(arguments.jobs))
+        return run_missing({folder(run): command_line(run) for run in runs()}, arguments.jobs)
     results = collect()
     (RESULTS / "clipping.json").write_text(json.dumps(results, indent=1) + "\n")
     (RESULTS / "clipping.md").write_text(report(results))

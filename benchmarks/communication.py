@@ -1,19 +1,17 @@
 """
-What processes send each other in an optimizer step, OPOTrainer beside TRL's GRPOTrainer: counted, not timed.
+What processes send each other in an optimizer step, with OPOTrainer and TRL's GRPOTrainer: counted, not timed.
 
     python -m benchmarks.communication          # → results/communication.json and communication.md; 3 minutes
 
 Four processes over gloo train the same model on the same fixed rollout: 24 completions per process and optimizer
-step, with a quarter of the lengths that MATH's solutions have, in micro-batches of 4, two optimizer steps per rollout.
-Counted are the numbers in the tensors that collective calls reduce, gather or scatter, without those of exchanged rows
-(`rows`, which do not grow with the model), in parts of the model's parameters. NCCL makes the same calls; what they
-cost depends on the network.
+step, with a quarter of the lengths of MATH's solutions, in micro-batches of 4, two optimizer steps per rollout.
+Counted are the numbers in the tensors that collective calls reduce, gather or scatter, relative to the model's
+parameters. Those of exchanged samples (`rows`), which do not grow with the model, are counted separately. NCCL makes
+the same calls; their cost depends on the network.
 """
 
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from opo_trl import trainer as opo
 
 from . import replay
-from .memory_probes import ACCELERATE, ROOT, allow_cpu
+from .launched import ROOT, allow_cpu, launch
 from .pages import table
 from .record import origin
 from .shapes import small_qwen3
@@ -35,7 +33,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PROCESSES, ROWS, STEPS, GENERATIONS = 4, 4, 2, 8
 ROWS_OF_STEP = 24  # per process
 SHARDINGS = {"multi_gpu": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
-# Rows of GRPO, and of OPO with its options; the last one plans as on a single device, where a pass costs no network.
+# Row of the table → method and options. The last one plans as on a single device, where a pass needs no communication.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPOTrainer": ("GRPO", {}),
     "OPOTrainer, not planned": ("OPO", {"plan_micro_batches": False}),
@@ -45,7 +43,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 COLUMNS = {"passes": "g", "calls": "g", "weights": ".1f", "rows": ",.0f"}
 
-# Of DeepSpeed: a model as small as this one would be kept whole on every process.
+# With DeepSpeed's own thresholds, every process would hold all of so small a model.
 NO_THRESHOLDS = {
     "stage3_param_persistence_threshold": 0,
     "stage3_prefetch_bucket_size": 0,
@@ -55,7 +53,7 @@ NO_THRESHOLDS = {
 
 
 def count(trainer: Any) -> dict[str, int]:
-    """Train; collective calls, the numbers that they moved, those of them for exchanging rows, and passes."""
+    """Train, and count passes, collective calls, the numbers moved, and those moved to exchange samples."""
     passes, compute_loss, exchange = [0], trainer.compute_loss, opo.gather_rows
 
     def counted_loss(*args: Any, **kwargs: Any) -> Any:
@@ -72,9 +70,9 @@ def count(trainer: Any) -> dict[str, int]:
     counts = {"calls": 0, "numbers": 0, "rows": 0, "passes": passes[0]}
     exchanges = [event.time_range for event in profiler.events() if event.name == "rows"]
     for event in profiler.events():
-        if event.name.startswith("gloo:"):  # of every call, DDP's and FSDP's in C++ included
+        if event.name.startswith("gloo:"):  # every call, including those of DDP and FSDP in C++
             numbers = sum(math.prod(shape) for shape in event.input_shapes)
-            numbers *= PROCESSES if "gather" in event.name else 1  # what every process has in the end
+            numbers *= PROCESSES if "gather" in event.name else 1  # what every process receives
             counts["calls"] += 1
             counts["numbers"] += numbers
             inside = any(span.start <= event.time_range.start <= span.end for span in exchanges)
@@ -83,23 +81,13 @@ def count(trainer: Any) -> dict[str, int]:
 
 
 def measure(sharding: str, variant: str) -> dict[str, float]:
-    """Of an optimizer step: calls, passes, numbers of exchanged rows, and other numbers per parameter (`weights`)."""
+    """Per optimizer step: calls, passes, numbers of exchanged samples, and other numbers per parameter (`weights`)."""
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = ["-m", "accelerate.commands.launch", "--config_file", str(ACCELERATE / f"{sharding}.yaml")]
-        command += ["--num_processes", str(PROCESSES), "--mixed_precision", "no"]
-        if sharding == "multi_gpu":
-            command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        task = json.dumps({"sharding": sharding, "variant": variant, "result": str(result)})
-        command = [sys.executable, *command, "-m", "benchmarks.communication", task]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-        if done.returncode or not result.is_file():
-            raise RuntimeError(f"{sharding}, {variant} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        return json.loads(result.read_text())
+        task = {"sharding": sharding, "variant": variant, "folder": folder}
+        return launch("benchmarks.communication", task, folder, sharding=sharding, processes=PROCESSES)
 
 
-def train_rank(*, sharding: str, variant: str, result: str) -> None:
+def train_rank(*, sharding: str, variant: str, folder: str) -> None:
     """A process of [`measure`]."""
     allow_cpu(sharding)
     method, options = VARIANTS[variant]
@@ -121,7 +109,8 @@ def train_rank(*, sharding: str, variant: str, result: str) -> None:
     assert trainer.accelerator.num_processes == PROCESSES
     counts["weights"] = round((counts.pop("numbers") - counts["rows"]) / parameters, 2)
     if trainer.accelerator.is_main_process:
-        Path(result).write_text(json.dumps({"distributed_type": trainer.accelerator.distributed_type.value, **counts}))
+        found = {"distributed_type": trainer.accelerator.distributed_type.value, **counts}
+        (Path(folder) / "result.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
@@ -132,12 +121,12 @@ def report(results: dict[str, Any]) -> str:
         for sharding, name in SHARDINGS.items()
         for variant, found in results["measured"][sharding].items()
     ]
-    header = ("sharding", "trainer", "passes", "collective calls", "numbers ÷ parameters", "of rows")
+    header = ("sharding", "trainer", "passes", "collective calls", "numbers ÷ parameters", "of samples")
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     return (
         "# What processes send each other in an optimizer step\n\n"
         "`python -m benchmarks.communication` makes this page; its docstring says what is counted. Passes are those\n"
-        "with a gradient, of one process.\n\n"
+        "of one process with a gradient.\n\n"
         f"{table(header, rows)}\n\nMeasured {results['date'][:10]} with {versions}.\n"
     )
 

@@ -24,6 +24,8 @@ import yaml
 from opo_trl.report.measures import final, reward
 from opo_trl.report.runs import find_runs, read_run
 
+from .record import origin
+
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = Path("recipes/arithmetic")
@@ -83,7 +85,7 @@ def sweep(jobs: int) -> None:
             for method in METHODS:
                 run = read_run(ROOT / place / "runs" / method / f"seed-{SWEEP_SEED}")
                 table[experiment][method][rate] = round(final(reward(run), run) or 0.0, 4)
-    (ROOT / RESULTS / "sweep.json").write_text(json.dumps(table, indent=2) + "\n")
+    (ROOT / RESULTS / "sweep.json").write_text(json.dumps({"origin": origin(), **table}, indent=2) + "\n")
 
 
 def run(jobs: int) -> None:
@@ -127,7 +129,8 @@ def report() -> None:
 
 def sweep_table() -> dict[str, dict[str, dict[str, float]]]:
     """Experiment → method → learning rate → final reward."""
-    return json.loads((ROOT / RESULTS / "sweep.json").read_text())
+    sweep = json.loads((ROOT / RESULTS / "sweep.json").read_text())
+    return {experiment: sweep[experiment] for experiment in EXPERIMENTS}
 
 
 def best_rates() -> dict[str, dict[str, float]]:

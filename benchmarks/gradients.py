@@ -4,15 +4,15 @@ Gradients of GRPO, GSPO, DAPO and OPO on the same rollouts, as a policy becomes 
     python -m benchmarks.gradients            measure (one CPU core, about 20 minutes), and write what follows
     python -m benchmarks.gradients --write    results/gradients.png and the tables of gradients.md, from gradients.json
 
-OPO trains the embedded model by `recipes/arithmetic/opo.yaml`. At some steps of that run (`STAGES`) the policy becomes
-the anchor of `ROLLOUTS` rollouts, each of `PROMPTS` problems × `GENERATIONS` completions. On each, the `compute_loss`
-of TRL's GRPOTrainer or of OPOTrainer gives every method's gradient with respect to all parameters,
+OPO trains the embedded model with `recipes/arithmetic/opo.yaml`. At some steps of that run (`STAGES`), the policy is
+the behaviour policy of `ROLLOUTS` rollouts of `PROMPTS` problems × `GENERATIONS` completions. On each, the
+`compute_loss` of TRL's GRPOTrainer or of OPOTrainer gives every method's gradient with respect to all parameters,
 
-- on-policy: at the anchor;
-- off-policy: at policies reached from the anchor on the same rollout by `WALK` steps of one length, `STEP_LENGTH` in
-  parameter space, down the gradient of GRPO without clipping or of OPO.
+- on-policy: at the behaviour policy;
+- off-policy: at policies reached from it on the same rollout by `WALK` steps of length `STEP_LENGTH` in parameter
+  space, along the gradient of GRPO without clipping or of OPO.
 
-With the extra `figures` installed.
+Needs the extra `figures`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread slows so small a model down
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread slows down so small a model
 
 import matplotlib.pyplot as plt
 import torch
@@ -68,7 +68,7 @@ METHODS: dict[str, tuple[type, dict[str, Any]]] = {
     "OPO": (OPOTrainer, {"mu": 1.0}),
     "OPO, mean": (OPOTrainer, {"mu": 1.0, "log_ratio_reduction": "mean"}),
 }
-# Which gradient leads away from the anchor.
+# Whose gradient leads away from the behaviour policy.
 WALKERS: dict[str, tuple[type, dict[str, Any]]] = {
     "GRPO without clipping": (GRPOTrainer, {"loss_type": "grpo", "epsilon": 1e6}),
     "OPO": METHODS["OPO"],
@@ -103,7 +103,7 @@ def load_policy(model: torch.nn.Module, policy: Tensor):
 
 
 def train(folder: str) -> tuple[dict[int, Tensor], Dataset]:
-    """The policies of the recipe's run by step, and the problems that it trains on."""
+    """Train with the recipe; policies by step, and the training problems."""
     script, args, model_config, _ = parse(["--config", str(RECIPE), "--output_dir", folder, "--save_strategy", "no"])
     model_config.model_name_or_path = base_model_path()
     problems = load_data(script, args, AutoTokenizer.from_pretrained(base_model_path())).training
@@ -116,7 +116,7 @@ def train(folder: str) -> tuple[dict[int, Tensor], Dataset]:
 
 
 def build(trainer_class: type, options: dict[str, Any], problems: Dataset, folder: str) -> Any:
-    """A trainer for one optimizer step on a whole rollout, outside of a training run."""
+    """A trainer for one optimizer step on a complete rollout, outside of a training run."""
     config_class = OPOConfig if trainer_class is OPOTrainer else GRPOConfig
     args = config_class(
         output_dir=folder,
@@ -143,7 +143,7 @@ def build(trainer_class: type, options: dict[str, Any], problems: Dataset, folde
 
 
 def gradient(trainer: Any, policy: Tensor, rollout: dict[str, Any]) -> Tensor:
-    """Gradient of a trainer's loss on the whole rollout, `[number of parameters]`."""
+    """Gradient of a trainer's loss on the complete rollout, `[number of parameters]`."""
     load_policy(trainer.model, policy)
     trainer._metrics["train"].clear()
     loss = trainer.compute_loss(trainer.model, rollout)
@@ -151,7 +151,7 @@ def gradient(trainer: Any, policy: Tensor, rollout: dict[str, Any]) -> Tensor:
 
 
 def roll_out(trainer: OPOTrainer, policy: Tensor, problems: Dataset, seed: int) -> dict[str, Any]:
-    """A rollout of a policy on problems drawn with `seed`; it serves every method."""
+    """A rollout of a policy on problems drawn with `seed`, for every method."""
     load_policy(trainer.model, policy)
     chosen = random.Random(seed).sample(range(len(problems)), PROMPTS)
     set_seed(seed)
@@ -171,7 +171,7 @@ def walk(trainer: Any, policy: Tensor, rollout: dict[str, Any]) -> Iterator[Tens
 
 
 def measure_policy(trainers: dict[str, Any], policy: Tensor, rollout: dict[str, Any]) -> dict[str, Any]:
-    """Norm and share of clipped completions or tokens of each method, and the cosine of each pair."""
+    """Norm and fraction of clipped completions or tokens of each method, and the cosine of each pair."""
     gradients = {name: gradient(trainer, policy, rollout).double() for name, trainer in trainers.items()}
     return {
         "norm": {name: g.norm().item() for name, g in gradients.items()},
@@ -179,7 +179,7 @@ def measure_policy(trainers: dict[str, Any], policy: Tensor, rollout: dict[str, 
             f"{a} / {b}": torch.cosine_similarity(gradients[a], gradients[b], dim=0).item()
             for a, b in itertools.combinations(gradients, 2)
         },
-        # For OPO the bound on Δ is what clips.
+        # OPO clips Δ.
         "clipped": {
             name: trainer._metrics["train"][
                 "opo/frac_clamped" if isinstance(trainer, OPOTrainer) else "clip_ratio/region_mean"
@@ -228,12 +228,12 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def numbers(rollout: dict[str, Any], first: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """What a rollout gives to the tables: table → row → number. `first` is the first stage's on the same problems."""
+    """Numbers of a rollout: table → row → number. `first` is that of the first stage on the same problems."""
     result: dict[str, dict[str, float]] = defaultdict(dict)
     result["stages"] = {
         "success rate": rollout["success"],
         "entropy per token (nats)": rollout["on-policy"]["entropy"],
-        "completions in a group without spread": rollout["zero_drive"],
+        "completions in zero-variance groups": rollout["zero_drive"],
         "½·(max A − min A)": rollout["advantage_range"] / 2,
     }
     for policy in POLICIES:
@@ -268,7 +268,7 @@ def summarize(stages: dict[str, list[dict]]) -> dict[str, dict[str, list[tuple[f
 
 
 def write_tables(results: dict[str, Any]):
-    """Write the tables of the page anew."""
+    """Update the tables of the page."""
     stages = results["stages"]
     blocks = {"versions": ", ".join(f"{name} {version}" for name, version in results["versions"].items())}
     for name, rows in summarize(stages).items():
@@ -278,7 +278,7 @@ def write_tables(results: dict[str, Any]):
 
 
 def draw(stages: dict[str, list[dict]]):
-    """Norm over advantage range, and norm over its first value, at each stage."""
+    """Norm relative to the range of advantages, and to its first value, at each stage."""
     summary = summarize(stages)
     success = (mean for mean, _ in summary["stages"]["success rate"])
     labels = [f"{step}\n{mean:.0%}" for step, mean in zip(stages, success, strict=True)]
@@ -289,14 +289,14 @@ def draw(stages: dict[str, list[dict]]):
         for name, axis in zip(("efficiency", "ratio"), column, strict=True):
             for i, method in enumerate(METHODS):
                 mean, half = zip(*summary[name][f"{policy}: {method}"], strict=True)
-                x = [0.06 * (i - 2) + place for place in range(len(stages))]  # side by side: some curves are equal
+                x = [0.06 * (i - 2) + place for place in range(len(stages))]  # side by side: some are equal
                 axis.errorbar(x, mean, half, label=method, color=COLORS[method], marker="o", markersize=3, capsize=2)
             axis.set_yscale("log")
             axis.grid(alpha=0.3)
         column[1].axhline(1, color="#8a8a8a", linewidth=0.8)
         column[1].set_xticks(range(len(stages)), labels)
         column[1].set_xlabel("optimizer steps, success rate")
-    # An interval that reaches below 0 would stretch a logarithmic axis without end.
+    # An interval that includes 0 would stretch a logarithmic axis endlessly.
     axes[0, 0].set(ylabel="gradient norm ÷ ½·(max A − min A)", ylim=(2e-3, 40))
     axes[1, 0].set(ylabel="gradient norm ÷ its own at step 0", ylim=(0.03, 20))
     handles, names = axes[0, 0].get_legend_handles_labels()
@@ -314,7 +314,7 @@ def main():
         measure()
     results = json.loads(RESULTS.read_text())
     write_tables(results)
-    plt.switch_backend("Agg")  # files only: no display is needed
+    plt.switch_backend("Agg")  # no display is needed
     draw(results["stages"])
 
 

@@ -1,11 +1,11 @@
 """
-How much a group counts, by how many of its completions are right: OPO's escort weights beside GRPO's advantages.
+The weight of a group by its number of right completions: OPO's escort weights and GRPO's advantages.
 
     python -m benchmarks.group_weights      # → results/group_weights.md, from the objective itself; a second
 
-With two-valued rewards a group's on-policy gradient is `W · (mean score function of the right completions − that of
-the wrong ones)`, whatever the method: its per-completion weights sum to 0, so W, the sum of the right ones' weights,
-is all that a method decides. AdamW divides a common factor away; what is left is W relative to other groups.
+With two-valued rewards, a group's on-policy gradient is `W · (mean score function of the right completions − that of
+the wrong ones)` for every method: the weights of its completions sum to 0, so methods differ only in W, the sum of the
+weights of the right ones. AdamW cancels a common factor, which leaves W relative to other groups.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def grpo(rewards: Tensor) -> Tensor:
 
 
 def opo(*, alpha: float = 0.4, temperature: float = 1.0, scaling: str = "none") -> Weights:
-    """OPO's drive."""
+    """OPO's centred escort weights, the drive g."""
 
     def drive(rewards: Tensor) -> Tensor:
         omega = escort_weights(grpo(rewards), alpha=alpha, temperature=temperature, num_generations=G)
@@ -49,7 +49,7 @@ METHODS: dict[str, Weights] = {
 
 
 def group_weight(weights: Weights, right: int) -> float:
-    """W for a group with so many right completions."""
+    """W for a group with a number of right completions."""
     rewards = torch.tensor([1.0] * right + [0.0] * (G - right), dtype=torch.float64)
     return weights(rewards)[:right].sum().item()
 
@@ -59,8 +59,8 @@ def main() -> str:
     lines = [
         "# How much a group counts",
         "",
-        "`python -m benchmarks.group_weights` makes this page; its docstring says what W is. Groups of 6 with rewards",
-        "of 0 and 1; W relative to that of a group with 3 right.",
+        "`python -m benchmarks.group_weights` makes this page; its docstring defines W. Groups of 6 with rewards of",
+        "0 and 1; W relative to a group with 3 right completions.",
         "",
         "| right of 6 | " + " | ".join(map(str, range(1, G))) + " |",
         "| --- |" + " ---: |" * (G - 1),

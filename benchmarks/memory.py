@@ -3,11 +3,11 @@
 
     python -m benchmarks.memory --measure               measure (CPU, about 10 minutes) and write the tables
     python -m benchmarks.memory --measure ops losses    measure only these again
-    python -m benchmarks.memory --write                 write the tables, from the formula and the committed results
-    python -m benchmarks.memory                         print what is said and measured, case by case
+    python -m benchmarks.memory --write                 write the tables from the formula and the committed results
+    python -m benchmarks.memory                         print predictions and measurements
 
-What is measured, and how, is in `benchmarks/memory_probes.py`: `ops` are the operations of a pass at the shape of
-Qwen3-1.7B, `losses` the CPU allocator on small models, `ranks` the tensors that the processes of a run hold.
+`ops` are the operations of a pass at the shape of Qwen3-1.7B and `losses` the CPU allocator on small models
+(`benchmarks/memory_probes.py`), `ranks` the tensors that the processes of a run hold (`benchmarks/memory_ranks.py`).
 """
 
 import argparse
@@ -22,7 +22,8 @@ import torch
 
 from opo_trl.metrics.memory import HEADROOM, Precision, decoder, memory_plan
 
-from .memory_probes import COMPONENTS, build, make_config, measure_loss, measure_ops, measure_ranks
+from .memory_probes import Pass, build, make_config, measure_loss, measure_ops
+from .memory_ranks import COMPONENTS, measure_ranks
 from .pages import fill, table
 from .record import origin
 from .shapes import QWEN3_1_7B
@@ -41,9 +42,9 @@ SMALL = QWEN3_1_7B | {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-# DeepSpeed leaves parameters below 100,000 elements whole: here, as in a large model, these are the norms alone.
+# DeepSpeed does not shard parameters below 100,000 elements: here, as in a large model, only the norms.
 MEDIUM = SMALL | {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
-# Qwen3-1.7B with a 64th of the parameters, and with it of DeepSpeed's thresholds.
+# Qwen3-1.7B with 1/64 of its parameters, and of DeepSpeed's thresholds.
 SCALED = SMALL | {"vocab_size": 18992, "num_hidden_layers": 28}
 SCALED_ZERO = {
     "stage3_param_persistence_threshold": 1562,
@@ -96,7 +97,7 @@ RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def measure(only: Iterable[str]):
-    """Measure, and keep what is not measured again."""
+    """Measure these parts again, and keep the others."""
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     if "ops" in only:
         results["ops"] = {name: measure_ops(QWEN3_1_7B, **case) for name, case in OPS.items()}
@@ -109,11 +110,11 @@ def measure(only: Iterable[str]):
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
-# What the formula says
+# Predictions
 
 
 def count(shape: dict[str, Any], lora: int = 0) -> dict[str, int]:
-    """Number of parameters, and of those that are trained."""
+    """Number of parameters, and of trained ones."""
     return dict(zip(("parameters", "trained"), _count(tuple(shape.items()), lora), strict=True))
 
 
@@ -123,29 +124,19 @@ def _count(shape: tuple, lora: int) -> tuple[int, int]:
     return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
 
 
-def plan_pass(
-    shape: dict[str, Any],
-    *,
-    rows: int,
-    length: int,
-    checkpointing: bool = True,
-    lora: int = 0,
-    weights: str = "bfloat16",
-    adapters: str = "float32",
-    autocast: bool = True,
-    attention: str = "sdpa",
-    fused_kernels: bool = True,
-) -> dict[str, float]:
-    """Bytes of a forward and backward pass beside weights and gradients, by moment; every token but one is scored."""
-    width = getattr(torch, weights).itemsize
+def plan_pass(shape: dict[str, Any], *, fused_kernels: bool = True, **case: Any) -> dict[str, float]:
+    """Bytes of a [`Pass`] besides weights and gradients, by moment; all tokens but one are scored."""
+    one = Pass(**case)
+    width = getattr(torch, one.weights).itemsize
+    trained = getattr(torch, one.adapters).itemsize if one.lora else width
     plan = memory_plan(
-        decoder(make_config(shape, attention)),
-        **count(shape, lora),
-        precision=Precision(width, 2 if autocast else width, getattr(torch, adapters).itemsize if lora else width),
-        rows=rows,
+        decoder(make_config(shape, one.attention)),
+        **count(shape, one.lora),
+        precision=Precision(width, 2 if one.autocast else width, trained),
+        rows=one.rows,
         prompt=1,
-        completion=length - 1,
-        checkpointing=checkpointing,
+        completion=one.length - 1,
+        checkpointing=one.checkpointing,
         fused_kernels=fused_kernels,
     )
     parts = ("activations", "one layer", "LM head")
@@ -185,7 +176,7 @@ def gb(size: float) -> str:
 
 
 def verdict(size: float) -> str:
-    """A size, with what it means on a card: fits, leaves too little for what is not counted, or does not fit."""
+    """A size, and whether it fits on a card: yes, with too little headroom, or no."""
     return f"{gb(size)} {'✓' if size <= (1 - HEADROOM) * CARD else '?' if size <= CARD else '✗'}"
 
 
@@ -236,7 +227,7 @@ def rank_cells(result: dict[str, Any]) -> list[str]:
 
 
 def blocks() -> dict[str, str]:
-    """The tables of the page, by name."""
+    """Tables of the page, by name."""
     results = json.loads(RESULTS.read_text())
     head = ["", "formula", "measured", "ratio"]
     ops = [(name, max(plan_pass(QWEN3_1_7B, **case).values()), results["ops"][name]) for name, case in OPS.items()]
@@ -264,7 +255,7 @@ def blocks() -> dict[str, str]:
 
 
 def filled(page: str) -> str:
-    """The page with its tables written anew."""
+    """The page with updated tables."""
     return fill(page, blocks())
 
 

@@ -1,4 +1,4 @@
-"""What a result says about where it comes from, going on with results, and what a GPU has had to hold."""
+"""The origin of results, resuming measurements, and peaks of GPU memory."""
 
 import gc
 import os
@@ -37,16 +37,16 @@ def origin() -> dict[str, Any]:
 
 def begin(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """
-    The results that a file holds, to go on with, or the beginning of new ones.
+    The results in a file, to resume, or the beginning of new ones.
 
     Args:
         file (`Path`):
-            Where the results are, or will be.
+            File of the results.
         settings (`dict[str, Any]`):
-            What they are of.
+            Settings of the measurement.
 
     Raises:
-        `ValueError`: the file has results of other settings, versions or hardware, or of another commit.
+        `ValueError`: if the file has results of other settings, versions or hardware, or of another commit.
     """
     new = {"settings": settings, **origin()}
     results = read_json(file) or new
@@ -62,20 +62,20 @@ def begin(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 class Limit:
     """
-    A limit on time, from now on.
+    A time limit, from now on.
 
     Args:
-        seconds: how many.
+        seconds: the limit.
     """
 
     def __init__(self, seconds: float):
         self._seconds, self._started = seconds, time.perf_counter()
 
     def is_too_near(self, duration: float) -> bool:
-        """Whether what takes so many seconds would end later; says so."""
+        """Whether something that takes so many seconds would end later; if so, prints it."""
         elapsed = time.perf_counter() - self._started
         if elapsed + duration > self._seconds:
-            print(f"Stopped after {elapsed:.0f} s: the same command goes on.", flush=True)
+            print(f"Stopped after {elapsed:.0f} s: the same command resumes.", flush=True)
             return True
         return False
 
@@ -84,16 +84,15 @@ def measure_missing(
     file: Path, settings: dict[str, Any], cases: Mapping[str, Callable[[], Any]], *, seconds: float
 ) -> None:
     """
-    Measure the cases that the results in a file lack, one by one, while there is time.
+    Measure the missing cases of a file, one by one, while there is time.
 
     Args:
         file (`Path`), settings (`dict[str, Any]`):
-            As of [`begin`].
+            As in [`begin`].
         cases (`Mapping[str, Callable]`):
-            What to call for each case. The one that takes longest comes first: the next one is taken to last as long
-            as the longest so far.
+            Function of each case, the slowest first: the next case is estimated to take as long as the longest so far.
         seconds (`float`):
-            How long all may take.
+            Time limit for all of them.
     """
     limit = Limit(seconds)
     results: dict[str, Any] = {"cases": {}, "took": {}, **begin(file, settings)}
@@ -107,7 +106,7 @@ def measure_missing(
             results["cases"][name] = measure()
         except torch.OutOfMemoryError:
             results["cases"][name] = "out of memory"
-        gc.collect()  # the parts of a trainer refer to each other
+        gc.collect()  # a trainer has reference cycles
         torch.cuda.empty_cache()
         results["took"][name] = round(time.perf_counter() - began, 1)
         write_json(file, results)
@@ -115,7 +114,7 @@ def measure_missing(
 
 
 def reset_peak_memory():
-    """Begin to watch the peak of allocated GPU memory."""
+    """Start measuring the peak of allocated GPU memory."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

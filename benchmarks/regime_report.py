@@ -1,4 +1,4 @@
-"""The tables and figures of the regime map, from its collected runs alone (see regime.py)."""
+"""The tables and figures of the regime map, from its collected runs (see regime.py)."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -9,10 +9,10 @@ import numpy as np
 
 from opo_trl.report.intervals import Estimate, estimate, paired_difference
 
-from .regime import BEST_RATE, CONFIRMATION_SEEDS
+from .regime_design import BEST_RATE, CONFIRMATION_SEEDS
 
 
-# What the confirmation is compared with.
+# Baselines of the confirmation.
 _BASELINES = ("GRPO", "GRPO, epsilon = 0.4", "DAPO")
 
 Run = dict[str, Any]
@@ -77,7 +77,7 @@ def _introduction(runs: list[Run]) -> list[str]:
     return [
         "# Regime map",
         "",
-        "`python -m benchmarks.regime report` makes this page from `regime.jsonl.gz`; the script says what a run is.",
+        "`python -m benchmarks.regime report` makes this page from `regime.jsonl.gz`; the script defines a run.",
         f"{len(runs)} runs, seeds {', '.join(map(str, seeds))}. Sampled accuracy in % on 250 test problems after 64",
         f"optimizer steps (before: {before:.1f}), mean over seeds ± half of the 95 % t interval.",
     ]
@@ -117,9 +117,9 @@ def _best_table(cells: Cells) -> list[str]:
         "",
         "## Each method at its best learning rate",
         "",
-        "Accuracy, with the learning rate in brackets; it is chosen on the same seeds, for every method alike, so all",
-        "are a little too good. Below, the difference from GRPO at its best rate, paired by seed: ▲ and ▼ mark those",
-        "whose 95 % t interval leaves 0 out.",
+        "Accuracy, with the learning rate in brackets. It is chosen on the same seeds for every method, so all are",
+        "slightly optimistic. Below, the difference from GRPO at its best rate, paired by seed: ▲ and ▼ mark those",
+        "whose 95 % t interval excludes 0.",
         "",
         "| steps per rollout | " + " | ".join(methods) + " |",
         "| ---: |" + " ---: |" * len(methods),
@@ -148,8 +148,8 @@ def _variant_table(k: int, rate: float, variants: dict[str, list[Run]]) -> list[
         "",
         f"## OPO's fields one by one: {k} optimizer steps per rollout, learning rate {rate:g}",
         "",
-        "Everything else at its default, with μ = 1 where no `chi2_radius` is given. The difference is that from",
-        "μ = 1 alone, paired by seed.",
+        "All other fields at their defaults, with μ = 1 unless `chi2_radius` is set. The difference is to μ = 1",
+        "alone, paired by seed.",
         "",
         "| | accuracy | difference | largest gradient norm | entropy at the end |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -165,10 +165,10 @@ def _variant_table(k: int, rate: float, variants: dict[str, list[Run]]) -> list[
 def _confirmation_table(confirmation: dict[int, dict[str, list[Run]]]) -> list[str]:
     lines = [
         "",
-        "## Heavy reuse, on other seeds",
+        "## Many off-policy steps, on other seeds",
         "",
-        f"Seeds {CONFIRMATION_SEEDS[0]} to {CONFIRMATION_SEEDS[-1]}, on which nothing was chosen, at a learning rate",
-        f"of {BEST_RATE:g}. Differences are paired by seed, ± half of the 95 % t interval.",
+        f"Seeds {CONFIRMATION_SEEDS[0]} to {CONFIRMATION_SEEDS[-1]}, on which no choice was based, at learning rate",
+        f"{BEST_RATE:g}. Differences are paired by seed, ± half of the 95 % t interval.",
         "",
         "| steps per rollout | | accuracy | completions | from " + " | from ".join(_BASELINES) + " |",
         "| ---: | --- | ---: | ---: |" + " ---: |" * len(_BASELINES),
@@ -183,7 +183,7 @@ def _confirmation_table(confirmation: dict[int, dict[str, list[Run]]]) -> list[s
 
 
 def _length_table(variants: dict[str, list[Run]]) -> list[str]:
-    """A row for each level, a column for each radius; a variant's name has both."""
+    """A row per level, a column per radius; a variant's name has both."""
     table: dict[str, dict[str, list[Run]]] = defaultdict(dict)
     for name, runs in variants.items():
         level, radius = name.split(", ")
@@ -192,7 +192,7 @@ def _length_table(variants: dict[str, list[Run]]) -> list[str]:
         "",
         "### Completions of other lengths",
         "",
-        "The same on levels whose completions have 9, 18, 30 and 45 tokens: accuracy on the level that is trained.",
+        "The same on levels with completions of 9, 18, 30 and 45 tokens: accuracy on the trained level.",
         "",
         "| | before | " + " | ".join(next(iter(table.values()))) + " |",
         "| --- | ---: |" + " ---: |" * len(next(iter(table.values()))),
@@ -224,7 +224,7 @@ def _draw_map(cells: Cells, path: Path) -> None:
 
 
 def _draw_reuse(cells: Cells, softer: Cells, path: Path) -> None:
-    """Accuracy over the steps per rollout: methods at their best rate, and OPO with a softer χ² at `BEST_RATE`."""
+    """Accuracy over steps per rollout: methods at their best rate, and OPO with a smaller μ at `BEST_RATE`."""
     methods, steps, _ = (_axis(cells, position) for position in range(3))
     curves = {method: [(k, best_cell(cells, method, k)) for k in steps] for method in methods}
     curves["OPO, μ = 0.3"] = [(k, runs) for (_, k, _), runs in sorted(softer.items())]

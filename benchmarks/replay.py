@@ -1,8 +1,8 @@
 """
-A fixed rollout in place of generation, and what an update phase on it costs: shared by the benchmarks of an update.
+A fixed rollout instead of generation, and the cost of an update phase on it: shared by the benchmarks of an update.
 
-An update phase is all that follows generation: rewards and advantages, log-probabilities of the anchor, and the
-forward and backward passes and optimizer steps that the rollout serves.
+An update phase is everything after generation: rewards and advantages, log-probabilities under the behaviour policy,
+and the forward and backward passes and optimizer steps on the rollout.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -45,9 +45,9 @@ class Rollout:
     A fixed rollout, in groups.
 
     Args:
-        prompts: token ids of each completion's prompt; those of a group are the same.
+        prompts: token ids of each completion's prompt, the same within a group.
         completions: token ids of each completion.
-        generations: completions in a group.
+        generations: completions per group.
     """
 
     prompts: list[list[int]]
@@ -64,22 +64,22 @@ def draw_rollout(
     lengths: Lengths, *, groups: int, generations: int, vocab_size: int, dead: float = 0.0, shorter: int = 1
 ) -> Rollout:
     """
-    A rollout of random tokens, the same one on every call; its lengths are evenly spaced quantiles, in random order.
+    A rollout of random tokens, the same on every call; its lengths are evenly spaced quantiles, in random order.
 
     Args:
         lengths (`str`):
-            Of the completions. `"math"`: as MATH's solutions have (`math_lengths.json`), without the longest
-            hundredth, which a bound on the length would cut. `"uniform"`: from 2 to the longest of these. `"equal"`:
-            the longest of these. Prompts always have the lengths of MATH's problems.
+            Distribution of completion lengths. `"math"`: that of MATH's solutions (`math_lengths.json`), without the
+            longest percent, which a limit would truncate. `"uniform"`: from 2 to the longest of these. `"equal"`: the
+            longest of these. Prompts always have the lengths of MATH's problems.
         groups (`int`), generations (`int`):
-            Number of prompts, and of completions of each.
+            Number of prompts, and of completions per prompt.
         vocab_size (`int`):
-            Tokens to choose from.
+            Size of the vocabulary.
         dead (`float`, *optional*, defaults to 0):
-            Share of the groups in which [`parity`] gives every completion the same reward; in the others it gives 0
-            and 1 in turns.
+            Fraction of zero-variance groups, in which [`parity`] gives every completion the same reward; in the others
+            rewards alternate between 0 and 1.
         shorter (`int`, *optional*, defaults to 1):
-            What every length is divided by.
+            Divisor of every length.
     """
     rng = random.Random(0)
     eos = tokenizer().eos_token_id
@@ -107,13 +107,13 @@ def draw_rollout(
 
 
 def parity(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """A reward: whether a completion begins with an even token."""
+    """A reward: whether a completion starts with an even token."""
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
 
 
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerBase:
-    """The embedded one: trainers want one, for its special tokens."""
+    """The embedded tokenizer, for its special tokens."""
     return AutoTokenizer.from_pretrained(base_model_path())
 
 
@@ -121,7 +121,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 class Replay:
-    """Put before a trainer among the bases: its rollouts are the one in `rollout`, instead of generated ones."""
+    """A base class, before a trainer's, that returns `rollout` instead of generating."""
 
     rollout: Rollout
     accelerator: Any
@@ -135,11 +135,11 @@ class Replay:
 
 
 class ReplayingGRPOTrainer(Replay, GRPOTrainer):
-    """TRL's trainer on a fixed rollout."""
+    """TRL's trainer with a fixed rollout."""
 
 
 class ReplayingOPOTrainer(Replay, OPOTrainer):
-    """OPO's trainer on a fixed rollout."""
+    """OPO's trainer with a fixed rollout."""
 
 
 TRAINERS: dict[str, tuple[type, type]] = {
@@ -160,23 +160,23 @@ def make_trainer(
     **options: Any,
 ) -> Any:
     """
-    A trainer of a new random model, which each call of [`phase`] trains on the rollout.
+    A trainer with a new random model, which each call of [`phase`] trains on the rollout.
 
     Args:
         method (`str`):
             One of `TRAINERS`.
         shape (`Mapping`):
-            Arguments of the model's configuration. On a GPU its weights are bfloat16.
+            Arguments of the model's configuration. On a GPU, its weights are bfloat16.
         rollout ([`Rollout`]):
             The rollout of all processes.
         rows (`int`):
             Completions per micro-batch and process.
         steps (`int`):
-            Optimizer steps that the rollout serves.
+            Optimizer steps per rollout.
         processes (`int`, *optional*, defaults to 1), checkpointing (`bool`, *optional*, defaults to `False`):
-            Number of processes; whether activations are computed again in the backward pass.
+            Number of processes; whether activations are recomputed in the backward pass.
         **options:
-            Further fields of the trainer's configuration.
+            Other fields of the trainer's configuration.
     """
     on_gpu = torch.cuda.is_available()
     trainer_class, config_class = TRAINERS[method]
@@ -230,9 +230,7 @@ def make_trainer(
 
 
 def now() -> float:
-    """
-    Seconds of the processor, which other programs do not lengthen; with a GPU those of the clock, when it is done.
-    """
+    """Processor time in seconds, which does not depend on other programs; with a GPU wall-clock time, synchronized."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -240,7 +238,7 @@ def now() -> float:
 
 
 class Stopwatch(TrainerCallback):
-    """Seconds from the first optimizer step's beginning to the last one's end, of the latest call of `train`."""
+    """Seconds from the start of the first optimizer step to the end of the last one, in the latest call of `train`."""
 
     seconds = 0.0
 
@@ -253,14 +251,14 @@ class Stopwatch(TrainerCallback):
 
 
 def phase(trainer: Any) -> float:
-    """Train on the rollout once; returns the seconds it took."""
-    with contextlib.redirect_stdout(io.StringIO()):  # the training plan, each time again
+    """Train on the rollout once; returns the seconds."""
+    with contextlib.redirect_stdout(io.StringIO()):  # the training plan
         trainer.train()
     return next(c for c in trainer.callback_handler.callbacks if isinstance(c, Stopwatch)).seconds
 
 
 def take_turns(trainers: Mapping[str, Any], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each trainer's phases, in turns, so that a machine that slows down slows all of them."""
+    """Seconds of each trainer's phases, alternating, so that a machine that slows down slows all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for repeat in range(repeats):
         for name in list(trainers)[:: -1 if repeat % 2 else 1]:
@@ -269,23 +267,23 @@ def take_turns(trainers: Mapping[str, Any], repeats: int) -> dict[str, list[floa
 
 
 def ratio(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
-    """Median and range of the ratios of phases to those of the same turn."""
+    """Median and range of the ratios of phases in the same turn."""
     ratios = sorted(own / other for own, other in zip(seconds, reference, strict=True))
     middle = statistics.median(ratios)
     return {"median": round(middle, 3), "low": round(ratios[0], 3), "high": round(ratios[-1], 3)}
 
 
-# All that OPOTrainer does in an update phase beside passes through the model, and beside what it leaves to TRL. The
-# functions of `opo_trl.objective` are called in the last three.
+# OPOTrainer's own work in an update phase, without passes through the model and what TRL does. The last three call the
+# functions of `opo_trl.objective`.
 OWN_PARTS = {"planning": "_buffered", "drive": "_drive", "loss": "_compute_loss", "report": "_report_rows"}
 
 
 class Split:
     """
-    Seconds of a trainer's phases by part. What a part spends within another one counts as the inner one's.
+    Seconds of a trainer's phases by part. Time in nested parts counts only for the inner one.
 
     Args:
-        trainer: what is watched from now on.
+        trainer: the trainer to measure from now on.
 
     Attributes:
         seconds (`dict[str, float]`): `scoring` of the rollout by TRL, `anchor` (passes without gradient), `forward`
@@ -319,51 +317,6 @@ class Split:
         setattr(owner, name, timed)
 
 
-# Tokens and memory
-
-
-@dataclass(frozen=True)
-class Pass:
-    """
-    A forward pass: with gradient or without; rows, columns with padding; tokens without padding, and scored ones.
-    """
-
-    gradient: bool
-    rows: int
-    columns: int
-    tokens: int
-    scored: int
-
-    @property
-    def padded(self) -> int:
-        """Tokens with padding."""
-        return self.rows * self.columns
-
-
-@contextlib.contextmanager
-def counted_passes(model: torch.nn.Module) -> Iterator[list[Pass]]:
-    """The forward passes of a model in this context, counted as they happen."""
-    passes: list[Pass] = []
-
-    def count(_, args: tuple, inputs: dict[str, Any]) -> None:
-        rows, columns = inputs["input_ids"].shape
-        tokens, scored = inputs["attention_mask"].sum().item(), (inputs["labels"] != -100).sum().item()
-        passes.append(Pass(torch.is_grad_enabled(), rows, columns, tokens, scored))
-
-    hook = model.register_forward_pre_hook(count, with_kwargs=True)
-    yield passes
-    hook.remove()
-
-
-def count_tokens(passes: Sequence[Pass]) -> dict[str, int]:
-    """Tokens that went through the model, with padding and without: forward only, and forward and backward."""
-    return {
-        f"{name} {column}": sum(getattr(one, column) for one in passes if one.gradient == gradient)
-        for name, gradient in (("forward", False), ("gradient", True))
-        for column in ("padded", "tokens")
-    }
-
-
 def allocated_peak(trainer: Any) -> int:
-    """Bytes that a phase has on the CPU at its peak, beside what there was before: weights and moments."""
+    """Peak bytes of a phase on the CPU, besides what existed before: weights and moments."""
     return max(held for _, held in held_bytes(profiled(lambda: phase(trainer))))

@@ -1,29 +1,29 @@
 r"""
-Agreement of `accuracy_reward` with published verdicts on whether two answers are equal, beside that of TRL's.
+Agreement of `accuracy_reward`, and of TRL's, with published verdicts on whether two answers are equal.
 
     python -m benchmarks.reward_agreement            print the table
-    python -m benchmarks.reward_agreement --write    … and put it into docs/rewards.md
-    python -m benchmarks.reward_agreement --list     … and list the verdicts with which ours disagrees
+    python -m benchmarks.reward_agreement --write    … and write it to docs/rewards.md
+    python -m benchmarks.reward_agreement --list     … and list the verdicts with which opo_trl disagrees
 
-`published_verdicts.jsonl` holds the verdicts: source, gold answer, answer, equal or not. They are what the tests of
-graders assert (`SOURCES`), each file taken whole. A verdict that another source has as well counts once. In the file,
-but not asked, are those with the reason `left_out`:
+`published_verdicts.jsonl` holds the verdicts: source, gold answer, answer, equal or not. They are the assertions of
+graders' tests (`SOURCES`), each file in full. A verdict of several sources counts once. Verdicts with the reason
+`left_out` are in the file but not used:
 
 - free text: an answer in a sentence without a box, since finding it there is another task;
 - several boxes, of which the source takes the last and this project all (`docs/rewards.md`);
-- tolerance, and an option on percentages: two numbers called equal of which one is rounded, or 75 for 0.75;
-- not an answer, and cannot stand in a box: empty on both sides, `None`, a bare backslash at the end, an open brace;
-- a whole solution of more than 300 characters as gold answer; another reward of TRL's; and one verdict that its source
-  calls incorrect itself.
+- tolerance, and an option on percentages: a number and its rounded form, or 75 and 0.75, called equal;
+- not an answer, or impossible in a box: empty on both sides, `None`, a bare backslash at the end, an open brace;
+- a complete solution of more than 300 characters as gold answer; another reward of TRL's; and one verdict that its
+  source itself calls incorrect.
 
-A completion of more than 300 characters is cut to what follows the start of its box. KAS writes `sin(pi x)` and
-`x^(1/5)`; that was put into LaTeX (backslashes of functions and of `\pi`, braces of exponents, `\cdot`, `\le` and
-`\neq`). Of math-validation, 22 files of the folder are not there, most of them on solving equations; of the lists of
-math-verify those with options are not.
+A completion of more than 300 characters is cut to the text from its box on. KAS writes `sin(pi x)` and `x^(1/5)`,
+which was translated to LaTeX (backslashes of functions and of `\pi`, braces of exponents, `\cdot`, `\le` and
+`\neq`). The file does not contain 22 files of math-validation, mostly on solving equations, and math-verify's lists
+with options.
 
-Both rewards are called as in training: the answer in a box, and the gold answer as a data set's column. TRL reads it
-as LaTeX between dollar signs and, where it has no other choice, without; each is tried on all verdicts, and the table
-has the one with which TRL agrees more often.
+Both rewards are called as in training: the answer in a box, and the gold answer as a data set's column. TRL reads the
+gold answer as LaTeX between dollar signs or, if there is no other choice, without; both forms are tried on all
+verdicts, and the table has the one with which TRL agrees more often.
 """
 
 import argparse
@@ -62,7 +62,7 @@ SOURCES = {
 
 
 class Verdict(TypedDict):
-    """One line of the file that is asked."""
+    """A line of the file that is used."""
 
     source: str
     gold: str
@@ -71,18 +71,18 @@ class Verdict(TypedDict):
 
 
 def published() -> list[Verdict]:
-    """The verdicts that are asked, in the order of the file."""
+    """The verdicts that are used, in the order of the file."""
     lines = map(json.loads, VERDICTS.read_text().splitlines())
     return [verdict for verdict in lines if "left_out" not in verdict]
 
 
 def bare(latex: str) -> str:
-    """A formula without the signs around it."""
+    """A formula without its delimiters."""
     return latex if "boxed" in latex else re.sub(r"(?<!\\)\$|\\[\[\]()]", "", latex)
 
 
 def completion(answer: str) -> str:
-    """The answer in a box, unless it has one."""
+    """The answer in a box, unless it has one already."""
     return answer if "boxed" in answer else f"The answer is $\\boxed{{{bare(answer)}}}$."
 
 
@@ -104,7 +104,7 @@ def accepted(verdicts: list[Verdict], scores: list[float | None]) -> int:
 
 
 def score(verdicts: list[Verdict]) -> dict[str, list[float | None]]:
-    """The scores of both rewards, TRL's with the gold answers in the form in which it agrees more often."""
+    """Scores of both rewards, TRL's with the gold answers in the form with which it agrees more often."""
     rewards: list[Callable[[Verdict], float | None]] = [functools.partial(trl, sign=sign) for sign in ("$", "")]
     forms = [[reward(verdict) for verdict in verdicts] for reward in rewards]
     return {
@@ -131,7 +131,7 @@ def main():
     logging.disable(logging.WARNING)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the table of docs/rewards.md")
-    parser.add_argument("--list", action="store_true", help="list the verdicts with which ours disagrees")
+    parser.add_argument("--list", action="store_true", help="list the verdicts with which opo_trl disagrees")
     arguments = parser.parse_args()
     verdicts = published()
     scores = score(verdicts)

@@ -7,22 +7,21 @@ A prompt has two completions of one token each, y = 1 (rewarded) and y = 0. The 
 
     pi(1) = p = sigma(z),  pi(0) = 1 − p,  ∂log pi(1)/∂z = 1 − p,  ∂log pi(0)/∂z = −p
 
-Anchor and reference are z_ref = 0, that is p = 1/2, so the ratios to the anchor are r(1) = 2p and r(0) = 2(1 − p). The
-group is {1, 0}, which the anchor draws in this proportion: its mean is the expectation under the anchor. Rewards 1 and
-0, less their mean and divided by their standard deviation (over G, not G − 1), are the advantages A = +1 and −1. The
-losses, means over the group, and what automatic differentiation makes of them:
+The behaviour policy (the paper's anchor) and the reference are z_ref = 0, that is p = 1/2, so the ratios to it are
+r(1) = 2p and r(0) = 2(1 − p). The group is {1, 0}, so its mean is the expectation under the behaviour policy. Rewards
+1 and 0, centred and divided by their standard deviation (over G, not G − 1), are the advantages A = +1 and −1. The
+losses are means over the group; automatic differentiation gives:
 
     SFT    ℒ = −log pi(1)                                   ∂ℒ/∂z = −(1 − p)
     DPO    ℒ = −log sigma(beta·(Delta(1) − Delta(0)))       ∂ℒ/∂z = −beta·sigma(−beta·z), as Delta(1) − Delta(0) = z
     GRPO   ℒ = −mean min(r·A, clip(r)·A)                    ∂ℒ/∂z = −p(1 − p)·([r(1) ≤ 1 + high] + [r(0) ≥ 1 − low])
-    DAPO, GSPO: as GRPO, with other clip ranges
+    DAPO, GSPO: like GRPO, with other clip ranges
     OPO    ℒ = mean mu/2·(u − v*)², up to a constant, with v* = ±tanh(1 − alpha)/mu
            u = Delta:           ∂ℒ/∂z = mu/2·((log 2p − v*(1))·(1 − p) − (log 2(1 − p) − v*(0))·p)
            u = exp(Delta) − 1:  ∂ℒ/∂z = mu·(2p − 1 − v*(1))·2p(1 − p)
 
-The formulas are for the reader, and for the tests. What is differentiated is [`opo_loss`] on a target from this
-package's own functions, and the `compute_loss` of TRL's trainers. `docs/saturation.md` says what the toy shows and
-what it does not.
+The formulas are for readers and tests. The code differentiates [`opo_loss`] on a target from this package's own
+functions, and the `compute_loss` of TRL's trainers. `docs/saturation.md` says what the toy shows and what it does not.
 """
 
 import functools
@@ -43,14 +42,14 @@ from opo_trl.objective import RatioForm, admissible_target, escort_weights, opo_
 ALPHA, MU = 0.4, 1.0  # the paper's
 BETA = 0.1  # of DPO: TRL's default
 
-# p = 0.6 is left out: there r(0) = 0.8 and r(1) = 1.2 lie on the edges of the clip ranges, where rounding decides.
+# Without p = 0.6: there r(0) = 0.8 and r(1) = 1.2 are the edges of the clip ranges, where rounding decides.
 CONFIDENCES = (0.5, 0.59, 0.62, 0.73, 0.9, 0.99, 0.999)
 
 
 @dataclass(frozen=True)
 class Rows:
     """
-    Completions in whole groups, B rows.
+    B completions in complete groups.
 
     Args:
         tokens (`torch.Tensor`):
@@ -58,7 +57,7 @@ class Rows:
         advantages (`torch.Tensor`):
             Advantages A, shape `[B]`.
         anchor_logps (`torch.Tensor`):
-            Log-probabilities under the anchor, shape `[B, 1]`.
+            Log-probabilities under the behaviour policy, shape `[B, 1]`.
         num_generations (`int`):
             Group size G.
     """
@@ -71,7 +70,7 @@ class Rows:
 
 class BinaryPolicy(torch.nn.Module):
     """
-    A language model of two tokens with the logits 0 and z, whatever the prompt; called as TRL's trainers call a model.
+    A language model of two tokens with the logits 0 and z for any prompt, with the interface that TRL's trainers use.
 
     Args:
         z (`torch.Tensor`):
@@ -83,7 +82,7 @@ class BinaryPolicy(torch.nn.Module):
         self.z = z
 
     def forward(self, input_ids: Tensor, labels: Tensor, **ignored) -> SimpleNamespace:
-        """What TRL's fused LM head returns, for a prompt and a completion of one token each."""
+        """Returns what TRL's fused LM head does, for a prompt and a completion of one token each."""
         chosen = labels[:, 1:]
         logits = torch.stack([torch.zeros_like(self.z), self.z], dim=-1).unsqueeze(1)
         logps = logits.log_softmax(dim=-1)
@@ -103,7 +102,7 @@ class BinaryPolicy(torch.nn.Module):
 
 def gradient(method: str, z: Tensor, *, anchor: Tensor | float = 0.0, rewards: Sequence[float] = (1.0, 0.0)) -> Tensor:
     """
-    ∂ℒ/∂z of a group, by automatic differentiation of the loss that trains.
+    ∂ℒ/∂z of a group, by automatic differentiation of the training loss.
 
     Args:
         method (`str`):
@@ -111,7 +110,7 @@ def gradient(method: str, z: Tensor, *, anchor: Tensor | float = 0.0, rewards: S
         z (`torch.Tensor`):
             Logits of the policy, shape `[K]`.
         anchor (`torch.Tensor` or `float`, *optional*, defaults to `0.0`):
-            Logits of the anchor.
+            Logits of the behaviour policy.
         rewards (`Sequence[float]`, *optional*, defaults to `(1.0, 0.0)`):
             The group: rewards of its completions, 1 for token 1 and 0 for token 0. Not all equal.
 
@@ -130,11 +129,11 @@ def gradient(method: str, z: Tensor, *, anchor: Tensor | float = 0.0, rewards: S
 
 def on_policy_gradient(method: str, z: Tensor, *, num_generations: int = 8) -> Tensor:
     """
-    Expectation of ∂ℒ/∂z where the policy is its own anchor, over the groups that it draws.
+    Expectation of ∂ℒ/∂z for the behaviour policy itself, over the groups that it draws.
 
     Args:
         method (`str`):
-            A key of [`METHODS`] but SFT and DPO, which have no groups.
+            A key of [`METHODS`] except SFT and DPO, which have no groups.
         z (`torch.Tensor`):
             Logits of the policy, shape `[K]`.
         num_generations (`int`, *optional*, defaults to `8`):
@@ -145,7 +144,7 @@ def on_policy_gradient(method: str, z: Tensor, *, num_generations: int = 8) -> T
     """
     z = z.detach().double()
     expected = torch.zeros_like(z)
-    for successes in range(1, num_generations):  # a group without spread of rewards has no gradient
+    for successes in range(1, num_generations):  # a zero-variance group has no gradient
         failures = num_generations - successes
         probability = math.comb(num_generations, successes) * z.sigmoid() ** successes * (-z).sigmoid() ** failures
         rewards = [1.0] * successes + [0.0] * failures
@@ -153,7 +152,7 @@ def on_policy_gradient(method: str, z: Tensor, *, num_generations: int = 8) -> T
     return expected
 
 
-# The losses: of the logit of each row and the rows, a mean over the groups.
+# The losses: functions of the logit of each row and the rows, means over the groups.
 
 
 def _opo(z: Tensor, rows: Rows, *, ratio_form: RatioForm = "log") -> Tensor:
@@ -228,16 +227,16 @@ _ON_CPU: dict[str, Any] = {"report_to": "none", "use_cpu": True, "bf16": False, 
 
 
 def _model_inputs(tokens: Tensor) -> dict[str, Tensor]:
-    """Prompt token 0 and the completion's token, as a model takes them."""
+    """Model inputs: prompt token 0 and the completion's token."""
     input_ids = torch.stack([torch.zeros_like(tokens), tokens], dim=1)
     return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
 
 
 def _without_init(trainer_class: type, args: Any, model: BinaryPolicy, **attributes) -> Any:
     """
-    A trainer of TRL's for its loss alone: no data, no tokenizer, one process, nothing written.
+    A TRL trainer only for its loss: no data, no tokenizer, one process, no output.
 
-    TRL's trainers keep most settings under the name of their field; `attributes` are the others.
+    TRL's trainers keep most settings as attributes of the same name; `attributes` are the others.
     """
     accelerator = SimpleNamespace(
         num_processes=1,
@@ -281,14 +280,14 @@ METHODS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
 
 def tables() -> dict[str, str]:
     """
-    The tables of `docs/saturation.md`: −∂ℒ/∂z at [`CONFIDENCES`], so that what is positive raises p.
+    The tables of `docs/saturation.md`: −∂ℒ/∂z at [`CONFIDENCES`]. Positive values raise p.
 
     Returns:
         `dict[str, str]`: Markdown tables, `"fixed anchor"` ([`gradient`]) and `"on-policy"` ([`on_policy_gradient`]).
     """
     z = torch.tensor(CONFIDENCES, dtype=torch.float64).logit()
     fixed = {method: -gradient(method, z) for method in METHODS}
-    # Where the ratio is 1, no clip range matters and both forms of OPO have the same derivative.
+    # At ratio 1, no clip range matters and both forms of OPO have the same derivative.
     moving = {"GRPO, DAPO, GSPO": -on_policy_gradient("GRPO", z), "OPO, both forms": -on_policy_gradient("OPO", z)}
     return {"fixed anchor": _markdown(fixed), "on-policy": _markdown(moving)}
 

@@ -22,7 +22,7 @@ from opo_trl.report.figures import STYLE, write
 
 
 _COLOR = {method.label: method.color for method in METHODS}
-# Colours that most colour-blind readers can tell apart (Okabe and Ito), and widths that show a line beneath another.
+# Colours for colour-blind readers (Okabe and Ito), and widths that show lines below others.
 _METHOD_STYLES: dict[str, dict[str, Any]] = {
     "SFT": {"color": "#000000", "linewidth": 1.2},
     "DPO": {"color": "#e69f00", "linewidth": 1.8},
@@ -47,12 +47,12 @@ def draw(output: Path) -> Path:
         `Path`: the file written.
 
     Raises:
-        `ValueError`: the suffix is no format.
+        `ValueError`: if the suffix is not a known format.
     """
     known = FigureCanvasBase.get_supported_filetypes()
     if output.suffix.removeprefix(".") not in known:
         raise ValueError(
-            f"--output {output} is not allowed: {output.suffix!r} is no format of figures. End it in one of "
+            f"--output {output} is not allowed: {output.suffix!r} is not a figure format. Use one of "
             f"{', '.join(f'.{ending}' for ending in sorted(known))}."
         )
     z = torch.linspace(-7, 9.22, 16_221, dtype=torch.float64)
@@ -75,7 +75,7 @@ def draw(output: Path) -> Path:
 
 
 def _magnitude(axis: Axes, p: np.ndarray, gradient: np.ndarray, method: str):
-    """The magnitude of a gradient: solid where a step of descent raises p, dashed where it lowers it."""
+    """The magnitude of a gradient: solid where a descent step raises p, dashed where it lowers p."""
     style = _METHOD_STYLES[method]
     axis.plot(p, np.where(gradient <= 0, -gradient, np.nan), label=method, **style)
     axis.plot(p, np.where(gradient > 0, gradient, np.nan), linestyle=_LOWERS_P, **style)
@@ -94,7 +94,7 @@ def _finish(linear: Axes, log: Axes, on_policy: Axes):
         axis.text(p, height, "OPO pulls p back", ha="right", color=_METHOD_STYLES["OPO"]["color"])
     on_policy.text(0.97, 0.17, "GRPO = DAPO = GSPO", color=_METHOD_STYLES["GRPO"]["color"])
     on_policy.text(0.55, 0.006, "OPO, both forms", color=_METHOD_STYLES["OPO"]["color"])
-    # Where the clip range ends: a gradient of 0 has no place on a logarithmic axis.
+    # Mark the end of the clip range, since a logarithmic axis cannot show a gradient of 0.
     for method, edge in (("GSPO", 0.5002), ("GRPO", 0.6), ("DAPO", 0.64)):
         log.plot(edge, 1e-4, marker="v", markersize=7, color=_METHOD_STYLES[method]["color"], clip_on=False, zorder=5)
     log.text(0.86, 1.4e-4, "▼ clipped: exactly 0\n    from here on")

@@ -1,14 +1,14 @@
 """
-How the cost of an update phase grows, OPOTrainer's and TRL's GRPOTrainer's; and what of it is OPOTrainer's own.
+How the cost of an update phase grows with OPOTrainer and TRL's GRPOTrainer, and how much of it is OPOTrainer's own.
 
     python -m benchmarks.scaling            → benchmarks/results/scaling.{json,md}; two cores, 5 minutes
-    python -m benchmarks.scaling --write    the tables, from scaling.json
-    python -m benchmarks.scaling --quick    the two shortest lengths alone, once; nothing is written; half a minute
+    python -m benchmarks.scaling --write    the tables from scaling.json
+    python -m benchmarks.scaling --quick    the two shortest lengths only, once; writes nothing; half a minute
 
-One size at a time varies, the others are those of `Setting`; rollouts are replayed as in `benchmarks/update_phase.py`.
-OPOTrainer's own parts are all that it does beside passes through the model and beside what it leaves to TRL: see
-`OWN_PARTS` in `benchmarks/replay.py`. However many processes there are, each has the same number of prompts. Times are
-of the first one's processor, so that waiting for another one does not count.
+One size varies at a time, the others are those of `Setting`; rollouts are replayed as in `benchmarks/update_phase.py`.
+OPOTrainer's own parts are all its work except passes through the model and what TRL does: see `OWN_PARTS` in
+`benchmarks/replay.py`. Each process has the same number of prompts. Times are processor times of the first process, so
+that waiting for others does not count.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread brings little on so small a model
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread helps little with so small a model
 
 import numpy as np
 import torch.distributed
@@ -40,7 +40,7 @@ from .shapes import small_qwen3
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "scaling.json"
 GROUPS, ROWS, STEPS, WIDTH = 4, 4, 2, 128
-LONGEST = 992  # tokens of MATH's solutions but the longest hundredth
+LONGEST = 992  # tokens of MATH's solutions, without the longest percent
 REPEATS = 3
 
 
@@ -50,10 +50,10 @@ class Setting:
     The sizes of a measurement.
 
     Args:
-        length: tokens of the longest completion; all are those of MATH in proportion.
+        length: tokens of the longest completion; all are scaled from MATH.
         group: completions of a prompt.
         vocabulary: tokens in it.
-        processes: that share the rollout, with `GROUPS` prompts each.
+        processes: number of processes, with `GROUPS` prompts each.
     """
 
     length: int = 248
@@ -86,7 +86,7 @@ def measure(setting: Setting, repeats: int) -> dict[str, dict[str, float]]:
     options = {"rows": ROWS, "steps": STEPS, "processes": setting.processes}
     trainers = {method: make_trainer(method, shape, rollout, **options) for method in TRAINERS}
     for trainer in trainers.values():
-        phase(trainer)  # not counted: it makes the moments
+        phase(trainer)  # not counted, because it creates the moments
     splits = {method: Split(trainer) for method, trainer in trainers.items()}
     whole = take_turns(trainers, repeats)
     return {
@@ -141,7 +141,7 @@ def columns(measured: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def exponents(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Slope of log cost over log size, by least squares: cost grows as size to this power."""
+    """Least-squares slope of log cost over log size: cost grows as size to this power."""
     sizes = np.log([float(size) for size in rows])
     return {name: np.polyfit(sizes, np.log([row[name] for row in rows.values()]), 1)[0] for name in COLUMNS}
 
@@ -155,9 +155,9 @@ def page(results: dict[str, Any]) -> str:
         "",
         f"By `{made['command']}` ({made['device']}, {made['date']}, commit {made['git_commit']}; {versions});"
         f" {results['repeats']} phases of each, in turns.",
-        "What is measured, and how: [scaling.py](../scaling.py). Milliseconds of the processor: of GRPOTrainer's and",
-        "OPOTrainer's whole phase, and of parts of OPOTrainer's. `own` is the sum of the parts that are OPOTrainer's",
-        f"own: {', '.join(OWN_PARTS)}. The exponent is the slope of log cost over log size.",
+        "How it is measured: [scaling.py](../scaling.py). Milliseconds of processor time: of GRPOTrainer's and",
+        "OPOTrainer's complete phase, and of parts of OPOTrainer's. `own` is the sum of OPOTrainer's own parts:",
+        f"{', '.join(OWN_PARTS)}. The exponent is the slope of log cost over log size.",
     ]
     for axis, measured in results["axes"].items():
         rows = {size: columns(one) for size, one in measured.items()}
@@ -174,8 +174,8 @@ def cell(value: float) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="from the results, without measuring")
-    parser.add_argument("--quick", action="store_true", help="two sizes alone; write nothing")
+    parser.add_argument("--write", action="store_true", help="write from the results, without measuring")
+    parser.add_argument("--quick", action="store_true", help="two sizes only; write nothing")
     parser.add_argument("--process", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", category=FutureWarning)

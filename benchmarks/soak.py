@@ -1,12 +1,12 @@
 """
-Whether a long run stays as it began: memory, handles, processes and speed of `opo-trl train`, watched from outside.
+Whether a long run stays stable: memory, handles, processes and speed of `opo-trl train`, measured from outside.
 
     python -m benchmarks.soak            → benchmarks/results/soak.{jsonl,md,png}; 2,000 steps on one core
-    python -m benchmarks.soak --write    the page and the figure, from soak.jsonl
-    python -m benchmarks.soak --quick    60 steps; nothing is written
+    python -m benchmarks.soak --write    the page and the figure from soak.jsonl
+    python -m benchmarks.soak --quick    60 steps; writes nothing
 
-The run is the arithmetic recipe with small rollouts, validation, checkpoints of which two are kept, and rewards in
-worker processes that die now and then (`soak_reward.py`). Every process of it is sampled every few seconds.
+The run is the arithmetic recipe with small rollouts, validation, checkpoints (two are kept), and rewards in worker
+processes that die now and then (`soak_reward.py`). All its processes are sampled every few seconds.
 """
 
 import argparse
@@ -51,7 +51,7 @@ Sample = dict[str, float]
 
 
 def soak(steps: int, seconds: float) -> list[dict[str, Any]]:
-    """Train, taking a sample every few seconds; returns where that was and what came out, and then the samples."""
+    """Train, sampling every few seconds; returns a header with origin and outcome, then the samples."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"
         overrides = OVERRIDES | {"output_dir": folder, "max_steps": steps}
@@ -71,19 +71,19 @@ def soak(steps: int, seconds: float) -> list[dict[str, Any]]:
                 samples.append({"step": step_of(folder / LOG), **sample(training)})
                 time.sleep(seconds)
         if training.returncode:
-            raise RuntimeError(f"The run ended with status {training.returncode}, as it says above.")
+            raise RuntimeError(f"The run ended with status {training.returncode}, see its output above.")
         log = read_lines(folder / LOG)
         outcome = {
             "steps": steps,
             "checkpoints": len([*folder.glob("checkpoint-*")]),
             "failed_scores": sum(row.get("reward/errors", 0) + row.get("reward/timeouts", 0) for row in log),
         }
-    while_training = [one for one in samples if 0 < one["step"] < steps]  # neither the start nor the report
+    while_training = [one for one in samples if 0 < one["step"] < steps]  # without start and report
     return [{"origin": origin(), **outcome}, *while_training[:: len(while_training) // SAMPLES + 1]]
 
 
 def step_of(log: Path) -> int:
-    """Optimizer steps done, from the end of the log."""
+    """Completed optimizer steps, from the end of the log."""
     if not log.exists():
         return 0
     with log.open("rb") as file:
@@ -93,7 +93,7 @@ def step_of(log: Path) -> int:
 
 
 def sample(training: psutil.Process) -> Sample:
-    """What a process and all below it hold now, in MiB and numbers, and the processor's seconds of the trainer."""
+    """What a process and its descendants hold now, in MiB and counts, and the trainer's processor time in seconds."""
     held: list[Sample] = []
     for process in [training, *training.children(recursive=True)]:
         try:
@@ -108,7 +108,7 @@ def sample(training: psutil.Process) -> Sample:
                     "seconds": times.user + times.system,
                 }
             )
-        except psutil.Error:  # it has just ended
+        except psutil.Error:  # it has just exited
             continue
     total = {name: sum(one[name] for one in held) for name in ("uss", "rss", "handles", "threads", "processes")}
     return total | {"seconds": max(one["seconds"] for one in held)}
@@ -119,7 +119,7 @@ def sample(training: psutil.Process) -> Sample:
 
 class Verdict(NamedTuple):
     """
-    How a quantity ends, compared with how it was after warm-up.
+    A quantity at the end, compared with its value after warm-up.
 
     Args:
         early (`float`), late (`float`): Medians over the second and the last tenth of the steps.
@@ -133,7 +133,7 @@ class Verdict(NamedTuple):
     holds: bool
 
 
-# Quantity → its label, the largest and the smallest ratio of late to early.
+# Quantity → label, largest and smallest ratio of late to early.
 BOUNDS = {
     "uss": ("memory, unshared (MiB)", 1.05, 0.0),
     "rss": ("memory, resident (MiB)", 1.05, 0.0),
@@ -159,7 +159,7 @@ def judge(samples: Sequence[Sample]) -> dict[str, Verdict]:
 
 
 def with_speed(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with their `speed`, over a twentieth of the run around each, validations included."""
+    """The samples with `speed`, over the twentieth of the run around each, including validations."""
     reach = max(len(samples) // 40, 1)
     rows = []
     for i, one in enumerate(samples):
@@ -181,8 +181,8 @@ def page(header: dict[str, Any], samples: Sequence[Sample]) -> str:
         f"workers. {header['failed_scores']:.0f} of them died and were replaced; at the end there were"
         f" {header['checkpoints']} checkpoints.",
         "",
-        "Early and late are the medians over the second and the last tenth of the steps; the first one is warm-up.",
-        "The slope is that of a straight line fitted to all but the first tenth.",
+        "Early and late are the medians over the second and the last tenth of the steps; the first tenth is warm-up.",
+        "The slope is that of a line fitted to all but the first tenth.",
         "",
         "| | early | late | late ÷ early | bound | slope per 1,000 steps | holds |",
         "| --- | ---: | ---: | ---: | :---: | ---: | :---: |",

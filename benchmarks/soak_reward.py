@@ -1,4 +1,4 @@
-"""The reward of benchmarks/soak.py: its workers die of one completion in a thousand, and are replaced."""
+"""The reward of benchmarks/soak.py: one completion in a thousand kills its worker, which is replaced."""
 
 import os
 from typing import Any

@@ -1,18 +1,17 @@
 """
-What an update costs: OPOTrainer, with each of its options, beside TRL's GRPOTrainer on the same rollout.
+What an update costs: OPOTrainer, with each of its options, and TRL's GRPOTrainer on the same rollout.
 
     python -m benchmarks.update_phase            → benchmarks/results/update_phase.{json,md,png}; one core, 20 minutes
-    python -m benchmarks.update_phase --check    measure again; exit status 1 if a ratio is above the committed one
-    python -m benchmarks.update_phase --write    the table and the figure, from update_phase.json
-    ... --quick                                  one case alone, once; nothing is written; half a minute
+    python -m benchmarks.update_phase --check    measure again; exit status 1 if a ratio exceeds the committed one
+    python -m benchmarks.update_phase --write    the table and the figure from update_phase.json
+    ... --quick                                  one case only, once; writes nothing; half a minute
 
-Both trainers get a fixed rollout of random tokens in place of generation: `GROUPS` prompts × `GENERATIONS`
-completions, with the lengths of MATH's problems and solutions divided by `SHORTER`, so that a phase takes seconds:
-what a pass costs whatever its length is then a larger share than in practice. Time is the processor's, which other
-programs do not lengthen. The trainers take turns, and every ratio is to GRPOTrainer's phase of the same turn.
-Tokens are counted where they enter the model. Peak memory is what PyTorch's CPU allocator hands out for a phase,
-beside weights and moments.
-With the extra `figures` installed.
+Both trainers get a fixed rollout of random tokens instead of generating: `GROUPS` prompts × `GENERATIONS` completions,
+with the lengths of MATH's problems and solutions divided by `SHORTER`, so that a phase takes seconds. The fixed costs
+of a pass are therefore a larger share than in practice. Time is processor time, which does not depend on other
+programs. The trainers alternate, and every ratio is to GRPOTrainer's phase of the same turn. Tokens are counted at the
+model's input. Peak memory is what PyTorch's CPU allocator hands out for a phase, besides weights and moments.
+Needs the extra `figures`.
 """
 
 import argparse
@@ -27,19 +26,18 @@ from pathlib import Path
 from typing import Any
 
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread brings little on so small a model
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread helps little with so small a model
 
 import matplotlib.pyplot as plt
 
 from opo_trl.report.run_folder import write_json
 
 from .pages import table
+from .passes import count_tokens, counted_passes
 from .record import origin
 from .replay import (
     Lengths,
     allocated_peak,
-    count_tokens,
-    counted_passes,
     draw_rollout,
     make_trainer,
     phase,
@@ -54,7 +52,7 @@ GROUPS, GENERATIONS, ROWS = 10, 8, 4
 SHORTER = 4
 REPEATS, QUICK_REPEATS = 3, 1
 
-# OPOTrainer's options, each with what those before it have; "as TRL" cuts and pads micro-batches as TRL does.
+# OPOTrainer's options, cumulative; "as TRL" cuts and pads micro-batches like TRL.
 VARIANTS: dict[str, dict[str, Any]] = {
     "as TRL": {"plan_micro_batches": False},
     "planned": {"skip_inert_rows": False},
@@ -63,19 +61,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 DEFAULT = "planned, skipping"
 
-# What is compared, in parts of GRPOTrainer's, and by how much a new measurement may be above a committed one.
+# Ratios to GRPOTrainer, and by how much a new measurement may exceed the committed one.
 TOLERANCES = {"time": 0.15, "work": 0.0, "memory": 0.02}
 
 
 @dataclass(frozen=True)
 class Case:
     """
-    What is measured.
+    A measurement.
 
     Args:
-        lengths: of the completions, see [`draw_rollout`].
-        dead: share of the groups without spread of rewards.
-        steps: optimizer steps that a rollout serves.
+        lengths: distribution of completion lengths, see [`draw_rollout`].
+        dead: fraction of zero-variance groups.
+        steps: optimizer steps per rollout.
         width: hidden size of the model.
     """
 
@@ -97,7 +95,7 @@ CASES = (
     *(Case(dead=dead, width=256) for dead in (0.0, 0.4)),
 )
 
-# The targets of an update phase, in parts of GRPOTrainer's: what it may cost, and at which share of dead groups.
+# Targets: fraction of zero-variance groups → largest ratio of the update phase to GRPOTrainer's.
 TARGETS = {0.0: 1 / 2, 0.4: 1 / 3}
 
 
@@ -105,12 +103,12 @@ TARGETS = {0.0: 1 / 2, 0.4: 1 / 3}
 
 
 def work(tokens: dict[str, int]) -> int:
-    """Padded tokens in forward passes' worth: a backward pass takes about as long as two of them."""
+    """Padded tokens in units of forward passes: a backward pass takes about as long as two."""
     return tokens["forward padded"] + 3 * tokens["gradient padded"]
 
 
 def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
-    """Tokens, bytes and seconds of a phase of GRPOTrainer, and of each variant with its ratios to those."""
+    """Tokens, bytes and seconds of a phase of GRPOTrainer and of each variant, with its ratios to GRPOTrainer."""
     shape = small_qwen3(case.width)
     rollout = draw_rollout(
         case.lengths,
@@ -126,7 +124,7 @@ def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
     result: dict[str, dict[str, Any]] = {}
     for name, trainer in trainers.items():
         with counted_passes(trainer.model) as passes:
-            phase(trainer)  # also the one that makes the moments
+            phase(trainer)  # also creates the moments
         result[name] = {"tokens": count_tokens(passes), "bytes": allocated_peak(trainer)}
     seconds = take_turns(trainers, repeats)
     theirs = result["GRPOTrainer"]
@@ -144,7 +142,7 @@ def median(value: float | dict[str, float]) -> float:
 
 
 def failures(committed: dict[str, Any], measured: dict[str, Any]) -> list[str]:
-    """The ratios of measured cases that are above the committed ones by more than their tolerance."""
+    """Ratios that exceed the committed ones by more than their tolerance."""
     found = []
     for case, variant in itertools.product(measured, VARIANTS):
         for name, tolerance in committed["tolerances"].items():
@@ -164,29 +162,29 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# What an update costs",
         "",
-        f"An update phase of OPOTrainer beside one of TRL's GRPOTrainer on the same rollout, by `{made['command']}`",
+        f"An update phase of OPOTrainer and one of TRL's GRPOTrainer on the same rollout, by `{made['command']}`",
         f"({made['device']}, {made['date']}, commit {made['git_commit']}; {versions}).",
-        f"{GROUPS} prompts × {GENERATIONS} completions, micro-batches of {ROWS} rows, lengths of MATH divided by"
+        f"{GROUPS} prompts × {GENERATIONS} completions, micro-batches of {ROWS} samples, lengths of MATH divided by"
         f" {SHORTER}; random models of two layers; {results['repeats']} phases of each.",
-        "What is measured, and how: [update_phase.py](../update_phase.py).",
+        "How it is measured: [update_phase.py](../update_phase.py).",
         "",
         "## Against the targets",
         "",
-        f"OPOTrainer by its defaults (`{DEFAULT}`), on the lengths of MATH.",
+        f"OPOTrainer with its defaults (`{DEFAULT}`) and the lengths of MATH.",
         "",
-        table(["groups without spread", "optimizer steps", "width", "target", "time", "memory", ""], verdicts(cases)),
+        table(["zero-variance groups", "optimizer steps", "width", "target", "time", "memory", ""], verdicts(cases)),
     ]
-    head = ["lengths", "groups without spread", "optimizer steps", "width"]
+    head = ["lengths", "zero-variance groups", "optimizer steps", "width"]
     for title, name in (
-        ("Time, in parts of GRPOTrainer's: median (range)", "time"),
-        ("Work: padded tokens, those with gradient three times, in parts of GRPOTrainer's", "work"),
-        ("Peak memory beside weights and moments, in parts of GRPOTrainer's", "memory"),
+        ("Time relative to GRPOTrainer: median (range)", "time"),
+        ("Work relative to GRPOTrainer: padded tokens, those with gradient counted three times", "work"),
+        ("Peak memory besides weights and moments, relative to GRPOTrainer", "memory"),
     ):
         rows = [[*case.split(" | "), *(cell(own[v][name]) for v in VARIANTS)] for case, own in cases.items()]
         lines += ["", f"## {title}", "", table([*head, *VARIANTS], rows)]
     lines += [
         "",
-        "## Thousands of tokens with padding (without), passed forward only; with gradient",
+        "## Thousands of tokens with padding (without): forward only; with gradient",
         "",
         table(
             [*head, "GRPOTrainer", *VARIANTS],
@@ -224,7 +222,7 @@ def tokens_cell(tokens: dict[str, int]) -> str:
 
 
 def draw(cases: dict[str, Any], path: Path) -> None:
-    """Time over dead groups; time and memory by option and lengths."""
+    """Time over zero-variance groups; time and memory by option and lengths."""
     plt.switch_backend("Agg")
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.9), layout="constrained")
     for steps, color in zip(STEPS, ("#009e73", "#d55e00", "#0072b2"), strict=True):
@@ -233,9 +231,9 @@ def draw(cases: dict[str, Any], path: Path) -> None:
         bars = [[abs(time[end] - time["median"]) for time in times] for end in ("low", "high")]
         label = f"{steps} optimizer step{'s' * (steps > 1)}"
         axes[0].errorbar(DEAD, middle, bars, marker="o", markersize=4, capsize=3, color=color, label=label)
-    axes[0].plot(*zip(*TARGETS.items(), strict=True), "k_", markersize=22, label="target, at most")
-    axes[0].set(xlabel="share of groups without spread", ylabel="time ÷ GRPOTrainer's", ylim=(0, 1), xticks=DEAD)
-    axes[0].set_title("OPOTrainer by its defaults, lengths of MATH", fontsize=10)
+    axes[0].plot(*zip(*TARGETS.items(), strict=True), "k_", markersize=22, label="target (maximum)")
+    axes[0].set(xlabel="fraction of zero-variance groups", ylabel="time ÷ GRPOTrainer's", ylim=(0, 1), xticks=DEAD)
+    axes[0].set_title("OPOTrainer with its defaults, lengths of MATH", fontsize=10)
     axes[0].legend(frameon=False, fontsize=8)
     for axis, name in zip(axes[1:], ("time", "memory"), strict=True):
         for i, variant in enumerate(VARIANTS):
@@ -244,7 +242,7 @@ def draw(cases: dict[str, Any], path: Path) -> None:
         axis.axhline(1, color="#8a8a8a", linewidth=0.8)
         axis.set_xticks(range(len(LENGTHS)), LENGTHS)
         axis.set(xlabel="lengths of completions", ylabel=f"{name} ÷ GRPOTrainer's", ylim=(0, 1.5))
-        axis.set_title(f"{name}, 40 % of groups without spread, 2 steps", fontsize=10)
+        axis.set_title(f"{name}, 40 % zero-variance groups, 2 steps", fontsize=10)
         axis.legend(frameon=False, fontsize=8, ncols=2, loc="upper center")
     for axis in axes:
         axis.grid(alpha=0.3, axis="y")
@@ -256,8 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the committed ratios; write nothing")
-    parser.add_argument("--write", action="store_true", help="from the results, without measuring")
-    parser.add_argument("--quick", action="store_true", help="one case alone; write nothing")
+    parser.add_argument("--write", action="store_true", help="write from the results, without measuring")
+    parser.add_argument("--quick", action="store_true", help="one case only; write nothing")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", category=FutureWarning)
     if not args.write:

@@ -1,9 +1,9 @@
 """
-Runs notebooks from top to bottom, in a kernel of their own, and stores their outputs in them.
+Runs notebooks from top to bottom, each in a new kernel, and stores their outputs in them.
 
     python notebooks/run.py [notebooks/opo_vs_grpo.ipynb …]
 
-without names all of them. What is stored is what a machine without a GPU makes of the parameters as they stand.
+Without names, runs all of them. Stored outputs come from a machine without a GPU, with the parameters unchanged.
 """
 
 import copy
@@ -26,24 +26,24 @@ def execute(path: Path, folder: Path = FOLDER, *, seconds: int = 600, **paramete
 
     Args:
         path (`Path`):
-            The notebook, which stays as it is.
+            The notebook, which is not changed.
         folder (`Path`, *optional*):
-            Folder to run in, and to write to; that of the notebooks by default.
+            Folder to run in and write to; by default that of the notebooks.
         seconds (`int`, *optional*, defaults to `600`):
-            What a cell may take. If one takes longer, the notebook is run once more.
+            Time limit of a cell. If one takes longer, the notebook is run once more.
         **parameters:
-            Values that are set behind the cell with the tag `parameters`, as papermill does.
+            Values to set after the cell with the tag `parameters`, like papermill.
 
     Raises:
-        `nbclient.exceptions.CellExecutionError`: a cell failed.
-        `nbclient.exceptions.CellTimeoutError`: a cell took too long, twice.
+        `nbclient.exceptions.CellExecutionError`: if a cell fails.
+        `nbclient.exceptions.CellTimeoutError`: if a cell takes too long, twice.
     """
     notebook = nbformat.read(path, as_version=4)
     if parameters:
         place = next(i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
         lines = "\n".join(f"{name} = {value!r}" for name, value in parameters.items())
         notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(lines))
-    # Nobody wants stored: progress that is over, and how DeepSpeed, where it is installed, looked for a GPU.
+    # Do not store progress bars, or DeepSpeed's search for a GPU where it is installed.
     quiet = {"TQDM_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
     for attempt in (1, 2):
         executed = copy.deepcopy(notebook)
@@ -58,7 +58,7 @@ def execute(path: Path, folder: Path = FOLDER, *, seconds: int = 600, **paramete
             # The checkout's `benchmarks`, from whatever folder the notebook runs in.
             client.execute(env={**os.environ, **quiet, "PYTHONPATH": str(FOLDER.parent)})
             break
-        except CellTimeoutError:  # now and then the kernel's reply is lost, and would be waited for without end
+        except CellTimeoutError:  # now and then the kernel's reply is lost, and the client would wait forever
             if attempt == 2:
                 raise
     executed.metadata.pop("widgets", None)  # dead without their kernel
@@ -69,7 +69,7 @@ def main() -> None:
     """Run and store."""
     for path in map(Path, sys.argv[1:] or sorted(FOLDER.glob("*.ipynb"))):
         notebook = execute(path)
-        notebook.metadata.language_info = {"name": "python"}  # else the version of whoever ran it
+        notebook.metadata.language_info = {"name": "python"}  # without the Python version
         nbformat.write(notebook, path)
         print(path)
 

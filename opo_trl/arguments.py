@@ -13,7 +13,7 @@ from .checks import paths, ranges
 from .checks.blame import given
 from .checks.ranges import require
 from .config import RolloutConfig
-from .data.problems import INSTRUCTION
+from .data import INSTRUCTION
 from .evaluate import Decoding
 from .fields import DATA, OBJECTIVE, REWARDS
 

@@ -40,7 +40,7 @@ from .launch.signals import StopOnSignal
 from .launch.trainers import make_trainer, model_path
 from .report import run_folder
 from .report.run_report import write_report
-from .rewards.scoring import RewardError
+from .rewards.checked import RewardError
 from .rollout.checkpoint import check_split
 from .rollout.checkpoint import resolve as find_checkpoint
 from .rollout.rows import check_enough_prompts

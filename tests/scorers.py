@@ -1,4 +1,4 @@
-"""Reward functions that fail in every way. They import next to nothing, so that a worker starts at once."""
+"""Reward functions that fail in every way. They import almost nothing, so that workers start at once."""
 
 import ctypes
 import hashlib
@@ -14,7 +14,7 @@ class Unpicklable(Exception):
 
 
 def by_fate(completions: list, fate: list[str], **kwargs) -> list[float | None]:
-    """A number is the score; a word is what happens."""
+    """A number is the score; a word is the failure."""
     return [_meet(word) for word in fate]
 
 
@@ -43,7 +43,7 @@ def _meet(word: str) -> float | None:
 
 
 def seen(completions: list, **columns) -> list[float]:
-    """What a worker is given, as a score: one completion, and one entry of the columns."""
+    """Score the length of the only completion, and check the columns."""
     assert len(completions) == 1
     assert columns == {"level": ["Level 3"]}
     return [float(len(completions[0]))]
@@ -58,13 +58,13 @@ _remembered: list[bytes] = []
 
 
 def remember(completions: list, **kwargs) -> list[float]:
-    """32 KiB for each completion, as parsers remember what they have read."""
+    """Keep 32 KiB per completion, like a parser with a cache."""
     _remembered.extend(bytes(2**15) for _ in completions)
     return [1.0] * len(completions)
 
 
 def loaded(completions: list[str], **kwargs) -> list[float]:
-    """Whether the worker has imported the modules that the completions name."""
+    """Whether the worker has imported the modules named in the completions."""
     return [float(name in sys.modules) for name in completions]
 
 

@@ -20,7 +20,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.evaluate import _own_random_state, evaluate, wilson_interval
-from opo_trl.rewards.scoring import IsolatedReward, RewardError
+from opo_trl.rewards.checked import RewardError
+from opo_trl.rewards.scoring import IsolatedReward
 
 
 PROBLEMS = Dataset.from_list([{"prompt": f"{i}+1=", "solution": str(i)} for i in range(7)])

@@ -1,4 +1,4 @@
-"""Notebooks run from top to bottom, teach what they say, and are stored as they ran."""
+"""Notebooks run from top to bottom, show what they claim, and are stored as they ran."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def code_cells(notebook):
 
 
 def text_of(notebook) -> str:
-    """Everything that the cells put out as text."""
+    """All text output of the cells."""
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     return "\n".join(o.get("text") or o.get("data", {}).get("text/markdown", "") for o in outputs)
 
@@ -35,7 +35,7 @@ def test_fine_tuning_teaches_and_its_merged_model_answers(tmp_path):
     [row] = re.findall(r"^\| accuracy, .*$", text, re.MULTILINE)
     (_, before_high), (after_low, _) = re.findall(r"\[([\d.]+)%, ([\d.]+)%\]", row)
     assert float(after_low) > float(before_high) + 10
-    assert pictures(notebook) == 1  # the curves, drawn anew in one place
+    assert pictures(notebook) == 1  # the curves, redrawn in place
     assert "reward [1.0]" in text
     assert (tmp_path / "runs/opo_finetune_cpu/merged/model.safetensors").is_file()
 
@@ -60,7 +60,7 @@ def test_geometry_runs(tmp_path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_what_is_stored_is_one_run_from_top_to_bottom(path):
+def test_stored_notebook_is_one_run_from_top_to_bottom(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert [cell.execution_count for cell in code_cells(notebook)] == list(range(1, len(code_cells(notebook)) + 1))

@@ -28,7 +28,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tiny_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, layers: int = 2) -> str:
-    """Save a Qwen3, of about 70,000 parameters with two layers, and its tokenizer; returns the folder as a string."""
+    """Save a Qwen3 (about 70,000 parameters with two layers) and its tokenizer; returns the folder as a string."""
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -38,7 +38,7 @@ def save_tiny_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.floa
         num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,  # vLLM's CPU attention takes no smaller one
+        head_dim=32,  # the smallest that vLLM's CPU attention accepts
         max_position_embeddings=512,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -46,7 +46,7 @@ def save_tiny_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.floa
         pad_token_id=tokenizer.pad_token_id,
     )
     model = Qwen3ForCausalLM(config)
-    # The default initialization is so small that every next token is equally likely, whatever came before.
+    # With the default initialization, all next tokens are equally likely after any prefix.
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

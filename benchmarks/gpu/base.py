@@ -1,14 +1,10 @@
 """
 Base model of the word problems: a Qwen3 of 57 million parameters, trained from scratch for a given number of seconds
-on worked solutions in which most carries are forgotten.
-
-The slips are systematic, as in the embedded arithmetic task (`benchmarks/make_base.py` says why): greedy
-decoding slips too, the right habit is sampled often enough to be rewarded, and it is the same habit at every level.
+on worked solutions in which most carries are forgotten (`benchmarks/base_models.py` says why).
 """
 
 import itertools
 import random
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,21 +12,14 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from opo_trl.evaluate import wilson_interval
 
+from ..base_models import build_model, build_optimizer, complete, draw_slipping, train_step
 from .words import (
     LARGEST,
     LEVELS,
-    MAX_LENGTH,
     SMALLEST,
     Problem,
     build_tokenizer,
@@ -42,7 +31,6 @@ from .words import (
 )
 
 
-SLIP_RATE = 0.7
 LEARNING_RATE = 6e-4
 WARMUP_STEPS = 100
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,32 +53,13 @@ TINY_SHAPE = {
 
 
 def draw_slipping_solution(problem: Problem, rng: random.Random) -> str:
-    """
-    Work a problem out, forgetting to carry with probability `SLIP_RATE` in each operation.
-
-    Args:
-        problem ([`Problem`]):
-            The problem.
-        rng (`random.Random`):
-            Source of randomness.
-
-    Returns:
-        `str`: The solution, which goes on from slipped results.
-    """
-
-    def sometimes(left: int, operator: str, right: int) -> int:
-        return (slip if rng.random() < SLIP_RATE else calculate)(left, operator, right)
-
-    while True:
-        solution = problem.work_out(sometimes)
-        # After a slip the results can leave the range of the task, and even be negative.
-        if all(SMALLEST <= int(result) <= LARGEST for result in re.findall(r"=(-?\d+)", solution)):
-            return solution
+    """Work a problem out, sometimes forgetting to carry; see [`draw_slipping`]."""
+    return draw_slipping(problem.work_out, rng, right=calculate, slip=slip, smallest=SMALLEST, largest=LARGEST)
 
 
 class SlippingSolutions(IterableDataset):
     """
-    Endless batches of problems, each batch of one level, with slipping solutions; without the test problems.
+    Endless batches of problems of one level each, with slipping solutions and without the test problems.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
@@ -98,7 +67,7 @@ class SlippingSolutions(IterableDataset):
         rows (`int`):
             Problems per batch.
         seed (`int`):
-            Seed of the problems; each worker of a data loader draws others.
+            Seed of the problems; each worker of a data loader draws different ones.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, rows: int, seed: int):
@@ -123,7 +92,7 @@ class SlippingSolutions(IterableDataset):
         worked = [draw_slipping_solution(problem, rng) + self.tokenizer.eos_token for problem in problems]
         solutions = self.tokenizer(worked)["input_ids"]
         width = max(len(prompt) + len(solution) for prompt, solution in zip(prompts, solutions, strict=True))
-        # Padded on the right, where causal attention needs no mask: what counts never sees it.
+        # Padded on the right, where causal attention needs no mask.
         ids = torch.full((self.rows, width), self.tokenizer.pad_token_id)
         labels = torch.full((self.rows, width), -100)
         for row, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
@@ -132,34 +101,19 @@ class SlippingSolutions(IterableDataset):
         return ids, labels
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, shape: dict[str, Any]) -> Qwen3ForCausalLM:
-    """The untrained model, in float32; `shape` is part of its configuration."""
-    special: dict[str, Any] = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=True,
-        **shape,
-        **special,
-    )
-    model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(do_sample=True, **special)
-    return model
-
-
 def train(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, seconds: float, rows: int, seed: int
 ) -> dict[str, Any]:
     """
-    Train a model in place for a given time: bfloat16 on a GPU, the learning rate falling to zero with the time left.
+    Train a model in place for a given time, in bfloat16 on a GPU. The learning rate falls to zero with the time left.
 
     Args:
         model ([`~transformers.Qwen3ForCausalLM`]):
-            The model, where it is to be trained.
+            The model, on its device.
         tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
             The tokenizer.
         seconds (`float`):
-            How long to train.
+            Duration of the training.
         rows (`int`):
             Problems per step.
         seed (`int`):
@@ -168,23 +122,15 @@ def train(
     Returns:
         `dict[str, Any]`: Steps, tokens, seconds, and the loss of the last step.
     """
-    device = model.device
-    on_gpu = device.type == "cuda"
-    batches = DataLoader(
-        SlippingSolutions(tokenizer, rows=rows, seed=seed), batch_size=None, num_workers=6 if on_gpu else 0
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    workers = 6 if model.device.type == "cuda" else 0
+    batches = DataLoader(SlippingSolutions(tokenizer, rows=rows, seed=seed), batch_size=None, num_workers=workers)
+    optimizer = build_optimizer(model, LEARNING_RATE)
     model.train()
     step, tokens, elapsed, started = 0, 0, 0.0, time.perf_counter()
     for ids, labels in batches:
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min((step + 1) / WARMUP_STEPS, 1 - elapsed / seconds)
-        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
-            loss = model(input_ids=ids.to(device), labels=labels.to(device)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = train_step(model, optimizer, ids, labels)
         step, tokens, elapsed = step + 1, tokens + ids.numel(), time.perf_counter() - started
         if step % 100 == 0:
             print(f"{elapsed:5.0f} of {seconds:g} s, step {step}: loss {loss.item():.4f}", flush=True)
@@ -194,7 +140,7 @@ def train(
 
 
 def make_base(folder: Path, *, seconds: float, rows: int, shape: dict[str, int], seed: int) -> dict[str, Any]:
-    """Train a base model and store it in float32, with its tokenizer; returns what [`train`] does, and its size."""
+    """Train a base model and store it in float32, with its tokenizer; returns its size and the result of [`train`]."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
     model: Any = build_model(tokenizer, shape)
@@ -215,7 +161,7 @@ def measure(folder: Path, *, problems: int, batch: int, max_new_tokens: int) -> 
         problems (`int`):
             Problems per level.
         batch (`int`):
-            Completions generated at a time.
+            Completions per batch.
         max_new_tokens (`int`):
             Longest completion.
 
@@ -225,7 +171,7 @@ def measure(folder: Path, *, problems: int, batch: int, max_new_tokens: int) -> 
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.to(DEVICE).eval()
+    model.to(DEVICE)
     by_level = {level: make_problems("test", [level])[:problems] for level in LEVELS}
     rows = [row for some in by_level.values() for row in some]  # all levels together: few, large batches
     accuracy: dict[str, dict[str, Any]] = {level: {} for level in LEVELS}
@@ -247,21 +193,3 @@ def _accuracy(scores: list[float]) -> dict[str, float]:
     right, total = int(sum(scores)), len(scores)
     low, high = wilson_interval(right, total)
     return {"problems": total, "right": right, "accuracy": right / total, "low": low, "high": high}
-
-
-@torch.inference_mode()
-def complete(
-    model: Any, tokenizer: PreTrainedTokenizerBase, problems: list[str], *, do_sample: bool, max_new_tokens: int
-) -> list[str]:
-    """One completion per problem, greedy or sampled at temperature 1 from the whole vocabulary."""
-    inputs = tokenizer(problems, padding=True, return_tensors="pt").to(model.device)
-    sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} if do_sample else {}
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-        ids = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=max_new_tokens,
-            do_sample=do_sample,
-            **sampling,
-        )
-    return tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -1,10 +1,10 @@
 """
-The memory plan against the peaks of one GPU: Qwen3-1.7B with random weights, `OPOTrainer.compute_loss`, AdamW.
+The memory plan against measured peaks of one GPU: Qwen3-1.7B with random weights, `OPOTrainer.compute_loss`, AdamW.
 
     python -m benchmarks.gpu.memory --output runs/gpu/memory.json     a few minutes on a GPU of 24 GB or more
 
 Compares `torch.cuda.max_memory_allocated` of the second micro-batch, and of the optimizer step, with the formula. A
-case that runs out of memory says so. Called again with the same file, it goes on with the cases that are missing.
+case that runs out of memory is recorded as such. Called again with the same file, it measures the missing cases.
 """
 
 import argparse
@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def measure(*, rows: int, lora: bool = False, checkpointing: bool = True) -> dict[str, int]:
-    """Peaks of allocated bytes in an update and in the optimizer step, and what the allocator reserved for them."""
+    """Peaks of allocated bytes in an update and in the optimizer step, and bytes reserved by the allocator."""
     model = AutoModelForCausalLM.from_config(make_config(QWEN3_1_7B), dtype=torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         options = {"output_dir": folder, "bf16": True, "gradient_checkpointing": checkpointing}
@@ -48,8 +48,8 @@ def measure(*, rows: int, lora: bool = False, checkpointing: bool = True) -> dic
     optimizer = torch.optim.AdamW((p for p in trainer.model.parameters() if p.requires_grad), lr=1e-6, fused=True)
     batch = micro_batch(QWEN3_1_7B, rows=rows, prompt=PROMPT, completion=COMPLETION)
     batch, peaks = {name: tensor.to(trainer.accelerator.device) for name, tensor in batch.items()}, {}
-    for _ in range(2):  # the first round makes the moments
-        for _ in range(2):  # the first micro-batch makes the gradients
+    for _ in range(2):  # the first round creates the moments
+        for _ in range(2):  # the first micro-batch creates the gradients
             torch.cuda.reset_peak_memory_stats()
             trainer.accelerator.backward(trainer.compute_loss(trainer.model, batch))
         peaks["update"] = torch.cuda.max_memory_allocated()
@@ -62,7 +62,7 @@ def measure(*, rows: int, lora: bool = False, checkpointing: bool = True) -> dic
 
 
 def compare(case: dict[str, Any]) -> dict[str, Any]:
-    """By moment `[formula, measured]` in bytes, and what was reserved."""
+    """`[formula, measured]` in bytes by moment, and reserved bytes."""
     plan = {moment: sum(parts.values()) for moment, parts in plan_run("none", share=0, **case).items()}
     said = {"update": max(plan["LM head"], plan["layers"]), "optimizer step": plan["optimizer step"]}
     measured = measure(**case)
@@ -72,8 +72,8 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="file to write, or to go on with")
-    parser.add_argument("--limit_seconds", type=float, default=float("inf"), help="start nothing that would end later")
+    parser.add_argument("--output", type=Path, required=True, help="file to write or resume")
+    parser.add_argument("--limit_seconds", type=float, default=float("inf"), help="time limit")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", category=FutureWarning)
     if not torch.cuda.is_available():

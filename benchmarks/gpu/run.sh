@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Every benchmark that needs a GPU, within 30 minutes on one H200:
 #   benchmarks/gpu/run.sh OUT [WHEELS]
-# OUT: folder for results and logs. WHEELS: folder of wheels to install, where there is no network (README.md says how
-# to fill it). Called again with the same OUT, it goes on where it stopped. LIMIT_SECONDS: another limit. TINY=1: on a CPU.
+# OUT: folder for results and logs. WHEELS: folder of wheels to install without a network (README.md says how to fill
+# it). Called again with the same OUT, it resumes. LIMIT_SECONDS: another limit. TINY=1: on a CPU.
 set -uo pipefail
 
 [ $# -ge 1 ] || { sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 2; }
@@ -10,12 +10,12 @@ mkdir -p "$1"
 out=$(realpath "$1")
 wheels=${2:+$(realpath "$2")}
 cd "$(dirname "$0")/../.." || exit 1
-out=$(realpath --relative-to=. "$out")  # results hold the command, and no machine's folders
+out=$(realpath --relative-to=. "$out")  # results hold the command, which should name no folder of this machine
 export PYTHONPATH=$PWD TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 python=${PYTHON:-python3}
 
 if [ -n "$wheels" ]; then
-    # Before the image's own packages, whose PyTorch stays in use unless the folder brings another one.
+    # Before the image's own packages, whose PyTorch is used unless the folder has one.
     if [ ! -e "$out/packages/ready" ]; then
         "$python" -m pip install --quiet --no-index --no-deps --upgrade --target "$out/packages" "$wheels"/*.whl || exit 1
         touch "$out/packages/ready"
@@ -25,7 +25,7 @@ fi
 
 tiny=${TINY:+--tiny}
 failed=0
-part() {  # $1: a module of benchmarks.gpu; $2: what it writes or goes on with
+part() {  # $1: a module of benchmarks.gpu; $2: what it writes or resumes
     local name=$1 output=$2 began=$SECONDS
     shift 2
     "$python" -m "benchmarks.gpu.$name" --output "$output" --limit_seconds $((${LIMIT_SECONDS:-1680} - SECONDS)) "$@" \

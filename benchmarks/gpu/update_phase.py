@@ -1,15 +1,15 @@
 """
-What an update of Qwen3-0.6B and Qwen3-1.7B costs, with random weights: OPOTrainer beside TRL's GRPOTrainer.
+What an update of Qwen3-0.6B and Qwen3-1.7B costs, with random weights: OPOTrainer and TRL's GRPOTrainer.
 
     python -m benchmarks.gpu.update_phase --output runs/gpu/update_phase.json     a GPU of 80 GB or more, 10 minutes
     python -m benchmarks.gpu.update_phase --output runs/gpu/tiny.json --tiny      a CPU, a minute
 
-Called again with the same file, it goes on with the cases that are missing.
+Called again with the same file, it measures the missing cases.
 
-The comparison of `benchmarks/update_phase.py` at full length, in bfloat16: with gradient checkpointing and without,
-with no dead groups and with 40 %. Both trainers use the fused LM head that TRL builds in. Tokens, peak memory and the
-split of the time are those of a trainer alone on the device; then both are there, and their phases alternate, so that
-a device that slows down slows both.
+The comparison of `benchmarks/update_phase.py` at full length, in bfloat16: with and without gradient checkpointing,
+with no zero-variance groups and with 40 %. Both trainers use TRL's fused LM head. Tokens, peak memory and the split of
+the time are measured with one trainer alone on the device; then the phases of both alternate, so that a device that
+slows down slows both.
 """
 
 import argparse
@@ -23,14 +23,12 @@ from typing import Any
 
 import torch
 
+from ..passes import Pass, count_tokens, counted_passes
 from ..record import measure_missing, origin, peak_memory, reset_peak_memory
 from ..replay import (
     TRAINERS,
-    Pass,
     Rollout,
     Split,
-    count_tokens,
-    counted_passes,
     draw_rollout,
     make_trainer,
     phase,
@@ -40,25 +38,25 @@ from ..replay import (
 from ..shapes import QWEN3_0_6B, QWEN3_1_7B, small_qwen3
 
 
-SHAPES = {"qwen3-1.7b": QWEN3_1_7B, "qwen3-0.6b": QWEN3_0_6B}  # the largest first: no other outlasts its estimate
+SHAPES = {"qwen3-1.7b": QWEN3_1_7B, "qwen3-0.6b": QWEN3_0_6B}  # the slowest first, for the time limit
 TINY_SHAPES = {"tiny": small_qwen3(64, 512)}
 GROUPS, GENERATIONS, ROWS, STEPS = 10, 8, 8, 2
 DEAD = (0.0, 0.4)
 REPEATS, TINY_REPEATS = 5, 1
-TINY_SHORTER = 32  # what lengths are divided by on a CPU
+TINY_SHORTER = 32  # divisor of lengths on a CPU
 
-# Operations per second in dense bfloat16: NVIDIA's data sheet of the H200 (SXM) says 1,979 TFLOPS with sparsity, which
-# is twice as many.
+# Dense bfloat16 operations per second: NVIDIA's data sheet of the H200 (SXM) gives twice as many, 1,979 TFLOPS, with
+# sparsity.
 PEAK = {"NVIDIA H200": 989e12}
 
 
 def model_flops(passes: Iterable[Pass], shape: Mapping[str, Any], parameters: int) -> int:
     """
-    Floating-point operations that the passes need, recomputed activations not among them.
+    Floating-point operations of the passes, without recomputed activations.
 
-    A forward pass of B rows × S columns, of which K tokens are scored, takes `2·(P − H)·B·S + 2·H·K + 2·L·D·B·S²`, and
-    one with gradient three times as much: P parameters, of which H in the LM head (tied to the embedding, which is
-    looked up), L layers, D columns of all heads; the last term is causal attention, half of `4·L·D·B·S²`.
+    A forward pass of B rows × S columns with K scored tokens takes `2·(P − H)·B·S + 2·H·K + 2·L·D·B·S²`, and one with
+    gradient three times as much: P parameters, of which H in the LM head (tied to the embedding, a look-up), L layers,
+    D columns of all heads; the last term is causal attention, half of `4·L·D·B·S²`.
     """
     head = shape["vocab_size"] * shape["hidden_size"]
     attention = shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"]
@@ -71,10 +69,10 @@ def model_flops(passes: Iterable[Pass], shape: Mapping[str, Any], parameters: in
 
 
 def measure_alone(method: str, shape: Mapping[str, Any], rollout: Rollout, **options: Any) -> dict[str, Any]:
-    """Tokens, operations, bytes at the peak and seconds by part, of a trainer that is alone."""
+    """Tokens, operations, peak bytes and seconds by part of a trainer alone on the device."""
     trainer = make_trainer(method, shape, rollout, **options)
     with counted_passes(trainer.model) as passes:
-        phase(trainer)  # also the one that makes the moments
+        phase(trainer)  # also creates the moments
     reset_peak_memory()
     phase(trainer)
     peak = peak_memory()
@@ -90,7 +88,7 @@ def measure_alone(method: str, shape: Mapping[str, Any], rollout: Rollout, **opt
 
 
 def measure(shape: Mapping[str, Any], dead: float, shorter: int, *, repeats: int, **options: Any) -> dict[str, Any]:
-    """What each trainer costs, and OPO's time relative to GRPO's."""
+    """Costs of each trainer, and OPO's time relative to GRPO's."""
     rollout = draw_rollout(
         "math",
         groups=GROUPS,
@@ -122,9 +120,9 @@ def measure(shape: Mapping[str, Any], dead: float, shorter: int, *, repeats: int
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="file to write, or to go on with")
-    parser.add_argument("--limit_seconds", type=float, default=float("inf"), help="start nothing that would end later")
-    parser.add_argument("--tiny", action="store_true", help="everything as small as it gets, on a CPU")
+    parser.add_argument("--output", type=Path, required=True, help="file to write or resume")
+    parser.add_argument("--limit_seconds", type=float, default=float("inf"), help="time limit")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, on a CPU")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")  # names that TRL still uses
     if not args.tiny and not torch.cuda.is_available():

@@ -5,9 +5,9 @@ GRPO, GSPO, DAPO and OPO on word problems in several steps, from one base model 
     python -m benchmarks.gpu.word_arithmetic --output runs/gpu/tiny --tiny                  on a CPU, in a minute
 
 Trains the base model for `--base_seconds`, measures it, trains each method of `recipes/` from it with each seed, and
-measures what came out. `results.json` in the output folder is written anew after each part. Called again with the same
-folder, the program goes on with what is missing, so that it can be stopped at any time. What it does not know itself
-goes to every run as a field of the recipes: `--learning_rate 1e-5`.
+measures the result. `results.json` in the output folder is updated after each part. The program can be stopped at any
+time; called again with the same folder, it resumes. Unknown options go to every run as fields of the recipes:
+`--learning_rate 1e-5`.
 """
 
 import argparse
@@ -32,23 +32,23 @@ from .words import SPLIT_SIZES, make_problems
 
 
 RECIPES = Path(__file__).resolve().parent / "recipes"
-METHODS = ("dapo", "grpo", "gspo", "opo")  # the one that takes longest first: then no other outlasts its estimate
+METHODS = ("dapo", "grpo", "gspo", "opo")  # the slowest first, for the time limit
 FIRST_SEED = 42
 
 
 @dataclass(frozen=True)
 class Size:
     """
-    How large everything is.
+    Sizes of a benchmark.
 
     Args:
         shape: of the base model.
-        base_seconds: how long it is trained.
+        base_seconds: duration of its training.
         rows: problems per step of the base model's training.
         problems: test problems per level.
-        batch: completions generated at a time for an accuracy.
-        max_new_tokens: longest completion there; a worked solution of Level 6 has at most 85 tokens.
-        fields: of the recipes, in place of what they say.
+        batch: completions per batch when measuring an accuracy.
+        max_new_tokens: longest completion when measuring; a worked solution of Level 6 has at most 85 tokens.
+        fields: overrides of the recipes.
     """
 
     shape: dict[str, int]
@@ -111,20 +111,20 @@ def run_method(method: str, seed: int, output: Path, size: Size, fields: Sequenc
 
     Args:
         method (`str`), seed (`int`):
-            One of `METHODS`, and the seed of the run.
+            One of `METHODS`, and the run's seed.
         output (`Path`):
             Folder of the benchmark.
         size ([`Size`]):
-            How large the run is.
+            Size of the run.
         fields (`Sequence[str]`):
-            Command line of further fields.
+            Command line of additional fields.
 
     Returns:
-        `dict[str, Any]`: Method, seed, date, the command that repeats it, the share of right completions by optimizer
-        step, once per rollout, completions generated, seconds, peak of GPU memory, and accuracies.
+        `dict[str, Any]`: Method, seed, date, command, the fraction of right completions by optimizer step, once per
+        rollout, completions generated, seconds, peak of GPU memory, and accuracies.
     """
     folder = output / f"{method}-{seed}"
-    told = {
+    overrides = {
         "config": os.path.relpath(RECIPES / f"{method}.yaml"),
         "model_name_or_path": output / "base",
         "dataset_name": output / "data",
@@ -133,13 +133,13 @@ def run_method(method: str, seed: int, output: Path, size: Size, fields: Sequenc
         "overwrite": True,
         **size.fields,
     }
-    argv = [*(str(item) for name, value in told.items() for item in (f"--{name}", value)), *fields]
+    argv = [*(str(item) for name, value in overrides.items() for item in (f"--{name}", value)), *fields]
     reset_peak_memory()
     started = time.perf_counter()
     if status := opo_trl.train.main(argv):
         raise SystemExit(status)
     seconds, peak = time.perf_counter() - started, peak_memory()
-    # The trainer's parts refer to each other, and its weights would count as the next run's.
+    # A trainer has reference cycles, so its weights would count towards the next run.
     gc.collect()
     torch.cuda.empty_cache()
     log = [line for line in read_lines(folder / LOG) if "reward" in line]
@@ -158,7 +158,7 @@ def run_method(method: str, seed: int, output: Path, size: Size, fields: Sequenc
 
 
 def missing_runs(results: dict[str, Any], seeds: int) -> list[tuple[str, int]]:
-    """Method and seed of the runs that are not in the results, a seed's four runs in a row."""
+    """Method and seed of the missing runs, seed by seed."""
     done = {(run["method"], run["seed"]) for run in results["runs"]}
     wanted = [(method, FIRST_SEED + i) for i in range(seeds) for method in METHODS]
     return [run for run in wanted if run not in done]
@@ -166,11 +166,11 @@ def missing_runs(results: dict[str, Any], seeds: int) -> list[tuple[str, int]]:
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder to write to, or to go on in")
-    parser.add_argument("--base_seconds", type=float, help="how long to train the base model (300)")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write or resume")
+    parser.add_argument("--base_seconds", type=float, help="seconds to train the base model (300)")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each method")
-    parser.add_argument("--limit_seconds", type=float, default=float("inf"), help="start nothing that would end later")
-    parser.add_argument("--tiny", action="store_true", help="everything as small as it gets, on a CPU")
+    parser.add_argument("--limit_seconds", type=float, default=float("inf"), help="time limit")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, on a CPU")
     return parser.parse_known_args(argv)
 
 
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = output / "results.json"
     results = {"runs": [], **begin(file, {"tiny": arguments.tiny, "base_seconds": seconds, "fields": fields})}
     if "base" not in results:
-        if limit.is_too_near(1.1 * seconds):  # it is measured, too
+        if limit.is_too_near(1.1 * seconds):  # including its measurement
             return 0
         write_data(output / "data")
         results["base"] = run_base(output, size, seconds=seconds)

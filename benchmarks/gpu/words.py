@@ -1,30 +1,30 @@
 """
-Word problems in several steps: a verifiable task with levels for a model of some 50 million parameters.
+Word problems in several steps: a verifiable task with levels for a model of about 50 million parameters.
 
-"Level 3" means three operations on one running number. From Level 3 on, a sentence or two with a number that does not
-matter may stand in between. A worked solution has one equation per operation and ends in the answer:
+"Level 3" means three operations on one running number. From Level 3 on, there may be one or two sentences with an
+irrelevant number. A worked solution has one equation per operation and ends in the answer:
 
     Mara has 14 pears. She buys 9 more and gives 6 to Omar. How many pears has Mara now?
     14+9=23. 23-6=17. Answer: 17
 
-The rows carry the four columns of the MATH data set (`problem`, `level`, `type`, `solution`). To print a few:
+The rows have the four columns of the MATH data set (`problem`, `level`, `type`, `solution`). To print a few:
 
     python -c "from benchmarks.gpu.words import *; print(*make_problems('test', ['Level 4'])[:3], sep='\\n')"
 """
 
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tokenizers import Regex, Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.make_base import forget_to_carry
+from opo_trl.data.arithmetic import task
+from opo_trl.data.arithmetic.task import Calculator, check_selection, draw_split
+
+from .. import base_models
+from ..base_models import forget_to_carry
 
 
 LEVELS = tuple(f"Level {steps}" for steps in range(1, 7))
@@ -76,38 +76,15 @@ QUESTIONS = (
 )
 
 Step = tuple[str, int]  # operator and operand
-Calculator = Callable[[int, str, int], int]
 
 
 def calculate(left: int, operator: str, right: int) -> int:
-    """
-    Compute one operation.
-
-    Args:
-        left (`int`), right (`int`):
-            The operands.
-        operator (`str`):
-            `"+"`, `"-"` or `"*"`.
-
-    Returns:
-        `int`: The exact result.
-    """
-    return {"+": left + right, "-": left - right, "*": left * right}[operator]
+    """Compute one operation exactly; `operator` is `"+"`, `"-"` or `"*"`."""
+    return left * right if operator == "*" else task.calculate(left, operator, right)
 
 
 def slip(left: int, operator: str, right: int) -> int:
-    """
-    Compute one operation, dropping what the ones carry to the tens.
-
-    Args:
-        left (`int`), right (`int`):
-            The operands; `right` is a digit when `operator` is `"*"`.
-        operator (`str`):
-            `"+"`, `"-"` or `"*"`.
-
-    Returns:
-        `int`: The slipped result; the exact one where there is nothing to carry.
-    """
+    """Compute one operation, dropping the carry from ones to tens; `right` is a digit if `operator` is `"*"`."""
     if operator == "*":
         return 10 * (left // 10 * right) + left % 10 * right % 10
     return forget_to_carry(left, operator, right)
@@ -120,13 +97,13 @@ class Problem:
 
     Args:
         text (`str`):
-            The prompt. Its last character, a line break, parts it from the solution.
+            The prompt. It ends in a line break, which separates it from the solution.
         start (`int`):
             The number that the story begins with.
         steps (`tuple`):
             Operator and operand of each operation.
         distractors (`int`):
-            How many sentences have a number that does not matter.
+            Number of sentences with an irrelevant number.
     """
 
     text: str
@@ -135,7 +112,7 @@ class Problem:
     distractors: int
 
     def results(self, calculator: Calculator = calculate) -> Iterator[int]:
-        """Running number after each operation; a calculator that slips goes on from its slipped results."""
+        """Running number after each operation, continuing from slipped results."""
         value = self.start
         for operator, operand in self.steps:
             value = calculator(value, operator, operand)
@@ -151,18 +128,7 @@ class Problem:
 
 
 def draw_problem(level: str, rng: random.Random) -> Problem:
-    """
-    Draw one problem at random. Its running number stays between 10 and 999.
-
-    Args:
-        level (`str`):
-            One of `LEVELS`; the k-th has k operations.
-        rng (`random.Random`):
-            Source of randomness.
-
-    Returns:
-        [`Problem`]: The problem.
-    """
+    """Draw a problem of one of `LEVELS`; the k-th has k operations. Its running number stays between 10 and 999."""
     n_steps = LEVELS.index(level) + 1
     start = value = rng.randint(SMALLEST, 199)
     steps: list[Step] = []
@@ -176,7 +142,7 @@ def draw_problem(level: str, rng: random.Random) -> Problem:
 def _draw_step(value: int, rng: random.Random) -> Step:
     room = {"+": min(LARGEST - value, 199), "-": min(value - SMALLEST, 199)}
     steps = [(sign, rng.randint(2, room[sign])) for sign in room if room[sign] >= 2]
-    if rng.random() < 0.2:  # a factor is the rarer step: the number would soon leave the range
+    if rng.random() < 0.2:  # factors are rarer: the number would soon leave the range
         steps = [("*", factor) for factor in (2, 3) if value * factor <= LARGEST] or steps
     return rng.choice(steps)
 
@@ -193,7 +159,7 @@ def _tell(start: int, steps: list[Step], distractors: int, rng: random.Random) -
         sentences.insert(place, _fill(DISTRACTORS, rng, words, rng.randint(2, 199)))
     told = [_fill(OPENINGS, rng, words, start)]
     for sentence in sentences:
-        # After a sentence about something else a pronoun would not say whom it means.
+        # After a sentence about something else, a pronoun would be ambiguous.
         subject = pronoun if told[-1].startswith((name, pronoun)) else name
         told.append(sentence if sentence.endswith(".") else f"{subject} {sentence}.")
     return " ".join([*told, _fill(QUESTIONS, rng, words, 0)]) + "\n"
@@ -204,7 +170,7 @@ def _fill(templates: tuple[str, ...], rng: random.Random, words: dict[str, str],
 
 
 def _join(changes: list[str], rng: random.Random) -> list[str]:
-    """Some changes share a sentence with the one before."""
+    """Join some changes with the previous one in one sentence."""
     joined: list[str] = []
     for change in changes:
         if joined and " and " not in joined[-1] and rng.random() < 0.5:
@@ -216,7 +182,7 @@ def _join(changes: list[str], rng: random.Random) -> list[str]:
 
 def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None = None) -> list[dict[str, str]]:
     """
-    Make the problems of a split, the same ones on every call and on every machine.
+    Make the problems of a split, the same on every call and machine.
 
     Per level there are 2,048 problems in `"train"` and 500 in `"test"`, all distinct, and no problem is in both.
 
@@ -231,14 +197,13 @@ def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None 
         `"Distractor"`) and `solution` (the worked solution).
 
     Raises:
-        `ValueError`: an unknown split or level.
+        `ValueError`: if the split or a level is unknown.
     """
-    if split not in SPLIT_SIZES:
-        raise ValueError(f"split={split!r} does not exist. Use one of {list(SPLIT_SIZES)}.")
-    levels = LEVELS if levels is None else list(levels)
-    if unknown := [level for level in levels if level not in LEVELS]:
-        raise ValueError(f"levels={unknown} do not exist. Choose from {list(LEVELS)}.")
-    return [_row(problem, level) for level in levels for problem in _draw_split(split, level)]
+    return [
+        _row(problem, level)
+        for level in check_selection(split, levels, SPLIT_SIZES, LEVELS)
+        for problem in draw_split(split, level, draw_problem, lambda p: p.text, sizes=SPLIT_SIZES, seed=SEED)
+    ]
 
 
 def _row(problem: Problem, level: str) -> dict[str, str]:
@@ -246,37 +211,15 @@ def _row(problem: Problem, level: str) -> dict[str, str]:
     return {"problem": problem.text, "level": level, "type": kind, "solution": problem.work_out()}
 
 
-def _draw_split(split: str, level: str) -> list[Problem]:
-    # Both splits come from one stream of distinct problems, which makes them disjoint by construction.
-    rng = random.Random(f"{SEED}, {level}")
-    distinct: dict[str, Problem] = {}
-    while len(distinct) < sum(SPLIT_SIZES.values()):
-        problem = draw_problem(level, rng)
-        distinct.setdefault(problem.text, problem)
-    problems, n_test = list(distinct.values()), SPLIT_SIZES["test"]
-    return problems[:n_test] if split == "test" else problems[n_test:]
-
-
 def word_reward(
     completions: list[str] | list[list[dict[str, str]]], solution: list[str], **kwargs: Any
 ) -> list[float]:
     """
-    Reward 1.0 for a completion that ends in the right answer and 0.0 for any other.
+    Reward 1.0 for a completion that ends in the right answer, and 0.0 for any other.
 
-    The completion must state one answer, as its last words and in the solution's form: `Answer: 17`. So wrong are
-    `Answer: 017`, `Answer: 17.`, `17`, and a completion with two answers, whichever of them is right. The equations
-    before it are not checked.
-
-    Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, as plain text or each as a list of messages, of which the last one counts.
-        solution (`list[str]`):
-            Worked solution of each completion's problem.
-        **kwargs:
-            The other columns and whatever else the trainer passes; not used.
-
-    Returns:
-        `list[float]`: One reward per completion.
+    The completion must state exactly one answer, at its end and in the solution's form: `Answer: 17`. So
+    `Answer: 017`, `Answer: 17.`, `17` and a completion with two answers are wrong. The equations before it are not
+    checked. Arguments are those of `opo_trl.data.arithmetic.arithmetic_reward`.
     """
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     golds = [_answer(worked) for worked in solution]
@@ -289,25 +232,9 @@ def _answer(text: str) -> str | None:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """
-    Build the tokenizer: one token per digit, sign and word of the templates, a word with the space before it.
-
-    Returns:
-        [`~transformers.PreTrainedTokenizerFast`]: The tokenizer, which pads on the left.
-    """
+    """Build the tokenizer: one token per digit, sign and word of the templates, including the space before a word."""
     templates = (*OPENINGS, *(change for some in CHANGES.values() for change in some), *DISTRACTORS, *QUESTIONS)
     bare = re.sub(r"\{\w+\}", " ", " ".join([*templates, "and Answer", *THINGS, *PEOPLE]))
     words = sorted({*re.findall(r"[A-Za-z]+", bare), *(word for both in PEOPLE.values() for word in both)})
     pieces = [*"0123456789+-*=.:?\n ", *PEOPLE, *(f" {word}" for word in words)]
-    vocabulary = {piece: index for index, piece in enumerate(["<pad>", "<eos>", "<unk>", *pieces])}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Split(Regex(r" ?[A-Za-z]+|[^A-Za-z]"), behavior="isolated")
-    tokenizer.decoder = Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        model_max_length=MAX_LENGTH,
-    )
+    return base_models.build_tokenizer(pieces, r" ?[A-Za-z]+|[^A-Za-z]", MAX_LENGTH)

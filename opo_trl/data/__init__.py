@@ -1,17 +1,16 @@
-"""Problems, the prompts made of them, and the embedded task."""
+"""
+Problems, the prompts made of them, and the embedded task.
 
-from .problems import (
-    COLUMNS,
-    INSTRUCTION,
-    drop_long_prompts,
-    load_from_hub,
-    load_problems,
-    prompt_lengths,
-    rename_columns,
-    to_prompts,
-    without_overlap,
-)
+To add a data set: if it is on the Hub or in a file, map its `columns`; to embed it, see [`problems.EMBEDDED`].
+"""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from .problems import COLUMNS, load_from_hub, load_problems, rename_columns
+    from .prompts import INSTRUCTION, drop_long_prompts, prompt_lengths, to_prompts, without_overlap
 
 __all__ = [
     "COLUMNS",
@@ -24,3 +23,13 @@ __all__ = [
     "to_prompts",
     "without_overlap",
 ]
+
+_PROBLEMS = ("COLUMNS", "load_from_hub", "load_problems", "rename_columns")
+
+
+def __getattr__(name: str):
+    # Reward workers import this package on the way to `arithmetic_reward`, which needs neither datasets nor
+    # Transformers.
+    if name in __all__:
+        return getattr(import_module(".problems" if name in _PROBLEMS else ".prompts", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

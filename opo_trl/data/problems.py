@@ -1,12 +1,11 @@
 r"""
-Data sets: problems by level and fraction, from the Hub or from local files, and the prompts made of them.
-
-The way from a name to what the trainer takes:
+Problems with their solutions, by level and fraction: embedded, from local files or from the Hub.
 
     problems = load_problems("DigitalLearningGmbH/MATH-lighteval", levels=["Level 3"], fraction=0.1)
     prompts = drop_long_prompts(to_prompts(problems), tokenizer, max_prompt_length=512)
 
-A row that cannot be used is never dropped silently: one warning counts the dropped rows and names them.
+A data set in a file or on the Hub needs no code: `columns` maps its columns. To embed another one in the package, add
+a function to [`EMBEDDED`].
 """
 
 import gzip
@@ -15,30 +14,32 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import pyarrow as pa
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from pyarrow import ArrowInvalid
-from transformers import PreTrainedTokenizerBase
+from pyarrow.parquet import ParquetFile
 
 from ..checks.paths import hint_at_checkout, readable
-from ..rewards.boxes import final_answer, find_boxes
+from ..rewards.boxes import find_boxes
+from .arithmetic import make_problems
 
 
 logger = logging.getLogger(__name__)
 
+# Name → function of split and levels (all of them if `None`) that returns rows with the columns below.
+EMBEDDED: dict[str, Callable[[Any, Sequence[str] | None], list[dict[str, str]]]] = {"arithmetic": make_problems}
+
 COLUMNS = ("problem", "level", "type", "solution")
 _OPTIONAL = ("level", "type")
 _MARK = "####"  # before the final answer, in GSM8K
-INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
-
-Style = Literal["chat", "plain"]
-
 _ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
-_MAX_NAMED = 10
+
+Row = Mapping[str, Any]
 
 
 def load_problems(
@@ -56,10 +57,9 @@ def load_problems(
 
     Args:
         dataset_name (`str`):
-            Where the problems are: a local file (`.jsonl`, `.jsonl.gz`, `.json` or `.parquet`; `split` then selects
-            nothing); a local folder that holds `{split}` with one of these endings, tried in this order;
-            `"arithmetic"` for the embedded task; else a data set on the Hub. For MATH use
-            `"DigitalLearningGmbH/MATH-lighteval"`.
+            A name in [`EMBEDDED`], such as `"arithmetic"`; a local file (`.jsonl`, `.jsonl.gz`, `.json` or `.parquet`;
+            `split` is then ignored); a local folder with a file `{split}` of one of these endings, tried in this
+            order; or a data set on the Hub, such as `"DigitalLearningGmbH/MATH-lighteval"` for MATH.
         dataset_config (`str`, *optional*):
             Configuration of a data set on the Hub.
         split (`str`, *optional*, defaults to `"train"`):
@@ -67,24 +67,24 @@ def load_problems(
         levels (`list[str]`, *optional*):
             Levels to keep, such as `["Level 3"]`. All of them if `None`.
         fraction (`float`, *optional*, defaults to `1.0`):
-            Part of the selected levels to keep, in (0, 1]: a random subset of `round(fraction * n)` rows. With the
-            same seed, a smaller fraction is contained in a larger one.
+            Fraction of the selected levels to keep, in (0, 1]: a random subset of `round(fraction * n)` rows. With the
+            same seed, a larger fraction contains a smaller one.
         seed (`int`, *optional*, defaults to `42`):
             Seed of the random subset.
         columns (`dict[str, str]`, *optional*):
-            Which of the data set's columns stands for `problem`, `solution`, `level` or `type`, such as
-            `{"problem": "question", "solution": "answer"}`. Each is its namesake where it is not given; without a
-            column `solution`, `answer` is taken, and with answers that end in `#### 72`, `question` for the problem.
-            What is taken for what is logged.
+            Maps `problem`, `solution`, `level` or `type` to columns of the data set, such as
+            `{"problem": "question", "solution": "answer"}`. By default each is the column of the same name. Without a
+            column `solution`, `answer` is used, and if the answers end in `#### 72` as in GSM8K, `question` for the
+            problem. Renamed columns are logged.
 
     Returns:
         `Dataset`: Rows with the columns `problem`, `level`, `type` and `solution`; level and type are `None` where the
-        data set has none. A solution of another name ends in a `\boxed{}`, which holds what stands behind the last
-        `####`, or all of it.
+        data set has none. A solution from a column of another name gets a `\boxed{}` around its answer: the text after
+        the last `####`, or all of it.
 
     Raises:
-        `ValueError`: if the file or folder does not exist or cannot be read, a column is missing, a level is unknown,
-            or no row is left.
+        `ValueError`: if the file or folder does not exist or cannot be read, a column is missing or has mixed types, a
+            level is unknown, or no row is left.
     """
     dataset = _load(dataset_name, dataset_config, split, levels, columns or {})
     if levels is not None:
@@ -94,26 +94,26 @@ def load_problems(
 
 def load_from_hub(dataset_name: str, dataset_config: str | None, split: str) -> Dataset:
     """
-    Load a split of a data set as it is, with [`~datasets.load_dataset`].
+    Load a split of a data set unchanged, with [`~datasets.load_dataset`].
 
     Raises:
-        `ValueError`: it does not exist, cannot be reached or has no such split.
+        `ValueError`: if it does not exist, cannot be reached or has no such split.
     """
     try:
         return load_dataset(dataset_name, dataset_config, split=split)
     except (OSError, ValueError, DatasetGenerationError) as error:
         raise ValueError(
             f"dataset_name={dataset_name!r} with {split=} cannot be loaded: {error.__cause__ or error}. Set "
-            "`dataset_name` to a folder or a data set on the Hub that exists, and the split to one that it has."
+            "`dataset_name` to an existing folder or data set on the Hub, and the split to one of its splits."
         ) from error
 
 
 def rename_columns(dataset: Dataset, columns: Mapping[str, str]) -> Dataset:
     """
-    Rename columns of a data set: new name → name that it has.
+    Rename columns of a data set: new name → old name.
 
     Raises:
-        `ValueError`: it has no such column, or one of the new name already.
+        `ValueError`: if it has no such column, or already has one of the new names.
     """
     names = dataset.column_names
     for new, old in columns.items():
@@ -131,30 +131,28 @@ def rename_columns(dataset: Dataset, columns: Mapping[str, str]) -> Dataset:
 def _load(
     name: str, config: str | None, split: str, levels: Sequence[str] | None, columns: Mapping[str, str]
 ) -> Dataset:
-    file = None if name == "arithmetic" else _local_file(name, split)
-    if file is None and name != "arithmetic":
-        return _take(name, load_from_hub(name, config, split), columns)
+    source = EMBEDDED.get(name) or _local_file(name, split)
+    if source is None:
+        return _to_problems(name, load_from_hub(name, config, split), columns)
     if config is not None:
         raise ValueError(
-            f"dataset_config={config!r} has no meaning for dataset_name={name!r}, which is not on the Hub. Remove it."
+            f"dataset_config={config!r} is only for data sets on the Hub, and dataset_name={name!r} is not one. "
+            "Remove it."
         )
-    if file is not None:
-        return _read(file, columns)
-    from .arithmetic import make_problems
-
-    problems: Any = make_problems(split, levels)  # type: ignore[arg-type]  # it checks the split itself
-    return _take(name, Dataset.from_list(problems), columns)
+    if isinstance(source, Path):
+        return _read(source, columns)
+    return _to_problems(name, Dataset.from_list(source(split, levels)), columns)
 
 
 def _sources(
     name: str | Path, names: Sequence[str], columns: Mapping[str, str], answers: Sequence[Any]
 ) -> dict[str, str]:
-    """Which of a data set's columns stands for which of [`COLUMNS`]; `answers` are some of its column `answer`."""
+    """Map [`COLUMNS`] to columns of a data set; `answers` are some of its column `answer`."""
     for ours, theirs in columns.items():
         if ours not in COLUMNS or theirs not in names:
             raise ValueError(
                 f"columns={dict(columns)!r} does not fit dataset_name='{name}'. Set `columns` to a mapping of "
-                f"{', '.join(COLUMNS)} to columns that it has: {', '.join(names)}."
+                f"{', '.join(COLUMNS)} to its columns: {', '.join(names)}."
             )
     found = {column: column for column in COLUMNS if column in names} | dict(columns)
     if "solution" not in found and "answer" in names:
@@ -166,8 +164,8 @@ def _sources(
     missing = [column for column in COLUMNS if column not in (*found, *_OPTIONAL)]
     if missing:
         raise ValueError(
-            f"dataset_name='{name}' has no column {missing}, only {list(names)}. Rename its columns, or say which "
-            "ones stand for them: `columns: {problem: …, solution: …}`."
+            f"dataset_name='{name}' has no column {missing}, only {list(names)}. Rename its columns, or map them: "
+            "`columns: {problem: …, solution: …}`."
         )
     renamed = [f"{theirs!r} for {ours}" for ours, theirs in found.items() if ours != theirs]
     if renamed:
@@ -175,9 +173,8 @@ def _sources(
     return found
 
 
-def _take(name: str, dataset: Dataset, columns: Mapping[str, str]) -> Dataset:
-    """The columns of problems, out of those that a data set has."""
-    answers = dataset[:_MAX_NAMED]["answer"] if "answer" in dataset.column_names else []
+def _to_problems(name: str, dataset: Dataset, columns: Mapping[str, str]) -> Dataset:
+    answers = dataset[:10]["answer"] if "answer" in dataset.column_names else []
     sources = _sources(name, dataset.column_names, columns, answers)
     if all(sources.get(column) == column for column in COLUMNS):
         return dataset.select_columns(list(COLUMNS))
@@ -185,19 +182,28 @@ def _take(name: str, dataset: Dataset, columns: Mapping[str, str]) -> Dataset:
     return _problem_rows([dict(row) for row in rows], sources)
 
 
-def _problem_rows(rows: Sequence[Mapping[str, Any]], sources: Mapping[str, str]) -> Dataset:
-    taken = [{column: row.get(sources.get(column, "")) for column in COLUMNS} for row in rows]
+def _problem_rows(rows: Iterable[Row], sources: Mapping[str, str]) -> Dataset:
+    problems = [{column: row.get(sources.get(column, "")) for column in COLUMNS} for row in rows]
     if sources["solution"] != "solution":
-        taken = [{**row, "solution": _in_a_box(row["solution"])} for row in taken]
-    return Dataset.from_list(taken, on_mixed_types="use_json")
+        problems = [{**problem, "solution": _boxed(problem["solution"])} for problem in problems]
+    return Dataset.from_dict({column: _column([problem[column] for problem in problems]) for column in COLUMNS})
 
 
-def _in_a_box(solution: Any) -> Any:
-    """A solution that ends in its answer, or an answer by itself, as a solution in which a box holds the answer."""
+def _column(values: list[Any]) -> pa.Array:
+    """Plain values of one type as they are; others as JSON, so that `to_prompts` can name the rows it drops."""
+    kinds = {type(value) for value in values} - {type(None)}
+    if len(kinds) < 2 and not kinds & {list, dict}:
+        return pa.array(values)
+    # Encoded here: `Dataset.from_list(…, on_mixed_types="use_json")` would take the text "4" for the number 4.
+    return pa.array([None if value is None else json.dumps(value) for value in values], pa.json_())
+
+
+def _boxed(solution: Any) -> Any:
+    """Put a box around the answer of a solution: the text after `####`, or all of it."""
     if not isinstance(solution, str) or find_boxes(solution):
         return solution
     steps, _, answer = solution.rpartition(_MARK)
-    answer = re.sub(r"(?<=\d),(?=\d{3}\b)", "", answer.strip())  # of thousands
+    answer = re.sub(r"(?<=\d),(?=\d{3}\b)", "", answer.strip())  # 1,000 → 1000
     return f"{steps}\\boxed{{{answer}}}" if answer else solution
 
 
@@ -213,11 +219,11 @@ def _local_file(name: str, split: str) -> Path | None:
                     return candidate
             raise ValueError(
                 f"dataset_name={name!r} is a folder without {split=}. Put one of {[c.name for c in candidates]} into "
-                "it, or give another split."
+                "it, or set another split."
             )
         if path.exists():
             raise ValueError(
-                f"dataset_name={name!r} is not a file that can be read. Convert it to one of {list(_ENDINGS)}."
+                f"dataset_name={name!r} is not in a format that can be read. Convert it to one of {list(_ENDINGS)}."
             )
     # A Hub id is `data_set` or `owner/data_set`.
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_ENDINGS):
@@ -228,48 +234,50 @@ def _local_file(name: str, split: str) -> Path | None:
     return None
 
 
+# Local files are not read by `load_dataset("json" | "parquet" | "csv")`, because that
+# - turns the text "4" into the number 4 in a JSON column with one number, a JSON column of dates into timestamps, and
+#   in CSV the text "007" into 7 and "NA" into nothing;
+# - counts lines from the last block of 10 MB, and names none where one is in another encoding or not an object;
+# - caches by modification time, so that a file replaced by one of the same age (`rsync -t`) comes from the cache.
 def _read(file: Path, columns: Mapping[str, str]) -> Dataset:
     try:
         if file.suffix == ".parquet":
-            return _take(str(file), Dataset.from_parquet(str(file)), columns)
+            return _to_problems(str(file), Dataset(ParquetFile(file).read()), columns)
         rows = _json_rows(file)
-    except (ArrowInvalid, DatasetGenerationError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except (ArrowInvalid, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
-            f"dataset_name='{file}' cannot be read: {error.__cause__ or error}. It may be cut short: restore or "
-            "replace the file."
+            f"dataset_name='{file}' cannot be read: {error}. It may be truncated: restore or replace the file."
         ) from error
     if not rows:
         raise ValueError(f"dataset_name='{file}' cannot be read: it is empty. Restore or replace the file.")
-    names = list(dict.fromkeys(name for _, row in rows for name in row))
-    sources = _sources(file, names, columns, [row["answer"] for _, row in rows[:_MAX_NAMED] if "answer" in row])
-    for column in _OPTIONAL:  # a row of which the others cannot be used is dropped and named
-        first: dict[type, int] = {}
-        for line, row in rows:
-            first.setdefault(type(row.get(sources.get(column, ""))), line)
-        kinds = [f"{kind.__name__} in line {line}" for kind, line in first.items() if kind is not type(None)]
-        if len(kinds) > 1:
-            raise ValueError(
-                f"dataset_name='{file}' has mixed types in its column {column!r}: {', '.join(kinds)}. Write all of "
-                "them as strings."
-            )
-    return _problem_rows([row for _, row in rows], sources)
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    answers = [row["answer"] for row in list(rows.values())[:10] if "answer" in row]
+    sources = _sources(file, names, columns, answers)
+    _check_types(file, rows, sources)
+    try:
+        return _problem_rows(rows.values(), sources)
+    except (OverflowError, UnicodeEncodeError) as error:  # an integer of more than 64 bits; half a surrogate pair
+        raise ValueError(
+            f"dataset_name='{file}' cannot be read: {error}. Write problems and solutions as strings in UTF-8."
+        ) from error
 
 
-def _json_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Number of the line and content of each row; a list in one piece counts its elements instead."""
+def _json_rows(file: Path) -> dict[int, Row]:
+    """Line number → row. In a file that is one JSON list, elements are counted instead of lines."""
     content = (gzip.decompress if file.suffix == ".gz" else bytes)(file.read_bytes())
     is_list = content.lstrip().startswith(b"[")
-    rows = []
+    rows = {}
     for number, line in enumerate([content] if is_list else content.splitlines(), 1):
         try:
-            rows += [(number, json.loads(line.decode("utf-8")))] if line.strip() else []
+            if line.strip():
+                rows[number] = json.loads(line.decode("utf-8"))
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(
-                f"dataset_name='{file}' cannot be read: line {number} is not JSON in UTF-8 ({error}). Mend that line."
+                f"dataset_name='{file}' cannot be read: line {number} is not JSON in UTF-8 ({error}). Fix that line."
             ) from error
     if is_list:
-        rows = list(enumerate(rows[0][1], 1))
-    for number, row in rows:
+        rows = dict(enumerate(rows[1], 1))
+    for number, row in rows.items():
         if not isinstance(row, dict):
             raise ValueError(
                 f"dataset_name='{file}' cannot be read: line {number} is {row!r}, not an object. Write rows as "
@@ -278,15 +286,30 @@ def _json_rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
     return rows
 
 
+def _check_types(file: Path, rows: Mapping[int, Row], sources: Mapping[str, str]) -> None:
+    """A column of a data set has one type, besides `None`."""
+    for source in (sources[column] for column in _OPTIONAL if column in sources):
+        first: dict[str, int] = {}
+        for line, row in rows.items():
+            if (value := row.get(source)) is not None:
+                first.setdefault(type(value).__name__, line)
+        if len(first) > 1:
+            kinds = ", ".join(f"{kind} in line {line}" for kind, line in first.items())
+            raise ValueError(
+                f"dataset_name='{file}' has mixed types in its column {source!r}: {kinds}. Write all of "
+                "them as strings."
+            )
+
+
 def _select_levels(dataset: Dataset, levels: Sequence[str]) -> Dataset:
     known = sorted({level for level in dataset["level"] if level is not None})
     if not known:
         raise ValueError(
-            f"levels={levels!r}: the data set has no levels. Leave it out, or set `columns: {{level: …}}`."
+            f"levels={levels!r}: the data set has no levels. Leave `levels` out, or set `columns: {{level: …}}`."
         )
     unknown = [level for level in levels if level not in known]
     if isinstance(levels, str) or not levels or unknown:
-        raise ValueError(f"levels={levels!r} must be a list of levels out of those that exist: {known}.")
+        raise ValueError(f"levels={levels!r} must be a list of existing levels: {known}.")
     return dataset.select([index for index, level in enumerate(dataset["level"]) if level in levels])
 
 
@@ -297,154 +320,3 @@ def _select_fraction(dataset: Dataset, fraction: float, seed: int) -> Dataset:
     if size == 0:
         raise ValueError(f"fraction={fraction} of {len(dataset)} rows leaves none. Use a larger one, or more levels.")
     return dataset if size == len(dataset) else dataset.shuffle(seed=seed).select(range(size))
-
-
-def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = INSTRUCTION) -> Dataset:
-    r"""
-    Turn problems into prompts, and their solutions into what a reward function compares with.
-
-    Args:
-        dataset (`Dataset`):
-            Rows with the columns `problem`, `level`, `type` and `solution`, from [`load_problems`].
-        style (`str`, *optional*, defaults to `"chat"`):
-            `"chat"`: a conversation of one user message, the problem and the instruction. `"plain"`: the problem as it
-            is, for a model without a chat template. In this style a solution may do without a box, and is then kept
-            whole; in the other the answer is asked for in a box, and a solution without one cannot be used.
-        instruction (`str`, *optional*):
-            What the user message asks for after the problem; by default step-by-step reasoning and a final answer in
-            `\boxed{}`. Without effect in the style `"plain"`.
-
-    Returns:
-        `Dataset`: Rows with the columns `prompt`, `solution` (the final answer), `level` and `type`.
-
-    Raises:
-        `ValueError`: if the style is unknown or no row can be used.
-    """
-    if style not in ("chat", "plain"):
-        raise ValueError(f"style={style!r} must be 'chat' or 'plain'.")
-    rows, unusable = [], []
-    for index, row in enumerate(dataset):
-        reason = _why_unusable(row, style)
-        if reason:
-            unusable.append(_named(index, row["problem"], reason))
-            continue
-        problem = row["problem"]
-        prompt = problem if style == "plain" else [{"role": "user", "content": f"{problem}\n\n{instruction}"}]
-        answer = _answer(row["solution"], style)
-        rows.append({"prompt": prompt, "solution": answer, "level": row["level"], "type": row["type"]})
-    if not rows:
-        first = unusable[0].strip() if unusable else "there is none"
-        raise ValueError(
-            f"dataset has no row that can be used in style={style!r}: {first}. Give other data, or for solutions "
-            f"without a box style='plain'."
-        )
-    _warn_of_dropped(unusable, len(dataset), "cannot be used")
-    return Dataset.from_list(rows)
-
-
-def _answer(solution: str, style: Style) -> str | None:
-    if style == "plain" and not find_boxes(solution):
-        return solution if solution.strip() else None
-    return final_answer(solution)
-
-
-def _why_unusable(row: dict[str, Any], style: Style) -> str | None:
-    for column in ("problem", "solution"):
-        if not isinstance(row[column], str):
-            return f"its {column} is of type {type(row[column]).__name__}, not a string"
-    if not row["problem"].strip():
-        return "its problem is empty"
-    return None if _answer(row["solution"], style) else "its solution has no final answer"
-
-
-def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
-    """
-    Drop the held-out problems that are also in the training set.
-
-    Args:
-        held_out (`Dataset`): Rows with the column `problem`.
-        training (`Dataset`): Rows with the column `problem`.
-
-    Returns:
-        `Dataset`: The rows of `held_out` whose problem, up to white space, is not in `training`.
-
-    Raises:
-        `ValueError`: if no row is left.
-    """
-    seen = {_without_space(problem) for problem in training["problem"]}
-    overlap = [_without_space(problem) in seen for problem in held_out["problem"]]
-    named = [_named(i, held_out[i]["problem"], "") for i, overlaps in enumerate(overlap) if overlaps]
-    return _keep(held_out, overlap, named, "of the held-out set are in the training set", "held_out")
-
-
-def _without_space(problem: Any) -> str:
-    return "".join(str(problem).split())
-
-
-def prompt_lengths(
-    prompts: list[Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None
-) -> list[int]:
-    """Tokens of each prompt as the model gets it; see [`drop_long_prompts`] for the arguments."""
-    if isinstance(prompts[0], str):
-        ids: Any = tokenizer(text=prompts)["input_ids"]
-    else:
-        tokenized: Any = tokenizer.apply_chat_template(
-            prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **(chat_template_kwargs or {})
-        )
-        ids = tokenized["input_ids"]
-    return [len(prompt_ids) for prompt_ids in ids]
-
-
-def drop_long_prompts(
-    dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    max_prompt_length: int,
-    chat_template_kwargs: dict[str, Any] | None = None,
-) -> Dataset:
-    """
-    Drop the prompts that are longer than a limit. TRL truncates none, and has no limit of its own.
-
-    Args:
-        dataset (`Dataset`):
-            Rows with the column `prompt`, from [`to_prompts`].
-        tokenizer (`PreTrainedTokenizerBase`):
-            Tokenizer that the trainer uses.
-        max_prompt_length (`int`):
-            Longest prompt to keep, in tokens of the prompt as the model gets it: with the chat template applied, and
-            with the start of the answer that the template adds.
-        chat_template_kwargs (`dict[str, Any]`, *optional*):
-            The trainer's `chat_template_kwargs`, such as `{"enable_thinking": False}`, which adds four tokens to a
-            prompt of Qwen3.
-
-    Returns:
-        `Dataset`: The rows whose prompt has at most `max_prompt_length` tokens.
-
-    Raises:
-        `ValueError`: if no row is left.
-    """
-    prompts: list[Any] = list(dataset["prompt"])
-    lengths = prompt_lengths(prompts, tokenizer, chat_template_kwargs)
-    too_long = [length > max_prompt_length for length in lengths]
-    named = [
-        _named(i, prompts[i] if isinstance(prompts[i], str) else prompts[i][-1]["content"], f"{lengths[i]} tokens")
-        for i, long in enumerate(too_long)
-        if long
-    ]
-    return _keep(dataset, too_long, named, f"are longer than {max_prompt_length=} tokens", "max_prompt_length")
-
-
-def _keep(dataset: Dataset, dropped: list[bool], named: list[str], what: str, field: str) -> Dataset:
-    if all(dropped):
-        raise ValueError(f"{field}: all {len(dataset)} rows {what}. Change it, or the data.")
-    _warn_of_dropped(named, len(dataset), what)
-    return dataset.select([index for index, drop in enumerate(dropped) if not drop])
-
-
-def _named(index: int, problem: Any, reason: str) -> str:
-    return f"  row {index} ({str(problem)[:60]!r}){': ' if reason else ''}{reason}"
-
-
-def _warn_of_dropped(named: list[str], total: int, what: str) -> None:
-    if named:
-        shown = named[:_MAX_NAMED] + [f"  and {len(named) - _MAX_NAMED} more"] * (len(named) > _MAX_NAMED)
-        logger.warning("%d of %d rows %s and are dropped:\n%s", len(named), total, what, "\n".join(shown))

@@ -14,14 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..arguments import OPOScriptArguments
 from ..config import RolloutConfig
-from ..data.problems import (
-    drop_long_prompts,
-    load_from_hub,
-    load_problems,
-    rename_columns,
-    to_prompts,
-    without_overlap,
-)
+from ..data import drop_long_prompts, load_from_hub, load_problems, rename_columns, to_prompts, without_overlap
 from .preflight import check_template
 
 

@@ -27,7 +27,7 @@ from trl import ModelConfig
 
 from ..checks import paths
 from ..config import RolloutConfig
-from ..data.problems import prompt_lengths
+from ..data import prompt_lengths
 from ..rewards.scoring import IsolatedReward
 
 

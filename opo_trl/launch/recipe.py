@@ -2,8 +2,8 @@
 Recipes: flat YAML files of fields, and command lines that override them.
 
 TRL's `TrlParser` parses both. It does not read the file: it would take `no` for false and `1e-4` for text, lose the
-first of two equal keys, and check no type. So `checks.strict_yaml` reads the recipe, and its fields precede those of the
-command line, as words: both then have the same types and the same messages.
+first of two equal keys, and check no type. So `checks.strict_yaml` reads the recipe, and its fields precede those of
+the command line, as words: both then have the same types and the same messages.
 """
 
 import argparse

@@ -1,6 +1,23 @@
-"""From text to a number, isolated."""
+"""
+Rewards: from completions to numbers, isolated from the training process.
 
-from .accuracy import accuracy_reward, format_reward
+To add a reward, write a function `(completions, **columns) -> list[float | None]` in a module of its own here, and
+name it in `REWARDS` of `opo_trl/train.py` for recipes. Recipes also accept the dotted path of any function.
+"""
+
+from typing import TYPE_CHECKING
 
 
 __all__ = ["accuracy_reward", "format_reward"]
+
+if TYPE_CHECKING:
+    from .accuracy import accuracy_reward, format_reward
+
+
+def __getattr__(name: str):
+    # Workers import this package before the module of their reward, which may not need SymPy.
+    if name in __all__:
+        from . import accuracy
+
+        return getattr(accuracy, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,9 @@
 r"""
-Verifiable rewards for problems whose answer stands in `\boxed{…}`.
+Verifiable rewards for problems whose answer is in `\boxed{…}`.
 
-An answer is compared with the gold answer in two steps: as strings, after differences of notation that mean nothing
-have been removed; then, if these differ, as mathematics by math-verify. Both rewards look only at the answer proper:
-what follows the last `</think>`. A completion that opens `<think>` and never closes it has not answered yet.
+An answer is compared with the gold answer in two steps: as strings, after meaningless differences of notation are
+removed; if these differ, as mathematics by math-verify. Both rewards look only at the text after the last `</think>`.
+A completion that opens `<think>` and never closes it has no answer.
 """
 
 import logging
@@ -31,30 +31,30 @@ Completion = str | list[dict[str, str]]
 
 PARSING_LIMIT, VERIFYING_LIMIT = 5.0, 5.0  # seconds of processor time
 
-# math-verify's own removal of units cuts `a + b + c` down to `a +`, so units are removed here.
+# math-verify's own removal of units reduces `a + b + c` to `a +`, so units are removed in `notation`.
 _LATEX = LatexExtractionConfig(
     boxed_match_priority=0,
     normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="last"),
 )
 
-# What may stand between the box and the end of a completion: the end of the formula, of bold type, of the sentence.
+# What may follow the box in a completion: the end of the formula, of bold type, of the sentence.
 _AFTER_BOX = re.compile(r"(?:[\s$*.!。]|\\[\])]|\\end\{[A-Za-z]+\*?\})*")
 
 
 def accuracy_reward(completions: Sequence[Completion], solution: Sequence[str], **kwargs: Any) -> list[float | None]:
     r"""
-    Reward completions whose final answer is right.
+    Reward completions whose final answer is correct.
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or as conversations, of which the last message counts. B of them.
+            Completions, plain or as conversations, of which the last message counts.
         solution (`list[str]`):
             For each completion the gold answer, or a solution with the gold answer in its last box.
         **kwargs:
-            Other columns and what else the trainer passes; not used.
+            Other columns and arguments from the trainer, ignored.
 
     Returns:
-        `list[float | None]`: For each completion what [`score`] returns.
+        `list[float | None]`: The [`score`] of each completion.
 
     Raises:
         `ValueError`: if `completions` and `solution` differ in length.
@@ -73,17 +73,17 @@ def format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[floa
     r"""
     Reward completions that end in their final answer.
 
-    The answer proper, what follows the last `</think>`, must hold exactly one box, complete and not empty. Behind it
-    may stand only what closes the formula (`$`, `\)`, `\]`, `\end{…}`), bold type (`**`) and the sentence.
+    The text after the last `</think>` must contain exactly one box, complete and not empty. Only the end of the
+    formula (`$`, `\)`, `\]`, `\end{…}`), of bold type (`**`) and of the sentence may follow it.
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or as conversations, of which the last message counts. B of them.
+            Completions, plain or as conversations, of which the last message counts.
         **kwargs:
-            Columns and what else the trainer passes; not used.
+            Columns and other arguments from the trainer, ignored.
 
     Returns:
-        `list[float]`: For each completion 1.0 or 0.0.
+        `list[float]`: 1.0 or 0.0 for each completion.
     """
     return [float(_ends_in_box(_answer_proper(_text(completion)))) for completion in completions]
 
@@ -92,19 +92,19 @@ def score(completion: str, solution: str) -> float | None:
     r"""
     Score one completion against one solution. Never raises on any text.
 
-    Parsing and comparison may take 5 seconds of processor time each. Only the main thread can limit them: in any other
-    one, and in native code, a pair that takes forever takes forever. [`IsolatedReward`] ends these as well.
+    Parsing and comparison may take 5 seconds of processor time each. This limit works only in the main thread, and not
+    in native code, where a pair may take forever. [`IsolatedReward`] also ends these.
 
     Args:
         completion (`str`):
-            Completion; its answer is what stands in its last complete box.
+            Completion; its answer is the content of its last complete box.
         solution (`str`):
             Gold answer, or a solution with the gold answer in its last box.
 
     Returns:
-        `float` or `None`: 1.0 if the answer is right; 0.0 if it is wrong, cannot be parsed or compared in time, or is
-        not in a box; `None` if the pair cannot be scored, because the gold answer is empty, or is not simply equal
-        and cannot be parsed.
+        `float` or `None`: 1.0 if the answer is correct; 0.0 if it is wrong, cannot be parsed or compared in time, or
+        is not in a box; `None` if the pair cannot be scored, because the gold answer is empty, or cannot be parsed and
+        differs as a string.
     """
     gold = simplify_notation((final_answer(solution) or "") if find_boxes(solution) else solution)
     answer = simplify_notation(final_answer(_answer_proper(completion)) or "")
@@ -143,7 +143,7 @@ def _ends_in_box(text: str) -> bool:
 
 
 def _is_set_for_tuple(gold: str, answer: str) -> bool:
-    r"""math-verify takes `\{1,2\}` for `(1,2)`."""
+    r"""math-verify does not tell `\{1,2\}` from `(1,2)`."""
     return {latex.lstrip("\\")[:1] + latex[-1:] for latex in (gold, answer)} == {"()", "{}"}
 
 
@@ -169,7 +169,7 @@ def _is_solved(relation: Basic) -> bool:
     if not isinstance(relation, Relational):
         return False
     sides = (relation.lhs, relation.rhs)
-    # A side may be a tuple, which has no negative: `(p, q) = (3, 2)`.
+    # A side may be a tuple, which cannot be negated: `(p, q) = (3, 2)`.
     return any(
         not other.free_symbols and (not isinstance(one, Expr) or one.is_Symbol or (-one).is_Symbol)
         for one, other in (sides, sides[::-1])
@@ -178,10 +178,10 @@ def _is_solved(relation: Basic) -> bool:
 
 def _equivalent(gold: Basic, answer: Basic) -> bool:
     r"""
-    Find equal what math-verify does not: terms in `i`, which it reads as a variable; a variable and a term; relations
+    Equivalences that math-verify misses: terms in `i`, which it reads as a variable; a variable and a term; relations
     of which one is a multiple of the other, such as `x - y = 1` and `2y - 2x = -2`.
     """
-    # The parser assumes variables real, but not beside `i`; those are then others.
+    # The parser assumes variables to be real, except next to `i`, and SymPy tells real from other variables by name.
     names = {symbol: Symbol(symbol.name) for symbol in gold.free_symbols | answer.free_symbols}
     units = {symbol: I for symbol in names if symbol.name == "i"}
     if isinstance(gold, Expr) and isinstance(answer, Expr):
@@ -205,9 +205,9 @@ def _is_multiple(gold: Basic, answer: Basic) -> bool:
 
 def _integer_polynomial(n: Symbol, term: Expr) -> Callable[[int], int]:
     r"""
-    A polynomial in n as a function, for SymPy's evaluation of series, which takes whatever there is for one: it would
-    round π to 3 there, and run the text of a name, so that `\sum \frac{\text{…}^n}{n!}` is a program. Where it gets
-    none (`NotImplementedError`), it sums in another way.
+    A polynomial in n as a function, for SymPy's evaluation of series. SymPy itself compiles any term there: it would
+    round π to 3, and run the text of a name, so that `\sum \frac{\text{…}^n}{n!}` is a program. On
+    `NotImplementedError`, it sums in another way.
     """
     if Poly(term, n).domain != ZZ:
         raise NotImplementedError("not a polynomial with integer coefficients")
@@ -219,7 +219,7 @@ _any_number = _Latex2Sympy.parse_number
 
 
 def _number(parser: _Latex2Sympy, text: str) -> Number:
-    """SymPy writes out a number with an exponent, for hours if that is large, in native code, which no limit stops."""
+    """SymPy expands numbers with exponents in native code, for hours if the exponent is large, and no limit works."""
     if _LARGE_EXPONENT.search(text):
         raise ValueError(f"the exponent of {text} has five digits or more")
     return _any_number(parser, text)
@@ -227,15 +227,15 @@ def _number(parser: _Latex2Sympy, text: str) -> Number:
 
 class _Guards:
     """
-    A context in which no text of a completion is compiled by SymPy, or written out as a number without end.
+    A context in which SymPy neither compiles the text of a completion nor expands huge numbers.
 
-    Outside of it, and meanwhile in other threads, SymPy and the parser are what they were: a reward must not change
+    Outside of it, and in other threads at the same time, SymPy and the parser are unchanged: a reward must not change
     the mathematics of the program that uses it.
     """
 
     def __init__(self) -> None:
         self._lock, self._contexts = threading.Lock(), 0
-        self._here = threading.local()  # its `depth`: contexts of the thread
+        self._here = threading.local()  # `depth`: contexts entered by this thread
 
     def __enter__(self) -> None:
         with self._lock:
@@ -258,7 +258,7 @@ class _Guards:
                     log.disabled = was_disabled
 
     def _in_context(self, guarded: Callable[..., Any], found: Callable[..., Any]) -> Callable[..., Any]:
-        """`guarded` in threads that are in the context, else what was found there."""
+        """Calls `guarded` in threads that are in the context, otherwise the original."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return (guarded if getattr(self._here, "depth", 0) else found)(*args, **kwargs)
@@ -266,14 +266,14 @@ class _Guards:
         return call
 
 
-# They warn of answers that take long, and that math-verify does not limit the time, which is done here.
+# They warn of slow answers, and of missing time limits, which are set here.
 _MATH_VERIFY = [logging.getLogger(f"math_verify.{name}") for name in ("parser", "grader")]
 
 _guards = _Guards()
 
 
 def _relatively_close(gold: Basic, answer: Basic) -> bool:
-    """math-verify compares numbers up to 1e-6, whatever their size, which makes all tiny ones equal."""
+    """math-verify compares numbers up to an absolute 1e-6, so that all tiny ones are equal."""
     if gold == answer or not (isinstance(gold, Expr) and isinstance(answer, Expr)):
         return True
     gold, answer = gold.doit(), answer.doit()
@@ -285,14 +285,14 @@ def _relatively_close(gold: Basic, answer: Basic) -> bool:
 
 
 class _OutOfTime(BaseException):
-    """No `Exception`, and not math-verify's own: it would go on to the next comparison, without a limit."""
+    """Not an `Exception`, which math-verify would catch, to continue with the next comparison without a limit."""
 
 
 def _or_none(seconds: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         with _guards, _processor_time(seconds):
             return function(*args, **kwargs)
-    # A parser that meets whatever a model writes can fail in any way.
+    # On the output of a model, a parser can fail in any way.
     except (Exception, _OutOfTime):
         logger.debug("math-verify failed on %.200r", args, exc_info=True)
         return None
@@ -300,7 +300,7 @@ def _or_none(seconds: float, function: Callable[..., Any], *args: Any, **kwargs:
 
 @contextmanager
 def _processor_time(seconds: float) -> Iterator[None]:
-    """math-verify's own limits are on the wall clock, and fail right answers where many workers share a processor."""
+    """math-verify's own limits use the wall clock, and fail right answers when many workers share a processor."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -311,11 +311,11 @@ def _processor_time(seconds: float) -> Iterator[None]:
     previous = signal.signal(signal.SIGVTALRM, stop)
     try:
         try:
-            # Again and again: some code, such as a destructor's, lets no exception out.
+            # Repeatedly, because some code, such as a destructor, swallows exceptions.
             signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
             yield
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    finally:  # the last one may have come while the timer was stopped
+    finally:  # a last signal may arrive while the timer is being stopped
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, previous)

@@ -1,4 +1,4 @@
-r"""Final answers in `\boxed{…}`. Needs nothing but the standard library: the workers of `scoring` import it."""
+r"""Final answers in `\boxed{…}`."""
 
 import itertools
 import re
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 # A box with its opening brace or, as in `\boxed 2`, with a bare number or letter; and the braces that open and close,
-# with the escaped ones matched apart, because `\{` and `\}` are text. The look-ahead in the last but one line finds
-# the box in `\\boxed{2}` as well, which is what a doubly escaped answer looks like.
+# with escaped ones matched separately, because `\{` and `\}` are text. The look-ahead in the last line but one also
+# finds the box in `\\boxed{2}`, a doubly escaped answer.
 _BRACES = re.compile(
     r"""\\(?:boxed|fbox)(?![A-Za-z])\s*(?:(?P<open>\{)|(?P<bare>(?:-?\d+(?:[.,]\d+)*|[A-Za-z])(?![\w/^{}+*-]|[.,]\d))|)
     |\\(?!\\(?:boxed|fbox))[\\{}]
@@ -16,7 +16,7 @@ _BRACES = re.compile(
 )
 
 
-# What joins boxes to one answer. Not an empty line: the second box is then the answer given anew.
+# What joins boxes into one answer. Not an empty line: the second box then repeats or replaces the first.
 _JOINT = re.compile(r"(?:[ \t,;$]|\n(?!\s*\n)|and|or|\\text\s*\{[^{}]*\b(?:and|or)\s*\}|\\q?quad|\\[,;:!() ])*")
 
 
@@ -26,8 +26,8 @@ class Box(NamedTuple):
 
     Args:
         start (`int`): Index of its backslash.
-        end (`int`): Index behind its last character.
-        content (`str` or `None`): What it holds, without white space around; `None` if its brace is never closed.
+        end (`int`): Index after its last character.
+        content (`str` or `None`): Its content, stripped of white space; `None` if its brace is never closed.
     """
 
     start: int
@@ -37,13 +37,13 @@ class Box(NamedTuple):
 
 def find_boxes(text: str) -> list[Box]:
     r"""
-    Find every `\boxed{…}` and `\fbox{…}`, nested braces and nested boxes included, in time linear in the text.
+    Find every `\boxed{…}` and `\fbox{…}`, including nested ones, in time linear in the text.
 
     Args:
         text (`str`): Any text.
 
     Returns:
-        `list[Box]`: The boxes in order of their start, complete or not. `\boxed 2` is complete, too.
+        `list[Box]`: The boxes ordered by start, complete or not. `\boxed 2` is also complete.
     """
     boxes, open_braces = [], []
     for match in _BRACES.finditer(text):
@@ -62,18 +62,18 @@ def find_boxes(text: str) -> list[Box]:
 
 def final_answer(solution: str) -> str | None:
     r"""
-    Return the final answer of a solution: what stands in its last complete box, or in its last boxes.
+    Return the final answer of a solution: the content of its last complete box, or of its last boxes.
 
-    Boxes with nothing between them but commas, "and", "or", `$` and space are one answer, the list of what they hold:
-    `\boxed{-2}$ and $\boxed{1}` is `-2, 1`, as in about 20 rows of MATH. A completion that offers several answers has
-    therefore not given one of them.
+    Boxes separated only by commas, "and", "or", `$` and white space are one answer, a list: `\boxed{-2}$ and
+    $\boxed{1}` is `-2, 1`, as in about 20 rows of MATH. So a completion that offers several answers does not match any
+    single one of them.
 
     Args:
         solution (`str`): Any text.
 
     Returns:
-        `str` or `None`: The content of the last complete `\boxed{…}`, `\boxed 2` or `\fbox{…}`, after that of the
-        boxes joined to it, without repetitions; `None` if there is no complete box or the last one is empty.
+        `str` or `None`: The contents of the boxes joined to the last complete `\boxed{…}`, `\boxed 2` or `\fbox{…}`,
+        and of that box, without duplicates; `None` if there is no complete box or the last one is empty.
     """
     complete = [box for box in find_boxes(solution) if box.content is not None]
     if not complete or not complete[-1].content:

@@ -1,41 +1,41 @@
-r"""The notation of answers in LaTeX: what means the same is written the same, and units are split off."""
+r"""The LaTeX notation of answers: notations of the same meaning are unified, and units are split off."""
 
 import re
 
 
-# A longer answer counts as none, since the parser takes long on it. The longest one in MATH has 159 characters.
+# Longer answers are discarded, because parsing takes too long. The longest in MATH has 159 characters.
 MAX_ANSWER_LENGTH = 300
 
 _SYMBOLS = str.maketrans({"−": "-", "–": "-", "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times "})
 
-# One argument without braces: a digit, a letter, or a command that takes no argument itself, such as `\pi`.
+# One argument without braces: a digit, a letter, or a command without arguments, such as `\pi`.
 _TOKEN = r"(\d|[A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+(?![A-Za-z]|\s*\{))"
 
-# Notation that means nothing, or that the parser does not read, in the order in which it is replaced.
+# Notation that has no meaning, or that the parser cannot read, in the order in which it is replaced.
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", ""),
         (r"\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", ""),
         (r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathbf|mathit|mathcal)\s*\{", r"\\text{"),
-        (r"^\\text\{([^{}]*[\d,][^{}]*)\}", r"\1"),  # a list of names is a list, a number is a number
+        (r"^\\text\{([^{}]*[\d,][^{}]*)\}", r"\1"),  # unwrap lists of names, and numbers
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"(?<!\\)%|\\text\{\s*percent(?:age)?\s*\}|(?<=\d)\s*(?:percent(?:age)?|pct)(?![a-z])", r"\\%"),
-        (r"^\(?([A-H])[.:)]\s+(?!.*\b[A-H][.:)]).*", r"\1"),  # an option and what it says
+        (r"^\(?([A-H])[.:)]\s+(?!.*\b[A-H][.:)]).*", r"\1"),  # an option with its text
         # Thousands: `10,\!000`, `10{,}000`, `10\,000`, `10,000(1 + x)`, `x + 10,000`. math-verify reads `10,000`, and
-        # knows the pair in `(10,000)`.
+        # tells it from the pair `(10,000)`.
         (r"(?<=\d)(?:\\!)*(?:,\\!\s*(?=\d)|(?:\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d)))", ""),
         (r"(?<![\d.,^])(\d{1,3}),(\d{3})(?=\s*(?:[=(]|\\cdot|\\times))", r"\1\2"),
         (r"(?<=\+)\s*(\d{1,3}),(\d{3})(?!\d)", r"\1\2"),
         (r"^(-?\d{1,3}) (\d{3})(?: (\d{3}))?$", r"\1\2\3"),
         (r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
-        (r"(?<![_^\d.])(\d+\)?)\s*(?=\(\d+\))", r"\1 \\cdot "),  # math-verify takes `2(3)` for 2 + 3
-        # As in a programming language: `sqrt(2)`, `2**3`, `2^(1/3)`.
+        (r"(?<![_^\d.])(\d+\)?)\s*(?=\(\d+\))", r"\1 \\cdot "),  # math-verify reads `2(3)` as 2 + 3
+        # As in programming languages: `sqrt(2)`, `2**3`, `2^(1/3)`.
         (r"(?<![A-Za-z\\])(?<!operatorname\{)(sqrt|sin|cos|tan|cot|sec|csc|log|ln|pi)(?![A-Za-z])", r"\\\1 "),
         (r"(?:\^|\*\*)\s*\(([^()]*)\)", r"^{\1}"),
         (r"\*\*", "^"),
         (r"\\sqrt\s*(\[[^\[\]]*\]|)\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
-        # In degrees; elsewhere the sign is a unit.
+        # In trigonometric functions; elsewhere the degree sign is a unit.
         (r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)([\d.]+)\s*\^\s*\{?\s*\\circ\s*\}?", r"\1\\frac{\2\\pi}{180}"),
         (r"(?<!\\)\\[!,;: ]|\\q?quad(?![A-Za-z])|~", " "),  # but `\\ ` starts a row of a matrix
         (r"\\[hv]?phantom\s*(?:\{[^{}]*\}|\S)", ""),
@@ -51,7 +51,7 @@ _REWRITES = [
     )
 ]
 
-# What may differ between two equal strings after that.
+# Differences that remain between equal strings.
 _KEY_REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -63,7 +63,7 @@ _KEY_REWRITES = [
     )
 ]
 
-# Two answers in different units of this list are different; a unit that is not in it is ignored.
+# Answers in different units of this list differ; other units are ignored.
 _UNIT_NAMES = (
     "mm millimeter, cm centimeter, m meter metre, km kilometer, in inch inche, ft foot feet, yd yard, mi mile, "
     "acre, ml milliliter, l liter litre, gal gallon, mg milligram, g gm gram, kg kilogram, oz ounce, lb pound, "
@@ -73,8 +73,8 @@ _UNIT_NAMES = (
 _UNITS = {alias: names.split()[0] for names in _UNIT_NAMES.split(",") for alias in names.split()}
 _POWERS = {"": "", "sq": "^2", "square": "^2", "cu": "^3", "cubic": "^3"}
 _UNIT = re.compile(r"(?P<power>square|sq|cubic|cu|)(?P<name>[a-z]+)")
-# Without `\text`, the word must be known or, as in `8 meals`, long: `2 ab` may be a product. A value has a digit or π
-# in it and no text: the last word of `\text{A} \text{ and } \text{B}` is no unit.
+# Without `\text`, the word must be known or, as in `8 meals`, long: `2 ab` may be a product. A value contains a digit
+# or π and no text: the last word of `\text{A} \text{ and } \text{B}` is not a unit.
 _SHORT_UNITS = "|".join(alias for alias in _UNITS if len(alias) > 1) + r"|[ap]\.m"
 _WITH_UNIT = re.compile(
     r"(?P<value>(?=(?:(?!\\text).)*?(?:\d|\\pi))(?:(?!\\text).)*[\w})])"
@@ -85,12 +85,13 @@ _WITH_UNIT = re.compile(
     re.DOTALL,
 )
 _DECIMAL = re.compile(r"-?\d*\.\d+")
-_DECIMAL_COMMA = re.compile(r"^(-?\d+),(\d{1,2}|\d{4,})$")  # but `1,234` is a thousand
+_DECIMAL_COMMA = re.compile(r"^(-?\d+),(\d{1,2}|\d{4,})$")  # but `1,234` has a thousands separator
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?")
 _BASE = re.compile(r"(-?[\dA-F.]+)\s*_\s*\{?\s*(\d+)\s*\}?")
 
 
 def simplify_notation(latex: str) -> str:
+    """Unify the notation of an answer; an empty string if it is longer than [`MAX_ANSWER_LENGTH`]."""
     latex = "" if len(latex) > MAX_ANSWER_LENGTH else latex.translate(_SYMBOLS).strip()
     for pattern, replacement in _REWRITES:
         latex = pattern.sub(replacement, latex)
@@ -119,6 +120,7 @@ def _unit(words: str, power: str | None) -> str:
 
 
 def same_string(gold: str, answer: str) -> bool:
+    """Whether two simplified answers are equal as strings, and not empty."""
     return bool(_key(gold)) and _key(gold) == _key(answer)
 
 
@@ -129,10 +131,10 @@ def _key(latex: str) -> str:
 
 
 def read_decimal_comma(answer: str, gold: str) -> str:
-    """Read `0,5` as 0.5 where the gold answer has a decimal point. Elsewhere it may be two numbers."""
+    """Read `0,5` as 0.5 if the gold answer has a decimal point. Otherwise it may be two numbers."""
     return _DECIMAL_COMMA.sub(r"\1.\2", answer) if _DECIMAL.fullmatch(gold) else answer
 
 
 def count_primes(latex: str) -> int:
-    """math-verify takes `E'` for `E`. The left side of an equation may be missing."""
+    """Count primes, which math-verify ignores: `E'` is `E` to it. Only the right side of an equation counts."""
     return len(re.findall(r"(?<=[A-Za-z)'])'|\\prime", latex.rpartition("=")[2]))

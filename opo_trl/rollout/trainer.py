@@ -40,7 +40,8 @@ from ..metrics.plan import training_plan
 from ..metrics.step_clock import StepClock
 from ..metrics.watches import Watches
 from ..objective import gradient_response_efficiency
-from ..rewards.scoring import IsolatedReward, checked, reward_list
+from ..rewards.checked import checked, reward_list
+from ..rewards.scoring import IsolatedReward
 from . import checkpoint, dynamic_sampling
 from .dynamic_sampling import PromptStream, SampledPrompts
 from .frozen_base import FrozenBase

@@ -1,7 +1,7 @@
 """
 The arithmetic task and its stored base model: problems, reward, tokenizer, and the accuracy in `ACCURACY.json`.
 
-    pytest tests/arithmetic
+    pytest tests/data/test_arithmetic.py
 """
 
 import json
@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.make_base import build_tokenizer, complete, draw_slipping_chain, forget_to_carry, measure
+from benchmarks.arithmetic_base import build_tokenizer, draw_slipping_chain, measure
+from benchmarks.base_models import complete, forget_to_carry
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.data.arithmetic.task import LEVELS
 
@@ -53,7 +54,7 @@ def test_same_problems_on_every_call_whatever_the_state_of_the_random_generator(
     first = make_problems("train")
     random.seed(2)
     assert make_problems("train") == first
-    # Pins the stream itself: the stored model was trained without these very test problems.
+    # Pins the stream: the stored model was trained without these test problems.
     assert first[2048]["problem"] == "14+28-19="
     assert make_problems("test", ["Level 3"])[0]["problem"] == "12+23-21+30="
 
@@ -93,12 +94,12 @@ def test_type_names_the_operators():
 
 
 @pytest.mark.parametrize("levels", [["Level 6"], ["level 1"], "Level 1"])
-def test_unknown_level_is_refused(levels):
+def test_unknown_level_is_rejected(levels):
     with pytest.raises(ValueError, match="levels="):
         make_problems("train", levels)
 
 
-def test_unknown_split_is_refused():
+def test_unknown_split_is_rejected():
     with pytest.raises(ValueError, match="split='validation'"):
         make_problems("validation")
 
@@ -217,7 +218,7 @@ def test_claimed_accuracy_leaves_something_to_learn(claimed):
 @pytest.mark.parametrize("level", ["Level 3", "Level 4"])
 def test_greedy_accuracy_is_the_claimed_one(model, tokenizer, claimed, level):
     figures = measure(model, tokenizer, make_problems("test", [level]), do_sample=False)
-    # The same problems and no chance involved; the kernels of another machine may break a near tie differently.
+    # Greedy, so only near ties may differ between machines.
     assert abs(figures["accuracy"] - claimed[level]["greedy"]["accuracy"]) <= 0.01
 
 

@@ -372,7 +372,7 @@ DATA = [
     Case("fraction of NaN", ["fraction=nan", "(0, 1]", "Use 1.0"], {"fraction": float("nan")}),
     Case(
         "broken line",
-        ["dataset_name=", "line 9", "Mend that line"],
+        ["dataset_name=", "line 9", "Fix that line"],
         change=write("data/train.jsonl", "".join(f"{json.dumps(row)}\n" for row in ROWS) + '{"problem": "1'),
     ),
     Case(
@@ -382,7 +382,7 @@ DATA = [
     ),
     Case(
         "wrong encoding",
-        ["dataset_name=", "line 9", "UTF-8", "Mend that line"],
+        ["dataset_name=", "line 9", "UTF-8", "Fix that line"],
         change=write(
             "data/train.jsonl",
             "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in [*ROWS, {"problem": "é"}]).encode("latin-1"),
@@ -390,7 +390,7 @@ DATA = [
     ),
     Case(
         "gzip cut short",
-        ["dataset_name=", "train.jsonl.gz", "cut short", "replace the file"],
+        ["dataset_name=", "train.jsonl.gz", "truncated", "replace the file"],
         change=both(remove("data/train.jsonl"), cut_gzip),
     ),
     Case(
@@ -412,7 +412,11 @@ DATA = [
         ["levels=", "no effect with prompt_style='dataset'", "Remove `levels`"],
         {"prompt_style": "dataset"},
     ),
-    Case("every prompt too long", ["max_prompt_length", "all 8 rows", "Change it"], {"max_prompt_length": 1}),
+    Case(
+        "every prompt too long",
+        ["max_prompt_length", "all 8 rows", "Change `max_prompt_length`"],
+        {"max_prompt_length": 1},
+    ),
 ]
 
 MODELS = [

@@ -3,12 +3,12 @@ Coverage-guided fuzzing of the rewards, by atheris (`pip install atheris`; Linux
 
     python tests/fuzz/rewards.py -seed=1 -runs=40000 -max_len=32 -len_control=0 -timeout=120 [CORPUS_FOLDER]
 
-The options are libFuzzer's. With many more inputs in one process, what the parser remembers of them exceeds the limit
-on memory. An input becomes a completion and a gold answer: formulas, LaTeX tokens in any order, or any characters.
-With 32 bytes, nearly all are shorter than the 300 characters beyond which no answer is parsed.
-What ends the run, with the input in a file `crash-…` or `timeout-…`: an exception out of a reward, a value that is
-none of 0, 1 and `None`, more processor time than all limits of `score` together, or text that is evaluated as Python
-and is no number (SymPy reads numbers so). It prints how far inputs came.
+The options are libFuzzer's. With many more inputs in one process, the parser's cache exceeds the memory limit. An
+input becomes a completion and a gold answer: formulas, LaTeX tokens in any order, or any characters. With 32 bytes,
+nearly all are shorter than the 300 characters beyond which answers are not parsed.
+The run stops, with the input in a file `crash-…` or `timeout-…`, if a reward raises an exception, returns a value
+other than 0, 1 and `None`, takes more processor time than all limits of `score` together, or evaluates text other than
+numbers as Python (SymPy reads numbers that way). It prints how far inputs came.
 """
 
 import re
@@ -20,17 +20,17 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 import atheris
-import sympy.physics.units  # noqa: F401 - evaluates names of its own when it is first imported
+import sympy.physics.units  # noqa: F401 - evaluates names of its own when first imported
 
 
-# The generated parser is tables and loops, which tell nothing of which formulas it was given.
+# The generated parser consists of tables and loops, whose coverage says nothing about formulas.
 GENERATED = [f"latex2sympy2_extended.gen.antlr4_13_2.{name}" for name in ("PSLexer", "PSParser", "PSListener")]
 
 with atheris.instrument_imports(include=["opo_trl", "math_verify", "latex2sympy2_extended"], exclude=GENERATED):
     from opo_trl.rewards import accuracy as rewards
 
-LIMIT = 2 * (rewards.PARSING_LIMIT + rewards.VERIFYING_LIMIT) + 5  # seconds, with 5 for what has no limit of its own
-MEMORY = 2 * 2**30  # bytes, a worker's; `12!!!!` asks for more
+LIMIT = 2 * (rewards.PARSING_LIMIT + rewards.VERIFYING_LIMIT) + 5  # seconds, with 5 for code without a limit
+MEMORY = 2 * 2**30  # bytes, as in a worker; `12!!!!` asks for more
 
 TOKENS = r"""
 \frac \dfrac \sqrt \text{ \boxed{ \boxed \fbox{ \left \right \begin{pmatrix} \end{pmatrix} \\ \{ \} { } ( ) [ ] , . ; :
@@ -39,7 +39,7 @@ TOKENS = r"""
 <think> </think> √ ² ½ − π ∞
 """
 ALPHABET = [*TOKENS.split(), " ", "\n"]
-# `@` is a formula.
+# `@` stands for a formula.
 FORMULAS = r"""
 0 1 2 3 5 7 12 100 10,000 0.5 .\overline{3} x y n e i \pi \infty \theta \mathbb{R} \emptyset A \text{even}
 \frac{@}{@} \frac@@ \sqrt{@} \sqrt[@]{@} @^{@} @^@ @_{@} @+@ @-@ @\cdot@ @/@ @@ -@ \pm@ @! |@| (@) \left(@\right)
@@ -52,8 +52,8 @@ ATOMS = [form for form in FORMULAS.split() if "@" not in form]
 FORMS = [form for form in FORMULAS.split() if "@" in form]
 GOLDS = ("5", r"\frac{1}{2}", "x^2-1", "(1,2]", r"\{1,2\}", r"\text{even}", r"5\text{ cm}", r"\frac{\pi}{4}, 2", "e^x")
 
-# What may be compiled: imports, SymPy's own arithmetic, polynomials with whole coefficients, and numbers, which SymPy
-# reads with such functions where mpmath has recognized a float, as `exp(1)`.
+# What may be compiled: imports, SymPy's own arithmetic, polynomials with integer coefficients, and numbers, which
+# SymPy reads with functions if mpmath recognizes a float, such as `exp(1)`.
 HARMLESS = re.compile(
     r"((from|import) [\w.]+( import \*)?(; |$))+"
     r"|def monomial_\w+\(.*"
@@ -63,12 +63,12 @@ HARMLESS = re.compile(
 )
 
 evaluated: list[str] = []  # what is not harmless
-calls: Counter[str] = Counter()  # of math-verify, for the input at hand
+calls: Counter[str] = Counter()  # of math-verify, for the current input
 reached: Counter[str] = Counter()  # inputs by how far they came
 
 
 def calling(frame: FrameType | None) -> Iterator[str]:
-    """Names of the modules on the stack: some compile text of their own while they are imported."""
+    """Names of the modules on the stack; some compile their own text while they are imported."""
     while frame is not None:
         yield frame.f_globals["__name__"]
         frame = frame.f_back
@@ -77,7 +77,7 @@ def calling(frame: FrameType | None) -> Iterator[str]:
 def watch(event: str, arguments: tuple) -> None:
     if event != "compile" or arguments[0] is None:
         return
-    written = str(arguments[1]).startswith(("<string>", "<lambdifygenerated"))  # and not read from a file
+    written = str(arguments[1]).startswith(("<string>", "<lambdifygenerated"))  # not read from a file
     if written and not any("importlib" in name or name == "typing" for name in calling(sys._getframe(1))):
         source = arguments[0].decode() if isinstance(arguments[0], bytes) else str(arguments[0])
         if not HARMLESS.fullmatch(source.strip()):
@@ -97,7 +97,7 @@ rewards.parse, rewards.verify = counted(rewards.parse), counted(rewards.verify)
 
 
 def formula(choices: Iterator[int]) -> str:
-    """The formula that a sequence of bytes stands for, which ends in ones when the sequence does."""
+    """The formula of a sequence of bytes, completed with ones."""
     choice = next(choices, None)
     if choice is None:
         return "1"
@@ -108,7 +108,7 @@ def formula(choices: Iterator[int]) -> str:
 
 
 def text(raw: bytes, kind: int) -> str:
-    """Any characters, tokens in any order, or one formula and what may follow it."""
+    """Any characters, tokens in any order, or a formula."""
     if kind == 0:
         return raw.decode(errors="replace")
     if kind == 1:
@@ -117,7 +117,7 @@ def text(raw: bytes, kind: int) -> str:
 
 
 def check(raw: bytes) -> None:
-    """The first byte says what the others are; the second one where the gold answer ends, if it is one of them."""
+    """The first byte selects the kinds of texts; the second one the gold answer, or its end in the input."""
     kind, end = (*raw[:2], 0, 0)[:2]
     boxed, own_gold, rest = kind & 1, kind & 2, raw[2:]
     gold, rest = (text(rest[: end % 16], 2), rest[end % 16 :]) if own_gold else (GOLDS[end % len(GOLDS)], rest)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import memory as benchmark
 from benchmarks import memory_probes as probes
+from benchmarks import memory_ranks
 from opo_trl.metrics import memory, plan
 from opo_trl.metrics.memory import memory_plan
 
@@ -147,7 +148,7 @@ def test_allocator_in_compute_loss(name: str):
 
 def train_rank(sharding: str, folder: str):
     """A process of a launch; the model is made by the test."""
-    probes.train_rank(sharding=sharding, weights="float32", folder=folder)
+    memory_ranks.train_rank(sharding=sharding, weights="float32", folder=folder)
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", pytest.param("zero3", marks=pytest.mark.slow)])

@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import balance, claims, clipping, communication, evidence, group_weights, regime, regime_report
+from benchmarks import (
+    balance,
+    claims,
+    clipping,
+    communication,
+    evidence,
+    group_weights,
+    regime,
+    regime_design,
+    regime_report,
+)
 from opo_trl.launch.compare import main as compare
 from opo_trl.launch.recipe import parse
 
@@ -77,4 +87,4 @@ def test_runs_of_the_regime_map_are_distinct_and_can_be_parsed():
         script, args, *_ = parse(regime.command_line(run))
         assert args.optimizer_steps_per_rollout == run["steps_per_rollout"]
         assert (args.learning_rate, args.seed) == (run["learning_rate"], run["seed"])
-        assert script.trainer == regime.METHODS[run["method"]]["trainer"]
+        assert script.trainer == regime_design.METHODS[run["method"]]["trainer"]

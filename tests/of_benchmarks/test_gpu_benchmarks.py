@@ -1,5 +1,5 @@
 """
-The benchmarks for a GPU, as far as a CPU can tell: the word problems, the recipes, and everything at tiny size.
+The benchmarks for a GPU, as far as a CPU can test them: the word problems, the recipes, and tiny runs of everything.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from benchmarks.record import measure_missing
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What each verb does to the number, written down once more.
+# What each verb does to the number, stated independently.
 VERBS = {
     "+": ("buys", "finds", "wins", "is given", "gets"),
     "-": ("gives", "sells", "loses", "hands", "throws"),
@@ -40,7 +40,7 @@ SIGNS = {verb: sign for sign, verbs in VERBS.items() for verb in verbs}
 
 
 def read_story(problem: str) -> int:
-    """The answer, from the text alone: the opening, then every change of whoever the question is about."""
+    """The answer from the text alone: the opening, then every change of the person in the question."""
     *sentences, question = problem.strip().split(". ")
     name = re.search(r"(?:has|does) (\w+)", question)[1]
     opening, *story = sentences
@@ -183,7 +183,7 @@ def test_a_slip_drops_the_carry_and_nothing_else(left, operator, right, slipped)
     assert slip(left, operator, right) == slipped
 
 
-def test_base_model_sees_slips_at_their_rate_and_goes_on_from_them():
+def test_base_model_sees_slips_at_their_rate_and_continues_from_them():
     rng = random.Random(0)
     slipped = carrying = 0
     for _ in range(400):
@@ -199,7 +199,7 @@ def test_base_model_sees_slips_at_their_rate_and_goes_on_from_them():
             slipped += value != eval(left)
             assert value in (wrong, eval(left))
         assert answer == f"Answer: {value}"
-    # A little below the rate: solutions whose slips leave the range are drawn again.
+    # Slightly below the rate, because solutions whose slips leave the range are drawn again.
     assert 0.6 < slipped / carrying < 0.72
 
 
@@ -229,20 +229,20 @@ def test_base_model_learns_in_the_time_it_is_given(monkeypatch):
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     model = base.build_model(tokenizer, base.TINY_SHAPE)
-    ticks = itertools.count()  # a second each step, however busy the machine is
+    ticks = itertools.count()  # one second per step, however busy the machine is
     monkeypatch.setattr(base, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     trained = base.train(model, tokenizer, seconds=40, rows=8, seed=0)
     assert (trained["steps"], trained["seconds"]) == (40, 40.0)
     assert trained["last_loss"] < 4.3  # log of 101 tokens: 4.6
 
 
-def test_base_model_has_the_size_it_is_said_to_have():
+def test_base_model_has_its_documented_size():
     with torch.device("meta"):
         model = base.build_model(build_tokenizer(), base.SHAPE)
     assert 50e6 < sum(p.numel() for p in model.parameters()) < 60e6
 
 
-# All of it at tiny size
+# Everything at tiny size
 
 
 def test_what_is_measured_stays_and_what_is_missing_is_measured(tmp_path, capsys):
@@ -261,7 +261,7 @@ def test_what_is_measured_stays_and_what_is_missing_is_measured(tmp_path, capsys
     measure_missing(file, {"rows": 8}, first, seconds=60)
     measure_missing(file, {"rows": 8}, cases, seconds=0)
     assert measured == ["a"]
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "the same command resumes" in capsys.readouterr().out
     measure_missing(file, {"rows": 8}, cases, seconds=60)
     assert measured == ["a", "b"]
     results = json.loads(file.read_text())
@@ -272,7 +272,7 @@ def test_what_is_measured_stays_and_what_is_missing_is_measured(tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_word_arithmetic_runs_to_its_end_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+def test_word_arithmetic_runs_to_its_end_and_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     argv = ["--output", str(tmp_path), "--tiny", "--base_seconds", "2", "--seeds", "1"]
     assert word_arithmetic.main([*argv, "--limit_seconds", "1"]) == 0
@@ -280,7 +280,7 @@ def test_word_arithmetic_runs_to_its_end_and_goes_on_where_it_stopped(tmp_path, 
     assert word_arithmetic.main([*argv, "--limit_seconds", "4"]) == 0
     stopped = json.loads((tmp_path / "results.json").read_text())
     assert stopped["runs"] == []
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "the same command resumes" in capsys.readouterr().out
     assert word_arithmetic.main(argv) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["base"] == stopped["base"]
@@ -290,14 +290,14 @@ def test_word_arithmetic_runs_to_its_end_and_goes_on_where_it_stopped(tmp_path, 
         for by_decoding in run["accuracy"].values():
             assert all(result["problems"] == 4 for result in by_decoding.values())
             assert all(result["low"] <= result["accuracy"] <= result["high"] for result in by_decoding.values())
-    # A rollout is logged by the first of its two optimizer steps.
+    # A rollout is logged at the first of its two optimizer steps.
     assert all([step for step, _ in run["reward"]] == [1, 3] for run in results["runs"])
     assert {"command", "date", "device", "versions"} <= results.keys()
     with pytest.raises(ValueError, match=r"settings=.*Choose another output"):
         word_arithmetic.main([*argv, "--learning_rate", "1e-4"])
 
 
-def test_run_with_an_unknown_field_is_refused(tmp_path, monkeypatch, capsys):
+def test_run_with_an_unknown_field_is_rejected(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit):
         word_arithmetic.run_method("opo", 1, tmp_path, word_arithmetic.TINY, ["--no_such_field", "1"])

@@ -29,7 +29,7 @@ def no_logs():
 
 @pytest.fixture(scope="module")
 def committed() -> dict[str, list[int]]:
-    """Source, and the numbers of its row."""
+    """Source → numbers of its row."""
     page = reward_agreement.PAGE.read_text(encoding="utf-8")
     block = re.search(r"<!-- agreement -->\n(.*?)<!-- end -->", page, re.DOTALL)[1]
     rows = re.findall(r"^\| ([^|]+) \| (\d.*) \|$", block, re.MULTILINE)

@@ -66,7 +66,7 @@ def test_opo_pulls_back_beyond_its_target_and_does_not_vanish():
 
 
 def closed_form_on_policy(method, p, size):
-    """Sum over the number k of rewarded completions: in each group the two kinds have drives of opposite sums."""
+    """Sum over the number k of rewarded completions; the escort weights of both kinds sum to opposite values."""
     total = 0.0
     for k in range(1, size):
         high, low = math.sqrt((size - k) / k), -math.sqrt(k / (size - k))

@@ -1,4 +1,4 @@
-"""The verdict of benchmarks/soak.py: flat passes, a leak and a slowdown do not."""
+"""The verdict of benchmarks/soak.py: flat curves pass, leaks and slowdowns fail."""
 
 import pytest
 
@@ -7,14 +7,14 @@ from benchmarks.soak import judge, page
 
 
 def series(**growth: float) -> list[dict[str, float]]:
-    """Samples of 1,000 steps, noisy, with a warm-up; a quantity grows by its share of `growth` over all of them."""
+    """Noisy samples of 1,000 steps with a warm-up; a quantity grows by its fraction in `growth` over all of them."""
     rows = []
     for step in range(1, 1001, 4):
         level = {"uss": 900.0, "rss": 1200.0, "handles": 50.0, "threads": 15.0, "processes": 6.0}
         row = {name: value * (1 + growth.get(name, 0) * step / 1000) for name, value in level.items()}
         warm = min(step / 100, 1)
         row |= {"uss": row["uss"] * (0.5 + 0.5 * warm) + step % 3, "rss": row["rss"] * (0.5 + 0.5 * warm)}
-        if step % 50 == 1:  # a worker is being replaced
+        if step % 50 == 1:  # a worker is replaced
             row |= {"processes": 5.0, "handles": 40.0, "threads": 14.0}
         seconds = 0.1 * step * (1 + growth.get("seconds", 0) * step / 2000)
         rows.append({"step": step, "seconds": seconds, **row})

@@ -1,4 +1,4 @@
-"""The benchmarks of an update phase: what they replay and count, their checks, and their tables; never their times."""
+"""The benchmarks of an update phase: rollouts, counts, checks and tables, but not times."""
 
 import copy
 import functools
@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import replay, scaling, update_phase
+from benchmarks import passes, replay, scaling, update_phase
 from benchmarks.gpu import update_phase as gpu_update_phase
 from benchmarks.shapes import QWEN3_0_6B, QWEN3_1_7B, small_qwen3
 from opo_trl.rollout.rows import optimizer_step_of_rows
@@ -29,7 +29,7 @@ def test_rollout_has_the_lengths_of_math():
     percentiles = json.loads(replay.MATH_LENGTHS.read_text())["percentiles"]["solution"]
     assert percentiles[48] <= lengths[len(lengths) // 2] <= percentiles[52]
     assert (lengths[0], lengths[-1]) == (percentiles[0], percentiles[99])
-    assert all(ids.count(1) == (ids[-1] == 1) == 1 for ids in rollout.completions)  # EOS is there, once, at the end
+    assert all(ids.count(1) == (ids[-1] == 1) == 1 for ids in rollout.completions)  # one EOS, at the end
     groups = [rollout.prompts[i : i + 20] for i in range(0, 200, 20)]
     assert all(ids == group[0] for group in groups for ids in group)
 
@@ -43,13 +43,13 @@ def test_other_lengths_have_the_same_longest_completion_and_shorter_ones_a_part_
 
 
 @pytest.mark.parametrize("dead", [0.0, 0.2, 0.4, 0.6])
-def test_rewards_have_no_spread_in_dead_groups_and_two_values_in_the_others(dead):
+def test_rewards_are_equal_in_zero_variance_groups_and_have_two_values_in_the_others(dead):
     rewards = replay.parity(draw("math", groups=10, generations=4, dead=dead, shorter=32).completions)
     spreads = [len(set(rewards[i : i + 4])) for i in range(0, 40, 4)]
     assert spreads == [1] * round(10 * dead) + [2] * (10 - round(10 * dead))
 
 
-def test_rollout_that_cannot_be_cut_is_refused():
+def test_rollout_that_cannot_be_cut_is_rejected():
     rollout = draw("equal", groups=2, generations=3, shorter=64)
     with pytest.raises(ValueError, match=r"rows=4 does not cut 6 completions.*divisor of 3"):
         replay.make_trainer("GRPO", SHAPE, rollout, rows=4, steps=2)
@@ -59,7 +59,7 @@ def test_rollout_that_cannot_be_cut_is_refused():
 
 
 @pytest.mark.parametrize("method", replay.TRAINERS)
-def test_a_phase_trains_on_the_fixed_rollout_and_is_timed_whole(method, monkeypatch):
+def test_a_phase_trains_on_the_fixed_rollout_and_is_timed_completely(method, monkeypatch):
     rollout = draw("math", groups=2, generations=6, shorter=32)
     trainer = replay.make_trainer(method, SHAPE, rollout, rows=3, steps=2)
     seen, generate = [], trainer._generate_and_score_completions
@@ -76,7 +76,7 @@ def test_a_phase_trains_on_the_fixed_rollout_and_is_timed_whole(method, monkeypa
         mask = batch["completion_mask"].bool()
         tokens = [ids[kept].tolist() for ids, kept in zip(batch["completion_ids"], mask, strict=True)]
         assert tokens == rollout.completions
-        assert ("old_per_token_logps" in batch) == (method == "GRPO")  # OPO makes that pass later, and for half
+        assert ("old_per_token_logps" in batch) == (method == "GRPO")  # OPO does that later, for half of them
         assert batch["advantages"].abs().sum() > 0
     assert any((p != old).any() for p, old in zip(trainer.model.parameters(), before, strict=True))
     assert trainer.state.global_step == 2
@@ -121,17 +121,17 @@ def test_grpo_passes_the_rollout_padded_to_its_longest_twice(quick, rollout):
     assert (tokens["forward padded"], tokens["gradient padded"]) == (padded, padded)
 
 
-def test_opo_passes_every_token_with_less_padding_and_inert_rows_of_the_first_step_not_at_all(quick, rollout):
+def test_opo_passes_every_token_with_less_padding_and_skips_zero_gradient_samples_of_the_first_step(quick, rollout):
     theirs, unplanned, planned, skipping, budget = (own["tokens"] for own in quick.values())
     assert unplanned["gradient padded"] == theirs["gradient padded"]
-    assert 2 * unplanned["forward padded"] == theirs["forward padded"]  # the anchor of the second step only
+    assert 2 * unplanned["forward padded"] == theirs["forward padded"]  # only for the second step
     for tokens in (unplanned, planned):
         assert tokens["gradient tokens"] == theirs["gradient tokens"]
     lengths = [len(p) + len(c) for p, c in zip(rollout.prompts, rollout.completions, strict=True)]
     step = optimizer_step_of_rows(len(lengths), QUICK.steps, seed=42, rollout=0)
     n_dead = round(QUICK.dead * update_phase.GROUPS) * update_phase.GENERATIONS
-    inert = sum(length for length, when in zip(lengths[:n_dead], step[:n_dead], strict=True) if when == 0)
-    assert theirs["gradient tokens"] - skipping["gradient tokens"] == inert > 0
+    skipped = sum(length for length, when in zip(lengths[:n_dead], step[:n_dead], strict=True) if when == 0)
+    assert theirs["gradient tokens"] - skipping["gradient tokens"] == skipped > 0
     assert budget["gradient tokens"] == skipping["gradient tokens"]
     later = sum(length for length, when in zip(lengths, step, strict=True) if when == 1)
     assert all(tokens["forward tokens"] == later for tokens in (unplanned, planned, skipping, budget))
@@ -226,12 +226,12 @@ def test_built_in_shape_is_that_of_qwen3_1_7b(shared_data):
 
 
 def test_operations_are_those_that_pytorch_counts():
-    """Of the matrix products; PyTorch counts attention without the half that causality leaves out."""
+    """Operations of the matrix products; PyTorch counts attention as not causal."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE), attn_implementation="eager")
     ids = torch.zeros(2, 24, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids).logits.sum().backward()
-    said = gpu_update_phase.model_flops([replay.Pass(True, 2, 24, 48, 48)], SHAPE, model.num_parameters())
+    said = gpu_update_phase.model_flops([passes.Pass(True, 2, 24, 48, 48)], SHAPE, model.num_parameters())
     attention = 2 * SHAPE["num_hidden_layers"] * SHAPE["num_attention_heads"] * SHAPE["head_dim"] * 48 * 24
     assert counter.get_total_flops() == pytest.approx(said + 3 * attention, rel=0.01)
 

@@ -1,6 +1,5 @@
-"""Rewards: what a function may return, and what a failing scorer costs where it is isolated."""
+"""What a failing scorer costs if it is isolated."""
 
-import functools
 import gc
 import os
 import signal
@@ -9,27 +8,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import psutil
 import pytest
 import scorers
 import torch
+from answers import ADVERSARIAL
 from datasets import Dataset
 from helpers import PROMPTS, RecordingBaseline, RecordingOPO, logged, make_trainer, trained, wait_until
 from invariance.launch import launch, logs
-from test_rewards import ADVERSARIAL
-from transformers import TrainerCallback
 
 from opo_trl import OPOConfig
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.launch.rewards import load_rewards
 from opo_trl.rewards import accuracy_reward, format_reward
-from opo_trl.rewards.scoring import LEAST_MEMORY, IsolatedReward, RewardError
+from opo_trl.rewards.scoring import LEAST_MEMORY, IsolatedReward
 
 
 ROOTS = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
@@ -48,127 +43,6 @@ def score(reward: IsolatedReward, fates: list[str]) -> list[float | None]:
 
 def none_alive(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
-
-
-# What a reward function is, and may return
-
-
-def trainer_with(tiny_model: str, folder: Path, reward_funcs) -> RecordingBaseline:
-    arguments = {"reward_funcs": reward_funcs}
-    return make_trainer(tiny_model, folder, trainer_class=RecordingBaseline, trainer_arguments=arguments)
-
-
-def rewards_of(trainer: RecordingBaseline, n: int = 3) -> torch.Tensor:
-    """`[n, number of reward functions]`, of n completions."""
-    inputs = [{"prompt": "1+1="} for _ in range(n)]
-    return trainer._calculate_rewards(inputs, ["1+1="] * n, ["2"] * n, [[5]] * n)
-
-
-class Scorer:
-    """A callable object."""
-
-    def __init__(self, scores):
-        self.scores = scores
-
-    def __call__(self, **columns):
-        return self.scores() if callable(self.scores) else self.scores
-
-
-class AsynchronousScorer(Scorer):
-    async def __call__(self, **columns):
-        return self.scores
-
-
-async def asynchronous(completions, **columns):
-    return (0.5 for _ in completions)
-
-
-ACCEPTED = {
-    "generator": lambda: (score for score in (0.5, None, 2)),
-    "map": lambda: map(float, ("0.5", "nan", "2")),
-    "tuple": (0.5, None, 2),
-    "array": np.array([0.5, np.nan, 2.0], dtype=np.float32),
-    "array of objects": np.array([0.5, None, 2], dtype=object),
-    "tensor": torch.tensor([0.5, torch.nan, 2.0], dtype=torch.bfloat16),
-    "tensor of a column": torch.tensor([[0.5], [torch.nan], [2.0]]),
-    "tensor with a gradient": torch.tensor([0.5, torch.nan, 2.0], requires_grad=True),
-    "other numbers": [Fraction(1, 2), None, Decimal(2)],
-    "scalars": [np.float16(0.5), None, torch.tensor(2)],
-}
-
-
-def test_whatever_holds_one_number_for_each_completion_is_accepted_as_by_trl(tiny_model, tmp_path):
-    functions = [Scorer(scores) for scores in ACCEPTED.values()]
-    functions += [AsynchronousScorer([0.5, None, 2]), functools.partial(AsynchronousScorer((0.5, None, 2)))]
-    rewards = rewards_of(trainer_with(tiny_model, tmp_path, functions)).nan_to_num(nan=-1.0)
-    assert rewards.T.tolist() == [[0.5, -1.0, 2.0]] * len(functions)
-
-
-@pytest.mark.parametrize(
-    ("scores", "says"),
-    [
-        (lambda: (1.0 for _ in iter(int, 1)), "Scorer has returned 4 values for 3 completions"),
-        (lambda: (1 / i for i in (2, 1, 0)), "Scorer has raised ZeroDivisionError: division by zero"),
-        ([1.0] * 5, "Scorer has returned 5 values for 3 completions"),
-        (iter([1.0]), "Scorer has returned 1 values for 3 completions"),
-        ({"a": 1, "b": 0, "c": 1}, "Scorer has returned {'a': 1, 'b': 0, 'c': 1}, not a list"),
-        ({1, 2, 3}, "Scorer has returned {1, 2, 3}, not a list"),
-        (b"101", "Scorer has returned b'101', not a list"),
-        ("101", "Scorer has returned '101', not a list"),
-        (None, "Scorer has returned None, not a list"),
-        (torch.tensor(1.0), "has returned tensor"),
-        ([1.0, "1", 1.0], "Scorer has returned '1' for completion 1, of type str"),
-        ([1.0, np.str_("1"), 1.0], "for completion 1, of type str_"),
-        ([1.0, 1j, 1.0], "Scorer has returned 1j for completion 1, of type complex"),
-        ([1.0, 10**400, 1.0], "for completion 1, of type int"),
-        (np.ones((3, 2)), "for completion 0, of type ndarray"),
-        ([[1.0], [1.0], [1.0]], r"Scorer has returned [1.0] for completion 0, of type list"),
-        (lambda: asynchronous([1, 2, 3]), "which nobody awaits. Define it with `async def`"),
-    ],
-)
-def test_anything_else_is_named(tiny_model, tmp_path, scores, says):
-    trainer = trainer_with(tiny_model, tmp_path, [length_of, reward := Scorer(scores)])
-    with pytest.raises(RewardError) as error:
-        rewards_of(trainer)
-    assert says in str(error.value)
-    assert trainer.reward_funcs[1] is reward
-
-
-def length_of(completions, **columns):
-    """A reward function that keeps state of its own."""
-    length_of.calls = getattr(length_of, "calls", 0) + 1
-    return map(len, completions)
-
-
-def test_trainer_holds_the_users_own_objects(tiny_model, tmp_path):
-    rewards = (length_of, Scorer([0.0] * 8), asynchronous)
-    trainer = trainer_with(tiny_model, tmp_path, rewards)
-    held = []
-
-    class Look(TrainerCallback):
-        def on_step_end(self, *_, **named):
-            held.append(list(trainer.reward_funcs))
-
-    trainer.add_callback(Look())
-    length_of.calls = 0
-    trainer.train()
-    held.append(trainer.reward_funcs)
-    assert all(one is other for now in held for one, other in zip(now, rewards, strict=True))
-    assert trainer.reward_funcs[0].calls == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"length": length_of}, "reward_funcs={'length':"),
-        ([length_of, 0.5], "reward_funcs[1]=0.5 is of type float, not a reward"),
-        (Scorer, "is a class, not a reward. Pass an object of it, such as Scorer()"),
-    ],
-)
-def test_what_is_no_reward_is_refused(tiny_model, tmp_path, given, says):
-    with pytest.raises(TypeError) as error:
-        trainer_with(tiny_model, tmp_path, given)
-    assert says in str(error.value)
 
 
 # What happens to a completion
@@ -231,6 +105,14 @@ def test_workers_import_neither_torch_nor_trl():
     reward.close()
 
 
+@pytest.mark.parametrize("module", ["rewards.scoring", "rewards.accuracy", "data.arithmetic"])
+def test_module_that_workers_import_needs_no_library_for_training(module):
+    libraries = ("torch", "trl", "datasets", "transformers")
+    code = f"import sys, opo_trl.{module}; print([name for name in {libraries} if name in sys.modules])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*ROOTS, *sys.path])}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "[]\n"
+
+
 @pytest.mark.parametrize("told", ["workers", "fork server"])
 def test_workers_that_a_scheduler_tells_to_end_cost_no_score(by_fate, told):
     assert score(by_fate, ["1"]) == [1.0]
@@ -266,7 +148,7 @@ def test_idle_workers_may_be_killed():
         ({"reward": lambda completions, **kwargs: [0.0]}, "cannot be sent to a worker"),
     ],
 )
-def test_argument_out_of_range_is_refused(options, message):
+def test_argument_out_of_range_is_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         IsolatedReward(**{"reward": scorers.by_fate, **options})
 
@@ -294,7 +176,7 @@ if what == "killed":
 
 
 def start(tmp_path: Path, what: str) -> subprocess.Popen:
-    """A script without a guard, as people write them."""
+    """A script without a `__main__` guard, as people write them."""
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*ROOTS, *sys.path])}
     command = [sys.executable, str(tmp_path / "script.py"), what]
@@ -322,12 +204,12 @@ def test_killed_script_leaves_no_worker_behind_that_hangs_in_native_code(tmp_pat
     wait_until(lambda: none_alive(left), 60)
 
 
-def test_function_of_the_script_itself_is_refused_with_the_fix(tmp_path):
+def test_function_of_the_script_itself_is_rejected_with_the_fix(tmp_path):
     script = start(tmp_path, "own")
     _, err = script.communicate(timeout=60)
     assert script.returncode == 1
     assert "cannot be sent to a worker process" in err
-    assert "a module other than the script that is run" in err
+    assert "a module other than the main script" in err
 
 
 def test_workers_that_cannot_start_are_an_error():
@@ -351,7 +233,7 @@ def test_scores_depend_neither_on_the_number_of_workers_nor_on_their_memory(work
     answers = [("0.5", r"\frac{1}{2}", 1.0), (r"\{2,1\}", r"\{1,2\}", 1.0), ("(x-1)(x+1)", "x^2-1", 1.0)]
     cases = [(rf"So $\boxed{{{answer}}}$.", gold, verdict) for answer, gold, verdict in answers] * 8
     completions, golds, verdicts = zip(*cases, *(rows[0] for rows in ADVERSARIAL.values()), strict=True)
-    # So many workers may share a slow processor that the limit on the wall clock must not decide.
+    # Many workers may share a slow processor, so the wall-clock limit must not decide.
     reward = IsolatedReward(accuracy_reward, workers=workers, timeout=300.0, memory=memory)
     assert reward(completions, solution=golds) == list(verdicts)
     reward.close()
@@ -378,7 +260,7 @@ def test_recipe_may_score_in_the_process_itself():
 
 
 @pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
-def test_run_goes_on_as_if_the_failed_completions_had_no_score(tiny_model, tmp_path, trainer_class):
+def test_run_continues_as_if_the_failed_completions_had_no_score(tiny_model, tmp_path, trainer_class):
     def run(reward: Callable, name: str):
         return trained(
             tiny_model,
@@ -424,7 +306,7 @@ def test_failures_that_become_too_many_end_the_run(tiny_model, tmp_path, by_fate
 
 
 def train_with_failing_scores(model: str, folder: str) -> None:
-    """In each of two processes, on one of which every completion fails to be scored; writes down how it ends."""
+    """In each of two processes, in one of which no completion can be scored; writes down how it ends."""
     reward, options = IsolatedReward(scorers.by_fate, workers=1), {"gradient_accumulation_steps": 1, "max_steps": 20}
     trainer = fated(model, Path(folder), reward, fates=["raise", "1"] * 4, trainer_class=RecordingOPO, **options)
     try:
@@ -432,7 +314,7 @@ def train_with_failing_scores(model: str, folder: str) -> None:
     except RuntimeError as error:
         (Path(folder) / f"{trainer.accelerator.process_index}.txt").write_text(str(error))
     finally:
-        reward.close()  # a forked process does not at its exit, and would wait for its workers
+        reward.close()  # a forked process does not do so at exit, and would wait for its workers
 
 
 def test_processes_agree_on_the_end(tiny_model, tmp_path):

@@ -1,7 +1,7 @@
 """
-An embedded task that shows reinforcement learning teach a model something, on a CPU and in minutes: chained arithmetic
-with levels (`task.py`), and a small base model that writes the chains but mostly forgets to carry (`base/`, built by
-`make_base.py`).
+An embedded task on which reinforcement learning shows an effect within minutes on a CPU: chained arithmetic with
+levels (`task.py`), and a small base model that writes the chains but mostly forgets to carry (`base/`, built by
+`benchmarks/arithmetic_base.py`).
 """
 
 from importlib.resources import files
@@ -17,7 +17,7 @@ def base_model_path() -> str:
     Locate the stored base model.
 
     Returns:
-        `str`: Path of the folder with the weights, the tokenizer and the measured accuracy (`ACCURACY.json`), to be
-        given to `from_pretrained` or to a trainer.
+        `str`: Folder with the weights, the tokenizer and the measured accuracy (`ACCURACY.json`), for
+        `from_pretrained` or a trainer.
     """
     return str(files(__package__) / "base")

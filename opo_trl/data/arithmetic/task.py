@@ -1,22 +1,21 @@
 """
-Chained integer arithmetic: a verifiable task with levels that a small model on a CPU can be taught by reinforcement
-learning.
+Chained integer arithmetic: a verifiable task with levels, which a small model learns by reinforcement learning on a
+CPU.
 
-A problem is a prompt such as `47+38-16=`. Its worked solution is the chain of what is left to compute after each
-operation, `85-16=69`, one character per token, and the number after the last `=` is the answer. "Level 2" means two
-operations. Every operand and every running result lies between 10 and 99, so that all problems of a level are equally
-long and no number needs a sign.
+A problem is a prompt such as `47+38-16=`. Its worked solution is the chain of what remains after each operation,
+`85-16=69`, one character per token; the number after the last `=` is the answer. "Level 2" means two operations. Every
+operand and running result lies between 10 and 99, so that all problems of a level have the same length and no number
+needs a sign.
 
-The rows carry the four columns of the MATH data set (`problem`, `level`, `type`, `solution`): whatever selects,
-formats or reports MATH by level works here too. To print a few:
+The rows have the four columns of the MATH data set (`problem`, `level`, `type`, `solution`). To print a few:
 
     python -c "from opo_trl.data.arithmetic import make_problems as m; print(*m('test', ['Level 3'])[:3], sep='\\n')"
 """
 
 import random
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 
 LEVELS = ("Level 1", "Level 2", "Level 3", "Level 4", "Level 5")
@@ -25,6 +24,7 @@ SEED = 20
 SMALLEST, LARGEST = 10, 99
 
 Calculator = Callable[[int, str, int], int]
+T = TypeVar("T")
 
 
 def calculate(left: int, operator: str, right: int) -> int:
@@ -59,7 +59,7 @@ def draw_problem(level: str, rng: random.Random) -> str:
     value = rng.randint(SMALLEST, LARGEST)
     problem = str(value)
     for _ in range(LEVELS.index(level) + 1):
-        # The largest operand that keeps the result in range decides which operators are possible at all.
+        # An operator is possible if some operand keeps the result in range.
         room = {"+": LARGEST - value, "-": value - SMALLEST}
         operator = rng.choice([sign for sign in room if room[sign] >= SMALLEST])
         operand = rng.randint(SMALLEST, room[operator])
@@ -70,13 +70,13 @@ def draw_problem(level: str, rng: random.Random) -> str:
 
 def work_out(problem: str, calculator: Calculator = calculate) -> str:
     """
-    Write the chain of what is left to compute after each operation.
+    Write the chain of what remains after each operation.
 
     Args:
         problem (`str`):
             The prompt, such as `"47+38-16="`.
         calculator (`Callable`, *optional*, defaults to `calculate`):
-            Computes one operation. One that slips gives the chain of somebody who goes on from the slipped result.
+            Computes one operation. If it slips, the chain continues from the slipped result.
 
     Returns:
         `str`: The chain, such as `"85-16=69"`.
@@ -92,7 +92,7 @@ def work_out(problem: str, calculator: Calculator = calculate) -> str:
 
 def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None = None) -> list[dict[str, str]]:
     """
-    Make the problems of a split, the same ones on every call and on every machine.
+    Make the problems of a split, the same on every call and machine.
 
     Per level there are 2,048 problems in `"train"` and 1,000 in `"test"`, all distinct, and no problem is in both.
 
@@ -107,7 +107,7 @@ def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None 
         `"Subtraction"` or `"Mixed"`) and `solution` (the worked chain, whose last number is the answer).
 
     Raises:
-        `ValueError`: an unknown split or level.
+        `ValueError`: if the split or a level is unknown.
 
     Example:
 
@@ -116,25 +116,47 @@ def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None 
     {'problem': '14+28-19=', 'level': 'Level 2', 'type': 'Mixed', 'solution': '42-19=23'}
     ```
     """
-    if split not in SPLIT_SIZES:
-        raise ValueError(f"split={split!r} does not exist. Use one of {list(SPLIT_SIZES)}.")
-    levels = LEVELS if levels is None else list(levels)
-    if unknown := [level for level in levels if level not in LEVELS]:
-        raise ValueError(f"levels={unknown} do not exist. Choose from {list(LEVELS)}.")
+    levels = check_selection(split, levels, SPLIT_SIZES, LEVELS)
     return [
         {"problem": problem, "level": level, "type": _problem_type(problem), "solution": work_out(problem)}
         for level in levels
-        for problem in _draw_split(split, level)
+        for problem in draw_split(split, level, draw_problem, str, sizes=SPLIT_SIZES, seed=SEED)
     ]
 
 
-def _draw_split(split: str, level: str) -> list[str]:
-    # Both splits come from one stream of distinct problems, which makes them disjoint by construction.
-    rng = random.Random(f"{SEED}, {level}")
-    distinct: dict[str, None] = {}
-    while len(distinct) < sum(SPLIT_SIZES.values()):
-        distinct[draw_problem(level, rng)] = None
-    problems, n_test = list(distinct), SPLIT_SIZES["test"]
+def check_selection(
+    split: str, levels: Iterable[str] | None, sizes: Mapping[str, int], known: Sequence[str]
+) -> list[str]:
+    """
+    Levels to include: those given, or all known ones.
+
+    Raises:
+        `ValueError`: if the split or a level is unknown.
+    """
+    if split not in sizes:
+        raise ValueError(f"split={split!r} does not exist. Use one of {list(sizes)}.")
+    levels = list(known if levels is None else levels)
+    if unknown := [level for level in levels if level not in known]:
+        raise ValueError(f"levels={unknown} do not exist. Choose from {list(known)}.")
+    return levels
+
+
+def draw_split(
+    split: str,
+    level: str,
+    draw: Callable[[str, random.Random], T],
+    text: Callable[[T], str],
+    *,
+    sizes: Mapping[str, int],
+    seed: int,
+) -> list[T]:
+    """Draw the problems of a split, with distinct texts. Both splits come from one stream, so they are disjoint."""
+    rng = random.Random(f"{seed}, {level}")
+    distinct: dict[str, T] = {}
+    while len(distinct) < sum(sizes.values()):
+        problem = draw(level, rng)
+        distinct.setdefault(text(problem), problem)
+    problems, n_test = list(distinct.values()), sizes["test"]
     return problems[:n_test] if split == "test" else problems[n_test:]
 
 
@@ -148,22 +170,21 @@ def arithmetic_reward(
     completions: list[str] | list[list[dict[str, str]]], solution: list[str], **kwargs: Any
 ) -> list[float]:
     """
-    Reward 1.0 for a completion whose final answer is right and 0.0 for any other.
+    Reward 1.0 for a completion whose final answer is right, and 0.0 for any other.
 
-    The answer is everything after the last `=` of the completion (the whole completion if it has none) and must equal
-    the last number of the solution character by character. So anything around the number is wrong (`69 `, `69+`,
-    `+69`, `069`), as is a right number with another one behind it (`69=70`).
+    The answer is everything after the last `=` of the completion (the whole completion if it has none), and must equal
+    the last number of the solution exactly. So anything around the number is wrong (`69 `, `69+`, `+69`, `069`), and
+    so is a right number followed by another (`69=70`).
 
-    As with MATH, only the answer counts: the chain before it is not checked and may be left out. A completion states
-    one answer however long it is, so nothing is gained by leaving it out without knowing the answer.
+    As with MATH, only the answer counts: the chain before it is not checked and may be omitted.
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, as plain text or each as a list of messages, of which the last one counts.
+            Completions, plain or as conversations, of which the last message counts.
         solution (`list[str]`):
             Worked solution of each completion's problem.
         **kwargs:
-            The other columns and whatever else the trainer passes; not used.
+            Other columns and arguments from the trainer, ignored.
 
     Returns:
         `list[float]`: One reward per completion.

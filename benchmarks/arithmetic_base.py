@@ -1,0 +1,192 @@
+"""
+Builds the stored base model of the arithmetic task: a small Qwen3, trained on worked chains in which most carries and
+borrows are forgotten (`benchmarks/base_models.py` says why). To build it again (about ten minutes on one CPU core):
+
+    python -m benchmarks.arithmetic_base --output opo_trl/data/arithmetic/base
+
+The script ends by measuring the accuracy of the stored weights on the test problems of every level, and writes it to
+`ACCURACY.json` next to them. The same seed draws the same chains everywhere; the weights may differ in the last bits
+between machines and numbers of threads.
+"""
+
+import argparse
+import functools
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from opo_trl.data.arithmetic.task import (
+    LARGEST,
+    LEVELS,
+    SMALLEST,
+    arithmetic_reward,
+    calculate,
+    draw_problem,
+    make_problems,
+    work_out,
+)
+from opo_trl.evaluate import wilson_interval
+
+from . import base_models
+from .base_models import build_model, build_optimizer, complete, draw_slipping, forget_to_carry, train_step
+
+
+STEPS = 2000
+TOKENS_PER_BATCH = 4096
+LEARNING_RATE = 2e-3
+WARMUP_STEPS = 100
+MAX_LENGTH = 128
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the smallest that vLLM's attention on a CPU accepts
+}
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Build the tokenizer: one token per character, and only those that the task needs."""
+    return base_models.build_tokenizer("0123456789+-=", ".", MAX_LENGTH)
+
+
+def draw_slipping_chain(problem: str, rng: random.Random) -> str:
+    """Work a problem out, sometimes forgetting to carry; see [`draw_slipping`]."""
+    write = functools.partial(work_out, problem)
+    return draw_slipping(write, rng, right=calculate, slip=forget_to_carry, smallest=SMALLEST, largest=LARGEST)
+
+
+def draw_batch(
+    tokenizer: PreTrainedTokenizerFast, held_out: set[str], rng: random.Random
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Draw a batch of problems of one random level, with their slipping chains.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
+            The tokenizer.
+        held_out (`set[str]`):
+            Problems to leave out.
+        rng (`random.Random`):
+            Source of randomness.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Token ids and labels `[B, T]`; the labels leave the prompts out.
+    """
+    level = rng.choice(LEVELS)
+    texts: list[str] = []
+    while not texts or len(texts) * len(texts[0]) < TOKENS_PER_BATCH:
+        problem = draw_problem(level, rng)
+        if problem not in held_out:
+            texts.append(problem + draw_slipping_chain(problem, rng))
+    # All texts of a level have the same length, so neither padding nor a mask is needed.
+    ids = torch.tensor(tokenizer([text + tokenizer.eos_token for text in texts])["input_ids"])
+    labels = ids.clone()
+    labels[:, : texts[0].index("=") + 1] = -100
+    return ids, labels
+
+
+def learning_rate_factor(step: int) -> float:
+    """Fraction of the peak learning rate at a step: linear warm-up, then cosine decay to zero."""
+    if step < WARMUP_STEPS:
+        return (step + 1) / WARMUP_STEPS
+    return 0.5 * (1 + math.cos(math.pi * (step - WARMUP_STEPS) / (STEPS - WARMUP_STEPS)))
+
+
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    """
+    Train the model in place on slipping chains of all levels, without the problems of the test split.
+
+    Args:
+        model ([`~transformers.Qwen3ForCausalLM`]):
+            The model.
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
+            The tokenizer.
+        seed (`int`):
+            Seed of the chains.
+    """
+    rng = random.Random(seed)
+    held_out = {row["problem"] for row in make_problems("test")}
+    optimizer = build_optimizer(model, LEARNING_RATE)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)
+    model.train()
+    for step in range(STEPS):
+        loss = train_step(model, optimizer, *draw_batch(tokenizer, held_out, rng))
+        scheduler.step()
+        if step % 100 == 0:
+            print(f"step {step} of {STEPS}: loss {loss.item():.4f}", flush=True)
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Store the model, in bfloat16 to keep the package small, and the tokenizer."""
+    model.bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # Transformers 5 stores a class name that Transformers 4 does not know. Both know this one.
+    config_file = folder / "tokenizer_config.json"
+    config = json.loads(config_file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config_file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def measure(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, str]], *, do_sample: bool
+) -> dict[str, Any]:
+    """
+    Measure the accuracy, one completion per problem.
+
+    Args:
+        model ([`~transformers.Qwen3ForCausalLM`]):
+            The model.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        rows (`list[dict[str, str]]`):
+            Problems, as from [`make_problems`].
+        do_sample (`bool`):
+            Sample at temperature 1 from the whole vocabulary, rather than greedily.
+
+    Returns:
+        `dict[str, Any]`: Number of problems and of right answers, the accuracy and its 95 % Wilson interval.
+    """
+    completions = complete(model, tokenizer, [row["problem"] for row in rows], do_sample=do_sample)
+    right = int(sum(arithmetic_reward(completions, [row["solution"] for row in rows])))
+    interval = [round(bound, 4) for bound in wilson_interval(right, len(rows))]
+    return {"problems": len(rows), "right": right, "accuracy": right / len(rows), "interval_95": interval}
+
+
+def measure_stored(folder: Path) -> None:
+    """Measure the stored weights, loaded in float32 as for training, and write `ACCURACY.json` next to them."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(0)
+    accuracy = {}
+    for level in LEVELS:
+        rows = make_problems("test", [level])
+        modes = {"sampled": True, "greedy": False}
+        accuracy[level] = {
+            mode: measure(model, tokenizer, rows, do_sample=do_sample) for mode, do_sample in modes.items()
+        }
+        print(level, *(f"{mode} {figures['accuracy']:.3f}" for mode, figures in accuracy[level].items()))
+    (folder / "ACCURACY.json").write_text(json.dumps(accuracy, indent=2) + "\n")
+
+
+def main() -> None:
+    """Build, store and measure the base model."""
+    parser = argparse.ArgumentParser(description="Build the base model of the arithmetic task.")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write the model to")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and of the chains")
+    arguments = parser.parse_args()
+    torch.manual_seed(arguments.seed)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, SHAPE)
+    train(model, tokenizer, arguments.seed)
+    save(model, tokenizer, arguments.output)
+    measure_stored(arguments.output)
+
+
+if __name__ == "__main__":
+    main()

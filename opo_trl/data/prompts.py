@@ -1,0 +1,173 @@
+"""
+From problems to the prompts that the trainer takes.
+
+Unusable rows are never dropped silently: a warning counts and names them.
+"""
+
+import logging
+from typing import Any, Literal
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from ..rewards.boxes import final_answer, find_boxes
+
+
+logger = logging.getLogger(__name__)
+
+INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
+
+Style = Literal["chat", "plain"]
+
+_MAX_NAMED = 10
+
+
+def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = INSTRUCTION) -> Dataset:
+    r"""
+    Turn problems into prompts, and solutions into the answers that a reward function compares with.
+
+    Args:
+        dataset (`Dataset`):
+            Rows with the columns `problem`, `level`, `type` and `solution`, from [`load_problems`].
+        style (`str`, *optional*, defaults to `"chat"`):
+            `"chat"`: a conversation with one user message, the problem and the instruction. A solution without a box
+            cannot be used. `"plain"`: the problem unchanged, for a model without a chat template. A solution without a
+            box is kept whole.
+        instruction (`str`, *optional*):
+            What the user message asks for after the problem; by default step-by-step reasoning and a final answer in
+            `\boxed{}`. Ignored in the style `"plain"`.
+
+    Returns:
+        `Dataset`: Rows with the columns `prompt`, `solution` (the final answer), `level` and `type`.
+
+    Raises:
+        `ValueError`: if the style is unknown or no row can be used.
+    """
+    if style not in ("chat", "plain"):
+        raise ValueError(f"style={style!r} must be 'chat' or 'plain'.")
+    rows, unusable = [], []
+    for index, row in enumerate(dataset):
+        reason = _why_unusable(row, style)
+        if reason:
+            unusable.append(_named(index, row["problem"], reason))
+            continue
+        problem = row["problem"]
+        prompt = problem if style == "plain" else [{"role": "user", "content": f"{problem}\n\n{instruction}"}]
+        answer = _answer(row["solution"], style)
+        rows.append({"prompt": prompt, "solution": answer, "level": row["level"], "type": row["type"]})
+    if not rows:
+        first = unusable[0].strip() if unusable else "it is empty"
+        raise ValueError(
+            f"dataset has no row that can be used in style={style!r}: {first}. Give other data, or for solutions "
+            "without a box style='plain'."
+        )
+    _warn_of_dropped(unusable, len(dataset), "cannot be used")
+    return Dataset.from_list(rows)
+
+
+def _answer(solution: str, style: Style) -> str | None:
+    if style == "plain" and not find_boxes(solution):
+        return solution if solution.strip() else None
+    return final_answer(solution)
+
+
+def _why_unusable(row: dict[str, Any], style: Style) -> str | None:
+    for column in ("problem", "solution"):
+        if not isinstance(row[column], str):
+            return f"its {column} is of type {type(row[column]).__name__}, not a string"
+    if not row["problem"].strip():
+        return "its problem is empty"
+    return None if _answer(row["solution"], style) else "its solution has no final answer"
+
+
+def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
+    """
+    Drop the held-out problems that are also in the training set.
+
+    Args:
+        held_out (`Dataset`): Rows with the column `problem`.
+        training (`Dataset`): Rows with the column `problem`.
+
+    Returns:
+        `Dataset`: The rows of `held_out` whose problem is not in `training`, white space aside.
+
+    Raises:
+        `ValueError`: if no row is left.
+    """
+    seen = {_without_space(problem) for problem in training["problem"]}
+    overlap = [_without_space(problem) in seen for problem in held_out["problem"]]
+    named = [_named(i, held_out[i]["problem"], "") for i, overlaps in enumerate(overlap) if overlaps]
+    return _keep(held_out, overlap, named, "of the held-out set are in the training set", "held_out")
+
+
+def _without_space(problem: Any) -> str:
+    return "".join(str(problem).split())
+
+
+def prompt_lengths(
+    prompts: list[Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None
+) -> list[int]:
+    """Number of tokens of each prompt as the model gets it; see [`drop_long_prompts`] for the arguments."""
+    if isinstance(prompts[0], str):
+        ids: Any = tokenizer(text=prompts)["input_ids"]
+    else:
+        tokenized: Any = tokenizer.apply_chat_template(
+            prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **(chat_template_kwargs or {})
+        )
+        ids = tokenized["input_ids"]
+    return [len(prompt_ids) for prompt_ids in ids]
+
+
+def drop_long_prompts(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_length: int,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> Dataset:
+    """
+    Drop the prompts that are longer than a limit. TRL neither truncates prompts nor limits their length.
+
+    Args:
+        dataset (`Dataset`):
+            Rows with the column `prompt`, from [`to_prompts`].
+        tokenizer (`PreTrainedTokenizerBase`):
+            The trainer's tokenizer.
+        max_prompt_length (`int`):
+            Longest prompt to keep, in tokens as the model gets it: with the chat template applied, including the start
+            of the answer that the template adds.
+        chat_template_kwargs (`dict[str, Any]`, *optional*):
+            The trainer's `chat_template_kwargs`, such as `{"enable_thinking": False}`, which adds four tokens to a
+            prompt of Qwen3.
+
+    Returns:
+        `Dataset`: The rows whose prompt has at most `max_prompt_length` tokens.
+
+    Raises:
+        `ValueError`: if no row is left.
+    """
+    prompts: list[Any] = list(dataset["prompt"])
+    lengths = prompt_lengths(prompts, tokenizer, chat_template_kwargs)
+    too_long = [length > max_prompt_length for length in lengths]
+    named = [
+        _named(i, prompts[i] if isinstance(prompts[i], str) else prompts[i][-1]["content"], f"{lengths[i]} tokens")
+        for i, long in enumerate(too_long)
+        if long
+    ]
+    return _keep(dataset, too_long, named, f"are longer than {max_prompt_length=} tokens", "max_prompt_length")
+
+
+def _keep(dataset: Dataset, dropped: list[bool], named: list[str], what: str, field: str) -> Dataset:
+    if all(dropped):
+        raise ValueError(f"{field}: all {len(dataset)} rows {what}. Change `{field}` or the data.")
+    _warn_of_dropped(named, len(dataset), what)
+    return dataset.select([index for index, drop in enumerate(dropped) if not drop])
+
+
+def _named(index: int, problem: Any, reason: str) -> str:
+    return f"  row {index} ({str(problem)[:60]!r}){': ' if reason else ''}{reason}"
+
+
+def _warn_of_dropped(named: list[str], total: int, what: str) -> None:
+    if named:
+        shown = named[:_MAX_NAMED] + [f"  and {len(named) - _MAX_NAMED} more"] * (len(named) > _MAX_NAMED)
+        logger.warning("%d of %d rows %s and are dropped:\n%s", len(named), total, what, "\n".join(shown))

@@ -1,0 +1,132 @@
+"""What a reward function may be and return, and what names the one that fails."""
+
+import functools
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import RecordingBaseline, make_trainer
+from transformers import TrainerCallback
+
+from opo_trl.rewards.checked import RewardError
+
+
+def trainer_with(tiny_model: str, folder: Path, reward_funcs) -> RecordingBaseline:
+    arguments = {"reward_funcs": reward_funcs}
+    return make_trainer(tiny_model, folder, trainer_class=RecordingBaseline, trainer_arguments=arguments)
+
+
+def rewards_of(trainer: RecordingBaseline, n: int = 3) -> torch.Tensor:
+    """`[n, number of reward functions]`, of n completions."""
+    inputs = [{"prompt": "1+1="} for _ in range(n)]
+    return trainer._calculate_rewards(inputs, ["1+1="] * n, ["2"] * n, [[5]] * n)
+
+
+class Scorer:
+    """A callable object."""
+
+    def __init__(self, scores):
+        self.scores = scores
+
+    def __call__(self, **columns):
+        return self.scores() if callable(self.scores) else self.scores
+
+
+class AsynchronousScorer(Scorer):
+    async def __call__(self, **columns):
+        return self.scores
+
+
+async def asynchronous(completions, **columns):
+    return (0.5 for _ in completions)
+
+
+ACCEPTED = {
+    "generator": lambda: (score for score in (0.5, None, 2)),
+    "map": lambda: map(float, ("0.5", "nan", "2")),
+    "tuple": (0.5, None, 2),
+    "array": np.array([0.5, np.nan, 2.0], dtype=np.float32),
+    "array of objects": np.array([0.5, None, 2], dtype=object),
+    "tensor": torch.tensor([0.5, torch.nan, 2.0], dtype=torch.bfloat16),
+    "tensor of a column": torch.tensor([[0.5], [torch.nan], [2.0]]),
+    "tensor with a gradient": torch.tensor([0.5, torch.nan, 2.0], requires_grad=True),
+    "other numbers": [Fraction(1, 2), None, Decimal(2)],
+    "scalars": [np.float16(0.5), None, torch.tensor(2)],
+}
+
+
+def test_whatever_holds_one_number_for_each_completion_is_accepted_as_by_trl(tiny_model, tmp_path):
+    functions = [Scorer(scores) for scores in ACCEPTED.values()]
+    functions += [AsynchronousScorer([0.5, None, 2]), functools.partial(AsynchronousScorer((0.5, None, 2)))]
+    rewards = rewards_of(trainer_with(tiny_model, tmp_path, functions)).nan_to_num(nan=-1.0)
+    assert rewards.T.tolist() == [[0.5, -1.0, 2.0]] * len(functions)
+
+
+@pytest.mark.parametrize(
+    ("scores", "says"),
+    [
+        (lambda: (1.0 for _ in iter(int, 1)), "Scorer has returned 4 values for 3 completions"),
+        (lambda: (1 / i for i in (2, 1, 0)), "Scorer has raised ZeroDivisionError: division by zero"),
+        ([1.0] * 5, "Scorer has returned 5 values for 3 completions"),
+        (iter([1.0]), "Scorer has returned 1 values for 3 completions"),
+        ({"a": 1, "b": 0, "c": 1}, "Scorer has returned {'a': 1, 'b': 0, 'c': 1}, not a list"),
+        ({1, 2, 3}, "Scorer has returned {1, 2, 3}, not a list"),
+        (b"101", "Scorer has returned b'101', not a list"),
+        ("101", "Scorer has returned '101', not a list"),
+        (None, "Scorer has returned None, not a list"),
+        (torch.tensor(1.0), "has returned tensor"),
+        ([1.0, "1", 1.0], "Scorer has returned '1' for completion 1, of type str"),
+        ([1.0, np.str_("1"), 1.0], "for completion 1, of type str_"),
+        ([1.0, 1j, 1.0], "Scorer has returned 1j for completion 1, of type complex"),
+        ([1.0, 10**400, 1.0], "for completion 1, of type int"),
+        (np.ones((3, 2)), "for completion 0, of type ndarray"),
+        ([[1.0], [1.0], [1.0]], r"Scorer has returned [1.0] for completion 0, of type list"),
+        (lambda: asynchronous([1, 2, 3]), "which is never awaited. Define it with `async def`"),
+    ],
+)
+def test_anything_else_is_named(tiny_model, tmp_path, scores, says):
+    trainer = trainer_with(tiny_model, tmp_path, [length_of, reward := Scorer(scores)])
+    with pytest.raises(RewardError) as error:
+        rewards_of(trainer)
+    assert says in str(error.value)
+    assert trainer.reward_funcs[1] is reward
+
+
+def length_of(completions, **columns):
+    """A reward function that keeps state of its own."""
+    length_of.calls = getattr(length_of, "calls", 0) + 1
+    return map(len, completions)
+
+
+def test_trainer_holds_the_users_own_objects(tiny_model, tmp_path):
+    rewards = (length_of, Scorer([0.0] * 8), asynchronous)
+    trainer = trainer_with(tiny_model, tmp_path, rewards)
+    held = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *_, **named):
+            held.append(list(trainer.reward_funcs))
+
+    trainer.add_callback(Look())
+    length_of.calls = 0
+    trainer.train()
+    held.append(trainer.reward_funcs)
+    assert all(one is other for now in held for one, other in zip(now, rewards, strict=True))
+    assert trainer.reward_funcs[0].calls == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"length": length_of}, "reward_funcs={'length':"),
+        ([length_of, 0.5], "reward_funcs[1]=0.5 is of type float, not a reward"),
+        (Scorer, "is a class, not a reward. Pass an instance, such as Scorer()"),
+    ],
+)
+def test_what_is_no_reward_is_rejected(tiny_model, tmp_path, given, says):
+    with pytest.raises(TypeError) as error:
+        trainer_with(tiny_model, tmp_path, given)
+    assert says in str(error.value)
