@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 import yaml
+
 from opo_trl.report.measures import final, reward
 from opo_trl.report.runs import find_runs, read_run
 

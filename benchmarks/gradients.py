@@ -40,7 +40,7 @@ from trl import GRPOConfig, GRPOTrainer
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path
 from opo_trl.launch.recipe import parse
-from opo_trl.objective import gradient_response_efficiency
+from opo_trl.metrics.opo import gradient_response_efficiency
 from opo_trl.report.intervals import estimate
 from opo_trl.train import Data, load_data, make_trainer
 

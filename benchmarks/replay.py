@@ -277,7 +277,7 @@ def ratio(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, flo
 
 # All that OPOTrainer does in an update phase beside passes through the model, and beside what it leaves to TRL. The
 # functions of `opo_trl.objective` are called in the last three.
-OWN_PARTS = {"planning": "_buffered", "drive": "_drive", "loss": "_compute_loss", "report": "_report_rows"}
+OWN_PARTS = {"planning": "_buffered", "drive": "_targets", "loss": "_compute_loss", "report": "_log_step"}
 
 
 class Split:

@@ -11,17 +11,31 @@ import statistics
 
 import pytest
 import torch
+from by_hand import (
+    ADVANTAGES,
+    ALPHAS,
+    CORRECTIONS,
+    LOGPS,
+    TRASH,
+    VALID,
+    G,
+    assert_exact,
+    assert_tight,
+    drive_by_hand,
+    escort_by_hand,
+    f64,
+    groups_of,
+    in_h0,
+)
 from scipy.optimize import minimize
 from torch.testing import assert_close
 
+from opo_trl.metrics.opo import step_metrics
 from opo_trl.objective import (
     adaptive_temperature,
     admissible_target,
-    diagnostics,
-    drive_diagnostics,
     entropy_proxy,
     escort_weights,
-    gradient_response_efficiency,
     opo_loss,
     project,
     reference_kl,
@@ -31,64 +45,6 @@ from opo_trl.objective import (
     stiffness_for_radius,
     token_mean,
 )
-
-
-ALPHAS = [0.0, 0.1, 0.4, 0.9, 1.0]
-G = 4
-# Three groups of four: a spread of both signs, two successes in four (z-scored), and a group without spread.
-ADVANTAGES = [1.3, -0.2, 0.4, -1.5, 0.8660254, 0.8660254, -0.8660254, -0.8660254, 0.1, 0.1, 0.1, 0.1]
-VALID = [True, True, False, True, True, True, True, True, True, False, False, True]
-LOGPS = [-3.1, -2.2, -7.9, -4.0, -5.5, -1.2, -2.9, -3.3, -6.1, -0.4, -2.6, -8.8]
-LENGTHS = [5, 2, 9, 4, 6, 1, 3, 4, 7, 1, 3, 8]
-CORRECTIONS = {
-    "absorbed": None,
-    "length_normalized": [logp / length for logp, length in zip(LOGPS, LENGTHS, strict=True)],
-    "sequence": LOGPS,
-}
-TRASH = [math.nan, math.inf, -math.inf, 1e30, -1e30]
-
-
-def f64(values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def assert_exact(actual, expected):
-    """Bitwise equal, up to the sign of zero."""
-    assert_close(actual, expected, rtol=0, atol=0)
-
-
-def assert_tight(actual, expected):
-    """Equal up to the rounding of a few float64 operations."""
-    assert_close(actual, torch.as_tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
-
-
-def groups_of(n, group=G, valid=None):
-    """The valid rows of each group."""
-    rows = [range(start, start + group) for start in range(0, n, group)]
-    return [[i for i in group_rows if valid is None or valid[i]] for group_rows in rows]
-
-
-def escort_by_hand(advantages, alpha, temperature=1.0, correction=None, valid=None, group=G):
-    """omega = rho / pi_k with rho ∝ pi_k (exp(A / tau) / exp(c))^(1 - alpha), normalized over the group."""
-    omega = [0.0] * len(advantages)
-    for rows in groups_of(len(advantages), group, valid):
-        c = correction or [0.0] * len(advantages)
-        raw = [(math.exp(advantages[i] / temperature) / math.exp(c[i])) ** (1 - alpha) for i in rows]
-        for i, weight in zip(rows, raw, strict=True):
-            omega[i] = weight * len(rows) / sum(raw)
-    return omega
-
-
-def drive_by_hand(omega, valid=None, group=G):
-    drive = [0.0] * len(omega)
-    for rows in groups_of(len(omega), group, valid):
-        for i in rows:
-            drive[i] = omega[i] - math.fsum(omega[j] for j in rows) / len(rows)
-    return drive
-
-
-def in_h0(x):
-    return x - x.mean(dim=-1, keepdim=True)
 
 
 @pytest.fixture(autouse=True)
@@ -583,7 +539,7 @@ def test_chi2_bounds_the_total_variation(size):
             policy = (policy + 1e-12) / (policy + 1e-12).sum()
             # Each outcome once: the group mean is the expectation under the uniform anchor.
             log_ratio = policy.log() + math.log(size)
-            got = diagnostics(log_ratio, torch.zeros_like(policy), mu=1.0)
+            got = step_metrics(log_ratio, torch.zeros_like(policy), mu=1.0)
             chi2 = math.fsum((p - 1 / size) ** 2 * size for p in policy.tolist())
             total_variation = math.fsum(abs(p - 1 / size) for p in policy.tolist()) / 2
             assert got["chi2"].item() == pytest.approx(chi2, rel=1e-9)
@@ -1072,171 +1028,6 @@ def test_masked_token_has_exactly_zero_influence_on_the_reference_kl(reduction, 
     assert_exact(gradient[mask == 0], torch.zeros_like(gradient[mask == 0]))
 
 
-def test_gradient_response_efficiency_is_the_gradient_per_half_advantage_range():
-    assert gradient_response_efficiency(0.6, 3.0) == pytest.approx(0.4)
-    assert math.isnan(gradient_response_efficiency(0.6, 0.0))
-
-
-# Diagnostics
-
-
-@pytest.mark.parametrize("valid", [None, VALID], ids=["all_valid", "some_invalid"])
-@pytest.mark.parametrize("positivity", ["none", "stiffen", "clip", "project"])
-def test_drive_diagnostics_are_what_they_say(positivity, valid):
-    mask = None if valid is None else torch.tensor(valid)
-    rows = [i for rows in groups_of(12, valid=valid) for i in rows]
-    omega = escort_by_hand(ADVANTAGES, 0.0, 0.5, valid=valid)
-    drive, chemical_potential = project(f64(omega), num_generations=G, valid=mask)
-    target, mu = admissible_target(drive, mu=0.6, num_generations=G, positivity=positivity, valid=mask)
-    got = drive_diagnostics(
-        f64(omega),
-        drive,
-        target,
-        chemical_potential=chemical_potential,
-        mu=mu,
-        temperature=0.5,
-        num_generations=G,
-        valid=mask,
-    )
-    ess = [sum(omega[i] for i in rows) ** 2 / sum(omega[i] ** 2 for i in rows) for rows in groups_of(12, valid=valid)]
-    expected = {
-        "escort/min": min(omega[i] for i in rows),
-        "escort/max": max(omega[i] for i in rows),
-        "escort/ess": statistics.fmean(ess),
-        "escort/chemical_potential": 1.0,
-        "temperature": 0.5,
-        "mu": mu.item(),
-        "positivity_margin": 1 + min(target[i].item() for i in rows),
-        "frac_target_clipped": statistics.fmean(abs(target[i] - drive[i] / mu).item() > 1e-5 for i in rows),
-        "frac_zero_drive": statistics.fmean(drive[i].item() == 0 for i in rows),
-    }
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert got[name].item() == pytest.approx(value, rel=1e-12, abs=1e-12), name
-        assert got[name].dim() == 0
-    assert (expected["frac_target_clipped"] > 0) == (positivity in ("clip", "project"))
-    assert expected["frac_zero_drive"] > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_target_that_positivity_moved_by_a_rounding_error_only_is_not_counted_as_clipped(dtype):
-    omega = escort_weights(torch.randn(64, dtype=dtype), alpha=0.4, num_generations=8)
-    drive, chemical_potential = project(omega, num_generations=8)
-    target, mu = admissible_target(drive, mu=1.0, num_generations=8, positivity="project")
-    assert not torch.equal(target, drive)  # so the comparison has something to forgive
-    got = drive_diagnostics(
-        omega,
-        drive,
-        target,
-        chemical_potential=chemical_potential,
-        mu=mu,
-        temperature=1.0,
-        num_generations=8,
-    )
-    assert got["frac_target_clipped"].item() == 0.0
-
-
-@pytest.mark.parametrize("trash", TRASH)
-def test_invalid_row_has_no_influence_on_drive_diagnostics_whatever_it_holds(trash):
-    valid = torch.tensor([True, True, False, False, False, False])  # the second group has no valid row at all
-    omega, drive = f64([1.5, 0.5] + [trash] * 4), f64([0.5, -0.5] + [trash] * 4)
-    got = drive_diagnostics(
-        omega,
-        drive,
-        drive,
-        chemical_potential=f64([1.0, trash]),
-        mu=1.0,
-        temperature=1.0,
-        num_generations=3,
-        valid=valid,
-    )
-    assert got["escort/min"].item() == 0.5
-    assert got["escort/max"].item() == 1.5
-    assert got["escort/ess"].item() == pytest.approx(4 / 2.5)
-    assert got["escort/chemical_potential"].item() == 1.0
-    assert got["positivity_margin"].item() == 0.5
-    assert got["frac_target_clipped"].item() == 0.0
-    assert got["frac_zero_drive"].item() == 0.0
-
-
-def test_drive_diagnostics_without_a_valid_row_are_nan():
-    zeros = torch.zeros(4)
-    got = drive_diagnostics(
-        zeros,
-        zeros,
-        zeros,
-        chemical_potential=torch.zeros(2),
-        mu=1.0,
-        temperature=0.7,
-        num_generations=2,
-        valid=torch.zeros(4, dtype=torch.bool),
-    )
-    assert got.pop("mu").item() == pytest.approx(1.0)
-    assert got.pop("temperature").item() == pytest.approx(0.7)
-    assert all(value.isnan() for value in got.values())
-
-
-@pytest.mark.parametrize("ratio_form", ["log", "exact"])
-@pytest.mark.parametrize("weights", [None, [1.0, 0.0, 0.5, 2.0]], ids=["unweighted", "weighted"])
-def test_diagnostics_are_what_they_say(weights, ratio_form):
-    log_ratio, target = [0.3, 5.0, -1.2, 0.1], [0.2, -1.0, -0.4, 0.3]
-    rows = [0, 1, 2, 3] if weights is None else [0, 2, 3]
-    got = diagnostics(
-        f64(log_ratio),
-        f64(target),
-        mu=1.4,
-        ratio_form=ratio_form,
-        weights=None if weights is None else f64(weights),
-        clamped=torch.tensor([False, True, True, False]),
-    )
-    v = [math.exp(x) - 1 for x in log_ratio]
-    u = v if ratio_form == "exact" else log_ratio
-    w = [1.0] * 4 if weights is None else weights
-    chi2 = statistics.fmean(v[i] ** 2 for i in rows)
-    expected = {
-        "chi2": chi2,
-        "tv_bound": math.sqrt(chi2) / 2,
-        "conservation_residual": statistics.fmean(v[i] for i in rows),
-        "log_ratio/mean": statistics.fmean(log_ratio[i] for i in rows),
-        "log_ratio/absmax": max(abs(log_ratio[i]) for i in rows),
-        "approximation_gap": statistics.fmean(abs(v[i] - log_ratio[i]) for i in rows),
-        "frac_clamped": 0.5 if weights is None else 1 / 3,
-        "frac_masked": 0.0 if weights is None else 1 / 4,
-        "work": sum(-w[i] * 1.4 * target[i] * u[i] for i in range(4)) / 4,
-        "dissipation": sum(w[i] * 0.7 * u[i] ** 2 for i in range(4)) / 4,
-    }
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert got[name].item() == pytest.approx(value, rel=1e-6), name  # the fractions are float32
-        assert got[name].dim() == 0
-    loss = opo_loss(
-        f64(log_ratio), f64(target), mu=1.4, ratio_form=ratio_form, weights=None if weights is None else f64(weights)
-    )
-    assert_tight(got["work"] + got["dissipation"], loss.mean())
-
-
-@pytest.mark.parametrize("trash", TRASH)
-def test_row_of_weight_zero_has_no_influence_on_diagnostics_whatever_it_holds(trash):
-    weights, clamped = f64([1.0, 0.0, 0.7]), torch.tensor([False, True, True])
-    target = f64([0.1, trash, 0.3])
-    clean = diagnostics(f64([0.2, 0.0, -0.5]), f64([0.1, 0.0, 0.3]), mu=1.0, weights=weights, clamped=clamped)
-    dirty = diagnostics(f64([0.2, trash, -0.5]), target, mu=1.0, weights=weights, clamped=clamped)
-    for name in clean:
-        assert_exact(dirty[name], clean[name])
-
-
-def test_diagnostics_without_a_row_that_takes_part_are_zero():
-    got = diagnostics(f64([math.nan] * 3), f64([math.nan] * 3), mu=1.0, weights=torch.zeros(3, dtype=torch.float64))
-    assert got.pop("frac_masked").item() == 1.0
-    assert all(value.item() == 0.0 for value in got.values())
-
-
-def test_diagnostics_carry_no_gradient_and_count_nothing_clamped_unless_told():
-    got = diagnostics(f64([0.2, -0.1]).requires_grad_(), f64([0.1, 0.1]), mu=1.0)
-    assert got["frac_clamped"].item() == 0.0
-    assert not any(value.requires_grad for value in got.values())
-
-
 # Errors
 
 
@@ -1246,10 +1037,9 @@ def test_diagnostics_carry_no_gradient_and_count_nothing_clamped_unless_told():
         (lambda: project(f64(LOGPS), num_generations=G, scaling="zscore"), "zscore"),
         (lambda: admissible_target(f64(LOGPS), mu=1.0, num_generations=G, positivity="relu"), "relu"),
         (lambda: opo_loss(f64([0.1]), f64([0.1]), mu=1.0, ratio_form="linear"), "linear"),
-        (lambda: diagnostics(f64([0.1]), f64([0.1]), mu=1.0, ratio_form="linear"), "linear"),
         (lambda: sequence_log_ratio(*token_logps(), reduction="max"), "max"),
     ],
-    ids=["scaling", "positivity", "ratio_form", "diagnostics_ratio_form", "reduction"],
+    ids=["scaling", "positivity", "ratio_form", "reduction"],
 )
 def test_unknown_option_is_named_in_the_error(call, message):
     with pytest.raises(ValueError, match=message):
@@ -1263,9 +1053,6 @@ def test_rows_that_are_not_whole_groups_are_an_error(group):
         lambda: escort_weights(rows, alpha=0.4, num_generations=group),
         lambda: project(rows, num_generations=group),
         lambda: admissible_target(rows, mu=1.0, num_generations=group, positivity="project"),
-        lambda: drive_diagnostics(
-            rows, rows, rows, chemical_potential=rows, mu=1.0, temperature=1.0, num_generations=group
-        ),
     ]
     for call in calls:
         with pytest.raises(ValueError, match=f"num_generations={group}"):
