@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 ALPHAS = [0.0, 0.1, 0.4, 0.9, 1.0]
 G = 4
-# Three groups of four: a spread of both signs, two successes in four (z-scored), and a group without spread.
+# Three groups of four: advantages of both signs, two successes in four (z-scored), and a zero-variance group.
 ADVANTAGES = [1.3, -0.2, 0.4, -1.5, 0.8660254, 0.8660254, -0.8660254, -0.8660254, 0.1, 0.1, 0.1, 0.1]
 VALID = [True, True, False, True, True, True, True, True, True, False, False, True]
 LOGPS = [-3.1, -2.2, -7.9, -4.0, -5.5, -1.2, -2.9, -3.3, -6.1, -0.4, -2.6, -8.8]

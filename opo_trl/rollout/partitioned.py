@@ -181,10 +181,10 @@ class PartitionedTrainer(RolloutTrainer):
         """The samples of an optimizer step, less the skippable ones, in parts: equally many on every process."""
         if self._can_exchange(rows):
             # Completions differ in length, and the process with the longest ones would keep the others waiting. With
-            # all samples gathered, every process computes the same partition, and takes what it is given.
+            # all samples gathered, every process computes the same partition, and takes its own part.
             rows = gather_rows(rows, self.accelerator)
-            partition = shares(row_lengths(rows), self._skippable(rows, on_policy), self.accelerator.num_processes)
-            rows = take_rows(rows, partition[self.accelerator.process_index])
+            assigned = shares(row_lengths(rows), self._skippable(rows, on_policy), self.accelerator.num_processes)
+            rows = take_rows(rows, assigned[self.accelerator.process_index])
         skippable = self._skippable(rows, on_policy)
         limits = self._limits_of_parts(self.args.per_device_train_batch_size)
         n_parts = self._agreed_parts(row_lengths(rows)[~skippable], limits)

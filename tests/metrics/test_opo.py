@@ -23,7 +23,7 @@ def test_gradient_response_efficiency_is_the_gradient_per_half_advantage_range()
 
 @pytest.mark.parametrize("valid", [None, VALID], ids=["all_valid", "some_invalid"])
 @pytest.mark.parametrize("positivity", ["none", "stiffen", "clip", "project"])
-def test_rollout_metrics_are_what_they_say(positivity, valid):
+def test_rollout_metrics_are_the_definitions(positivity, valid):
     mask = torch.tensor([True] * 12 if valid is None else valid)
     rows = [i for rows in groups_of(12, valid=valid) for i in rows]
     omega = escort_by_hand(ADVANTAGES, 0.0, 0.5, valid=valid)
@@ -64,7 +64,7 @@ def test_target_that_positivity_moved_by_a_rounding_error_only_is_not_counted_as
     omega = escort_weights(torch.randn(64, dtype=dtype), alpha=0.4, num_generations=8)
     drive, chemical_potential = project(omega, num_generations=8)
     target, mu = admissible_target(drive, mu=1.0, num_generations=8, positivity="project")
-    assert not torch.equal(target, drive)  # so the comparison has something to forgive
+    assert not torch.equal(target, drive)  # so there is a rounding error to ignore
     got = rollout_metrics(
         omega,
         drive,
@@ -79,8 +79,8 @@ def test_target_that_positivity_moved_by_a_rounding_error_only_is_not_counted_as
 
 
 @pytest.mark.parametrize("trash", TRASH)
-def test_invalid_row_has_no_influence_on_rollout_metrics_whatever_it_holds(trash):
-    valid = torch.tensor([True, True, False, False, False, False])  # the second group has no valid row at all
+def test_invalid_row_has_no_effect_on_rollout_metrics(trash):
+    valid = torch.tensor([True, True, False, False, False, False])  # the second group has no valid row
     omega, drive = f64([1.5, 0.5] + [trash] * 4), f64([0.5, -0.5] + [trash] * 4)
     got = rollout_metrics(
         omega,
@@ -120,7 +120,7 @@ def test_rollout_metrics_without_a_valid_row_are_nan():
 
 @pytest.mark.parametrize("ratio_form", ["log", "exact"])
 @pytest.mark.parametrize("weights", [None, [1.0, 0.0, 0.5, 2.0]], ids=["unweighted", "weighted"])
-def test_step_metrics_are_what_they_say(weights, ratio_form):
+def test_step_metrics_are_the_definitions(weights, ratio_form):
     log_ratio, target = [0.3, 5.0, -1.2, 0.1], [0.2, -1.0, -0.4, 0.3]
     rows = [0, 1, 2, 3] if weights is None else [0, 2, 3]
     got = step_metrics(
@@ -158,7 +158,7 @@ def test_step_metrics_are_what_they_say(weights, ratio_form):
 
 
 @pytest.mark.parametrize("trash", TRASH)
-def test_row_of_weight_zero_has_no_influence_on_step_metrics_whatever_it_holds(trash):
+def test_row_of_weight_zero_has_no_effect_on_step_metrics(trash):
     weights, clamped = f64([1.0, 0.0, 0.7]), torch.tensor([False, True, True])
     target = f64([0.1, trash, 0.3])
     clean = step_metrics(f64([0.2, 0.0, -0.5]), f64([0.1, 0.0, 0.3]), mu=1.0, weights=weights, clamped=clamped)
@@ -167,7 +167,7 @@ def test_row_of_weight_zero_has_no_influence_on_step_metrics_whatever_it_holds(t
         assert_exact(dirty[name], clean[name])
 
 
-def test_step_metrics_without_a_row_that_takes_part_are_zero():
+def test_step_metrics_without_a_valid_row_are_zero():
     got = step_metrics(f64([math.nan] * 3), f64([math.nan] * 3), mu=1.0, weights=torch.zeros(3, dtype=torch.float64))
     assert got.pop("frac_masked").item() == 1.0
     assert all(value.item() == 0.0 for value in got.values())
