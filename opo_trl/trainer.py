@@ -27,6 +27,7 @@ from . import objective
 from .config import OPOConfig
 from .metrics.opo import rollout_metrics
 from .metrics.step import SampleReport, count_low_ess, metrics_of_samples
+from .rollout.gathered import gather_samples, own_samples
 from .rollout.partitioned import PartitionedTrainer
 from .rollout.rows import completion_tokens
 from .rollout.trainer import RolloutTrainer, takes_what_grpo_takes
@@ -126,14 +127,12 @@ class OPOTrainer(PartitionedTrainer):
         return rollout
 
     def _targets(self, rollout: Mapping[str, Any], logps: Tensor | None) -> dict[str, Tensor]:
-        """The target of the complete rollout (`objective`); returns the part of this process's samples."""
+        """Compute the target of the complete rollout; returns what this process's samples need for the loss."""
         args, mode = self.args, self._mode
-        advantages, length, logp_sum, logp_mean, rewards = self._gather_samples(rollout, logps)
+        advantages, length, logp_sum, logp_mean, rewards = gather_samples(rollout, logps, self.accelerator)
         valid = (length > 0) & ~rewards.isnan().all(dim=1) & advantages.isfinite()
-        groups: Any = {
-            "num_generations": self.num_generations if mode == "train" else self.num_generations_eval,
-            "valid": valid,
-        }
+        num_generations = self.num_generations if mode == "train" else self.num_generations_eval
+        groups: Any = {"num_generations": num_generations, "valid": valid}
         temperature = self._temperature(logp_mean, rewards, valid)
         correction = {"absorbed": None, "length_normalized": logp_mean, "sequence": logp_sum}[args.anchor_correction]
         omega = objective.escort_weights(
@@ -155,29 +154,8 @@ class OPOTrainer(PartitionedTrainer):
         scale = 1 / length[valid].mean() if args.log_ratio_reduction == "sum" and valid.any() else torch.tensor(1.0)
         step = target.new_tensor(float(self.state.global_step))  # at which the policy is the behaviour policy
         columns = {"opo_target": target, "opo_valid": valid, "opo_mu": mu, "opo_scale": scale, "opo_step": step}
-        return {name: self._own_samples(rollout, column.expand_as(target)) for name, column in columns.items()}
-
-    def _gather_samples(self, rollout: Mapping[str, Any], logps: Tensor | None) -> tuple[Tensor, ...]:
-        """
-        Of the samples of all processes, in groups, `[N]` each: advantage, number of tokens that count, log-probability
-        under the behaviour policy, summed and per token (0 where nothing needs it); and rewards, `[N, functions]`.
-
-        On the host and in float64: N numbers cost nothing there, and the target is the same on every device.
-        """
-        advantages = rollout["advantages"]
-        if advantages.ndim != 1:
-            raise ValueError(
-                f"The rollout has advantages of shape {tuple(advantages.shape)}, but OPO's target is one number per "
-                "completion. Return them with shape [B] from `_generate_and_score_completions`."
-            )
-        mask = completion_tokens(rollout)
-        logps = torch.zeros_like(mask, dtype=torch.float32) if logps is None else logps
-        logp_sum, logp_mean = torch.where(mask, logps, 0.0).sum(dim=1), objective.token_mean(logps, mask)
-        # A rollout that an override made from scratch may have no rewards: then its advantages are all there is.
-        rewards = rollout.get("rewards_per_func", torch.zeros_like(advantages).unsqueeze(1))
-        columns = [column.float() for column in (advantages, mask.sum(dim=1), logp_sum, logp_mean, *rewards.T)]
-        gathered = self.accelerator.gather(torch.stack(columns, dim=1)).cpu().double()
-        return (*gathered[:, :4].T, gathered[:, 4:])
+        expanded = {name: column.expand_as(target) for name, column in columns.items()}
+        return {name: own_samples(rollout, column, self.accelerator) for name, column in expanded.items()}
 
     def _temperature(self, logp_mean: Tensor, rewards_per_func: Tensor, valid: Tensor) -> float | Tensor:
         args = self.args

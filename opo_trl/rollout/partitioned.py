@@ -55,12 +55,6 @@ class PartitionedTrainer(RolloutTrainer):
         """Samples, bool `[B]`, with zero gradient as long as the policy is the behaviour policy; none by default."""
         return torch.zeros(len(rows["completion_ids"]), dtype=torch.bool)
 
-    def _own_samples(self, rollout: Mapping[str, Any], column: Tensor) -> Tensor:
-        """Of a column of all processes' samples, `[N]`, those of this process's rollout; numbers in float32."""
-        n_own = len(rollout["advantages"])
-        own = column[n_own * self.accelerator.process_index :][:n_own]
-        return (own if own.dtype == torch.bool else own.float()).to(rollout["advantages"].device)
-
     # 1. The behaviour policy's log-probabilities
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
