@@ -122,20 +122,11 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
     # DeepSpeed casts the model, FSDP2 the weights that it gathers.
     width = 2 if half else 4
-    if not zero and not (half and sharding == "fsdp2"):
+    masters = half and sharding == "fsdp2"
+    if not zero and not masters:
         width = trainer.model.get_input_embeddings().weight.element_size()
-    counted = trained = 0
-    weight_bytes = trained_bytes = 0.0
-    for p in trainer.model.parameters():
-        # Under ZeRO-3 a parameter is empty, but knows its full size.
-        n, size = getattr(p, "ds_numel", p.numel()), p.element_size()
-        if zero and p.is_floating_point():
-            size = width
-        elif sharding == "fsdp2" and half and p.requires_grad:
-            size = 4  # accelerate's master weights
-        counted, weight_bytes = counted + n, weight_bytes + n * size
-        if p.requires_grad:
-            trained, trained_bytes = trained + n, trained_bytes + n * size
+    cast = width if zero else None
+    counted, weight_bytes, trained, trained_bytes = _count(trainer.model, cast=cast, masters=masters)
     trained_width = trained_bytes / max(trained, 1)
     colocated = trainer.use_vllm and trainer.vllm_mode == "colocate"
     hidden = getattr(trainer.model.config.get_text_config(), "hidden_size", 0)
@@ -166,6 +157,27 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
             components.pop("optimizer", None)
             components.pop("float32 gradients", None)
     return plan
+
+
+def _count(model: Any, *, cast: int | None, masters: bool) -> tuple[int, float, int, float]:
+    """
+    Number and bytes of all parameters, and of the trained ones.
+
+    `cast`: bytes of each weight after DeepSpeed's cast. `masters`: trained weights are accelerate's float32 copies.
+    """
+    counted = trained = 0
+    weight_bytes = trained_bytes = 0.0
+    for p in model.parameters():
+        # Under ZeRO-3 a parameter is empty, but knows its full size.
+        n, size = getattr(p, "ds_numel", p.numel()), p.element_size()
+        if cast is not None and p.is_floating_point():
+            size = cast
+        elif masters and p.requires_grad:
+            size = 4
+        counted, weight_bytes = counted + n, weight_bytes + n * size
+        if p.requires_grad:
+            trained, trained_bytes = trained + n, trained_bytes + n * size
+    return counted, weight_bytes, trained, trained_bytes
 
 
 def _sharding(trainer: Any) -> str:
