@@ -42,7 +42,7 @@ from opo_trl.data.arithmetic import arithmetic_reward, base_model_path
 from opo_trl.launch.data import Data, load_data
 from opo_trl.launch.recipe import parse
 from opo_trl.launch.trainers import make_trainer
-from opo_trl.objective import gradient_response_efficiency
+from opo_trl.metrics.opo import gradient_response_efficiency
 from opo_trl.report.intervals import estimate
 
 from .pages import fill, table

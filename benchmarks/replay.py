@@ -275,7 +275,7 @@ def ratio(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, flo
 
 # OPOTrainer's own work in an update phase, without passes through the model and what TRL does. The last three call the
 # functions of `opo_trl.objective`.
-OWN_PARTS = {"planning": "_buffered", "drive": "_drive", "loss": "_compute_loss", "report": "_report_rows"}
+OWN_PARTS = {"planning": "_buffered", "drive": "_targets", "loss": "_compute_loss", "report": "_log_step"}
 
 
 class Split:

@@ -1,8 +1,8 @@
 r"""
 Orthogonalized Policy Optimization (OPO): the paper, as pure functions on tensors.
 
-For a prompt, let the group be its G completions sampled from the anchor policy `pi_k`, so that the expectation under
-`pi_k` is the mean over the group. With the fluctuation `v = pi / pi_k - 1` and the log-ratio
+For a prompt, let the group be its G completions sampled from the behaviour policy `pi_k` (the paper's anchor), so that
+the expectation under `pi_k` is the mean over the group. With the fluctuation `v = pi / pi_k - 1` and the log-ratio
 `Delta = log pi - log pi_k`:
 
     omega  = rho_alpha / pi_k,  rho_alpha ∝ pi_k^alpha · P*^(1 - alpha),  P* ∝ exp(A / tau)    (escort_weights)
@@ -11,14 +11,20 @@ For a prompt, let the group be its G completions sampled from the anchor policy 
     loss   = -mu · v* · u + mu/2 · u²,              u = Delta or u = exp(Delta) - 1            (opo_loss)
 
 Completing the square, the loss is `mu/2 · (u - v*)²` up to a constant: a regression of u on the projected target with
-the constant Hessian mu. `alpha` enters only through omega, `mu` only from v* on.
+the constant Hessian mu. `alpha` enters only through omega, `mu` only from v* on. The centred escort weight g is the
+paper's drive, the χ² coefficient mu its stiffness.
 
-N is the number of completions in a rollout, N // G the number of groups; the rows of one group are consecutive. B is
-the number of rows at hand, T the number of completion tokens. `valid` marks the rows that take part: the others get
-zero weight, zero drive and zero target, and hold no influence on the rest, whatever finite or non-finite value stands
-in them. `omega`, the drive and the target carry no gradient.
+A rollout has N samples (completions) in N // G groups of consecutive rows, a batch B samples of T completion tokens.
+Several functions share these parameters:
 
-This module needs nothing but torch, and knows no trainer.
+- `num_generations` (`int`): group size G. `ValueError` if N is not a multiple of it.
+- `valid` (`torch.Tensor`, *optional*): bool mask `[N]` of the samples that take part; `None` means all. Invalid rows
+  have no effect, even if they contain NaN or inf; they get zero weight, drive and target.
+- `logps`, `anchor_logps`, `reference_logps` (`torch.Tensor`): log-probability of each token, `[B, T]`, under the
+  current policy (carries the gradient), the behaviour policy and a reference policy.
+- `mask` (`torch.Tensor`): `[B, T]`, non-zero for tokens that count. Others have no effect, even if NaN or inf.
+
+Omega, drive and target carry no gradient. This module needs only torch, and knows no trainer.
 """
 
 import math
@@ -35,15 +41,15 @@ Reduction = Literal["sum", "mean"]
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    """Half precision holds too few digits for a softmax or a sum of log-probabilities."""
+    """Half precision has too few digits for a softmax or a sum of log-probabilities."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def _grouped(x: Tensor, num_generations: int) -> Tensor:
-    """Reshape `[N]` to `[N // G, G]`, or raise `ValueError` where N does not hold whole groups."""
+def grouped(x: Tensor, num_generations: int) -> Tensor:
+    """Reshape `[N]` to `[N // G, G]`. Raises `ValueError` if N is not a multiple of G = `num_generations`."""
     if num_generations < 1 or x.dim() != 1 or x.numel() % num_generations != 0:
         raise ValueError(
-            f"Expected a 1-D tensor of whole groups of num_generations={num_generations} rows, got shape "
+            f"Expected a 1-D tensor of complete groups of num_generations={num_generations} rows, got shape "
             f"{tuple(x.shape)}. Pass the rows of complete groups, group after group."
         )
     return x.view(-1, num_generations)
@@ -71,35 +77,26 @@ def escort_weights(
     r"""
     Escort weights `omega = rho_alpha / pi_k` (Definition 3.1 of the paper), self-normalized in each group.
 
-    The log-weight is `(1 - alpha) · (A / temperature - c)` with `c` the anchor correction, and
-    `omega = G · softmax(log-weight)` over the group, so that the mean of omega over the valid rows is exactly the
-    paper's `E[omega] = 1`.
+    The log-weight is `(1 - alpha) · (A / temperature - c)` with the correction c for the behaviour policy, and
+    `omega = G · softmax(log-weight)` over the group: the mean over the valid rows is exactly the paper's
+    `E[omega] = 1`.
 
     Args:
-        advantages (`torch.Tensor`):
-            Advantages A, shape `[N]`.
-        alpha (`float`):
-            Escort exponent in `[0, 1]`: 1 leaves the anchor as it is (omega = 1), 0 goes all the way to P\*.
-        num_generations (`int`):
-            Group size G.
-        temperature (`float` or `torch.Tensor`, *optional*, defaults to `1.0`):
-            Temperature of P\* ∝ exp(A / temperature), positive.
-        anchor_logps (`torch.Tensor`, *optional*):
-            Anchor log-probability of each completion, shape `[N]`, reduced as the anchor correction wants it. `None`
-            absorbs the correction in the sampling measure (c = 0), which is to choose P\* ∝ pi_k · exp(A / tau).
-        valid (`torch.Tensor`, *optional*):
-            Bool mask of the rows that take part, shape `[N]`. `None` stands for all.
+        advantages (`torch.Tensor`): A, `[N]`.
+        alpha (`float`): escort exponent in `[0, 1]`: 1 gives the behaviour policy (omega = 1), 0 gives P\*.
+        temperature (`float` or `torch.Tensor`, *optional*, defaults to `1.0`): tau of P\* ∝ exp(A / tau), positive.
+        anchor_logps (`torch.Tensor`, *optional*): correction c, the log-probability of each completion under the
+            behaviour policy, `[N]`. `None` means c = 0, which is to choose P\* ∝ pi_k · exp(A / tau).
 
     Returns:
-        `torch.Tensor`: omega, shape `[N]`, non-negative; 0 on invalid rows, exactly 1 on the valid rows of a group
-        whose log-weights are all equal.
+        `torch.Tensor`: omega, `[N]`, non-negative; exactly 1 on the valid rows of a group of equal log-weights.
     """
     log_weights = _at_least_float32(advantages) / temperature
     if anchor_logps is not None:
         log_weights = log_weights - anchor_logps.to(log_weights.dtype)
-    keep = _grouped(_valid_or_all(advantages, valid), num_generations)
-    # An invalid row must not turn its group's maximum or sum into NaN, so it is replaced before anything is computed.
-    log_weights = _grouped((1 - alpha) * log_weights, num_generations).masked_fill(~keep, -torch.inf)
+    keep = grouped(_valid_or_all(advantages, valid), num_generations)
+    # Replaced first, so that an invalid row cannot turn the maximum or sum of its group into NaN.
+    log_weights = grouped((1 - alpha) * log_weights, num_generations).masked_fill(~keep, -torch.inf)
     weights = (log_weights - log_weights.amax(dim=1, keepdim=True)).exp()
     return torch.where(keep, weights / _group_mean(weights, keep), 0.0).flatten()
 
@@ -112,27 +109,21 @@ def project(
     Projection onto H0, the fluctuations of zero mean (Theorem 3.4): `g = omega - lambda*`, `lambda* = E[omega]`.
 
     Args:
-        omega (`torch.Tensor`):
-            Escort weights, shape `[N]`.
-        num_generations (`int`):
-            Group size G.
-        scaling (`str`, *optional*, defaults to `"none"`):
-            `"group"` or `"batch"` divides g by its unbiased standard deviation over the group or over all rows (the
-            paper's "z-scoring"). Where g has no spread the result is 0.
-        valid (`torch.Tensor`, *optional*):
-            Bool mask of the rows that take part, shape `[N]`.
+        omega (`torch.Tensor`): escort weights, `[N]`.
+        scaling (`str`, *optional*, defaults to `"none"`): `"group"` or `"batch"` divides g by its unbiased standard
+            deviation over the group or over all rows (the paper's "z-scoring"); the result is 0 where that is 0.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: the drive g, shape `[N]`, 0 on invalid rows and exactly 0 in a group of
-        equal weights; the chemical potential lambda*, shape `[N // G]` (0 for a group without a valid row).
+        `tuple[torch.Tensor, torch.Tensor]`: the drive g, `[N]`, 0 on invalid rows and exactly 0 in a group of equal
+        weights; the chemical potential lambda*, `[N // G]`, 0 for a group without a valid row.
     """
-    keep = _grouped(_valid_or_all(omega, valid), num_generations)
-    grouped = torch.where(keep, _grouped(_at_least_float32(omega), num_generations), 0.0)
-    chemical_potential = _group_mean(grouped, keep)
-    low = grouped.masked_fill(~keep, torch.inf).amin(dim=1, keepdim=True)
-    high = grouped.masked_fill(~keep, -torch.inf).amax(dim=1, keepdim=True)
+    keep = grouped(_valid_or_all(omega, valid), num_generations)
+    weights = torch.where(keep, grouped(_at_least_float32(omega), num_generations), 0.0)
+    chemical_potential = _group_mean(weights, keep)
+    low = weights.masked_fill(~keep, torch.inf).amin(dim=1, keepdim=True)
+    high = weights.masked_fill(~keep, -torch.inf).amax(dim=1, keepdim=True)
     # Equal weights less their mean may leave a rounding error, which scaling would blow up to order 1.
-    drive = torch.where(keep & (high > low), grouped - chemical_potential, 0.0)
+    drive = torch.where(keep & (high > low), weights - chemical_potential, 0.0)
     if scaling == "group":
         drive = drive / _unbiased_std(drive, keep.sum(dim=1, keepdim=True), dim=1)
     elif scaling == "batch":
@@ -151,20 +142,15 @@ def _unbiased_std(drive: Tensor, count: Tensor, dim: int) -> Tensor:
 @torch.no_grad()
 def stiffness_for_radius(drive: Tensor, radius: float, *, valid: Tensor | None = None) -> Tensor:
     r"""
-    Stiffness mu for which the target has the wanted χ² radius: `mean((g / mu)²) = radius`, so
+    χ² coefficient for which the target has the given χ² radius: `mean((g / mu)²) = radius`, so
     `mu = sqrt(mean(g²) / radius)` (Proposition 6.3, the trust-region duality, with `E[omega]` projected out).
 
     Args:
-        drive (`torch.Tensor`):
-            Drive g, shape `[N]`.
-        radius (`float`):
-            Wanted `E[v²]`, positive.
-        valid (`torch.Tensor`, *optional*):
-            Bool mask of the rows that take part, shape `[N]`.
+        drive (`torch.Tensor`): g, `[N]`.
+        radius (`float`): `E[v²]`, positive.
 
     Returns:
-        `torch.Tensor`: mu, a positive scalar. A drive that is 0 everywhere has nothing to constrain and gives the
-        smallest positive number of its type.
+        `torch.Tensor`: mu, a positive scalar; the smallest positive number of its type if g is 0 everywhere.
     """
     drive = _at_least_float32(drive)
     keep = _valid_or_all(drive, valid)
@@ -193,25 +179,18 @@ def admissible_target(
     mu ≥ −min g, that is mu ≥ 1 − min omega for an unscaled drive.
 
     Args:
-        drive (`torch.Tensor`):
-            Drive g, shape `[N]`.
-        mu (`float` or `torch.Tensor`):
-            Stiffness, positive.
-        num_generations (`int`):
-            Group size G.
+        drive (`torch.Tensor`): g, `[N]`.
+        mu (`float` or `torch.Tensor`): χ² coefficient, positive.
         positivity (`str`, *optional*, defaults to `"none"`):
             - `"none"`: v\* as it is.
             - `"stiffen"`: raise mu to the smallest value for which v\* ≥ −1 on every row.
             - `"clip"`: v\* ← max(v\*, −1 + epsilon), which gives up `E[v*] = 0`.
             - `"project"`: Euclidean projection of 1 + v\* on the simplex {t ≥ 0, mean(t) = 1} of each group, which
               keeps `E[v*] = 0`.
-        epsilon (`float`, *optional*, defaults to `1e-3`):
-            Margin of `"clip"`, in `(0, 1)`.
-        valid (`torch.Tensor`, *optional*):
-            Bool mask of the rows that take part, shape `[N]`.
+        epsilon (`float`, *optional*, defaults to `1e-3`): margin of `"clip"`, in `(0, 1)`.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: v\*, shape `[N]`, 0 on invalid rows; the stiffness used, a scalar.
+        `tuple[torch.Tensor, torch.Tensor]`: v\*, `[N]`, 0 on invalid rows; the mu used, a scalar.
     """
     keep = _valid_or_all(drive, valid)
     drive = torch.where(keep, _at_least_float32(drive), 0.0)
@@ -222,8 +201,7 @@ def admissible_target(
     if positivity == "clip":
         target = torch.where(keep, target.clamp(min=-1 + epsilon), 0.0)
     elif positivity == "project":
-        grouped_keep = _grouped(keep, num_generations)
-        target = _project_on_simplex(_grouped(target, num_generations), grouped_keep).flatten()
+        target = _project_on_simplex(grouped(target, num_generations), grouped(keep, num_generations)).flatten()
     elif positivity not in ("none", "stiffen"):
         raise ValueError(f"positivity={positivity!r} is unknown. Use 'none', 'stiffen', 'clip' or 'project'.")
     return target, mu
@@ -265,22 +243,17 @@ def adaptive_temperature(
 
     A confident (H small) and successful (r near 1) policy gets a smaller temperature, hence sharper escort weights.
 
-    The paper says no more than "adaptive τ with range [0.2, 1.5]"; the schedule is that of the author's public code
-    (`wk222/verlm`), with the entropy of the anchor in both places so that the temperature is fixed for the rollout.
+    The paper only says "adaptive τ with range [0.2, 1.5]"; the schedule is that of the author's public code
+    (`wk222/verlm`), with the entropy of the behaviour policy in both places so that the temperature is fixed for the
+    rollout.
 
     Args:
-        base (`float` or `torch.Tensor`):
-            Temperature τ₀ at H = 0 and r = 0, positive.
-        anchor_entropy (`float` or `torch.Tensor`):
-            H, the mean of `-log pi_k(y) / |y|` over `log |V|`; clipped to `[0, 1]`.
-        success (`float` or `torch.Tensor`):
-            r, the rollout's mean reward scaled to `[-1, 1]`.
-        low (`float`), high (`float`):
-            Range of the temperature, `0 < low <= high`.
-        entropy_gain (`float`, *optional*, defaults to `0.2`):
-            a.
-        success_gain (`float`, *optional*, defaults to `0.5`):
-            b.
+        base (`float` or `torch.Tensor`): temperature τ₀ at H = 0 and r = 0, positive.
+        anchor_entropy (`float` or `torch.Tensor`): H of [`entropy_proxy`]; clipped to `[0, 1]`.
+        success (`float` or `torch.Tensor`): r of [`scaled_success`], in `[-1, 1]`.
+        low (`float`), high (`float`): range of the temperature, `0 < low <= high`.
+        entropy_gain (`float`, *optional*, defaults to `0.2`), success_gain (`float`, *optional*, defaults to `0.5`):
+            a and b.
 
     Returns:
         `torch.Tensor`: the temperature, of the broadcast shape of the inputs.
@@ -294,18 +267,10 @@ def adaptive_temperature(
 @torch.no_grad()
 def entropy_proxy(mean_logps: Tensor, *, vocab_size: int, valid: Tensor | None = None) -> Tensor:
     """
-    Entropy of the anchor as [`adaptive_temperature`] wants it: mean of `-log pi_k(y) / |y|` over `log |V|`.
+    Entropy H of the behaviour policy for [`adaptive_temperature`]: mean of `-log pi_k(y) / |y|` over `log |V|`.
 
-    Args:
-        mean_logps (`torch.Tensor`):
-            Mean log-probability per token of each completion under the anchor, shape `[N]`.
-        vocab_size (`int`):
-            Size |V| of the vocabulary, at least 2.
-        valid (`torch.Tensor`, *optional*):
-            Bool mask of the rows that take part, shape `[N]`.
-
-    Returns:
-        `torch.Tensor`: H in `[0, 1]`, a scalar; 0 where no row is valid.
+    `mean_logps` are `log pi_k(y) / |y|`, `[N]`, and `vocab_size` is |V|, at least 2. Returns a scalar in `[0, 1]`, 0
+    if no row is valid.
     """
     keep = _valid_or_all(mean_logps, valid)
     mean = torch.where(keep, -_at_least_float32(mean_logps), 0.0).sum() / keep.sum().clamp(min=1)
@@ -315,16 +280,9 @@ def entropy_proxy(mean_logps: Tensor, *, vocab_size: int, valid: Tensor | None =
 @torch.no_grad()
 def scaled_success(rewards: Tensor, *, valid: Tensor | None = None) -> Tensor:
     """
-    Success of a rollout as [`adaptive_temperature`] wants it: the mean of the rewards, min–max scaled to `[-1, 1]`.
+    Success r of a rollout for [`adaptive_temperature`]: mean of the `rewards`, `[N]`, min–max scaled to `[-1, 1]`.
 
-    Args:
-        rewards (`torch.Tensor`):
-            Reward of each completion, shape `[N]`.
-        valid (`torch.Tensor`, *optional*):
-            Bool mask of the rows that take part, shape `[N]`.
-
-    Returns:
-        `torch.Tensor`: r in `[-1, 1]`, a scalar; 0 where the rewards have no spread, which says nothing of success.
+    Returns a scalar; 0 if all rewards are equal, which says nothing about success.
     """
     rewards = _at_least_float32(rewards)[_valid_or_all(rewards, valid)]
     if rewards.numel() == 0:
@@ -346,22 +304,13 @@ def sequence_log_ratio(
     Log-ratio `Delta = log pi(y) − log pi_k(y)` of each completion, from the log-probabilities of its tokens.
 
     Args:
-        logps (`torch.Tensor`):
-            Per-token log-probabilities under the current policy, shape `[B, T]`; carries the gradient.
-        anchor_logps (`torch.Tensor`):
-            The same under the anchor, shape `[B, T]`.
-        mask (`torch.Tensor`):
-            Non-zero where a token belongs to the completion, shape `[B, T]`. Other positions have exactly zero
-            influence, whatever they hold.
-        reduction (`str`, *optional*, defaults to `"sum"`):
-            `"sum"` is the log-ratio of whole completions, for which `mean(v²)` is the χ² divergence of the policy;
-            `"mean"` divides it by the completion's length.
-        clamp (`float`, *optional*):
-            Bound on |Delta| after the reduction. A clamped row has no gradient.
+        reduction (`str`, *optional*, defaults to `"sum"`): `"sum"` is the log-ratio of the complete completion, for
+            which `mean(v²)` is the χ² divergence of the policy; `"mean"` divides it by the completion's length.
+        clamp (`float`, *optional*): bound on |Delta| after the reduction. A clamped row has no gradient.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: Delta, shape `[B]`, 0 for a fully masked completion; a bool mask of the
-        clamped rows, shape `[B]`.
+        `tuple[torch.Tensor, torch.Tensor]`: Delta, `[B]`, 0 for a fully masked completion; bool mask of the clamped
+        rows, `[B]`.
     """
     keep = mask.to(torch.bool)
     difference = torch.where(keep, _at_least_float32(logps) - _at_least_float32(anchor_logps), 0.0)
@@ -399,29 +348,25 @@ def opo_loss(
     OPO loss of each completion, `w · (−mu · v* · u + mu/2 · u²)` (equations 14 and 18 of the paper).
 
     Args:
-        log_ratio (`torch.Tensor`):
-            Delta, shape `[B]`; carries the gradient.
-        target (`torch.Tensor`):
-            v\*, shape `[B]`.
-        mu (`float` or `torch.Tensor`):
-            Stiffness, positive.
-        ratio_form (`str`, *optional*, defaults to `"log"`):
-            `"log"`: u = Delta, the paper's surrogate. `"exact"`: u = v = exp(Delta) − 1.
-        weights (`torch.Tensor`, *optional*):
-            Importance weights w of the sampler, shape `[B]`, without gradient. A row of weight 0 has exactly zero
-            loss and gradient, whatever it holds.
+        log_ratio (`torch.Tensor`): Delta, `[B]`; carries the gradient.
+        target (`torch.Tensor`): v\*, `[B]`.
+        mu (`float` or `torch.Tensor`): χ² coefficient, positive.
+        ratio_form (`str`, *optional*, defaults to `"log"`): `"log"`: u = Delta, the paper's surrogate; `"exact"`:
+            u = v = exp(Delta) − 1.
+        weights (`torch.Tensor`, *optional*): importance weights w of the sampler, `[B]`, without gradient. A row of
+            weight 0 has exactly zero loss and gradient, even if it contains NaN or inf.
 
     Returns:
-        `torch.Tensor`: loss of each row, shape `[B]`, to be averaged over the N rows of the optimizer step.
+        `torch.Tensor`: loss of each row, `[B]`, to be averaged over the samples of the optimizer step.
     """
-    work, dissipation = _loss_terms(log_ratio, target, mu=mu, ratio_form=ratio_form, weights=weights)
+    work, dissipation = loss_terms(log_ratio, target, mu=mu, ratio_form=ratio_form, weights=weights)
     return work + dissipation
 
 
-def _loss_terms(
+def loss_terms(
     log_ratio: Tensor, target: Tensor, *, mu: float | Tensor, ratio_form: RatioForm, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The two terms of the loss, `−w · mu · v* · u` (work) and `w · mu/2 · u²` (dissipation), shape `[B]` each."""
+    """The two terms of [`opo_loss`], `−w · mu · v* · u` (work) and `w · mu/2 · u²` (dissipation), `[B]` each."""
     if ratio_form not in ("log", "exact"):
         raise ValueError(f"ratio_form={ratio_form!r} is unknown. Use 'log' or 'exact'.")
     if weights is None:
@@ -429,23 +374,15 @@ def _loss_terms(
     keep = weights != 0
     log_ratio = torch.where(keep, log_ratio, 0.0)
     target = torch.where(keep, target, 0.0).to(log_ratio.dtype)
-    coordinate = torch.expm1(log_ratio) if ratio_form == "exact" else log_ratio
+    u = torch.expm1(log_ratio) if ratio_form == "exact" else log_ratio
     weights = weights.to(log_ratio.dtype)
-    return -weights * mu * target * coordinate, weights * mu / 2 * coordinate.square()
+    return -weights * mu * target * u, weights * mu / 2 * u.square()
 
 
 def sequence_weights(ratio: Tensor, mask: Tensor) -> Tensor:
     """
-    TRL's importance ratio of the sampler, reduced to one number per sequence.
-
-    Args:
-        ratio (`torch.Tensor`):
-            `[B, 1]` for TRL's sequence-level modes, `[B, T]` for its token-level ones.
-        mask (`torch.Tensor`):
-            Non-zero where a token belongs to the completion, shape `[B, T]`.
-
-    Returns:
-        `torch.Tensor`: w, shape `[B]`: the sequence's own ratio, or the mean of its tokens' ratios.
+    Importance weight w of each sequence, `[B]`, from TRL's importance ratio of the sampler: `ratio` of its
+    sequence-level modes, `[B, 1]`, or the mean over tokens of that of its token-level ones, `[B, T]`.
     """
     return ratio.squeeze(1) if ratio.shape[1] == 1 else token_mean(ratio, mask)
 
@@ -459,23 +396,16 @@ def reference_kl(
     anchor_logps: Tensor | None = None,
 ) -> Tensor:
     """
-    Estimate of the KL divergence to a reference policy of each completion, as TRL's `beta` term has it.
+    Estimate of each completion's KL divergence to a reference policy, as in TRL's `beta` term.
 
     Args:
-        logps (`torch.Tensor`):
-            Per-token log-probabilities under the current policy, shape `[B, T]`; carries the gradient.
-        reference_logps (`torch.Tensor`):
-            The same under the reference policy, shape `[B, T]`.
-        mask (`torch.Tensor`):
-            Non-zero where a token belongs to the completion, shape `[B, T]`.
-        reduction (`str`, *optional*, defaults to `"sum"`):
-            `"sum"` or `"mean"` over the tokens: that of the log-ratio, so that `beta` weighs both terms alike.
-        anchor_logps (`torch.Tensor`, *optional*):
-            Per-token log-probabilities under the anchor, shape `[B, T]`. When given, each token's term is multiplied
-            by its ratio to the anchor (`use_bias_correction_kl`), which makes the gradient unbiased.
+        reduction (`str`, *optional*, defaults to `"sum"`): `"sum"` or `"mean"` over the tokens: that of the
+            log-ratio, so that `beta` weighs both terms alike.
+        anchor_logps (`torch.Tensor`, *optional*): if given, each token's term is multiplied by its ratio to the
+            behaviour policy (`use_bias_correction_kl`), which makes the gradient unbiased.
 
     Returns:
-        `torch.Tensor`: KL estimate, shape `[B]`, in nats (per token for `"mean"`).
+        `torch.Tensor`: KL estimate, `[B]`, in nats (per token for `"mean"`).
     """
     keep = mask.to(torch.bool)
     difference = torch.where(keep, reference_logps - logps, 0.0)
@@ -483,121 +413,3 @@ def reference_kl(
     if anchor_logps is not None:
         per_token = per_token * torch.where(keep, logps - anchor_logps, 0.0).exp()
     return _over_tokens(per_token, mask, reduction)
-
-
-def gradient_response_efficiency(gradient_norm: float, advantage_range: float) -> float:
-    """
-    The paper's ‖∇‖ / (½ AdvRange): gradient norm per unit of advantage signal; NaN without any signal.
-
-    Args:
-        gradient_norm (`float`):
-            Norm of the gradient of an optimizer step, before clipping.
-        advantage_range (`float`):
-            max A − min A over the rollout.
-    """
-    return gradient_norm / (advantage_range / 2) if advantage_range > 0 else math.nan
-
-
-@torch.no_grad()
-def drive_diagnostics(
-    omega: Tensor,
-    drive: Tensor,
-    target: Tensor,
-    *,
-    chemical_potential: Tensor,
-    mu: float | Tensor,
-    temperature: float | Tensor,
-    num_generations: int,
-    valid: Tensor | None = None,
-) -> dict[str, Tensor]:
-    r"""
-    What there is to know of a rollout before any update: escort weights, projection, target.
-
-    Args:
-        omega (`torch.Tensor`), drive (`torch.Tensor`), target (`torch.Tensor`):
-            omega, g and v\*, shape `[N]` each, in groups.
-        chemical_potential (`torch.Tensor`):
-            lambda\*, shape `[N // G]`.
-        mu (`float` or `torch.Tensor`), temperature (`float` or `torch.Tensor`):
-            The values used.
-        num_generations (`int`):
-            Group size G.
-        valid (`torch.Tensor`, *optional*):
-            Bool mask of the rows that take part, shape `[N]`.
-
-    Returns:
-        `dict[str, torch.Tensor]`: scalars `escort/{min,max,ess}` (`ess`: mean over groups of (Σω)² / Σω², between 1
-        and G), `escort/chemical_potential`, `temperature`, `mu`, `positivity_margin` (1 + min v\*),
-        `frac_target_clipped` (rows whose target positivity moved) and `frac_zero_drive` (rows without first-order
-        signal). NaN where no row is valid.
-    """
-    keep = _valid_or_all(omega, valid)
-    alive = _grouped(keep, num_generations).any(dim=1)
-    weights = _grouped(torch.where(keep, omega, 0.0), num_generations)
-    ess = weights.sum(dim=1).square() / weights.square().sum(dim=1).clamp(min=torch.finfo(weights.dtype).tiny)
-    # The projection of an admissible target is that target up to rounding: such a row has not moved.
-    moved = ~torch.isclose(target, drive / mu, rtol=1e-5, atol=1e-6)
-    return {
-        "escort/min": _extreme(omega[keep], torch.min),
-        "escort/max": _extreme(omega[keep], torch.max),
-        "escort/ess": ess[alive].mean(),
-        "escort/chemical_potential": chemical_potential[alive].mean(),
-        "temperature": torch.as_tensor(temperature, dtype=omega.dtype),
-        "mu": torch.as_tensor(mu, dtype=omega.dtype),
-        "positivity_margin": 1 + _extreme(target[keep], torch.min),
-        "frac_target_clipped": moved[keep].to(omega.dtype).mean(),
-        "frac_zero_drive": (drive == 0)[keep].to(omega.dtype).mean(),
-    }
-
-
-def _extreme(x: Tensor, reduce) -> Tensor:
-    return reduce(x) if x.numel() else x.new_tensor(torch.nan)
-
-
-@torch.no_grad()
-def diagnostics(
-    log_ratio: Tensor,
-    target: Tensor,
-    *,
-    mu: float | Tensor,
-    ratio_form: RatioForm = "log",
-    weights: Tensor | None = None,
-    clamped: Tensor | None = None,
-) -> dict[str, Tensor]:
-    r"""
-    What there is to know of one optimizer step: how far the policy has moved, and the two terms of the loss.
-
-    Together with [`drive_diagnostics`] these are the metrics that the trainer logs under `opo/`. Rows of weight 0 are
-    left out of all but `frac_masked`, `work` and `dissipation`.
-
-    Args:
-        log_ratio (`torch.Tensor`), target (`torch.Tensor`), mu, ratio_form, weights:
-            As in [`opo_loss`], for all rows of the optimizer step.
-        clamped (`torch.Tensor`, *optional*):
-            Bool mask of the rows whose log-ratio was clamped, shape `[B]`.
-
-    Returns:
-        `dict[str, torch.Tensor]`: scalars `chi2` (mean v², with v = exp(Delta) − 1), `tv_bound` (½ √chi2, an upper
-        bound of the total variation), `conservation_residual` (mean v), `log_ratio/{mean,absmax}`,
-        `approximation_gap` (mean |v − Delta|), `frac_clamped`, `frac_masked`, `work` and `dissipation` (means over all
-        rows). 0 where no row takes part.
-    """
-    work, dissipation = _loss_terms(log_ratio, target, mu=mu, ratio_form=ratio_form, weights=weights)
-    keep = torch.ones_like(log_ratio, dtype=torch.bool) if weights is None else weights != 0
-    count = keep.sum().clamp(min=1)
-    delta = torch.where(keep, log_ratio, 0.0)
-    v = torch.expm1(delta)
-    chi2 = v.square().sum() / count
-    clamped = torch.zeros_like(keep) if clamped is None else clamped & keep
-    return {
-        "chi2": chi2,
-        "tv_bound": chi2.sqrt() / 2,
-        "conservation_residual": v.sum() / count,
-        "log_ratio/mean": delta.sum() / count,
-        "log_ratio/absmax": delta.abs().max(),
-        "approximation_gap": (v - delta).sum() / count,  # e^Delta - 1 >= Delta
-        "frac_clamped": clamped.sum() / count,
-        "frac_masked": 1 - keep.to(v.dtype).mean(),
-        "work": work.mean(),
-        "dissipation": dissipation.mean(),
-    }

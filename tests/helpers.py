@@ -1,10 +1,10 @@
 """
-What tests share: processes, scripted rollouts, trainers that record what they do, and OPO computed anew.
+Shared by tests: processes, scripted rollouts, recording trainers, and an independent computation of OPO.
 
-A scripted rollout replaces generation by completions and rewards that depend on the row alone, so that a test decides
+A scripted rollout replaces generation by completions and rewards that depend only on the row, so that a test decides
 what the objective sees: lengths, truncated completions, rewards, `None`. The reference computes the loss and gradient
-of an optimizer step in float64 from the definition, row by row, with the logits of an unpatched model: it shares no
-code with the package and none with TRL.
+of an optimizer step in float64 from the definition, sample by sample, with the logits of an unpatched model. It shares
+no code with the package or TRL.
 """
 
 import functools
@@ -34,7 +34,7 @@ from opo_trl import OPOConfig, OPOTrainer, RolloutConfig, RolloutTrainer
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` warns on every trainer otherwise
 
-# Every `train()` runs the garbage collector, which takes half a second over a million objects of imported modules.
+# Every `train()` runs the garbage collector, which takes half a second for a million objects of imported modules.
 gc.freeze()
 
 PROMPTS = ["1+1=", "What is 2 + 2?", "7*6", "Name a prime above ten.", "9-4=", "Half of twelve is", "3", "100/4 ="]
@@ -46,7 +46,7 @@ EXACT = 1e-4  # relative error of a float32 gradient of the tiny model against f
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For a process that finds this checkout's package, and this interpreter's programs first."""
+    """Environment of a process that uses this checkout's package and this interpreter's programs."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "PATH": path, **more}
 
@@ -58,11 +58,11 @@ def free_port() -> int:
 
 
 def wait_until(condition: Callable[[], object], limit: float = 240.0) -> None:
-    """Wait at most so many seconds."""
+    """Wait for a condition, for at most `limit` seconds."""
     deadline = time.monotonic() + limit
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"It did not come within {limit} seconds.")
+            raise TimeoutError(f"The condition was not met within {limit} seconds.")
         time.sleep(0.01)
 
 
@@ -70,17 +70,17 @@ def wait_until(condition: Callable[[], object], limit: float = 240.0) -> None:
 
 
 def even_tokens(completion_ids: list[list[int]], **kwargs) -> list[float]:
-    """A reward of what was sampled: the share of even tokens."""
+    """A reward that depends on the sampled tokens: the share of even ones."""
     return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
 
 
 @dataclass
 class Script:
     """
-    Completions and rewards by row. Row i of call c is the same whatever the number of processes or micro-batches.
+    Completions and rewards by row. Row i of call c does not depend on the number of processes or micro-batches.
 
     Args:
-        rewards: per row, or per row and reward function; `None` where a function cannot score. Random when not given.
+        rewards: per row, or per row and reward function; `None` where a function cannot score. Random by default.
         truncated: rows whose completion does not end with EOS.
         tool_tokens: row -> positions of its completion that a tool wrote.
         seed: of lengths, tokens and random rewards.
@@ -136,7 +136,7 @@ class Script:
 
     @staticmethod
     def observed(rollout: SimpleNamespace, rewards: list[list[float | None]]) -> list[SimpleNamespace]:
-        """A recorded rollout that no script made, and its rewards by row and function, as an entry of `calls`."""
+        """A recorded rollout that the model generated, and its rewards by row and function, as an entry of `calls`."""
 
         def unpadded(name: str, i: int) -> list[int]:
             return vars(rollout)[f"{name}_ids"][i][vars(rollout)[f"{name}_mask"][i].bool()].tolist()
@@ -168,7 +168,7 @@ class Script:
 
 @dataclass
 class Step:
-    """An optimizer step as it happened: the policy before it, what each micro-batch held and cost, the gradient."""
+    """A recorded optimizer step: the policy before it, micro-batches and their losses, the gradient."""
 
     policy: dict[str, Tensor]
     batches: list[dict[str, Tensor]]
@@ -181,7 +181,7 @@ def snapshot(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 class Recording:
-    """Mixed into a trainer, keeps its rollouts (before TRL shuffles them) and its optimizer steps."""
+    """Mixin that records a trainer's rollouts (before they are divided) and optimizer steps."""
 
     def record(self, inject: Callable[[dict, GRPOTrainer], None] | None = None):
         self.inject = inject
@@ -199,7 +199,7 @@ class Recording:
         if isinstance(self, RolloutTrainer):
             rollout = super()._finish_rollout(rollout)
         n = len(rollout["advantages"])
-        # These columns travel with the rows through TRL's shuffle, and tell afterwards which is which.
+        # These columns travel with the samples, and identify them afterwards.
         rollout["row"] = torch.arange(n) + n * self.accelerator.process_index
         rollout["rollout"] = torch.full((n,), len(self.rollouts))
         if self.inject is not None:
@@ -257,7 +257,7 @@ def make_trainer(
     """
     A recording trainer on the CPU in float32: 2 groups of 4 per rollout, one optimizer step of 2 micro-batches, SGD.
 
-    Plain SGD and no clipping leave the gradient what it is; AdamW's division would hide its size.
+    SGD without clipping keeps the size of the gradient, which AdamW's division would hide.
     """
     script = Script() if script is None else script
     arguments = {
@@ -287,7 +287,7 @@ def make_trainer(
         **overrides,
     }
     if issubclass(trainer_class, OPOTrainer):
-        options = {"skip_inert_rows": False, **options}  # the reference asks for every row
+        options = {"skip_inert_rows": False, **options}  # the reference needs every sample
     pairs = ((OPOTrainer, OPOConfig), (RolloutTrainer, RolloutConfig), (GRPOTrainer, GRPOConfig))
     config_class = next(config for trainer, config in pairs if issubclass(trainer_class, trainer))
     return trainer_class(model=model, args=config_class(**options), **arguments).record(inject)
@@ -306,7 +306,7 @@ def logged(trainer: Recording) -> list[dict]:
 
 
 def without_times(entry: dict) -> dict:
-    """A log entry without what a clock measured, and without `train_loss`, the mean of the latest call's steps."""
+    """A log entry without times, and without `train_loss`, the mean over the latest call's steps."""
     return {
         name: value
         for name, value in entry.items()
@@ -368,7 +368,7 @@ def simplex_projection(target: list[float]) -> list[float]:
 def drive_and_target(
     args: OPOConfig, A: list[float], valid: list[bool], correction: list[float], tau: float, G: int
 ) -> SimpleNamespace:
-    """Steps 2–5 of the objective, on lists: omega, drive, target, mu."""
+    """Escort weights, drive, target and mu, computed on lists."""
     N = len(A)
     omega, drive = [0.0] * N, [0.0] * N
     for start in range(0, N, G):
@@ -421,7 +421,7 @@ class Reference:
 
     Args:
         trainer: after training.
-        script: what it was given.
+        script: its script.
         model: the same architecture, in float64 and without TRL's patches; loaded from the trainer's model by default.
     """
 
@@ -453,12 +453,12 @@ class Reference:
         return not masked and any(row.own) and any(r is not None for r in row.rewards)
 
     def mean_length(self, rollout: int) -> float:
-        """Tokens of a completion of the rollout that takes part."""
+        """Mean number of tokens of a rollout's valid completions."""
         lengths = [sum(row.own) for row in self.script.calls[rollout] if self.valid(row)]
         return statistics.fmean(lengths) if lengths else 1.0
 
     def drive(self, rollout: int) -> SimpleNamespace:
-        """Steps 1–5 of the objective on a rollout."""
+        """Advantages, escort weights, drive and target of a rollout."""
         args, rows = self.args, self.script.calls[rollout]
         valid = [self.valid(row) for row in rows]
         sums, means = [], []
@@ -500,12 +500,12 @@ class Reference:
         reference_policy: dict[str, Tensor] | None = None,
     ) -> SimpleNamespace:
         """
-        Loss and gradient of one optimizer step, and the rows' log-ratios.
+        Loss and gradient of one optimizer step, and the samples' log-ratios.
 
         Args:
             step: index of the optimizer step.
-            row_weight: importance weight of a row, from its rollout and index.
-            kept_tokens: bool mask of a row's tokens that steer the policy, from rollout, index and entropies.
+            row_weight: importance weight of a sample, from its rollout and index.
+            kept_tokens: bool mask of a sample's tokens that steer the policy, from rollout, index and entropies.
             entropy_coef: coefficient of the entropy bonus in this step.
             reference_policy: reference of the KL term; the initial policy by default.
         """
@@ -544,7 +544,7 @@ class Reference:
                 loss = loss + args.beta * scales[k] * (kl / length if args.log_ratio_reduction == "mean" else kl)
             if entropy_coef:
                 loss = loss - entropy_coef * entropies[steered].sum() / max(int(steered.sum()), 1)
-            losses.append(loss if drive.valid[i] else 0.0)  # what takes no part has no KL and no bonus either
+            losses.append(loss if drive.valid[i] else 0.0)  # invalid samples have no KL term and no bonus either
             out.rows.append((k, i))
             out.deltas.append(delta.item())
             out.ratios.append((logps - anchor)[own].sum().item())
@@ -554,7 +554,7 @@ class Reference:
             out.work.append(float(work.detach()))
             out.dissipation.append(float(dissipation.detach()))
         total = sum(losses) / len(losses)
-        # Only what takes part has a gradient; the rest stays at zero.
+        # Parameters without any effect have a gradient of zero.
         gradients = torch.autograd.grad(total, list(policy.values()), allow_unused=True, materialize_grads=True)
         out.loss, out.gradient = total.item(), dict(zip(policy, gradients, strict=True))
         return out
@@ -581,17 +581,17 @@ def assert_step_equals(record: Step, reference: SimpleNamespace, tolerance: floa
     """Loss and gradient of a recorded optimizer step against the reference."""
     assert norm(reference.gradient) > 1e-3, "the reference has no gradient: the comparison would prove nothing"
     assert relative_error(record.gradient, reference.gradient) < tolerance
-    # Work and bonus may cancel in the loss, so its error is measured against the size of its terms.
+    # Work and bonus may cancel, so the error of the loss is relative to the size of its terms.
     size = statistics.fmean(abs(w) + d for w, d in zip(reference.work, reference.dissipation, strict=True))
     assert abs(sum(record.losses) - reference.loss) < 1e-5 * (1 + abs(reference.loss) + size)
 
 
 def on_cpu(folder: Path, sharding: str) -> list[str]:
     """
-    Arguments that make a configuration of `recipes/accelerate` one for CPU processes.
+    Arguments that adapt a configuration of `recipes/accelerate` to CPU processes.
 
-    DeepSpeed is off where `use_cpu` is set, and without a backend accelerate sees a single process. `cpu.yaml` does
-    not do: it starts one process, whatever number it is told.
+    With `use_cpu`, DeepSpeed is off, and without a backend accelerate sees a single process. `cpu.yaml` does not work:
+    it always starts one process.
     """
     recipes = Path(__file__).resolve().parents[1] / "recipes"
     config = yaml.safe_load((recipes / "accelerate" / f"{sharding}.yaml").read_text())

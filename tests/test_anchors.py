@@ -1,4 +1,4 @@
-"""The anchor of a row is its log-probability in the very micro-batch that it is trained in, bit by bit."""
+"""The behaviour policy's log-probabilities are bitwise those of the micro-batch that a sample is trained in."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def bfloat16_model(tmp_path_factory) -> str:
 
 
 class SampledByVLLM(RecordingOPO):
-    """Whose rollout looks like one of vLLM's: TRL's pass over it has made the importance sampling ratio."""
+    """With a rollout as from vLLM: TRL's pass over it has made the importance sampling ratio."""
 
     def _generate_once(self, inputs):
         rollout = super()._generate_once(inputs)
@@ -56,7 +56,7 @@ def test_log_ratio_is_exactly_zero_while_the_policy_has_not_moved(bfloat16_model
     entries = logged(trainer)
     assert [entry["opo/log_ratio/absmax"] for entry in entries] == [0.0] * 4
     assert entries[1]["opo/off_policy_steps"] == 1
-    # Negative control: the anchors of a pass over the rollout are others, as its rows are wider.
+    # Negative control: a pass over the rollout gives other log-probabilities, because its rows are wider.
     part = next(part for part in trainer.steps[1].batches if "old_per_token_logps" in part)
     early, _ = trainer._anchor_pass(vars(trainer.rollouts[0]), batch_size=4)
     width, mask = part["completion_ids"].size(1), part["completion_mask"].bool()
@@ -66,8 +66,8 @@ def test_log_ratio_is_exactly_zero_while_the_policy_has_not_moved(bfloat16_model
 
 
 @pytest.mark.parametrize("options", [{"anchor_correction": "sequence"}, {"top_entropy_quantile": 0.5}, {"beta": 0.1}])
-def test_passes_over_a_rollout_keep_to_the_budget_of_tokens(tiny_model, tmp_path, options):
-    """Those of TRL's as well: of the reference model, and of vLLM's importance sampling ratio."""
+def test_passes_over_a_rollout_stay_within_the_token_budget(tiny_model, tmp_path, options):
+    """Also TRL's own: for the reference model, and for vLLM's importance sampling ratio."""
     passed = []
 
     class Watched(RecordingOPO):
@@ -97,7 +97,7 @@ def test_passes_over_a_rollout_keep_to_the_budget_of_tokens(tiny_model, tmp_path
     assert 4 * longest > 120, "a pass as wide as the rollout would break the budget"
 
 
-def test_pass_over_a_rollout_in_parts_gives_every_row_its_own(tiny_model, tmp_path):
+def test_pass_in_parts_gives_every_sample_its_own_values(tiny_model, tmp_path):
     script = Script(min_length=3, max_length=60, truncated=(5,), tool_tokens={2: (0, 1)})
     rollouts = {}
     for budget in (None, 90):
@@ -118,10 +118,10 @@ def test_pass_over_a_rollout_in_parts_gives_every_row_its_own(tiny_model, tmp_pa
     assert np.ptp(one.numpy()) > 1
 
 
-# Tokens of high entropy
+# High-entropy tokens
 
 
-def test_threshold_of_entropy_is_the_quantile_however_many_tokens_there_are(tiny_model, tmp_path):
+def test_entropy_threshold_is_the_quantile_for_any_number_of_tokens(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path, top_entropy_quantile=0.2)
     random = torch.Generator().manual_seed(0)
     entropies = torch.rand(7, 11, generator=random)

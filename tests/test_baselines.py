@@ -19,10 +19,10 @@ def loss_fields(method: str) -> dict:
     return {name: recipe[name] for name in LOSS if name in recipe}
 
 
-# Learning rates that take some of the ratios out of the clip range, and not all.
+# Learning rates at which some ratios leave the clip range, but not all.
 @pytest.mark.parametrize(("method", "rate"), [("grpo", 0.3), ("gspo", 1e-4), ("dapo", 0.3)])
 def test_gradient_of_every_step_is_that_of_trl(tiny_model, tmp_path, method, rate):
-    # The second pass over a rollout is off-policy: there the clip ranges act. Both trainers' steps take all rows.
+    # The second pass over a rollout is off-policy: there the clip ranges act. Steps of both trainers use all samples.
     options = {"num_iterations": 2, "max_steps": 4, "learning_rate": rate, **loss_fields(method)}
     trl = trained(tiny_model, tmp_path, script=Script(truncated=(2,)), trainer_class=RecordingGRPO, **options)
     ours = trained(tiny_model, tmp_path, script=Script(truncated=(2,)), trainer_class=RecordingBaseline, **options)
@@ -31,7 +31,7 @@ def test_gradient_of_every_step_is_that_of_trl(tiny_model, tmp_path, method, rat
         assert norm(theirs.gradient) > 1e-4
         assert distance(mine.gradient, theirs.gradient) < 1e-4 * norm(theirs.gradient)
     clipped = logged(ours)[1]["clip_ratio/region_mean"]
-    assert clipped > 0, "nothing was clipped: the clip ranges have not been compared"
+    assert clipped > 0, "nothing was clipped, so the clip ranges were not compared"
 
 
 def test_losses_of_the_three_methods_differ(tiny_model, tmp_path):
@@ -62,6 +62,6 @@ def test_baseline_logs_what_the_comparison_reads(tiny_model, tmp_path):
     assert entry["completions/generated"] == 8
 
 
-def test_configuration_of_another_trainer_is_refused(tiny_model):
+def test_configuration_of_another_trainer_is_rejected(tiny_model):
     with pytest.raises(TypeError, match=r"`args` is a `GRPOConfig`, but RolloutTrainer needs a `RolloutConfig`"):
         RolloutTrainer(tiny_model, lambda **_: [], GRPOConfig(use_cpu=True, bf16=False))

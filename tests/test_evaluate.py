@@ -186,7 +186,7 @@ def state_of(trainer: GRPOTrainer) -> dict:
         "_completions_generated",
         "_reward_failures",
     )
-    notes += ("_reward_failure_rate", "_drive_metrics", "_step_rows", "num_generations_eval", "_step")
+    notes += ("_reward_failure_rate", "_drive_metrics", "_reports", "num_generations_eval", "_step")
     kept = {name: copy.deepcopy(vars(trainer)[name]) for name in notes if name in vars(trainer)}
     return {
         **kept,
@@ -317,7 +317,7 @@ def test_evaluation_of_transformers_is_told_from_training(tiny_model, tmp_path, 
     after = (trainer.state.num_input_tokens_seen, trainer._completions_generated, dict(trainer._metrics["train"]))
     assert after == before
     assert not trainer.model.training
-    assert trainer._step_rows == []
+    assert trainer._reports == []
 
 
 def test_processes_that_share_an_engine_draw_alike():

@@ -1,4 +1,4 @@
-"""LoRA and QLoRA: what is saved is what was trained, on a base that has not moved."""
+"""LoRA and QLoRA: the saved adapter is the trained one, and the base has not changed."""
 
 import pytest
 import torch
@@ -45,8 +45,8 @@ def test_saved_adapter_on_the_base_model_is_the_trained_model(tiny_model, tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_merging_moves_the_base_and_restoring_brings_it_back(tiny_model, dtype):
-    """What TRL does to hand its weights to vLLM, ten times with a growing adapter."""
+def test_merging_changes_the_base_and_restoring_it_undoes_that(tiny_model, dtype):
+    """As TRL hands its weights to vLLM, ten times with a growing adapter."""
 
     def synchronized(restore: bool) -> list[str]:
         torch.manual_seed(0)
@@ -85,14 +85,14 @@ def test_qlora_trains_the_adapter_on_a_base_of_four_bits(tiny_model, tmp_path):
     )
     base = base_of(trainer.model)
     assert sum(p.dtype == torch.uint8 for p in base.values()) == 14
-    # The other half of the adapter is random at first, and the steps are small for its bfloat16.
+    # Only B: A starts at random values, next to which these steps are small in bfloat16.
     adapter = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_B" in name}
     trainer.train()
     assert moved(trainer.model, base) == []
     assert moved(trainer.model, adapter) == list(adapter)
 
 
-def test_a_quantized_base_is_not_handed_to_vllm(tiny_model, tmp_path):
+def test_quantized_base_with_vllm_is_rejected(tiny_model, tmp_path):
     args = OPOConfig(output_dir=str(tmp_path), use_vllm=True, use_cpu=True, bf16=False)
     with pytest.raises(ValueError, match="use_vllm=True does not go with a quantized base model"):
         OPOTrainer(

@@ -1,4 +1,4 @@
-"""What holds for all inputs: no NaN and no Inf, equivariance, and silence of the rows that take no part."""
+"""What holds for all inputs: finite results, equivariance, and no effect of invalid rows."""
 
 import math
 
@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from opo_trl.metrics.opo import rollout_metrics, step_metrics
 from opo_trl.objective import (
     admissible_target,
-    diagnostics,
-    drive_diagnostics,
     escort_weights,
     opo_loss,
     project,
@@ -19,21 +18,21 @@ from opo_trl.objective import (
 )
 
 
-# The same examples in every run: what fails here fails on every machine.
+# The same examples in every run and on every machine.
 every_example = settings(deadline=None, derandomize=True, max_examples=150)
 
 SCALINGS = st.sampled_from(["none", "group", "batch"])
 POSITIVITIES = st.sampled_from(["none", "stiffen", "clip", "project"])
 RATIO_FORMS = st.sampled_from(["log", "exact"])
 TRASH = st.sampled_from([math.nan, math.inf, -math.inf, 1e30, -1e30, 0.0])
-# Plain values beside extreme ones: without them nearly every example would be one-hot.
+# Moderate values next to extreme ones: without them nearly every example would be one-hot.
 ADVANTAGES = st.one_of(st.floats(-3, 3), st.floats(-1e4, 1e4), st.sampled_from([0.1, 1.0, -1.0]))
 LOGPS = st.one_of(st.floats(-30, 0), st.floats(-1e4, 0))
 
 
 @st.composite
 def rollouts(draw, dtypes=(torch.float32, torch.float64)):
-    """Whole groups of advantages, anchor log-probabilities and valid rows, with the options of the drive."""
+    """Complete groups: advantages, log-probabilities, valid rows, and the options of the target."""
     group, groups = draw(st.integers(1, 9)), draw(st.integers(1, 4))
     dtype = draw(st.sampled_from(dtypes))
 
@@ -198,9 +197,9 @@ def test_loss_gradient_and_diagnostics_are_finite_when_log_ratios_are_clamped(r,
     silent = ~mask | ~keep[:, None] | clamped[:, None]
     assert (logps.grad[silent] == 0).all()
 
-    logged = diagnostics(log_ratio, target, mu=mu, ratio_form=ratio_form, weights=weights, clamped=clamped)
+    logged = step_metrics(log_ratio, target, mu=mu, ratio_form=ratio_form, weights=weights, clamped=clamped)
     if keep.any():
-        logged |= drive_diagnostics(
+        logged |= rollout_metrics(
             omega,
             drive,
             target,
@@ -208,7 +207,7 @@ def test_loss_gradient_and_diagnostics_are_finite_when_log_ratios_are_clamped(r,
             mu=mu,
             temperature=r["temperature"],
             num_generations=r["group"],
-            valid=r["valid"],
+            valid=keep,
         )
         assert 1 - 1e-5 <= logged["escort/ess"] <= r["group"] * (1 + 1e-5)
     assert all(value.isfinite() for value in logged.values())
@@ -220,10 +219,10 @@ def test_log_ratio_surrogate_errs_within_the_papers_bounds(fractions, d, target,
     """For |Delta| ≤ d: |v - Delta| ≤ d² e^d / 2 and |v² - Delta²| ≤ d³ e^(2d), hence the bound on the loss."""
     delta = d * torch.tensor(fractions, dtype=torch.float64)
     first, second = d**2 * math.exp(d) / 2, d**3 * math.exp(2 * d)
-    # The differences cancel to the last digits where d is small, and there they round.
+    # For small d the differences cancel to the last digits, and are rounded.
     rounding = 1e-14 * (d + math.expm1(d) + math.expm1(d) ** 2)
     zero = torch.zeros_like(delta)
-    assert diagnostics(delta, zero, mu=1.0)["approximation_gap"] <= first + rounding
+    assert step_metrics(delta, zero, mu=1.0)["approximation_gap"] <= first + rounding
     squares = [opo_loss(delta, zero, mu=2.0, ratio_form=form) for form in ("exact", "log")]
     assert (squares[0] - squares[1]).abs().max() <= second + rounding
     losses = [opo_loss(delta, zero + target, mu=mu, ratio_form=form) for form in ("exact", "log")]

@@ -21,7 +21,7 @@ GRPO = {"loss_type": "grpo", "epsilon": 1e6, "trainer_class": RecordingGRPO}
 
 @pytest.fixture(scope="module")
 def talkative_model(tiny_model, tmp_path_factory) -> str:
-    """The tiny model with a larger row of the output matrix for EOS, so that completions end at random lengths."""
+    """The tiny model with a larger output weight for EOS, so that completions end at random lengths."""
     folder = str(tmp_path_factory.mktemp("talkative"))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     with torch.no_grad():
@@ -32,7 +32,7 @@ def talkative_model(tiny_model, tmp_path_factory) -> str:
 
 
 def spread_reward(prompts, completions, completion_ids, **kwargs) -> list[float]:
-    """Rewards thousands apart, of whose standard deviation the 1e-4 that TRL adds is below float32's rounding."""
+    """Rewards so far apart that the 1e-4 that TRL adds to their standard deviation is lost in float32."""
     return [1000.0 * (sum(ids) % 50) for ids in completion_ids]
 
 
@@ -50,7 +50,7 @@ def opo(model, folder, alpha, **options):
 
 
 def error(one, other) -> float:
-    """Distance of the final parameters, relative to the way they went."""
+    """Distance of the final parameters, relative to their change in training."""
     start, end = other.initial, snapshot(other.model)
     return distance(snapshot(one.model), end) / norm({name: end[name] - start[name] for name in end})
 
@@ -84,7 +84,7 @@ def test_alpha_near_one_is_grpo(talkative_model, tmp_path, options):
         trainer = opo(talkative_model, tmp_path, alpha, **options)
         assert_same_rollouts(trainer, grpo)
         errors[alpha] = error(trainer, grpo)
-    # The relative error of the drive is of first order, with a constant below 1; rounding is 1e-6 of the way.
+    # The relative error of the drive is of first order, with a constant below 1; rounding adds 1e-6.
     assert errors[0.999] < 5e-4
     assert errors[0.99] / errors[0.999] == pytest.approx(10, rel=0.1)
 
@@ -109,7 +109,7 @@ def test_alpha_near_one_is_grpo_under_adamw(talkative_model, tmp_path):
     ids=["alpha", "reduction", "scaling"],
 )
 def test_opo_is_not_grpo_otherwise(talkative_model, tmp_path, difference):
-    """Negative control: what the parity rests on, taken away one at a time."""
+    """Negative control: without any one of the conditions, there is no parity."""
     options = {"alpha": 0.999, "drive_scaling": "group", "log_ratio_reduction": "mean", **difference}
     grpo, other = run(talkative_model, tmp_path, **GRPO), run(talkative_model, tmp_path, **options)
     assert error(other, grpo) > 0.1

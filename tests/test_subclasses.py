@@ -1,4 +1,4 @@
-"""What a subclass overrides acts, as in a subclass of GRPOTrainer: the examples of docs/subclassing.md, and more."""
+"""Overrides act as in a subclass of GRPOTrainer: the examples of docs/subclassing.md, and more."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ REWARDS = [0.3, 1.7, 2.2, 0.1, 1.0, 0.6, 0.2, 0.7]
 
 
 def example(name: str) -> type[OPOTrainer]:
-    """A class of the page, which records what it trains on."""
+    """A class of the page that records what it trains on."""
     known = {"OPOTrainer": OPOTrainer}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(block, known)
@@ -98,8 +98,8 @@ def test_target_is_made_of_the_advantages_that_a_subclass_returns(tiny_model, tm
     assert distance(snapshot(negated.model), snapshot(plain.model)) < 1e-3 * moved
 
 
-def test_rollout_that_a_subclass_makes_of_its_own_is_trained_on(tiny_model, tmp_path):
-    """With the entries that TRL's loss reads, and no other; a row whose advantage is NaN has no effect."""
+def test_rollout_made_by_a_subclass_is_trained_on(tiny_model, tmp_path):
+    """With only the entries that TRL's loss reads; a sample whose advantage is NaN has no effect."""
 
     class Own(RecordingOPO):
         def _generate_and_score_completions(self, inputs):
@@ -122,7 +122,7 @@ def test_example_of_advantages(tiny_model, tmp_path):
     for group in range(2):
         rows = slice(4 * group, 4 * group + 4)
         below = advantages[rows] == 0
-        assert len(target[rows][below].unique()) == 1  # all that is not better is treated alike
+        assert len(target[rows][below].unique()) == 1  # all that are not better are treated alike
 
 
 # The loss
@@ -158,7 +158,7 @@ def test_examples_of_the_loss(tiny_model, tmp_path):
     plain = trained(tiny_model, tmp_path / "0", RecordingOPO, **PARTS)
     scaled = trained(tiny_model, tmp_path / "1", example("Scaled"), **PARTS)
     assert distance(scaled.steps[0].gradient, {n: g / 2 for n, g in plain.steps[0].gradient.items()}) < 1e-4
-    # As users have it: rows that OPO's own loss would leave out belong to this one.
+    # With the default: samples that OPO's own loss would skip have a gradient in this one.
     decayed = trained(tiny_model, tmp_path / "2", example("WithDecay"), skip_inert_rows=True, **PARTS)
     weight = plain.initial["lm_head.weight"]
     for name, gradient in decayed.steps[0].gradient.items():
@@ -168,7 +168,7 @@ def test_examples_of_the_loss(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("method", ["compute_loss", "_compute_loss"])
 def test_loss_that_never_calls_super_is_trained(tiny_model, tmp_path, method):
-    """REINFORCE, as a subclass of GRPOTrainer might have it; rows without a target of OPO's are computed as well."""
+    """REINFORCE, as in a subclass of GRPOTrainer; samples with zero gradient in OPO are computed as well."""
 
     def reinforce(self, model, inputs, *others, **named):
         seen.append(inputs)
@@ -180,12 +180,12 @@ def test_loss_that_never_calls_super_is_trained(tiny_model, tmp_path, method):
     class Weighted(RecordingOPO):
         def _generate_and_score_completions(self, inputs):
             rollout = super()._generate_and_score_completions(inputs)
-            rollout["weight"] = torch.rand(rollout["completion_mask"].shape)  # a column per token of one's own
+            rollout["weight"] = torch.rand(rollout["completion_mask"].shape)  # an own entry with a column per token
             return rollout
 
     seen: list[dict] = []
     own = type("Own", (Weighted,), {method: reinforce})
-    rewards = [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]  # a group of equal rewards, which OPO's loss would leave out
+    rewards = [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]  # a zero-variance group, which OPO would skip
     trainer = trained(tiny_model, tmp_path, own, rewards=rewards, skip_inert_rows=True, **PARTS)
     assert all(inputs["weight"].shape == inputs["completion_mask"].shape for inputs in seen)
     assert sum(len(inputs["weight"]) for inputs in seen) == 16
@@ -195,7 +195,7 @@ def test_loss_that_never_calls_super_is_trained(tiny_model, tmp_path, method):
 
 @pytest.mark.parametrize("seam", ["_prepare_inputs", "_compute_loss"])
 def test_copy_of_a_part_trains_as_the_part_itself(tiny_model, tmp_path, seam):
-    """The anchor of a first iteration is found again in the second one."""
+    """The second iteration finds the log-probabilities that the first one stored."""
 
     class Copied(RecordingOPO):
         def _prepare_inputs(self, inputs):
@@ -223,7 +223,7 @@ def test_anchor_that_a_subclass_sets_is_the_anchor(tiny_model, tmp_path):
     for step, entry in zip(trainer.steps, logged(trainer), strict=True):
         assert all((part["old_per_token_logps"] == -5).all() for part in step.batches)
         assert entry["opo/log_ratio/absmax"] > 1
-        assert entry["opo/frac_skipped"] == 0  # a row without a target is pulled back to its anchor
+        assert entry["opo/frac_skipped"] == 0  # a sample without a target is pulled back to the behaviour policy
 
 
 def test_advantages_per_token_are_rejected(tiny_model, tmp_path):
@@ -237,7 +237,7 @@ def test_advantages_per_token_are_rejected(tiny_model, tmp_path):
 
 
 def test_rollout_is_made_with_the_weights_that_a_schedule_free_optimizer_trains(tiny_model, tmp_path):
-    """Transformers switches it to other weights for an evaluation, and back in its own training step."""
+    """Transformers switches such an optimizer to other weights for an evaluation, and back in its training step."""
     modes = []
 
     class TwoModes(torch.optim.SGD):
@@ -296,7 +296,7 @@ def test_training_step_is_called_once_per_micro_step_and_inputs_once_per_part(ti
 
 
 class Backwards(Sampler):
-    """Rows from the last to the first, in epochs that differ, as a sampler of one's own may be."""
+    """Rows from last to first, in epochs that differ: a user's own sampler."""
 
     def __init__(self, n: int, group: int, rollout: int, repeats: int):
         self.n, self.group, self.rollout, self.repeats, self.epoch = n, group, rollout, repeats, 0

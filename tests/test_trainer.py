@@ -2,7 +2,7 @@
 `OPOTrainer` against the definition: gradients, invariances, what it prints and what it logs.
 
 Every gradient is compared with an independent float64 computation from the logits of the model (`helpers.Reference`),
-for whole optimizer steps of several micro-batches, on-policy and where a rollout is reused.
+for complete optimizer steps of several micro-batches, on-policy and off-policy.
 """
 
 import copy
@@ -39,8 +39,8 @@ from trl import GRPOConfig, GRPOTrainer
 from opo_trl import OPOConfig, OPOTrainer
 
 
-# Four groups with everything that can be in a rollout: a completion that nobody could score, a group of equal
-# rewards, and (with `truncated`) a completion that is masked.
+# Four groups with everything that a rollout may contain: an unscored completion, a zero-variance group, and (with
+# `truncated`) a masked completion.
 REWARDS = [0.3, 1.7, 2.2, 0.1, 1.0, None, 0.2, 0.7, 0.5, 0.5, 0.5, 0.5, 3.0, 0.0, 0.4, 1.1]
 TWO_REWARDS = [(r, None if i in (3, 5) else math.sin(i)) for i, r in enumerate(REWARDS)]
 REUSE = {"steps_per_generation": 4, "max_steps": 3}  # two optimizer steps on the first rollout, one on the second
@@ -96,7 +96,7 @@ def test_gradient_is_the_definition(tiny_model, tmp_path, case):
         assert len(record.batches) == 2
         assert_step_equals(record, expected)
     assert max(map(abs, steps[0].deltas)) == 0
-    assert max(map(abs, steps[1].deltas)) > 0.05, "the reused rollout never left the policy that produced it"
+    assert max(map(abs, steps[1].deltas)) > 0.05, "the policy never left the behaviour policy"
     assert {k for k, _ in steps[2].rows} == {1}
     if case == "clamp":
         assert any(abs(delta) == 0.3 for delta in steps[1].deltas)
@@ -113,7 +113,7 @@ def test_gradient_is_the_definition(tiny_model, tmp_path, case):
 
 
 def test_adaptive_temperature_follows_confidence_and_success(tiny_model, tmp_path):
-    """With completions of the model's own: a scripted one is so unlikely that the schedule hardly sees success."""
+    """With the model's own completions: scripted ones are so unlikely that success has hardly any effect."""
     rewards = []
 
     def first(prompts, completions, completion_ids, **kwargs):
@@ -141,7 +141,7 @@ def test_adaptive_temperature_follows_confidence_and_success(tiny_model, tmp_pat
     reference = Reference(trainer, script)
     found = [entry["opo/temperature"] for entry in logged(trainer)]
     assert found == pytest.approx([reference.drive(k).temperature for k in range(3)], rel=1e-4)
-    # Negative controls: rewards without their weights, and an unscorable completion that counts as a failure.
+    # Negative controls: rewards without their weights, and an unscored completion that counts as a failure.
     trainer.args.reward_weights = None
     assert abs(reference.drive(0).temperature - found[0]) > 0.01
     trainer.args.reward_weights = [0.3, 4.0]
@@ -150,12 +150,12 @@ def test_adaptive_temperature_follows_confidence_and_success(tiny_model, tmp_pat
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_unscorable_and_truncated_completions_have_no_part(tiny_model, tmp_path, reduction):
-    """Whatever tokens they hold: two rollouts that differ in these rows alone give the same update."""
+def test_unscored_and_truncated_completions_have_no_effect(tiny_model, tmp_path, reduction):
+    """Whatever their tokens: two rollouts that differ only in these samples give the same update."""
 
     class Altered(Script):
         def completion(self, call, row, eos):
-            # Of the same length, so that the shapes of the forward pass stay the same.
+            # The same length, hence the same shapes in the forward pass.
             tokens = super().completion(call, row, eos)
             return [77] * len(tokens) if row == 12 else [*[88] * (len(tokens) - 1), eos] if row == 5 else tokens
 
@@ -168,7 +168,7 @@ def test_unscorable_and_truncated_completions_have_no_part(tiny_model, tmp_path,
         assert relative_error(one.steps[k].gradient, other.steps[k].gradient) < EXACT
 
 
-def test_lone_scorable_completion_gives_no_signal_and_no_nan(tiny_model, tmp_path):
+def test_group_with_one_scored_completion_has_neither_signal_nor_nan(tiny_model, tmp_path):
     script = Script([None, None, 1.0, None, 0.2, 0.9, 0.4, 0.1])
     trainer = trained(tiny_model, tmp_path, script=script)
     assert trainer.rollouts[0].opo_valid.tolist() == [False, False, True, False, True, True, True, True]
@@ -176,7 +176,7 @@ def test_lone_scorable_completion_gives_no_signal_and_no_nan(tiny_model, tmp_pat
     assert_step_equals(trainer.steps[0], Reference(trainer, script).step(0))
 
 
-def test_rollout_that_nobody_could_score_moves_nothing(tiny_model, tmp_path):
+def test_unscored_rollout_changes_nothing(tiny_model, tmp_path):
     trainer = trained(tiny_model, tmp_path, script=Script([None] * 8), max_steps=2)
     assert all(torch.equal(tensor, trainer.initial[name]) for name, tensor in snapshot(trainer.model).items())
     assert logged(trainer)[0]["opo/frac_masked"] == 1
@@ -185,7 +185,7 @@ def test_rollout_that_nobody_could_score_moves_nothing(tiny_model, tmp_path):
 # 2. TRL's own loss is never trained
 
 
-def test_loss_of_the_parent_is_never_called(tiny_model, tmp_path, monkeypatch):
+def test_loss_of_grpo_is_never_called(tiny_model, tmp_path, monkeypatch):
     def forbidden(*args, **kwargs):
         raise AssertionError("the loss of GRPO was called")
 
@@ -206,7 +206,7 @@ def test_loss_of_the_parent_is_never_called(tiny_model, tmp_path, monkeypatch):
     assert torch.equal(trainer._compute_loss(trainer.model, batch), trainer.compute_loss(trainer.model, batch))
 
 
-def test_outputs_of_the_loss_are_refused(tiny_model, tmp_path):
+def test_outputs_of_the_loss_are_rejected(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path)
     with pytest.raises(ValueError, match="returning outputs"):
         trainer.compute_loss(trainer.model, {}, return_outputs=True)
@@ -217,7 +217,7 @@ def test_outputs_of_the_loss_are_refused(tiny_model, tmp_path):
 
 def test_alpha_changes_the_update(tiny_model, tmp_path):
     one, other = (trained(tiny_model, tmp_path, alpha=alpha) for alpha in (0.4, 0.7))
-    # Not merely its size: alpha bends the weights of a group.
+    # Not only its norm: alpha changes the ratios of a group's weights.
     a, b = (torch.cat([g.flatten() for g in trainer.steps[0].gradient.values()]) for trainer in (one, other))
     assert torch.cosine_similarity(a, b, dim=0) < 0.9999
     assert relative_error(one.steps[0].gradient, other.steps[0].gradient) > 0.1
@@ -230,7 +230,7 @@ def test_mu_changes_nothing_on_policy(tiny_model, tmp_path):
     assert relative_error(three.steps[2].gradient, one.steps[2].gradient) < EXACT
 
 
-def test_mu_acts_where_a_rollout_is_reused(tiny_model, tmp_path):
+def test_mu_has_an_effect_off_policy(tiny_model, tmp_path):
     one, four = (trained(tiny_model, tmp_path, mu=mu, steps_per_generation=4, max_steps=2) for mu in (1.0, 4.0))
     assert all(torch.equal(one.steps[0].gradient[name], g) for name, g in four.steps[0].gradient.items())
     assert relative_error(one.steps[1].gradient, four.steps[1].gradient) > 0.5
@@ -240,8 +240,8 @@ def test_mu_acts_where_a_rollout_is_reused(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     "options", [{}, {"drive_scaling": "group", "alpha": 0.0}, {"drive_scaling": "batch", "chi2_radius": 0.1}]
 )
-def test_equal_rewards_move_nothing(tiny_model, tmp_path, options, reward):
-    # These rewards are no binary fractions, so that their float32 mean may miss them by a rounding.
+def test_equal_rewards_change_nothing(tiny_model, tmp_path, options, reward):
+    # These rewards are not binary fractions, so their float32 mean may differ from them by a rounding error.
     script = Script([reward] * 24)
     sizes = {"per_device_train_batch_size": 6, "num_generations": 6}
     trainer = trained(tiny_model, tmp_path, script=script, **sizes, **options, **REUSE)
@@ -264,7 +264,7 @@ SPLITS = [(8, 1), (4, 2), (2, 4), (1, 8)]
     ids=["sum", "mean, KL and entropy", "batch scope"],
 )
 def test_split_into_micro_batches_changes_nothing(tiny_model, tmp_path, options):
-    """Two steps on one rollout of 16: the rows of a step and their gradient are those of one large micro-batch."""
+    """Two steps on one rollout of 16: a step has the samples and the gradient of one large micro-batch."""
     runs = [
         trained(
             tiny_model,
@@ -289,7 +289,7 @@ def test_split_into_micro_batches_changes_nothing(tiny_model, tmp_path, options)
 
 
 def test_several_rollouts_in_one_step(tiny_model, tmp_path):
-    """The opposite of reuse: a step over two rollouts, each with its own drive and its own mu."""
+    """The opposite of reuse: a step over two rollouts, each with its own target and mu."""
     script = Script()
     trainer = trained(tiny_model, tmp_path, script=script, steps_per_generation=2, gradient_accumulation_steps=4)
     expected = Reference(trainer, script).step(0)
@@ -322,7 +322,7 @@ def test_short_last_step_of_an_epoch(tiny_model, tmp_path):
 
 
 def test_rollouts_that_end_within_a_step(tiny_model, tmp_path):
-    """Rollouts of 2 micro-batches, steps of 3: the second step begins with what the first one left of its rollout."""
+    """Rollouts of 2 micro-batches, steps of 3: the second step begins with the rest of the first one's rollout."""
     script = Script()
     trainer = trained(
         tiny_model, tmp_path, script=script, steps_per_generation=2, gradient_accumulation_steps=3, max_steps=2
@@ -335,7 +335,7 @@ def test_rollouts_that_end_within_a_step(tiny_model, tmp_path):
 
 
 def test_age_of_rollouts_that_end_within_a_step(tiny_model, tmp_path):
-    """A step is on-policy only if all of its rows are."""
+    """A step is on-policy only if all of its samples are."""
     trainer = trained(
         tiny_model, tmp_path, steps_per_generation=2, gradient_accumulation_steps=3, max_steps=2, learning_rate=0.05
     )
@@ -360,7 +360,7 @@ def test_groups_across_two_processes(tiny_model, tmp_path):
     assert abs(two["tokens"][0] - two["tokens"][1]) <= longest < abs(two["held"][0] - two["held"][1])
     for logged_by_two, logged_by_one in zip(two["logged"], one["logged"], strict=True):
         assert logged_by_two == pytest.approx(logged_by_one, rel=1e-3, abs=1e-5)
-    # After three SGD steps, two of them on a reused rollout, the parameters agree to float32 rounding.
+    # After three SGD steps, one of them off-policy, the parameters agree to float32 rounding.
     assert two["moved"] == pytest.approx(one["moved"], rel=1e-4)
     assert math.dist(two["parameters"], one["parameters"]) < EXACT * one["moved"]
 
@@ -373,7 +373,7 @@ def train_scripted_groups(model: str, folder: str) -> None:
 
 
 def scripted_groups(model: str, folder: Path) -> dict:
-    """Train three optimizer steps, two of them on one rollout; the result in the order of the rollout's rows."""
+    """Train three optimizer steps, two of them on one rollout; the result in the order of the rollout's samples."""
     rewards = [0.3, 1.7, 2.2, 0.1, 1.0, None, 0.2, 0.7, 0.5, 0.9, 0.4, 1.3]
     trainer = trained(
         model,
@@ -481,7 +481,7 @@ def test_metrics_are_the_definitions(tiny_model, tmp_path, options):
         values = {name: entries[k][f"opo/{name}"] for name in expected}
         # 1e-3: exp(Delta) - 1 multiplies the rounding of a sum of float32 log-probabilities by 1 / Delta.
         assert values == pytest.approx(expected, rel=1e-3, abs=1e-5)
-    # One unscorable and one truncated completion among the sixteen of the rollout.
+    # One unscored and one truncated completion among the sixteen of the rollout.
     assert sum(entry["opo/frac_masked"] for entry in entries[:2]) / 2 == pytest.approx(2 / 16)
     assert entries[0]["opo/frac_zero_drive"] == pytest.approx(4 / 14)
     if "positivity" in options:
@@ -491,7 +491,7 @@ def test_metrics_are_the_definitions(tiny_model, tmp_path, options):
 def test_rollout_without_signal_has_no_gradient_response_efficiency(tiny_model, tmp_path):
     trainer = trained(tiny_model, tmp_path, script=Script([1.0] * 8))
     (entry,) = logged(trainer)
-    assert entry["opo/gradient_response_efficiency"] is None  # TRL's word for a metric that is NaN
+    assert entry["opo/gradient_response_efficiency"] is None  # as TRL logs a metric that is NaN
     assert entry["opo/frac_zero_drive"] == 1
 
 
@@ -506,7 +506,7 @@ def test_rollout_without_signal_has_no_gradient_response_efficiency(tiny_model, 
         ({"alpha": 0.2, "adaptive_temperature": True}, ["alpha = 0.2", "temperature in [0.2, 1.5]"], ["beta"]),
     ],
 )
-def test_plan_is_printed_once_and_right(tiny_model, tmp_path, capsys, options, said, unsaid):
+def test_plan_is_printed_once_and_is_right(tiny_model, tmp_path, capsys, options, said, unsaid):
     trained(tiny_model, tmp_path, **options)
     out = capsys.readouterr().out
     assert out.count("OPO training plan") == 1
@@ -519,7 +519,7 @@ def test_plan_is_printed_once_and_right(tiny_model, tmp_path, capsys, options, s
     ("options", "warnings"),
     [({"anchor_correction": "sequence", "alpha": 0.0}, 1), ({"anchor_correction": "absorbed", "alpha": 0.4}, 0)],
 )
-def test_collapsed_escort_weights_are_warned_of_once(tiny_model, tmp_path, caplog, options, warnings):
+def test_warning_of_collapsed_escort_weights_comes_once(tiny_model, tmp_path, caplog, options, warnings):
     with caplog.at_level(logging.WARNING, logger="opo_trl.trainer"):
         trainer = trained(tiny_model, tmp_path, max_steps=14, **options)
     assert (logged(trainer)[-1]["opo/escort/ess"] < 2) == bool(warnings)
@@ -530,7 +530,7 @@ def test_collapsed_escort_weights_are_warned_of_once(tiny_model, tmp_path, caplo
 
 
 def test_gradient_norm_does_not_grow_with_the_length(tiny_model, tmp_path):
-    """Of a completion's log-ratio it does: a loss of its own scale would be clipped in nearly every step."""
+    """That of a log-ratio does: without scaling, the gradient would be clipped in nearly every step."""
     norms = {}
     for reduction in ("sum", "mean"):
         norms[reduction] = [
@@ -545,7 +545,7 @@ def test_gradient_norm_does_not_grow_with_the_length(tiny_model, tmp_path):
             )[0]["grad_norm"]
             for length in (8, 32, 128)
         ]
-    assert norms["sum"] == pytest.approx(norms["mean"], rel=1e-3)  # of equal lengths they are the same loss
+    assert norms["sum"] == pytest.approx(norms["mean"], rel=1e-3)  # for equal lengths the losses are the same
     assert norms["sum"][2] < norms["sum"][0]
 
 
@@ -558,7 +558,7 @@ def test_gradient_norm_does_not_grow_with_the_length(tiny_model, tmp_path):
         ({"steps_per_generation": 4}, False),
     ],
 )
-def test_run_that_never_reaches_the_regime_of_opo_is_warned_of_once(tiny_model, tmp_path, caplog, options, warned):
+def test_warning_of_an_on_policy_run_comes_once(tiny_model, tmp_path, caplog, options, warned):
     trained(tiny_model, tmp_path, max_steps=3, **options)
     found = [message for message in caplog.messages if "serves a single optimizer step" in message]
     assert len(found) == warned
@@ -568,7 +568,7 @@ def test_run_that_never_reaches_the_regime_of_opo_is_warned_of_once(tiny_model, 
 
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_metrics_of_trl_are_logged_in_every_step(tiny_model, tmp_path, evaluated):
-    """Also in a step that leaves half of the rows out, and the loss without its entropy bonus where there is one."""
+    """Also in a step that skips half of its samples; with an entropy bonus, the loss without it as well."""
     options = {"skip_inert_rows": True, "steps_per_generation": 4, "max_steps": 3}
     if evaluated:
         data = {"eval_dataset": Dataset.from_dict({"prompt": PROMPTS[:2]})}
@@ -587,7 +587,7 @@ def test_metrics_of_trl_are_logged_in_every_step(tiny_model, tmp_path, evaluated
     assert all("eval_policy_loss" in entry and "eval_entropy" in entry for entry in prefixed)
 
 
-# 6. The trainer as a person meets it
+# 6. The trainer as users meet it
 
 
 def test_model_card_names_the_method(tiny_model, tmp_path):
@@ -599,7 +599,7 @@ def test_model_card_names_the_method(tiny_model, tmp_path):
     assert "- grpo" not in card
 
 
-def test_configuration_of_another_trainer_is_refused(tiny_model, tmp_path):
+def test_configuration_of_another_trainer_is_rejected(tiny_model, tmp_path):
     args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
     with pytest.raises(TypeError, match=r"GRPOConfig.*OPOConfig"):
         OPOTrainer(tiny_model, Script().reward_functions(), args, Dataset.from_dict({"prompt": PROMPTS}))
@@ -607,8 +607,8 @@ def test_configuration_of_another_trainer_is_refused(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("as_module", [False, True], ids=["path", "module"])
 def test_configuration_may_be_left_out(tiny_model, tmp_path, monkeypatch, as_module):
-    monkeypatch.chdir(tmp_path)  # the output folder is named after the model, where the process is
-    # TRL's default is bfloat16 on a GPU, which a machine without one refuses.
+    monkeypatch.chdir(tmp_path)  # the output folder is named after the model, in the working directory
+    # TRL's default is bfloat16 on a GPU, which fails on a machine without one.
     monkeypatch.setattr(OPOTrainer, "config_class", functools.partial(OPOConfig, use_cpu=True, bf16=False))
     model = AutoModelForCausalLM.from_pretrained(tiny_model) if as_module else tiny_model
     trainer = OPOTrainer(
@@ -622,6 +622,6 @@ def test_configuration_may_be_left_out(tiny_model, tmp_path, monkeypatch, as_mod
 
 
 def test_recorded_distance_can_fail(tiny_model, tmp_path):
-    """The comparisons above rest on this number: it is not zero between different gradients."""
+    """The comparisons above rely on this number: it is not zero for different gradients."""
     trainer = trained(tiny_model, tmp_path, max_steps=2)
     assert distance(trainer.steps[0].gradient, trainer.steps[1].gradient) > 0.1

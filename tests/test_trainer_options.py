@@ -1,5 +1,5 @@
 """
-Every option inherited from TRL that shapes the loss does in OPOTrainer what its documentation says.
+Every option of TRL that affects the loss does in OPOTrainer what its documentation says.
 
 `test_config.py` lists these options and the test of each. Gradients are compared with `helpers.Reference`, an
 independent float64 computation.
@@ -50,7 +50,7 @@ def assert_steps_equal(trainer, script, **options):
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_kl_to_the_reference(tiny_model, tmp_path, reduction, corrected):
-    rewards = [0.4, 1.0, None, 2.0, 0.0, 0.3, 1.5, 0.9]  # a row that nobody could score has no KL term either
+    rewards = [0.4, 1.0, None, 2.0, 0.0, 0.3, 1.5, 0.9]  # an unscored sample has no KL term either
     script = Script(rewards, truncated=(3,), tool_tokens={6: (1, 2)})
     options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **REUSE}
     trainer = trained(
@@ -63,7 +63,7 @@ def test_kl_to_the_reference(tiny_model, tmp_path, reduction, corrected):
         **options,
     )
     assert_steps_equal(trainer, script)
-    # Negative controls, in the step where the policy has left the reference: no KL, and the other estimate.
+    # Negative controls, in the step where the policy has left the reference: no KL term, or the other estimate of it.
     reference, entry = Reference(trainer, script), logged(trainer)[1]
     for name, value in (("use_bias_correction_kl", not corrected), ("beta", 0.0)):
         setattr(trainer.args, name, value)
@@ -72,7 +72,7 @@ def test_kl_to_the_reference(tiny_model, tmp_path, reduction, corrected):
 
 
 def test_logged_kl_is_per_token(tiny_model, tmp_path):
-    """As TRL logs it, so that the number does not depend on `log_ratio_reduction`."""
+    """As in TRL, so that the number does not depend on `log_ratio_reduction`."""
     script = Script()
     trainer = trained(tiny_model, tmp_path, script=script, beta=0.1, log_ratio_reduction="mean", max_steps=2)
     step, reference = trainer.steps[1], Reference(trainer, script)
@@ -124,7 +124,7 @@ def test_entropy_bonus(tiny_model, tmp_path, quantile):
 
 
 def high_entropy_tokens(reference: Reference, quantile: float):
-    """Of what takes part in a rollout, the tokens with at least its (1 - quantile) entropy when it was generated."""
+    """Valid tokens whose entropy was at least the (1 - quantile) quantile of the rollout when it was generated."""
 
     @functools.cache
     @torch.no_grad()
@@ -175,7 +175,7 @@ def test_entropy_controller_moves_to_its_bound(tiny_model, tmp_path, target, coe
         trainer_arguments=EVALUATED,
     )
     assert [entry["entropy_coef"] for entry in logged(trainer)] == pytest.approx(coefficients)
-    # The first step has no entropy to go by; a later one applies the coefficient that the step before it left, and
+    # The first step has no earlier entropy; a later one applies the coefficient that the step before it set, and
     # none while the entropy is above its target.
     applied = [0.0, *coefficients[:-1]] if target else [0.0] * 4
     reference = Reference(trainer, script)
@@ -201,15 +201,15 @@ def test_entropy_controller_is_saved_and_restored(tiny_model, tmp_path):
     assert math.isfinite(second._last_world_entropy)
 
 
-# Rows and tokens that take part
+# Samples and tokens that count
 
 
 @pytest.mark.parametrize("sampler", [False, True], ids=["anchor", "sampler"])
 def test_off_policy_mask_drops_rows(tiny_model, tmp_path, sampler):
-    """Those of negative advantage whose KL to the policy that sampled them is large: vLLM's, where there is one."""
+    """Samples of negative advantage with a large KL to the policy that sampled them: vLLM's, if there is one."""
 
     def inject(rollout, trainer):
-        if sampler:  # half of the rows look as if the sampler had found them far more likely
+        if sampler:  # as if half of the samples had been far more likely under the sampler
             shift = (rollout["row"] % 4 < 2)[:, None]
             rollout["sampling_per_token_logps"] = trainer._anchor_pass(rollout)[0] + shift
 
@@ -236,9 +236,9 @@ def test_off_policy_mask_drops_rows(tiny_model, tmp_path, sampler):
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_tokens_of_a_tool_have_no_influence(tiny_model, tmp_path, reduction):
-    """They are read by the model, and take part in neither the log-ratio nor its length."""
-    tool_tokens = {0: (1, 2), 5: (0,), 9: range(9)}  # row 9 is all the tool's
+def test_tokens_of_a_tool_have_no_effect(tiny_model, tmp_path, reduction):
+    """The model reads them, but they count in neither the log-ratio nor its length."""
+    tool_tokens = {0: (1, 2), 5: (0,), 9: range(9)}  # sample 9 consists of the tool's
     options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **REUSE}
     script = Script(tool_tokens=tool_tokens)
     options |= {"anchor_correction": "length_normalized"}
@@ -252,7 +252,7 @@ def test_tokens_of_a_tool_have_no_influence(tiny_model, tmp_path, reduction):
 
 @pytest.mark.parametrize("shape", ["sequence", "token"])
 def test_importance_sampling_ratio_weighs_rows(tiny_model, tmp_path, shape):
-    """TRL hands over `[B, 1]` in its sequence modes and `[B, T]` in its token modes, 0 where a `*_mask` mode cuts."""
+    """TRL's ratio is `[B, 1]` in its sequence modes, `[B, T]` in its token modes, and 0 where a `*_mask` mode cuts."""
 
     def inject(rollout, trainer):
         mask = rollout["completion_mask"]
@@ -277,8 +277,8 @@ def test_importance_sampling_ratio_weighs_rows(tiny_model, tmp_path, shape):
 
 @pytest.mark.parametrize("where", ["tokens", "rows"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_takes_no_part_has_no_influence_whatever_it_holds(tiny_model, tmp_path, value, where):
-    """Padding, a tool's tokens, truncated completions, all of an unscorable one: the gradient is bitwise the same."""
+def test_masked_values_have_no_effect_even_if_not_finite(tiny_model, tmp_path, value, where):
+    """Padding, a tool's tokens, truncated and unscored completions: the gradient is bitwise the same."""
 
     anchors = []
 
@@ -341,7 +341,7 @@ def test_truncated_completions_take_part_unless_masked(tiny_model, tmp_path, mas
     assert [target != 0 for target in targets] == valid
 
 
-# The rollout and its reuse
+# Off-policy steps
 
 
 def test_num_iterations_reuses_the_rollout(tiny_model, tmp_path):
@@ -387,7 +387,7 @@ def test_gradient_checkpointing_changes_nothing(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_adapter_alone_is_trained(tiny_model, tmp_path, beta):
+def test_only_the_adapter_is_trained(tiny_model, tmp_path, beta):
     """LoRA; with a KL term the reference is the model without its adapter."""
     lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
     script = Script()
@@ -409,7 +409,7 @@ def test_adapter_alone_is_trained(tiny_model, tmp_path, beta):
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora)
     reference = Reference(trainer, script, model=model)
     for k, record in enumerate(trainer.steps):
-        # A fresh adapter adds nothing (its B is 0), so that the initial policy is the model without it.
+        # A new adapter adds nothing (its B is 0), so the initial policy is the model without it.
         expected = reference.step(k).gradient
         assert relative_error(record.gradient, {name: expected[name] for name in adapter}) < EXACT
         assert norm(record.gradient) > 0.01
@@ -446,10 +446,10 @@ def tiny_moe(tmp_path_factory) -> str:
 
 
 def test_router_auxiliary_loss(tiny_moe, tmp_path):
-    """It adds its coefficient times the mean over the micro-batches of the model's own load-balancing loss."""
+    """Adds the coefficient times the mean over micro-batches of the model's own load-balancing loss."""
     coefficient, script = 20.0, Script()
     trainer = trained(tiny_moe, tmp_path, script=script, router_aux_loss_coef=coefficient)
-    # The other implementation of the experts has no float64.
+    # The default implementation of the experts does not support float64.
     model = AutoModelForCausalLM.from_pretrained(tiny_moe, experts_implementation="eager")
     objective = Reference(trainer, script, model=model).step(0).gradient
     losses = []
@@ -479,7 +479,7 @@ def test_router_auxiliary_loss_may_be_left_out(tiny_moe, tmp_path):
 
 @pytest.mark.parametrize("cast", [False, True])
 def test_half_precision_model(tiny_model, tmp_path, cast):
-    """In bfloat16, with the head in float32 or not: the update is that of the definition within bfloat16's 8 bits."""
+    """In bfloat16, with or without a float32 head: the gradient is the definition's, up to bfloat16's 8 bits."""
     script = Script()
     trainer = trained(
         tiny_model,
@@ -546,22 +546,22 @@ def test_evaluation(tiny_model, tmp_path, generations, options):
         for name in ("escort/ess", "chi2", "mu", "temperature", "work", "frac_masked", "off_policy_steps"):
             assert math.isfinite(entry[f"eval_opo/{name}"])
         assert "opo/chi2" not in entry
-        # The rollout of an evaluation is its own anchor.
+        # In an evaluation, the policy is the behaviour policy.
         assert entry["eval_opo/chi2"] == pytest.approx(0, abs=1e-9)
         assert entry["eval_opo/off_policy_steps"] == 0
         assert 1 <= entry["eval_opo/escort/ess"] <= (generations or 4)
         assert (entry["eval_opo/frac_zero_drive"] == 1) == (generations == 1)
-    # Training goes on as if there had been no evaluation.
+    # Training continues as if there had been no evaluation.
     plain = trained(tiny_model, tmp_path, beta=0.1, **options, **REUSE)
     assert [entry["opo/off_policy_steps"] for entry in logged(trainer)] == [0, 1]
     assert relative_error(trainer.steps[1].gradient, plain.steps[1].gradient) < EXACT
 
 
 def test_loss_of_an_evaluation_is_its_own_mean(tiny_model, tmp_path):
-    """Not divided by the accumulation of training. The policy is its own anchor, which leaves the KL term."""
+    """Not divided by the accumulation steps of training. The policy is the behaviour policy, so only KL is left."""
     script = Script()
     trainer = trained(tiny_model, tmp_path, script=script, beta=0.5, max_steps=2)
-    # One batch: Transformers weighs the last of several by the length of the dataset before TRL repeats its prompts.
+    # One batch: with several, Transformers weighs the last one by the dataset's length before TRL repeats the prompts.
     metrics = trainer.evaluate(Dataset.from_dict({"prompt": PROMPTS[:2]}))
     policies = [in_float64(policy) for policy in (snapshot(trainer.model), trainer.initial)]
     reference, total, rows = Reference(trainer, script), 0.0, [row for call in script.calls[2:] for row in call]

@@ -1,1 +1,1 @@
-"""What is measured in a step, the bounds of what is healthy, and the plan of a run."""
+"""Metrics of an optimizer step, their healthy bounds, and the plan of a run."""

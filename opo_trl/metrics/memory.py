@@ -1,8 +1,8 @@
 """
-What a process of a run holds in memory at its peaks, from the shape of the model: arithmetic, no measurement.
+Peak memory of a process, computed from the shape of the model; nothing is measured.
 
-Ψ is the number of trained parameters, b the bytes of one, P and B number and bytes of all weights, c the bytes of an
-element in matrix products, N the number of processes, R and L DeepSpeed's `reduce_bucket_size` (5e8) and
+Ψ is the number of trained parameters and b the bytes of each, P and B are the number and bytes of all weights, c the
+bytes of an element in matrix products, N the number of processes, R and L DeepSpeed's `reduce_bucket_size` (5e8) and
 `stage3_max_live_parameters` (1e9). With gradient accumulation and AdamW:
 
 | sharding | weights | gradients | optimizer | buckets | gathered weights | optimizer step |
@@ -14,41 +14,42 @@ element in matrix products, N the number of processes, R and L DeepSpeed's `redu
 | ZeRO-3 | B/N | bΨ/N | 12Ψ/N | (R + min(R, Ψ))b | min(P, L)·B/P | (4 + b)Ψ/N |
 | FSDP2 | B/N | cΨ, then bΨ/N | 2bΨ/N | | embedding and three layers, in c | |
 
-- ZeRO's 12 are a float32 master copy and two float32 moments, whatever the type of the model: the 2Ψ + 2Ψ + 12Ψ of
-  Rajbhandari et al. (2020, arXiv:1910.02054). Elsewhere the moments have the type of the parameters: `dtype: bfloat16`
-  means bfloat16 moments and no master copy. FSDP2 under bf16 makes trained weights float32, so there b = 4.
-- ZeRO-2 holds its part of the gradients twice: what was accumulated, and what the micro-batch adds. FSDP2 reduces only
-  the last micro-batch of a step, and holds whole gradients until then.
-- DDP's buckets are a second copy of the gradients. ZeRO's are one buffer, as large as R even where Ψ is small, and a
-  copy of what is being reduced; ZeRO-3 never frees the buffer, ZeRO-2 does so after each backward pass.
-- ZeRO's step makes of its part of the gradients a flat copy, and a float32 one unless that is float32 already.
+- ZeRO's 12 are a float32 master copy and two float32 moments, whatever the model's dtype: the 2Ψ + 2Ψ + 12Ψ of
+  Rajbhandari et al. (2020, arXiv:1910.02054). Otherwise the moments have the dtype of the parameters:
+  `dtype: bfloat16` means bfloat16 moments and no master copy. FSDP2 under bf16 makes trained weights float32: b = 4.
+- ZeRO-2 holds its part of the gradients twice: the accumulated ones, and those of the micro-batch. FSDP2 reduces only
+  in the last micro-batch of a step, and holds unsharded gradients until then.
+- DDP's buckets are a second copy of the gradients. ZeRO's are one buffer, of size R even if Ψ is small, and a copy of
+  what is being reduced; ZeRO-3 never frees the buffer, ZeRO-2 frees it after each backward pass.
+- ZeRO's step makes a flat copy of its part of the gradients, and a float32 one unless it is float32 already.
 
-Activations are those of a decoder of the Llama kind (RMSNorm, gated MLP, rotary positions) as Transformers runs it, op
-by op: [`_layer`] and [`_head`]. Left out, and what to keep free for it (`HEADROOM`, a tenth of the device): the CUDA
-context (about 0.5 GB), NCCL's buffers (0.2–1 GB), cuBLAS workspaces, and fragmentation of the allocator (5–10 %). Also
-left out, because small: the rollout buffer (30 bytes a token: 3 MB for 48 completions of 2,304 tokens), and the pass
-that scores the rollout under the anchor, which keeps nothing for a backward pass and stays below the update's peak.
+Activations are those of a Llama-style decoder (RMSNorm, gated MLP, rotary positions) as Transformers runs it, op by
+op: [`_layer`] and [`_head`]. `HEADROOM`, a tenth of the device, is for what is left out: the CUDA context (about
+0.5 GB), NCCL's buffers (0.2–1 GB), cuBLAS workspaces, and fragmentation of the allocator (5–10 %). Also left out,
+because they are small: the rollout buffer (30 bytes a token: 3 MB for 48 completions of 2,304 tokens), and the pass
+that scores the rollout under the behaviour policy, which keeps nothing for a backward pass and stays below the peak of
+the update.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 
-HEADROOM = 0.1  # of the device, for what is not computed here
+HEADROOM = 0.1  # share of the device, for what is not computed here
 
 # vLLM's documentation: sleeping frees "up to 90%+" of what the engine holds.
 _ASLEEP = 0.1
 
-# TRL's fused LM head makes logits in tiles of so many tokens and words.
+# Tokens and words of the tiles in which TRL's fused LM head makes logits.
 _TILE = (4096, 32768)
 
-# Architectures whose layers are what `_layer` counts; compared op by op in the tests.
+# Architectures with the layers that `_layer` counts; the tests compare them op by op.
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Shape of a dense decoder of the Llama kind: widths in elements, `query` and `key` over all heads."""
+    """Shape of a dense Llama-style decoder: widths in elements, `query` and `key` over all heads."""
 
     layers: int
     hidden: int
@@ -73,7 +74,7 @@ class Decoder:
 
 
 def decoder(config: Any) -> Decoder | None:
-    """Shape of the text model of a Transformers configuration; `None` if its layers are not of the Llama kind."""
+    """Shape of the text model of a Transformers configuration; `None` if its layers are not Llama-style."""
     config = config.get_text_config()
     if config.model_type not in _ARCHITECTURES:
         return None
@@ -95,7 +96,7 @@ def decoder(config: Any) -> Decoder | None:
 @dataclass(frozen=True)
 class Precision:
     """
-    Bytes of an element: of the weights and the residual stream, of matrix products, and of trained parameters.
+    Bytes per element: of the weights and the residual stream, of matrix products, and of trained parameters.
 
     `compute` is below `weights` for float32 weights under autocast; `trained` is above both for LoRA adapters that
     PEFT keeps in float32.
@@ -129,15 +130,15 @@ def memory_plan(
     generated_rows: int = 0,
 ) -> dict[str, dict[str, float]]:
     """
-    Bytes that one process holds at each of the moments that can be the peak of a run.
+    Bytes that one process holds at each moment that can be the peak of a run.
 
     Args:
         shape ([`Decoder`], *optional*):
             Shape of the model. `None` leaves the activations out.
         parameters (`int`), trained (`int`):
-            Number of all parameters, and Ψ, of those that are trained.
+            Number of all parameters, and Ψ, the number of trained ones.
         weight_bytes (`float`, *optional*):
-            B, where it does not follow from `precision` (quantized weights).
+            B, if it does not follow from `precision` (quantized weights).
         precision ([`Precision`], *optional*):
             Bytes per element; bfloat16 by default.
         sharding (`str`, *optional*, defaults to `"none"`):
@@ -157,11 +158,11 @@ def memory_plan(
         vllm (`float`, *optional*), vllm_sleeps (`bool`, *optional*):
             Bytes of a colocated vLLM, and whether it sleeps during the update.
         generated_rows (`int`, *optional*):
-            Completions that Transformers generates at once on this process, where vLLM does not.
+            Completions that Transformers generates at once on this process, if vLLM does not.
 
     Returns:
         `dict[str, dict[str, float]]`: moment → component → bytes. The moments are `"generation"`, `"optimizer step"`,
-        and those of the backward pass with the gradients of earlier micro-batches held, `"LM head"` and `"layers"`.
+        and two of a backward pass while the gradients of earlier micro-batches are held, `"LM head"` and `"layers"`.
     """
     w, b, c = precision.weights, precision.trained, precision.compute
     total = (parameters - trained) * w + trained * b if weight_bytes is None else weight_bytes
@@ -198,7 +199,7 @@ def memory_plan(
 def _states(
     sharding: str, processes: int, trained: int, *, b: float, c: float, moments: float | None, bucket: float
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """The table above, weights aside: what is held always, what an update holds, and what its last step does."""
+    """The table above without the weights: held always, during an update, and during its optimizer step."""
     if sharding in ("none", "ddp"):
         always = {"optimizer": trained * (2 * b if moments is None else moments)}
         if sharding == "ddp":
@@ -231,21 +232,21 @@ def _activations(
     fused_kernels: bool,
 ) -> dict[str, dict[str, float]]:
     """
-    What an update makes beside the states, at the LM head and in the layers.
+    What an update adds to the states, at the LM head and in the layers.
 
-    `full` says that all weights are trained, not adapters; `split`, that weights come gathered and in the type of the
-    products; `scored` is the number of tokens that the LM head sees.
+    `full`: all weights are trained, not adapters. `split`: weights come gathered, in the dtype of the products.
+    `scored`: number of tokens that the LM head sees.
     """
     tokens, w, c = rows * length, p.weights, p.compute
     copies = not split and c < (w if full else p.trained)
     kept, in_use = _layer(d, p, length=length, full=full, copies=copies)
     forward, backward, pending = _head(d, p, tokens=tokens, scored=scored, full=full, fused_kernels=fused_kernels)
-    # Casts of float32 weights under autocast live as long as the forward pass, or as what it keeps.
+    # Casts of float32 weights under autocast live as long as the forward pass, or as the activations that it keeps.
     casts = c * d.layer_weights if copies and full else 0
     mask = float(rows * length**2 if d.attention == "sdpa" else 0)
     if checkpointing:
         checkpoint = w * d.hidden
-        # The checkpoint is the layer's input, which the norm of a float32 model takes as it is.
+        # The checkpoint is the layer's input, which the norm of a float32 model uses without a copy.
         layer = tokens * (kept + in_use - (checkpoint if w == 4 else 0)) + casts
         activations = tokens * d.layers * checkpoint + mask
         forward += d.layers * casts
@@ -254,16 +255,16 @@ def _activations(
         activations = d.layers * (tokens * kept + casts) + mask
     return {
         "LM head": {"activations": activations, "LM head": max(forward, backward)},
-        # The gradient of a tied embedding is made beside the LM head's, when no activation is left.
+        # The gradient of a tied embedding is made next to the LM head's, when no activation is left.
         "layers": {"activations": activations, "one layer": max(layer, pending - activations), "LM head": pending},
     }
 
 
 def _layer(d: Decoder, p: Precision, *, length: int, full: bool, copies: bool) -> tuple[float, float]:
     """
-    Bytes per token that one layer keeps for its backward pass, and those in use beside it at the height of that pass.
+    Bytes per token that one layer keeps for its backward pass, and those in use besides at the peak of that pass.
 
-    `copies` says that every linear layer keeps a cast of its input.
+    `copies`: every linear layer keeps a cast of its input.
     """
     w, c = p.weights, p.compute
     # The input of both norms in float32: a copy of it, or the residual stream itself.
@@ -271,18 +272,18 @@ def _layer(d: Decoder, p: Precision, *, length: int, full: bool, copies: bool) -
     normalized = 2 * w * d.hidden if full else 0
     outputs = (5 if copies else 2) * c * d.hidden
     heads = (4 + (c if full else 0)) * (d.query + d.key) if d.normalized_heads else 0
-    # With a mask, keys and values are repeated for every head; only flash attention's kernel reads them as groups.
+    # With a mask, keys and values are repeated for every head; only flash attention reads them as groups.
     attention = 2 * c * (d.query + (d.key if d.attention.startswith("flash") else d.query))
     attention += c * d.query if copies and not full else 0
-    # The mask as numbers, or the softmax in float32 and in the type of the products.
+    # The mask as numbers, or the softmax in float32 and in the dtype of the products.
     scores = {"sdpa": c * length, "eager": d.heads * length * (4 + (c if c < 4 else 0))}.get(d.attention, 0)
     mlp = 4 * c * d.intermediate
     # In the MLP's backward pass: gradients of both factors, and of the residual stream.
     in_use = 2 * c * d.intermediate + w * d.hidden
     if copies and not full:
-        in_use += c * d.intermediate + 4 * c * d.hidden  # the forward pass has casts and their sources at once
+        in_use += c * d.intermediate + 4 * c * d.hidden  # the forward pass holds casts and their sources at once
     if d.attention == "eager":
-        # The softmax's backward has three float32 tensors; the MLP is through by then.
+        # The backward pass of the softmax holds three float32 tensors; that of the MLP is done by then.
         in_use = max(in_use, 12 * d.heads * length - scores - mlp)
     return norms + normalized + outputs + heads + attention + scores + mlp, in_use
 
@@ -291,8 +292,8 @@ def _head(
     d: Decoder, p: Precision, *, tokens: int, scored: int, full: bool, fused_kernels: bool
 ) -> tuple[float, float, float]:
     """
-    Bytes of the final norm and TRL's fused LM head in the forward pass and at the height of the backward pass, and of
-    the gradient that a tied head leaves waiting for the embedding's.
+    Bytes of the final norm and TRL's fused LM head in the forward pass and at the peak of the backward pass, and of
+    the gradient that a tied head holds until the embedding adds its own.
     """
     w, c = p.weights, p.compute
     norm = (4 + (w if full else 0)) * d.hidden * tokens + w * d.hidden * scored
@@ -302,7 +303,7 @@ def _head(
     weight = d.embedding if full else 0
     gradients = 4 * (d.hidden * scored + weight)  # summed in float32, then cast
     cast = w * (d.hidden * scored + weight) if w < 4 else 0
-    # Where Triton does not run, torch ops on the tile leave seven float32 ones and a mask.
+    # Without Triton, torch ops on the tile leave seven float32 copies and a mask.
     unfused = 0 if fused_kernels else 29 * chunk * width
     pending = w * weight if d.tied else 0
     forward = norm + tile + weight_tile

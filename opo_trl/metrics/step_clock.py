@@ -1,4 +1,4 @@
-"""Where the seconds of an optimizer step go."""
+"""Seconds of an optimizer step, by phase."""
 
 import time
 from collections.abc import Iterator
@@ -9,22 +9,22 @@ import torch
 from transformers import TrainerCallback
 
 
-# Of one optimizer step, in this order. `anchor` is every forward pass without a gradient, that of a reference model
-# too; `sync` hands the weights to vLLM; `update` is the rest: forward and backward passes, the exchange of gradients,
-# the optimizer, and all that the host does in between.
+# Of one optimizer step, in this order. `anchor` is every forward pass without a gradient, including a reference
+# model's; `sync` hands the weights to vLLM; `update` is the rest: forward and backward passes, the exchange of
+# gradients, the optimizer, and the host's work in between.
 PHASES = ("generate", "score", "anchor", "update", "sync")
 
 
 class StepClock(TrainerCallback):
     """
-    Adds up the seconds of optimizer steps by phase; a phase inside another one is not counted in that one, too.
+    Adds up the seconds of optimizer steps by phase. A phase nested in another counts only as the inner one.
 
-    On a GPU the phases end where its stream gets there, which is read only when the seconds are asked for: no phase
+    On a GPU, phases are marked by events in its stream, which are read only when the seconds are asked for: no phase
     waits for the device.
 
     Args:
         device (`torch.device`):
-            Device that does the work.
+            Device that trains.
     """
 
     def __init__(self, device: torch.device):
@@ -44,12 +44,12 @@ class StepClock(TrainerCallback):
         self._enter("update")
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        self._enter(None)  # what comes now, such as a validation, is no part of the step
+        self._enter(None)  # what follows, such as a validation, is not part of the step
         self._steps += 1
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what happens inside as one of `PHASES`, if it belongs to an optimizer step."""
+        """Count the time inside as one of `PHASES`, if it belongs to an optimizer step."""
         outer = self._phase
         if outer is None:
             yield
@@ -61,7 +61,7 @@ class StepClock(TrainerCallback):
             self._enter(outer)
 
     def seconds_per_step(self) -> dict[str, float]:
-        """Seconds of every phase, per optimizer step since the last call."""
+        """Seconds per phase and optimizer step, since the last call."""
         if self._on_gpu:
             torch.cuda.synchronize()
         seconds = dict.fromkeys(PHASES, 0.0)
@@ -74,8 +74,8 @@ class StepClock(TrainerCallback):
 
     def tokens_per_second(self, tokens: float) -> float:
         """
-        Tokens of all rollouts, prompts included and over all processes, per second of optimizer steps: the mean from
-        the start, or from where the run was resumed, to the last call of [`~StepClock.seconds_per_step`].
+        Tokens of all rollouts, including prompts, over all processes, per second of optimizer steps: the mean since
+        the run was started or resumed, up to the last call of [`~StepClock.seconds_per_step`].
 
         Args:
             tokens (`float`):

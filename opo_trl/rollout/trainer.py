@@ -36,10 +36,10 @@ from trl.trainer.utils import get_config_model_id
 from .. import trl_contract
 from ..config import RolloutConfig
 from ..evaluate import check_placed, temporarily
+from ..metrics.opo import gradient_response_efficiency
 from ..metrics.plan import training_plan
 from ..metrics.step_clock import StepClock
 from ..metrics.watches import Watches
-from ..objective import gradient_response_efficiency
 from ..rewards.checked import checked, reward_list
 from ..rewards.scoring import IsolatedReward
 from . import checkpoint, dynamic_sampling

@@ -1,4 +1,4 @@
-"""The memory formula against measurements and known figures; the line of the plan; the tables of docs/memory.md."""
+"""The memory formula against measurements and published figures; the plan's line; the tables of docs/memory.md."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def total(components: dict[str, float]) -> float:
     return sum(components.values())
 
 
-# Known figures
+# Published figures
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_runs_of_the_tables_are_the_recipes():
 
 @pytest.mark.parametrize("sharding", ["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"])
 @pytest.mark.parametrize("lora", [False, True])
-def test_more_of_anything_needs_no_less(sharding: str, lora: bool):
+def test_nothing_more_needs_less_memory(sharding: str, lora: bool):
     def peaks(**options):
         run = benchmark.plan_run(sharding, lora=lora, **options)
         return [total(run[moment]) for moment in ("generation", "optimizer step", "LM head", "layers")]
@@ -112,7 +112,7 @@ def test_sharding_orders_what_is_held():
     )
 
 
-def test_without_a_known_architecture_states_alone_are_planned():
+def test_only_states_are_planned_for_an_unknown_architecture():
     assert memory.decoder(AutoConfig.for_model("gpt2")) is None
     assert memory_plan(None, parameters=10, trained=10).keys() == {"generation", "optimizer step"}
 
@@ -199,7 +199,7 @@ def test_plan_is_that_of_the_trainer(tiny_model, tmp_path):
         ("optimizer step", "optimizer", {}, "accelerate_config"),
     ],
 )
-def test_what_does_not_fit_is_warned_of_with_the_field_to_change(
+def test_warning_of_what_does_not_fit_names_the_field_to_change(
     tiny_model, tmp_path, monkeypatch, moment, component, options, field
 ):
     trainer = make_trainer(tiny_model, tmp_path)
@@ -232,7 +232,7 @@ def test_plan_on_the_page_is_the_one_of_the_recipe(monkeypatch):
         args=SimpleNamespace(per_device_train_batch_size=4, world_size=4),
         model=SimpleNamespace(config=probes.make_config(QWEN)),
     )
-    # The remedies of what does not fit are looked up before it is known that it does.
+    # Remedies are looked up before it is known whether the run fits.
     monkeypatch.setattr(plan, "_remedy", lambda *_: "")
     assert f"  memory     {plan._memory(trainer)}\n" in benchmark.PAGE.read_text()
 

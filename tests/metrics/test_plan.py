@@ -1,4 +1,4 @@
-"""The plan bears any model, ends no run, and is made once."""
+"""The plan works for any model, never ends a run, and is made once."""
 
 import logging
 
@@ -17,7 +17,7 @@ from opo_trl.metrics import plan
 from opo_trl.rollout import trainer as rollout_trainer
 
 
-# Without `max_position_embeddings`, as these families have no such limit; GRPOTrainer trains all of them.
+# Families without `max_position_embeddings`; GRPOTrainer trains all of them.
 UNLIMITED = {
     "bloom": {"hidden_size": 32, "n_layer": 1, "n_head": 2},
     "mpt": {"d_model": 32, "n_layers": 1, "n_heads": 2, "expansion_ratio": 2, "max_seq_len": 64},
@@ -89,12 +89,12 @@ def test_model_without_a_longest_context_is_planned_and_trained(model_type, tmp_
     assert trainer.state.global_step == 1
     printed = capsys.readouterr().out
     assert "+ 3) tokens)" in printed
-    assert f"not known for {model_type}" in printed
+    assert f"unknown for {model_type}" in printed
     assert "The plan has no line" not in caplog.text
     dry_run_model(trainer.args, ModelConfig(), str(tmp_path / "model"))
 
 
-def test_completions_of_any_length_in_a_context_without_an_end(tmp_path):
+def test_unlimited_completions_in_an_unlimited_context(tmp_path):
     tokenizer = make_tokenizer()
     config = AutoConfig.for_model("mamba", **UNLIMITED["mamba"], vocab_size=len(tokenizer))
     trainer = make(transformers.AutoModelForCausalLM.from_config(config), tmp_path, max_completion_length=None)
@@ -102,12 +102,12 @@ def test_completions_of_any_length_in_a_context_without_an_end(tmp_path):
     assert "of any length" in trainer.plan
 
 
-def test_what_cannot_be_planned_is_left_out_and_said(tiny_model, tmp_path, monkeypatch, capsys, caplog):
+def test_what_cannot_be_planned_is_left_out_with_a_warning(tiny_model, tmp_path, monkeypatch, capsys, caplog):
     trainer = make(tiny_model, tmp_path)
     monkeypatch.setattr(plan, "memory_plan", lambda trainer: {}["layers"])
     with caplog.at_level(logging.WARNING, "opo_trl"):
         trainer.train()
-    assert "memory     not known" in capsys.readouterr().out
+    assert "memory     unknown" in capsys.readouterr().out
     assert "The plan has no line for memory: KeyError: 'layers'" in caplog.text
     assert trainer.state.global_step == 1
 

@@ -1,4 +1,4 @@
-"""The seconds of an optimizer step add up, and what lies outside of one is not among them."""
+"""The phases of an optimizer step add up, and time between steps does not count."""
 
 import time
 
@@ -10,7 +10,7 @@ from transformers import TrainerState
 from opo_trl.metrics.step_clock import PHASES, StepClock
 
 
-PAUSE = 0.02  # seconds, far above what the clock itself takes
+PAUSE = 0.02  # seconds, far more than the clock itself takes
 
 
 def test_a_phase_inside_another_is_counted_once():
@@ -29,13 +29,13 @@ def test_a_phase_inside_another_is_counted_once():
     assert sum(seconds.values()) == pytest.approx(whole, abs=PAUSE / 2)
 
 
-def test_seconds_are_those_of_one_step_since_the_last_call():
+def test_seconds_are_means_per_step_since_the_last_call():
     clock = StepClock(torch.device("cpu"))
     for _ in range(3):
         clock.on_step_begin(None, None, None)
         time.sleep(PAUSE)
         clock.on_optimizer_step(None, None, None)
-        with clock.phase("generate"):  # of a validation
+        with clock.phase("generate"):  # in a validation
             time.sleep(5 * PAUSE)
     seconds = clock.seconds_per_step()
     assert PAUSE <= seconds["update"] < 2 * PAUSE
@@ -53,7 +53,7 @@ def test_tokens_are_counted_from_where_the_run_was_resumed():
     assert clock.tokens_per_second(1500) == pytest.approx(500 / seconds)
 
 
-def test_a_run_that_ended_inside_a_step_leaves_nothing_to_the_next():
+def test_run_that_ended_inside_a_step_has_no_effect_on_the_next():
     clock = StepClock(torch.device("cpu"))
     clock.on_step_begin(None, None, None)
     time.sleep(PAUSE)

@@ -1,0 +1,131 @@
+"""What the samples of an optimizer step report, gathered over all processes once the step is done."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from torch import Tensor
+
+from .opo import step_metrics
+
+
+logger = get_logger(__name__)
+
+# With a smaller effective sample size in so many rollouts in a row, one completion of each group has all the weight.
+_LOW_ESS = 2.0
+_LOW_ESS_ROLLOUTS = 10
+
+
+@dataclass
+class SampleReport:
+    """
+    Values of samples in an optimizer step: a float32 tensor `[B]` each, without gradient.
+
+    Attributes:
+        log_ratio, target, mu, weights: arguments of [`opo_loss`].
+        clamped: 1 where the log-ratio was clamped.
+        age: optimizer steps since the behaviour policy was the policy.
+        sequence_log_ratio: log-ratio of the complete completion.
+        kl: KL estimate, summed over tokens.
+        policy_loss: loss without the entropy bonus.
+        tokens, entropy: number of tokens that count, and the sum of their entropies in nats.
+        bonus_tokens, bonus_entropy: of them, those that the entropy bonus acts on.
+        computed: 0 for samples that were left out because their gradient is zero.
+    """
+
+    log_ratio: Tensor
+    target: Tensor
+    mu: Tensor
+    weights: Tensor
+    clamped: Tensor
+    age: Tensor
+    sequence_log_ratio: Tensor
+    kl: Tensor
+    policy_loss: Tensor
+    tokens: Tensor
+    entropy: Tensor
+    bonus_tokens: Tensor
+    bonus_entropy: Tensor
+    computed: Tensor
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            setattr(self, name, value.detach().float())
+
+    @classmethod
+    def of_skipped(cls, valid: Tensor, mu: Tensor) -> "SampleReport":
+        """Samples left out of the step, by whether they are valid, `[B]`, and their χ² coefficient, a scalar."""
+        zeros = dict.fromkeys((field.name for field in dataclasses.fields(cls)), torch.zeros_like(valid))
+        return cls(**{**zeros, "weights": valid, "mu": mu.expand(len(valid))})
+
+    @classmethod
+    def gather(cls, reports: Sequence["SampleReport"], accelerator: Accelerator) -> "SampleReport":
+        """All samples of the step, over all processes, in one collective call; processes have equally many."""
+        table = torch.cat([torch.stack([*vars(report).values()], dim=1) for report in reports])
+        return cls(*accelerator.gather(table).T)
+
+
+@torch.no_grad()
+def metrics_of_samples(samples: SampleReport, args: Any, *, kl: bool, bonus: bool) -> dict[str, float]:
+    """
+    Metrics of an optimizer step, by their names in the log.
+
+    Args:
+        samples ([`SampleReport`]):
+            All samples of the step, over all processes.
+        args ([`OPOConfig`]):
+            Configuration, for the form of the loss.
+        kl (`bool`), bonus (`bool`):
+            Whether the loss has a KL term and an entropy bonus.
+    """
+    step = step_metrics(
+        samples.log_ratio,
+        samples.target,
+        mu=samples.mu,
+        ratio_form=args.ratio_form,
+        weights=samples.weights,
+        clamped=samples.clamped.bool(),
+    )
+    if args.log_ratio_reduction == "mean":
+        # Only the log-ratio of complete completions gives the χ² divergence of the policy.
+        sequence = step_metrics(samples.sequence_log_ratio, samples.target, mu=samples.mu, weights=samples.weights)
+        step["sequence_chi2"] = sequence["chi2"]
+    step["off_policy_steps"] = samples.age.max()
+    step["frac_skipped"] = 1 - samples.computed.mean()
+    metrics = {f"opo/{name}": value for name, value in step.items()}
+    tokens = samples.tokens.sum().clamp(min=1)
+    metrics["entropy"] = samples.entropy.sum() / tokens
+    if kl:
+        metrics["kl"] = samples.kl.sum() / tokens
+    if bonus:
+        metrics["policy_loss"] = samples.policy_loss.mean()
+    return {name: value.item() for name, value in metrics.items()}
+
+
+def count_low_ess(rollouts: int, ess: float, args: Any) -> int:
+    """
+    Count rollouts in a row with a low effective sample size of the escort weights; warn when there are too many.
+
+    Args:
+        rollouts (`int`):
+            Count so far.
+        ess (`float`):
+            Effective sample size of the current rollout.
+        args ([`OPOConfig`]):
+            Configuration, whose fields the warning names.
+    """
+    if args.num_generations <= _LOW_ESS:
+        return 0
+    rollouts = rollouts + 1 if ess < _LOW_ESS else 0
+    if rollouts == _LOW_ESS_ROLLOUTS:
+        logger.warning(
+            f"The effective sample size of the escort weights has been below {_LOW_ESS:g} of {args.num_generations} "
+            f"for {_LOW_ESS_ROLLOUTS} rollouts: one completion per group takes nearly all the weight. Raise "
+            f"`alpha` ({args.alpha}) or `escort_temperature` ({args.escort_temperature}), or use "
+            f"`anchor_correction='absorbed'` (now '{args.anchor_correction}')."
+        )
+    return rollouts

@@ -1,0 +1,313 @@
+"""
+`PartitionedTrainer`: the samples of an optimizer step pass through the model in the parts that cost the least.
+
+`planning` says how to cut; this class sees to it that all processes cut alike, that the behaviour policy's
+log-probabilities are computed where a later step needs them, and that each part passes through `compute_loss`. None of
+this changes a gradient, provided that the loss is a sum over samples, divided by those of the optimizer step.
+"""
+
+import math
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.distributed.fsdp import is_fsdp_managed_module
+from trl import GRPOTrainer
+from trl.extras.profiling import profiling_decorator
+from trl.models.utils import disable_gradient_checkpointing
+
+from ..config import OPOConfig
+from . import packing
+from .planning import FEWEST_PASSES, PASS_TOKENS, best_number, parts_of_rows, row_lengths, shares, spread
+from .rows import MULTIMODAL_KEYS, gather_rows, micro_batches, take_rows
+from .trainer import RolloutTrainer
+
+
+class PartitionedTrainer(RolloutTrainer):
+    """
+    [`RolloutTrainer`] whose micro-steps are cut into parts, and whose rollouts are scored in parts.
+
+    A subclass has the loss, and says by [`_zero_gradient`] which samples need not be computed.
+
+    Raises:
+        `ValueError`: `padding_free` is set for a model whose samples cannot be packed.
+    """
+
+    args: OPOConfig
+    pad_to_multiple_of: int | None
+
+    def __init__(self, *inputs, **named):
+        super().__init__(*inputs, **named)
+        self._pending: deque[dict[str, Any]] = deque()  # parts of the current micro-step still to be trained on
+        self._part: dict[str, Any] = {}  # the part that is being trained on
+        self._anchor_deferred = False  # whether to leave out TRL's next pass over the rollout
+        self._early_logps: Tensor | None = None  # from TRL's pass over the rollout
+        if self.args.padding_free:
+            packing.check(self.accelerator.unwrap_model(self.model))
+
+    def _zero_gradient(self, rows: Mapping[str, Any]) -> Tensor:
+        """Samples, bool `[B]`, with zero gradient as long as the policy is the behaviour policy; none by default."""
+        return torch.zeros(len(rows["completion_ids"]), dtype=torch.bool)
+
+    # 1. The behaviour policy's log-probabilities
+
+    def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        # vLLM's importance weights compare the log-probabilities of every sample, so there TRL's pass is needed.
+        sampler_weights = self.use_vllm and self.vllm_importance_sampling_correction
+        self._anchor_deferred = not self.args.is_on_policy and not sampler_weights
+        try:
+            return super()._generate_once(inputs)
+        finally:
+            self._anchor_deferred = False
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        rollout = super()._generate_and_score_completions(inputs)
+        self._early_logps = rollout.get("old_per_token_logps")
+        return rollout
+
+    def _logps_of_rollout(self, rollout: dict[str, Any]) -> Tensor | None:
+        """
+        Take the log-probabilities `[B, T]` of TRL's pass out of a rollout, or read those that an override has set.
+
+        TRL's are good enough for escort weights, but not for a log-ratio: in bfloat16 they differ from those of the
+        same sample in a micro-batch of another shape. An override's are the user's choice, and stay.
+        """
+        logps = rollout.get("old_per_token_logps")
+        if logps is self._early_logps:
+            rollout.pop("old_per_token_logps", None)
+        self._early_logps = None
+        return logps
+
+    def _anchor_logps(self, inputs: Mapping[str, Any], logps: Tensor) -> Tensor:
+        """Log-probabilities `[B, T]` under the behaviour policy: those stored, or else the policy's own, `logps`."""
+        stored = inputs.get("old_per_token_logps")
+        anchor = logps.detach() if stored is None else stored
+        if self.num_iterations > 1 and self._part:
+            # Stored for the next iteration in the buffered part: `inputs` may be a subclass's copy of it.
+            self._part["old_per_token_logps"] = anchor
+        return anchor
+
+    @torch.no_grad()
+    def _anchor_pass(self, rows: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies `[B, T]` of the completions' tokens under the current policy."""
+        checkpointing: Any = self.args.gradient_checkpointing_kwargs
+        with disable_gradient_checkpointing(self.model, checkpointing):
+            logps, entropies, _ = self._token_logps(self.model, rows, compute_entropy=True, **options)
+        return logps, entropies
+
+    def _token_logps(self, model, inputs: Mapping[str, Any], **options):
+        """Per-token log-probabilities, entropies and auxiliary loss, through TRL's fused language-model head."""
+        return self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            **options,
+            **{key: inputs[key] for key in MULTIMODAL_KEYS if key in inputs},
+        )
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options
+    ):
+        if self._anchor_deferred:  # `_micro_batches` makes this pass, for the samples that need it
+            self._anchor_deferred = False
+            return None, None, None
+        model = packing.Packed(model) if self.args.padding_free else model
+        at_once = batch_size is None or not self.args.plan_micro_batches
+        images = any(options.get(name) is not None for name in MULTIMODAL_KEYS)
+        # If one process has images, none makes parts: in parts, processes agree on a number by a collective call, and
+        # each part may be one.
+        if at_once or self._of_all_processes([images]).any():
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, **options
+            )
+        return self._logps_in_parts(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
+
+    def _logps_in_parts(self, model, input_ids, attention_mask, logits_to_keep, batch_size, **options):
+        """Score a rollout in parts, as in training; all at once it would need more memory, as it is wider."""
+        rows = {"row": torch.arange(len(input_ids))}
+        for name, columns in (("ids", input_ids), ("mask", attention_mask)):
+            rows[f"prompt_{name}"] = columns[:, :-logits_to_keep]
+            rows[f"completion_{name}"] = columns[:, -logits_to_keep:]
+        limits = self._limits_of_parts(batch_size)
+        n_parts = self._agreed_parts(row_lengths(rows), limits)
+        results = [input_ids.new_zeros(len(input_ids), logits_to_keep, dtype=torch.float32) for _ in range(2)]
+        for part in parts_of_rows(rows, n_parts, multiple=self.pad_to_multiple_of, **limits):
+            width = part["completion_ids"].size(1)
+            ids, mask = (
+                torch.cat([part[f"prompt_{name}"], part[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+            )
+            of_part = super()._get_per_token_logps_and_entropies(model, ids, mask, width, **options)
+            for result, values in zip(results, of_part[:2], strict=True):
+                if values is not None:
+                    result[part["row"].to(result.device), :width] = values.float()
+        return results[0], results[1] if options.get("compute_entropy") else None, None
+
+    # 2. From the samples of an optimizer step to parts
+
+    def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
+        """One entry per micro-step: the parts that pass through the model, one after the other."""
+        args = self.args
+        n_batches = args.steps_per_generation // len(steps)
+        planned = []
+        for number, rows in enumerate(steps):
+            on_policy = (number + 1) * n_batches <= until_update
+            parts = self._parts(rows, on_policy) if args.plan_micro_batches else micro_batches(rows, n_batches)
+            if not on_policy and "old_per_token_logps" not in rows:
+                # Now, because the policy is still the behaviour policy; a step before the next update needs no pass,
+                # as the policy's own log-probabilities are the same. Part by part, because in bfloat16 a sample has
+                # the same log-probabilities only in a micro-batch of the same shape: any other would leave a
+                # log-ratio that is only rounding.
+                for part in parts:
+                    part["old_per_token_logps"], _ = self._anchor_pass(part)
+            # The last micro-step of an optimizer step gets at least one part: its backward pass is the one in which
+            # processes exchange gradients.
+            planned += spread(parts, n_batches)
+        return planned
+
+    def _parts(self, rows: dict[str, Any], on_policy: bool) -> list[dict[str, Any]]:
+        """The samples of an optimizer step, less the skippable ones, in parts: equally many on every process."""
+        if self._can_exchange(rows):
+            # Completions differ in length, and the process with the longest ones would keep the others waiting. With
+            # all samples gathered, every process computes the same partition, and takes its own part.
+            rows = gather_rows(rows, self.accelerator)
+            assigned = shares(row_lengths(rows), self._skippable(rows, on_policy), self.accelerator.num_processes)
+            rows = take_rows(rows, assigned[self.accelerator.process_index])
+        skippable = self._skippable(rows, on_policy)
+        limits = self._limits_of_parts(self.args.per_device_train_batch_size)
+        n_parts = self._agreed_parts(row_lengths(rows)[~skippable], limits)
+        # No part may be empty: a process with fewer samples than parts computes some that it could have skipped.
+        kept, skipped = np.split(np.argsort(skippable, kind="stable"), [max((~skippable).sum(), n_parts)])
+        parts = parts_of_rows(take_rows(rows, kept), n_parts, multiple=self.pad_to_multiple_of, **limits)
+        parts[-1]["opo_skipped"] = rows["opo_valid"][skipped]  # they count in the step's metrics
+        return parts
+
+    def _skippable(self, rows: Mapping[str, Any], on_policy: bool) -> np.ndarray:
+        """Samples, bool `[B]`, with zero gradient in this optimizer step that no later step needs."""
+        # A later iteration needs the log-probabilities of this one; and an override's may be those of another policy.
+        possible = on_policy and "old_per_token_logps" not in rows and self.num_iterations == 1
+        return self._zero_gradient(rows).cpu().numpy() & (self.args.skip_inert_rows and possible)
+
+    def _can_exchange(self, rows: Mapping[str, Any]) -> bool:
+        """
+        Whether processes can exchange samples. They decide it together, because each entry is gathered then.
+
+        TRL leaves the entries of images out on a process without an image, and lists cannot be gathered.
+        """
+        if self.accelerator.num_processes == 1:
+            return False
+        tensors_only = all(isinstance(value, Tensor) for value in rows.values())
+        mine = [zlib.crc32(" ".join(sorted(rows)).encode()), tensors_only and not rows.keys() & set(MULTIMODAL_KEYS)]
+        entries, exchangeable = self._of_all_processes(mine).T
+        return bool((entries == entries[0]).all() and exchangeable.all())
+
+    def _agreed_parts(self, lengths: np.ndarray, limits: Mapping[str, Any]) -> int:
+        """
+        The largest number of parts that a process needs for its samples, of these lengths `[B, 2]`.
+
+        Every process makes as many: ZeRO and FSDP communicate in every pass, and a process with fewer passes than the
+        others would leave them waiting forever.
+        """
+        return int(self._of_all_processes([best_number(lengths, **limits)]).max())
+
+    def _of_all_processes(self, numbers: list[int]) -> Tensor:
+        """The numbers of each process, `[processes, numbers]`."""
+        return self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device))
+
+    def _limits_of_parts(self, max_rows: int) -> dict[str, Any]:
+        zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
+        communicates = zero_stage >= 2 or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
+        # These optimizers take a step in every backward pass.
+        steps = any(kind in self.args.optim for kind in ("layerwise", "lomo"))
+        return {
+            "max_rows": max_rows,
+            "max_tokens": self.args.max_tokens_per_micro_batch,
+            "pass_tokens": FEWEST_PASSES if communicates or steps else PASS_TOKENS,
+        }
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """
+        Tokens whose entropy is at least the `threshold` quantile over all processes, as in TRL's method of this name,
+        but for more than the 2^24 tokens that `torch.quantile` takes: here it is the quantile of a rollout.
+
+        Args:
+            entropies (`torch.Tensor`): of each token in nats, `[B, T]`.
+            mask (`torch.Tensor`): non-zero where a token takes part, `[B, T]`.
+            threshold (`float`): quantile, in `[0, 1]`.
+
+        Returns:
+            `torch.Tensor`: bool mask `[B, T]`.
+        """
+        keep = mask.bool()
+        padding = -torch.inf
+        padded = self.accelerator.pad_across_processes(entropies[keep].float(), dim=0, pad_index=padding)
+        gathered = self.accelerator.gather(padded)
+        ordered = gathered[gathered != padding].sort().values
+        if len(ordered) == 0:
+            return torch.zeros_like(keep)
+        place = threshold * (len(ordered) - 1)
+        below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
+        return keep & (entropies >= torch.lerp(below, above, place - math.floor(place)))
+
+    # 3. A micro-step
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """
+        Train on a micro-step, part by part: each call of `compute_loss` sees one mapping of tensors, as in any trainer
+        of Transformers, and its gradient is added to those before.
+
+        Returns:
+            `torch.Tensor`: the loss of the micro-step, a scalar: the sum of its parts'.
+        """
+        began = time.perf_counter()
+        model.train()  # tells `_buffered` to generate for training
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()  # schedule-free optimizers: generate with the weights that are trained
+        self._pending.clear()
+        self._pending.extend(self._buffered(inputs))
+        loss = torch.zeros((), device=self.accelerator.device)
+        if not self._pending:  # all samples of the optimizer step fit into its other micro-steps
+            self._step += 1
+            self._current_train_step_time += time.perf_counter() - began
+            return loss
+        with self._without_exchange(model):
+            while len(self._pending) > 1:
+                # Transformers' step: TRL's also counts a micro-step, which only the last part completes.
+                loss += super(GRPOTrainer, self).training_step(model, inputs, num_items_in_batch)
+        self._current_train_step_time += time.perf_counter() - began
+        loss += super().training_step(model, inputs, num_items_in_batch)
+        self._part = {}
+        return loss
+
+    @contextmanager
+    def _without_exchange(self, model) -> Iterator[None]:
+        """Add to the gradients of this process, without the exchange that comes with the last part."""
+        exchanges = self.accelerator.sync_gradients
+        # As Transformers does it between micro-steps.
+        if not exchanges or self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+            without: Any = nullcontext()
+        elif self.is_distributed_loading_by_transformers and is_fsdp_managed_module(self.model):
+            without = self._defer_fsdp_gradient_reduction()
+        else:
+            without = self.accelerator.no_sync(model)
+        with without:
+            self.accelerator.gradient_state._set_sync_gradients(False)
+            try:
+                yield
+            finally:
+                self.accelerator.gradient_state._set_sync_gradients(exchanges)
+
+    @profiling_decorator
+    def _prepare_inputs(self, generation_batch):
+        if self._mode == "eval":
+            return super()._prepare_inputs(generation_batch)
+        if not self._pending:  # called directly, outside `training_step`
+            self._pending.extend(self._buffered(generation_batch))
+        self._part = self._pending.popleft()
+        return self._part
