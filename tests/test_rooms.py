@@ -11,13 +11,13 @@ PACKAGE = ROOT / "opo_trl"
 
 # From the ground up. A room is a module or a folder of modules; it imports from those before it.
 ROOMS = (
+    "trl_contract",
     "objective",
     "rewards",
     "checks",
     "data",
     "metrics",
     "config",
-    "trl_contract",
     "evaluate",
     "rollout",
     "trainer",

@@ -25,12 +25,13 @@ from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, Trainer, get_scheduler, training_args
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, Trainer, get_scheduler
 from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.integrations import integration_utils
 from transformers.integrations.accelerate import check_and_set_device_map
 from trl import GRPOConfig, ModelConfig, get_peft_config
 
+from .. import trl_contract
 from . import paths
 from .ranges import CHOICES, RANGES, Range
 
@@ -220,7 +221,7 @@ def rehearse(args: GRPOConfig) -> None:
             "remove `dataloader_persistent_workers`."
         )
     if args.torch_compile and args.torch_compile_backend != "inductor":
-        known = torch._dynamo.list_backends(exclude_tags=())
+        known = torch.compiler.list_backends(exclude_tags=())
         if args.torch_compile_backend not in known:
             raise ValueError(f"There is no such backend of torch.compile. It has {', '.join(known)}.")
 
@@ -473,8 +474,7 @@ def _is_finite(value: Any) -> bool:
 
 def _fsdp(options: Any) -> None:
     """Transformers reads the keys that it knows, and says nothing of others."""
-    source = inspect.getsource(training_args) + inspect.getsource(transformers.trainer)
-    known = set(re.findall(r"""fsdp_config(?:\[|\.get\(|\.setdefault\()\s*["'](\w+)["']""", source))
+    known = trl_contract.options_read("fsdp_config")
     for key in (options or {}).keys() - known:
         raise ValueError(
             f"fsdp_config={options!r}: {key!r} has no effect. Remove it, or set one of {', '.join(sorted(known))}."
@@ -546,9 +546,8 @@ def rehearse_model(args: GRPOConfig, model_config: ModelConfig, path: str) -> No
 def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mapping[str, Any]) -> Any:
     """The model without weights; `None` where its class comes with the model."""
     # The options that `from_pretrained` takes out, before the configuration and the class get the rest.
-    loading = inspect.signature(PreTrainedModel.from_pretrained).parameters.keys() | set(
-        re.findall(r"""kwargs\.pop\(\s*"(\w+)\"""", inspect.getsource(PreTrainedModel.from_pretrained))
-    )
+    loading = {*inspect.signature(PreTrainedModel.from_pretrained).parameters}
+    loading |= trl_contract.options_read("model_init_kwargs")
     dtype = options.get("dtype", model_config.dtype)
     if not isinstance(dtype, torch.dtype) and dtype not in CHOICES["dtype"]:
         raise ValueError(f"There is no dtype {dtype!r}.")
