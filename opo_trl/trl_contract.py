@@ -197,11 +197,11 @@ def check_rollout(rollout: Mapping) -> None:
 
 
 def _resolve(path: str) -> Any:
-    """The object of a dotted path, or the error of its import."""
+    """The object of a dotted path, or an `ImportError` with a message of one line."""
     try:
         return resolve_name(path)
     except Exception as error:  # TRL raises a `RuntimeError` where one of its modules cannot be imported
-        return error
+        return ImportError(" ".join(str(error).split()))
 
 
 def has(owner: Any, name: str) -> bool:
@@ -225,7 +225,7 @@ def _mismatches(contract: Contract, version: str) -> Iterator[tuple[str, str]]:
         yield f"TRL {version}", "is outside the tested range"
     for path, entries in contract.items():
         owner = _resolve(path)
-        if isinstance(owner, Exception):
+        if isinstance(owner, ImportError):
             yield path, f"cannot be imported ({owner})"
             continue
         for name, parameters in entries.items():
@@ -236,7 +236,7 @@ def _mismatches(contract: Contract, version: str) -> Iterator[tuple[str, str]]:
             elif parameters and (missing := set(parameters) - inspect.signature(method).parameters.keys()):
                 yield f"{path}.{name}", f"has no parameter {', '.join(sorted(missing))}"
     for field, (places, _, example) in READ_OPTIONS.items():
-        if any(isinstance(_resolve(place), Exception) for place in places) or example not in options_read(field):
+        if any(isinstance(_resolve(place), ImportError) for place in places) or example not in options_read(field):
             yield "trl_contract.options_read", f"finds no {example!r} in {' and '.join(places)}"
 
 
@@ -304,15 +304,18 @@ def report() -> Iterator[str]:
         wanted = {*CONTRACT.get(path, ()), path.rpartition(".")[2]}
         relying = [module for module, found in used.items() if found & wanted]
         yield f"{path} {problem}: {', '.join(relying) or 'the package'}"
+    importing: dict[str, list[str]] = {}
     for module, tree in modules.items():
-        for path in imports(tree):
-            error = _resolve(path)
-            if isinstance(error, Exception) and find_spec(path.split(".")[0]):  # some libraries are optional
-                yield f"{path} cannot be imported ({error}): {module}"
+        for path in {*imports(tree)}:
+            importing.setdefault(path, []).append(module)
+    for path, relying in sorted(importing.items()):
+        error = _resolve(path)
+        if isinstance(error, ImportError) and find_spec(path.split(".")[0]):  # some libraries are optional
+            yield f"{path} cannot be imported ({error}): {', '.join(relying)}"
+    for module, tree in modules.items():
         for method in methods(tree):
-            for path, entries in CONTRACT.items():
-                further = _further(path, method.name, method.args) if entries.get(method.name) is not None else []
-                if further and method.name != "__init__":
+            for path in (path for path, entries in CONTRACT.items() if entries.get(method.name) is not None):
+                if method.name != "__init__" and (further := _further(path, method.name, method.args)):
                     yield f"{path}.{method.name} has further parameters {', '.join(further)}: {module}"
 
 
