@@ -1,5 +1,5 @@
 """
-What the package relies on inside TRL, Transformers, Accelerate and PyTorch, in one place.
+What the package relies on inside TRL, Transformers and Accelerate, in one place.
 
 The names below are private to those libraries, or are methods that we override and attributes that we set. They change
 between releases, and a release without one of them would train something else, drop a guard, or fail hours into a run.
@@ -42,8 +42,8 @@ CONTRACT: Contract = {
         "_paper": None,
         "_tag_names": None,
         # A rollout
-        "_generate_and_score_completions": ("inputs",),  # what it returns is the rollout that the drive joins
-        "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),  # which rows are scorable
+        "_generate_and_score_completions": ("inputs",),  # returns the rollout, to which we add targets
+        "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),  # which samples are scored
         "_generate": ("prompts",),
         "_generate_single_turn": (),
         "_get_per_token_logps_and_entropies": (
@@ -55,7 +55,7 @@ CONTRACT: Contract = {
             "compute_entropy",
             "compute_aux_loss",
         ),
-        "_prepare_inputs": ("generation_batch",),  # the rollout becomes micro-batches
+        "_prepare_inputs": ("generation_batch",),  # returns a micro-batch of the rollout
         "_get_train_sampler": ("dataset",),  # the order of the prompts
         "_buffered_inputs": None,
         "_step": None,
@@ -65,7 +65,7 @@ CONTRACT: Contract = {
         "num_generations_eval": None,
         "vllm_importance_sampling_correction": None,
         # The loss
-        "training_step": ("model", "inputs", "num_items_in_batch"),  # a micro-step is passed part by part
+        "training_step": ("model", "inputs", "num_items_in_batch"),  # called for each part of a micro-step
         "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
         "_compute_loss": ("model", "inputs"),
         "get_off_policy_mask": (
@@ -92,12 +92,12 @@ CONTRACT: Contract = {
     },
     "transformers.Trainer": {
         "train": ("resume_from_checkpoint",),
-        "get_batch_samples": ("epoch_iterator", "num_batches", "device"),  # where an accumulation window begins
+        "get_batch_samples": ("epoch_iterator", "num_batches", "device"),  # called once per accumulation window
         "_run_epoch": ("epoch",),
-        "_get_grad_norm": ("model", "grad_norm"),  # a step whose gradient is not finite is skipped
+        "_get_grad_norm": ("model", "grad_norm"),  # skips a step with a non-finite gradient
         "_maybe_log_save_evaluate": (),
         "_defer_fsdp_gradient_reduction": (),
-        # What a checkpoint holds, and where a run resumes
+        # What a checkpoint holds, and how a run resumes
         "_get_output_dir": ("trial",),
         "_save_rng_state": ("output_dir",),
         "_load_rng_state": ("checkpoint",),
@@ -128,7 +128,7 @@ CONTRACT: Contract = {
     "trl.TrlParser": {"error": ("message",), "_actions": None},
     "trl.trainer.utils.RepeatSampler": {"__iter__": ()},
     "trl.generation.vllm_generation.VLLMGeneration": {
-        "generate": (),  # these two are wrapped
+        "generate": (),  # we wrap these two
         "sync_weights": (),
         "generation_kwargs": None,
         "temperature": None,
@@ -136,7 +136,7 @@ CONTRACT: Contract = {
     "accelerate.state.GradientState": {"_set_sync_gradients": ("sync_gradients",)},
 }
 
-# Options that are listed nowhere but in the code that reads them: field -> where, the pattern, and one that it finds.
+# Options that only the source of Transformers lists: field -> where, the pattern that finds them, and one of them.
 READ_OPTIONS: Mapping[str, tuple[Collection[str], str, str]] = {
     "fsdp_config": (
         ("transformers.training_args", "transformers.trainer"),
@@ -150,7 +150,7 @@ READ_OPTIONS: Mapping[str, tuple[Collection[str], str, str]] = {
     ),
 }
 
-# What a rollout must hold for the drive and the loss.
+# What the trainers read from a rollout.
 ROLLOUT_KEYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 
 
@@ -184,7 +184,7 @@ def check(contract: Contract = CONTRACT, version: str = trl.__version__) -> None
 
 def check_rollout(rollout: Mapping) -> None:
     """
-    Check that a rollout of TRL's holds what the drive and the loss read.
+    Check that TRL's rollout holds what the trainers read.
 
     Raises:
         `RuntimeError`: names the missing entries and the tested range.
@@ -240,11 +240,11 @@ def _mismatches(contract: Contract, version: str) -> Iterator[tuple[str, str]]:
             yield "trl_contract.options_read", f"finds no {example!r} in {' and '.join(places)}"
 
 
-# The command: what the modules of the package rely on
+# The command: where the package relies on what
 
 
 def package() -> dict[str, ast.Module]:
-    """Syntax trees of the package's other modules."""
+    """Syntax trees of the package's modules, except this one."""
     folder = Path(__file__).parent
     paths = {path: path.relative_to(folder.parent).with_suffix("") for path in sorted(folder.rglob("*.py"))}
     return {

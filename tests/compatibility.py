@@ -61,7 +61,7 @@ def run(release: str) -> tuple[bool, str, str]:
         passed, output = python(
             "pytest", "-q", "-p", "no:cacheprovider", *(str(ROOT / "tests" / f"{s}.py") for s in SUITES)
         )
-        return passed, "fits", output[-1] if output else "failed"
+        return passed, "fits", "pass" if passed else output[-1]
 
 
 def main() -> int:
