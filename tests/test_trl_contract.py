@@ -278,23 +278,26 @@ def is_named(kind: type | None, name: str) -> bool:
     return any(kind is None or resolve_name(path) in kind.__mro__ for path in owners(name))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_contract_names_what_a_module_relies_on(module):
-    found = relied_on(MODULES[module], namespaces()[module], own())
-    assert {name for kind, name in found if not is_named(kind, name)} == set()
+def test_contract_names_what_the_package_relies_on():
+    missing = {}
+    for module, tree in MODULES.items():
+        found = relied_on(tree, namespaces()[module], own())
+        missing[module] = sorted({name for kind, name in found if not is_named(kind, name)})
+    assert {module: names for module, names in missing.items() if names} == {}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_contract_names_the_parameters_of_overrides(module):
-    for kind, name in overrides(MODULES[module], namespaces()[module]):
-        if not inspect.isfunction(method := inspect.unwrap(vars(kind)[name])):
-            continue
-        parameters = inspect.signature(getattr(parents(kind)[0], name)).parameters.values()
-        theirs = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-        entries = [CONTRACT[path][name] for path in owners(name) if resolve_name(path) in kind.__mro__]
-        assert {*theirs[1 : method.__code__.co_argcount]} <= {parameter for entry in entries for parameter in entry}, (
-            name
-        )
+def test_contract_names_the_parameters_of_overrides():
+    missing = {}
+    for module, tree in MODULES.items():
+        for kind, name in overrides(tree, namespaces()[module]):
+            if not inspect.isfunction(method := inspect.unwrap(vars(kind)[name])):
+                continue
+            parameters = inspect.signature(getattr(parents(kind)[0], name)).parameters.values()
+            theirs = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+            entries = [CONTRACT[path][name] for path in owners(name) if resolve_name(path) in kind.__mro__]
+            named = {parameter for entry in entries for parameter in entry}
+            missing[f"{module}.{kind.__name__}.{name}"] = {*theirs[1 : method.__code__.co_argcount]} - named
+    assert {method: names for method, names in missing.items() if names} == {}
 
 
 def test_every_entry_is_used():
