@@ -1,13 +1,27 @@
 """
-What OPOTrainer relies on inside TRL, checked in one place.
+What the package relies on inside TRL, Transformers and Accelerate, in one place.
 
-TRL's public API is `GRPOTrainer` and `GRPOConfig`; the methods below are private to it and change between releases. A
-release in which one is missing or has lost a parameter would train something else, or fail hours into a run, so the
-check runs once, when the trainer is imported, and fails with one message.
+The names below are private to those libraries, or are methods that we override and attributes that we set. They change
+between releases, and a release without one of them would train something else, drop a guard, or fail hours into a run.
+So the check runs once, when the trainer is imported, and fails with one message.
+
+    python -m opo_trl.trl_contract
+
+lists everything that does not fit the installed releases, with the modules that rely on it, and exits with status 1 if
+there is anything.
 """
 
+import ast
+import dis
 import inspect
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import resolve_name
+from types import CodeType
+from typing import Any
 
 import trl
 from packaging.specifiers import SpecifierSet
@@ -15,82 +29,162 @@ from packaging.specifiers import SpecifierSet
 
 TESTED_VERSIONS = SpecifierSet(">=1.16,<1.17")
 
-# Method of GRPOTrainer -> the parameters that we pass or override.
-SEAMS: Mapping[str, tuple[str, ...]] = {
-    "_generate_and_score_completions": ("inputs",),  # what it returns is the rollout that the drive joins
-    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),  # which rows are scorable
-    "_generate": ("prompts",),
-    "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations"),
-    "_get_per_token_logps_and_entropies": (
-        "model",
-        "input_ids",
-        "attention_mask",
-        "logits_to_keep",
-        "batch_size",
-        "compute_entropy",
-        "compute_aux_loss",
+LIBRARIES = ("trl", "transformers", "accelerate", "deepspeed", "datasets", "peft", "torch")
+
+Contract = Mapping[str, Mapping[str, Collection[str] | None]]
+
+# Owner (a class or a module) -> name -> the parameters that we pass or override; `None` for an attribute. A class has
+# the attributes of its body, and those that a method assigns to `self`.
+CONTRACT: Contract = {
+    "trl.GRPOTrainer": {
+        "__init__": ("model", "reward_funcs", "args"),
+        "_name": None,
+        "_paper": None,
+        "_tag_names": None,
+        # A rollout
+        "_generate_and_score_completions": ("inputs",),  # returns the rollout, to which we add targets
+        "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),  # which samples are scored
+        "_generate": ("prompts",),
+        "_generate_single_turn": (),
+        "_get_per_token_logps_and_entropies": (
+            "model",
+            "input_ids",
+            "attention_mask",
+            "logits_to_keep",
+            "batch_size",
+            "compute_entropy",
+            "compute_aux_loss",
+        ),
+        "_prepare_inputs": ("generation_batch",),  # returns a micro-batch of the rollout
+        "_get_train_sampler": ("dataset",),  # the order of the prompts
+        "_buffered_inputs": None,
+        "_step": None,
+        "_tokenizer": None,
+        "generation_config": None,
+        "log_multimodal": None,
+        "num_generations_eval": None,
+        "vllm_importance_sampling_correction": None,
+        # The loss
+        "training_step": ("model", "inputs", "num_items_in_batch"),  # called for each part of a micro-step
+        "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
+        "_compute_loss": ("model", "inputs"),
+        "get_off_policy_mask": (
+            "advantages",
+            "per_token_logps",
+            "sampling_per_token_logps",
+            "mask",
+            "off_policy_threshold",
+        ),
+        "get_high_entropy_mask": ("entropies", "mask", "threshold"),
+        "_current_train_step_time": None,
+        "_entropy_bonus_enabled": None,
+        "_last_world_entropy": None,
+        "entropy_coef": None,
+        # The log
+        "log": ("logs", "start_time"),
+        "_logs": None,
+        "_metrics": None,
+        "_pending_extra_logs": None,
+        "_pending_metrics": None,
+        # A checkpoint
+        "_save_checkpoint": ("model", "trial"),
+        "_load_optimizer_and_scheduler": ("checkpoint",),
+    },
+    "transformers.Trainer": {
+        "train": ("resume_from_checkpoint",),
+        "get_batch_samples": ("epoch_iterator", "num_batches", "device"),  # called once per accumulation window
+        "_run_epoch": ("epoch",),
+        "_get_grad_norm": ("model", "grad_norm"),  # skips a step with a non-finite gradient
+        "_maybe_log_save_evaluate": (),
+        "_defer_fsdp_gradient_reduction": (),
+        # What a checkpoint holds, and how a run resumes
+        "_get_output_dir": ("trial",),
+        "_save_rng_state": ("output_dir",),
+        "_load_rng_state": ("checkpoint",),
+        "_globalstep_last_logged": None,
+        "_total_loss_scalar": None,
+        "_tr_loss": None,
+    },
+    "transformers.TrainerCallback": dict.fromkeys(
+        (
+            "on_train_begin",
+            "on_step_begin",
+            "on_optimizer_step",
+            "on_step_end",
+            "on_log",
+            "on_save",
+            "on_train_end",
+        ),
+        ("args", "state", "control"),
     ),
-    "training_step": ("model", "inputs", "num_items_in_batch"),  # a micro-step is passed part by part
-    "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
-    "_compute_loss": ("model", "inputs"),
-    "get_off_policy_mask": (
-        "advantages",
-        "per_token_logps",
-        "sampling_per_token_logps",
-        "mask",
-        "off_policy_threshold",
-    ),
-    "get_high_entropy_mask": ("entropies", "mask", "threshold"),
-    "log": ("logs", "start_time"),
-    "_prepare_inputs": ("generation_batch",),  # the rollout becomes micro-batches
-    "_get_train_sampler": ("dataset",),  # the order of the prompts
-    # Transformers' part: what a checkpoint holds, and where a run goes on
-    "_save_checkpoint": ("model", "trial"),
-    "_save_rng_state": ("output_dir",),
-    "_load_rng_state": ("checkpoint",),
-    "_load_optimizer_and_scheduler": ("checkpoint",),
-    "_run_epoch": ("epoch",),
-    "get_batch_samples": ("epoch_iterator", "num_batches", "device"),  # where an accumulation window begins
+    "transformers.trainer_callback.ProgressCallback": {
+        "__init__": (),
+        "on_log": ("args", "state", "control", "logs"),
+    },
+    "transformers.PreTrainedModel": {"_from_config": ("config",), "_is_stateful": None},
+    "transformers.PreTrainedConfig": {"_attn_implementation": None},
+    "transformers.integrations.deepspeed": {"_hf_deepspeed_config_weak_ref": None},
+    "trl.GRPOConfig": {"__post_init__": (), "_VALID_DICT_FIELDS": None},
+    "trl.TrlParser": {"error": ("message",), "_actions": None},
+    "trl.trainer.utils.RepeatSampler": {"__iter__": ()},
+    "trl.generation.vllm_generation.VLLMGeneration": {
+        "generate": (),  # we wrap these two
+        "sync_weights": (),
+        "generation_kwargs": None,
+        "temperature": None,
+    },
+    "accelerate.state.GradientState": {"_set_sync_gradients": ("sync_gradients",)},
 }
 
-# What a rollout must hold for the drive and the loss.
+# Options that only the source of Transformers lists: field -> where, the pattern that finds them, and one of them.
+READ_OPTIONS: Mapping[str, tuple[Collection[str], str, str]] = {
+    "fsdp_config": (
+        ("transformers.training_args", "transformers.trainer"),
+        r"""fsdp_config(?:\[|\.get\(|\.setdefault\()\s*["'](\w+)["']""",
+        "transformer_layer_cls_to_wrap",
+    ),
+    "model_init_kwargs": (
+        ("transformers.PreTrainedModel.from_pretrained",),
+        r"""kwargs\.pop\(\s*"(\w+)\"""",
+        "device_map",
+    ),
+}
+
+# What the trainers read from a rollout.
 ROLLOUT_KEYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 
 
-def check(trainer_class: type = trl.GRPOTrainer, version: str = trl.__version__) -> None:
+def options_read(field: str) -> set[str]:
+    """Options that Transformers reads from a field, `fsdp_config` or `model_init_kwargs`, as its source shows."""
+    places, pattern, _ = READ_OPTIONS[field]
+    return {name for place in places for name in re.findall(pattern, inspect.getsource(resolve_name(place)))}
+
+
+def check(contract: Contract = CONTRACT, version: str = trl.__version__) -> None:
     """
-    Check the version of TRL and the seams of its trainer.
+    Check the version of TRL and the names of the contract.
 
     Args:
-        trainer_class (`type`, *optional*, defaults to `trl.GRPOTrainer`):
-            Class whose methods are checked.
+        contract (`Mapping`, *optional*, defaults to `CONTRACT`):
+            Names to check.
         version (`str`, *optional*, defaults to `trl.__version__`):
             Version of TRL.
 
     Raises:
-        `ImportError`: names every seam that changed and the tested range.
+        `ImportError`: names everything that does not fit, and the tested range.
     """
-    problems = []
-    if not TESTED_VERSIONS.contains(version, prereleases=True):
-        problems.append(f"TRL {version} is outside the tested range")
-    for name, parameters in SEAMS.items():
-        method = getattr(trainer_class, name, None)
-        if method is None:
-            problems.append(f"{trainer_class.__name__}.{name} is missing")
-            continue
-        missing = [p for p in parameters if p not in inspect.signature(method).parameters]
-        if missing:
-            problems.append(f"{trainer_class.__name__}.{name} has no parameter {', '.join(missing)}")
+    problems = [f"{name} {problem}" for name, problem in _mismatches(contract, version)]
     if problems:
         raise ImportError(
-            f"opo_trl does not fit the installed TRL: {'; '.join(problems)}. Tested with TRL {TESTED_VERSIONS}: "
-            f"install it with `pip install 'trl{TESTED_VERSIONS}'`."
+            f"opo_trl does not fit the installed libraries: {'; '.join(problems)}. Tested with TRL {TESTED_VERSIONS}: "
+            f"install it with `pip install 'trl{TESTED_VERSIONS}'`, and the other libraries in the versions that "
+            "`pip install opo_trl` chooses."
         )
 
 
 def check_rollout(rollout: Mapping) -> None:
     """
-    Check that a rollout of TRL's holds what the drive and the loss read.
+    Check that TRL's rollout holds what the trainers read.
 
     Raises:
         `RuntimeError`: names the missing entries and the tested range.
@@ -100,3 +194,132 @@ def check_rollout(rollout: Mapping) -> None:
         raise RuntimeError(
             f"The rollout of TRL {trl.__version__} has no {', '.join(missing)}. Tested with TRL {TESTED_VERSIONS}."
         )
+
+
+def _resolve(path: str) -> Any:
+    """The object of a dotted path, or an `ImportError` with a message of one line."""
+    try:
+        return resolve_name(path)
+    except Exception as error:  # TRL raises a `RuntimeError` where one of its modules cannot be imported
+        return ImportError(" ".join(str(error).split()))
+
+
+def has(owner: Any, name: str) -> bool:
+    """Whether a module or a class has an attribute, or a method of the class assigns it to its instances."""
+    bases = inspect.getmro(owner) if inspect.isclass(owner) else ()
+    functions = [inspect.unwrap(member) for base in bases for member in vars(base).values() if callable(member)]
+    return hasattr(owner, name) or any(_assigns(f.__code__, name) for f in functions if inspect.isfunction(f))
+
+
+def _assigns(code: CodeType, name: str) -> bool:
+    # In bytecode: the source of the trainers takes a second to parse.
+    steps = dis.get_instructions(code) if name in code.co_names else ()
+    if any(step.opname == "STORE_ATTR" and step.argval == name for step in steps):
+        return True
+    return any(_assigns(inner, name) for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+def _mismatches(contract: Contract, version: str) -> Iterator[tuple[str, str]]:
+    """Names that do not fit, and what is wrong with each."""
+    if not TESTED_VERSIONS.contains(version, prereleases=True):
+        yield f"TRL {version}", "is outside the tested range"
+    for path, entries in contract.items():
+        owner = _resolve(path)
+        if isinstance(owner, ImportError):
+            yield path, f"cannot be imported ({owner})"
+            continue
+        for name, parameters in entries.items():
+            method = getattr(owner, name, None)
+            present = has(owner, name) if parameters is None else callable(method)
+            if not present:
+                yield f"{path}.{name}", "is missing"
+            elif parameters and (missing := set(parameters) - inspect.signature(method).parameters.keys()):
+                yield f"{path}.{name}", f"has no parameter {', '.join(sorted(missing))}"
+    for field, (places, _, example) in READ_OPTIONS.items():
+        if any(isinstance(_resolve(place), ImportError) for place in places) or example not in options_read(field):
+            yield "trl_contract.options_read", f"finds no {example!r} in {' and '.join(places)}"
+
+
+# The command: where the package relies on what
+
+
+def package() -> dict[str, ast.Module]:
+    """Syntax trees of the package's modules, except this one."""
+    folder = Path(__file__).parent
+    paths = {path: path.relative_to(folder.parent).with_suffix("") for path in sorted(folder.rglob("*.py"))}
+    return {
+        ".".join(name.parts).removesuffix(".__init__"): ast.parse(path.read_text(encoding="utf-8"))
+        for path, name in paths.items()
+        if path != Path(__file__)
+    }
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Dotted paths of what a module imports from the libraries, wherever in its text."""
+    for node in ast.walk(tree):
+        found = []
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (path for path in found if path.split(".")[0] in LIBRARIES)
+
+
+def methods(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    """Methods of classes with a base, whose methods they may override."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.bases:
+            yield from (member for member in node.body if isinstance(member, ast.FunctionDef))
+
+
+def names(tree: ast.Module) -> set[str]:
+    """Names that may be a parent's: of methods, of what is private or set, and of what is taken from a parent."""
+    found = {method.name for method in methods(tree)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Attribute(attr=name, value=ast.Call()):
+                found.add(name)
+            case ast.Attribute(attr=name, value=ast.Name(id=owner)) if owner in ("self", "trl_contract"):
+                found.add(name)
+            case ast.Call(func=ast.Name(id="temporarily"), keywords=changed):
+                found |= {keyword.arg for keyword in changed if keyword.arg}
+            case ast.Attribute(attr=name) | ast.Name(id=name) | ast.Constant(value=str(name)):
+                found |= {name} if name.startswith("_") else set()
+    return found
+
+
+def _further(path: str, name: str, override: ast.arguments) -> list[str]:
+    """Parameters of a parent's method that an override does not take."""
+    method = getattr(_resolve(path), name, None)
+    if override.vararg or override.kwarg or not callable(method):
+        return []
+    return [*inspect.signature(method).parameters][len(override.args + override.kwonlyargs) :]
+
+
+def report() -> Iterator[str]:
+    """A line for each name that does not fit: what is wrong with it, and the modules that rely on it."""
+    modules = package()
+    used = {module: names(tree) for module, tree in modules.items()}
+    for path, problem in _mismatches(CONTRACT, trl.__version__):
+        wanted = {*CONTRACT.get(path, ()), path.rpartition(".")[2]}
+        relying = [module for module, found in used.items() if found & wanted]
+        yield f"{path} {problem}: {', '.join(relying) or 'the package'}"
+    importing: dict[str, list[str]] = {}
+    for module, tree in modules.items():
+        for path in {*imports(tree)}:
+            importing.setdefault(path, []).append(module)
+    for path, relying in sorted(importing.items()):
+        error = _resolve(path)
+        if isinstance(error, ImportError) and find_spec(path.split(".")[0]):  # some libraries are optional
+            yield f"{path} cannot be imported ({error}): {', '.join(relying)}"
+    for module, tree in modules.items():
+        for method in methods(tree):
+            for path in (path for path, entries in CONTRACT.items() if entries.get(method.name) is not None):
+                if method.name != "__init__" and (further := _further(path, method.name, method.args)):
+                    yield f"{path}.{method.name} has further parameters {', '.join(further)}: {module}"
+
+
+if __name__ == "__main__":
+    lines = [*report()]
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+    sys.exit(bool(lines))

@@ -1,71 +1,77 @@
 """
-Run the tests that lean on TRL with releases of the declared range: the oldest, the newest and one between.
+Try other releases of the libraries that the package relies on.
 
-    python tests/compatibility.py [RELEASE …]
+    python tests/compatibility.py [NAME==VERSION …]
 
-Each release is installed without its dependencies into a folder of its own, in front of this environment's packages,
-which stay as they are. Prints the table of docs/compatibility.md; ends with status 1 if a test fails. To try a release
-outside the range, widen it first, in `setup.cfg` and `opo_trl/trl_contract.py`.
+Without arguments: the oldest and the newest release of TRL, Transformers, Accelerate and Datasets that `setup.cfg`
+declares and the package index has. Each release is installed without its dependencies into a temporary folder in front
+of this environment's packages, which stay as they are. `python -m opo_trl.trl_contract` lists what does not fit; if
+that is nothing, the tests run that lean most on these libraries. Prints the table of docs/compatibility.md; exits with
+status 1 if anything fails. For a TRL outside the range, widen it first, in `setup.cfg` and `opo_trl/trl_contract.py`.
 """
 
+import configparser
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from packaging.version import Version
 
-from opo_trl.trl_contract import TESTED_VERSIONS
 
-
-TESTS = Path(__file__).resolve().parent
-SUITES = (
-    "test_trl_contract",
-    "test_config",
-    "test_parity",
-    "test_trainer",
-    "test_trainer_options",
-    "test_baselines",
-    "rollout/test_dynamic_sampling",
-    "rollout/test_checkpoint",
-    "test_lora",
-    "test_fitting_in",
-)
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = ("trl", "transformers", "accelerate", "datasets")
+SUITES = ("test_trl_contract", "test_parity", "test_trainer", "rollout/test_checkpoint")
 PIP = (sys.executable, "-m", "pip")
 
 
-def releases() -> list[str]:
-    """The oldest, the middle and the newest release of the declared range that the package index has."""
-    listed = subprocess.run([*PIP, "index", "versions", "trl"], capture_output=True, text=True, check=True).stdout
-    available = re.search(r"Available versions: (.*)", listed).group(1).split(", ")
-    declared = sorted(TESTED_VERSIONS.filter(available), key=Version)
-    return list(dict.fromkeys(declared[i] for i in (0, len(declared) // 2, -1)))
+def declared() -> list[str]:
+    """The oldest and the newest release of each library within its range."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    ranges = {r.name: r.specifier for r in map(Requirement, setup["options"]["install_requires"].split())}
+    found = []
+    for name in LIBRARIES:
+        listed = subprocess.run([*PIP, "index", "versions", name], capture_output=True, text=True, check=True).stdout
+        available = re.search(r"Available versions: (.*)", listed).group(1).split(", ")
+        inside = sorted(ranges[name].filter(available), key=Version)
+        found += dict.fromkeys(f"{name}=={version}" for version in (inside[0], inside[-1]))
+    return found
 
 
-def run(release: str) -> tuple[int, str]:
-    """Status of the tests with a release of TRL, and what the table says of it."""
+def run(release: str) -> tuple[bool, str, str]:
+    """Whether a release fits and passes the tests, what does not fit, and how the tests ended."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([*PIP, "install", "--quiet", "--no-deps", "--target", folder, f"trl=={release}"], check=True)
-        environment = {**os.environ, "PYTHONPATH": f"{folder}:{TESTS.parent}", "OMP_NUM_THREADS": "1"}
-        files = [str(TESTS / f"{name}.py") for name in SUITES]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
-        done = subprocess.run(command, cwd=TESTS.parent, env=environment, stdout=subprocess.PIPE, text=True)
-        print(done.stdout, file=sys.stderr)
-        return done.returncode, done.stdout.splitlines()[-1] if done.returncode else "pass"
+        subprocess.run([*PIP, "install", "--quiet", "--no-deps", "--target", folder, release], check=True)
+        environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
+
+        def python(*command: str) -> tuple[bool, list[str]]:
+            done = subprocess.run(
+                [sys.executable, "-m", *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+            )
+            print(done.stdout, file=sys.stderr, flush=True)
+            return done.returncode == 0, done.stdout.splitlines()
+
+        fits, lines = python("opo_trl.trl_contract")
+        if not fits:
+            return False, "; ".join(lines), "not run"
+        passed, output = python(
+            "pytest", "-q", "-p", "no:cacheprovider", *(str(ROOT / "tests" / f"{s}.py") for s in SUITES)
+        )
+        return passed, "fits", "pass" if passed else output[-1]
 
 
 def main() -> int:
-    others = " | ".join(version(name) for name in ("transformers", "accelerate", "torch"))
-    print("| TRL | Transformers | Accelerate | PyTorch | tests |", "| --- | --- | --- | --- | --- |", sep="\n")
-    worst = 0
-    for release in sys.argv[1:] or releases():
-        status, outcome = run(release)
-        print(f"| {release} | {others} | {outcome} |", flush=True)
-        worst = max(worst, status)
-    return worst
+    print("| release | contract | tests |", "| --- | --- | --- |", sep="\n", flush=True)
+    results = []
+    for release in sys.argv[1:] or declared():
+        good, fits, tests = run(release)
+        print(f"| {release} | {fits} | {tests} |", flush=True)
+        results.append(good)
+    return 0 if all(results) else 1
 
 
 if __name__ == "__main__":

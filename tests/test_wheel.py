@@ -1,6 +1,7 @@
 """What somebody gets who installs the package and has no checkout: the wheel, in an environment of its own."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -8,11 +9,13 @@ import sysconfig
 import venv
 import zipfile
 from email.parser import Parser
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 import opo_trl
 from opo_trl import trl_contract
@@ -53,8 +56,17 @@ def test_wheel_holds_the_package_with_its_data_and_nothing_else(wheel):
 def test_version_and_range_are_the_same_wherever_they_are_written(wheel):
     with zipfile.ZipFile(wheel) as archive:
         metadata = Parser().parsestr(archive.read(f"opo_trl-{opo_trl.__version__}.dist-info/METADATA").decode())
-    (trl,) = (r for r in map(Requirement, metadata.get_all("Requires-Dist")) if r.name == "trl" and not r.marker)
-    assert trl.specifier == trl_contract.TESTED_VERSIONS
+    required = [r for r in map(Requirement, metadata.get_all("Requires-Dist")) if not r.marker]
+    ranges = {r.name: r.specifier for r in required}
+    assert ranges["trl"] == trl_contract.TESTED_VERSIONS
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    for name in ("trl", "transformers", "accelerate", "datasets"):
+        passed = [Version(version(name)), *map(Version, re.findall(rf"\| {name}==(\S+) \| fits \| pass \|", page))]
+        failed = map(Version, re.findall(rf"\| {name}==(\S+) \|(?! fits \| pass)", page))
+        lowest = min(passed)
+        assert f">={lowest.major}.{lowest.minor}" in str(ranges[name]).split(",")
+        assert all(each in ranges[name] for each in passed)
+        assert not any(each in ranges[name] for each in failed)
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == opo_trl.__version__
     assert f"\n## {opo_trl.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 

@@ -6,20 +6,18 @@ started, and some ignore unknown options silently. Here each is constructed once
 """
 
 import copy
-import inspect
 import os
-import re
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub.utils import validate_repo_id
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import Trainer, get_scheduler, training_args
+from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 from trl import GRPOConfig
 
+from .. import trl_contract
 from . import paths
 from .blame import LIBRARY_ERRORS
 from .generation import dry_run_generation
@@ -150,7 +148,6 @@ def _check_checkpointing(options: Any) -> None:
 
 def _check_fsdp(options: Any) -> None:
     """Transformers reads the keys that it knows, and ignores others silently."""
-    source = inspect.getsource(training_args) + inspect.getsource(transformers.trainer)
-    known = set(re.findall(r"""fsdp_config(?:\[|\.get\(|\.setdefault\()\s*["'](\w+)["']""", source))
+    known = trl_contract.options_read("fsdp_config")
     for key in (options or {}).keys() - known:
         reject("fsdp_config", options, key, "has no effect", f"Remove it, or set one of {', '.join(sorted(known))}")

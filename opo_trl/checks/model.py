@@ -1,7 +1,6 @@
 """Dry run of the model and its adapters: both are constructed without weights, on PyTorch's `meta` device."""
 
 import inspect
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.integrations.accelerate import check_and_set_device_map
 from trl import GRPOConfig, ModelConfig, get_peft_config
 
+from .. import trl_contract
 from .blame import blamed, given
 from .options import reject
 from .ranges import CHOICES
@@ -72,9 +72,8 @@ def dry_run_model(args: GRPOConfig, model_config: ModelConfig, path: str) -> Non
 def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mapping[str, Any]) -> Any:
     """The model without weights; `None` if its class is not part of Transformers."""
     # The options that `from_pretrained` consumes before the configuration and the class get the rest.
-    loading = inspect.signature(PreTrainedModel.from_pretrained).parameters.keys() | set(
-        re.findall(r"""kwargs\.pop\(\s*"(\w+)\"""", inspect.getsource(PreTrainedModel.from_pretrained))
-    )
+    loading = {*inspect.signature(PreTrainedModel.from_pretrained).parameters}
+    loading |= trl_contract.options_read("model_init_kwargs")
     dtype = options.get("dtype", model_config.dtype)
     if not isinstance(dtype, torch.dtype) and dtype not in CHOICES["dtype"]:
         raise ValueError(f"There is no dtype {dtype!r}.")
