@@ -49,9 +49,8 @@ from .report.settings import DATA, MODEL, SAMPLING
 from .report.settings import REWARDS as REWARD_FIELDS
 from .rewards.accuracy import accuracy_reward, format_reward
 from .rewards.scoring import IsolatedReward, RewardError
-from .rollout.checkpoint import check_split
 from .rollout.checkpoint import resolve as find_checkpoint
-from .rollout.rows import check_enough_prompts
+from .rollout.prompts import check_enough_prompts
 from .rollout.trainer import RolloutTrainer
 from .trainer import OPOTrainer
 
@@ -430,7 +429,7 @@ def _prepare(argv: Sequence[str]) -> tuple[RolloutTrainer, OPOScriptArguments, D
     with run_folder.left_as_found(folder), _said_of(named):
         trainer = make_trainer(script, args, model_config, data, reward_funcs)
         if checkpoint is not None:
-            check_split(trainer, checkpoint)
+            trainer.check_resumable(checkpoint)
     lock: Lock = nullcontext()
     if args.process_index == 0:
         lock = run_folder.claim(folder, resume=resume, overwrite=script.overwrite)

@@ -35,7 +35,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from . import objective
 from .config import OPOConfig
 from .rollout import packing
-from .rollout.planning import FEWEST_PASSES, PASS_TOKENS, best_number, parts_of_rows, row_lengths, shares, spread
+from .rollout.planning import FEWEST_PASSES, PASS_TOKENS, best_number, partition, parts_of_rows, row_lengths, spread
 from .rollout.rows import MULTIMODAL_KEYS, completion_tokens, gather_rows, micro_batches, take_rows
 from .rollout.trainer import RolloutTrainer, takes_what_grpo_takes
 
@@ -348,7 +348,7 @@ class OPOTrainer(RolloutTrainer):
         """The rows of an optimizer step in parts: equally many on every process, as each is a collective call."""
         if self._can_exchange(rows):
             rows = gather_rows(rows, self.accelerator)
-            dealt = shares(row_lengths(rows), self._inert(rows, on_policy), self.accelerator.num_processes)
+            dealt = partition(row_lengths(rows), self._inert(rows, on_policy), self.accelerator.num_processes)
             rows = take_rows(rows, dealt[self.accelerator.process_index])
         inert = self._inert(rows, on_policy)
         limits = self._limits_of_parts(self.args.per_device_train_batch_size)

@@ -570,7 +570,7 @@ RUNS = [
         {"output_dir": "locked/run" if os.getuid() else "/proc/sys/run"},  # which not even root may write to
         change=read_only,
     ),
-    Case("nothing to resume", ["resume_from_checkpoint='last'", "no whole checkpoint", "auto"], RESUME),
+    Case("nothing to resume", ["resume_from_checkpoint='last'", "no complete checkpoint", "auto"], RESUME),
     Case(
         "checkpoint that does not exist",
         ["resume_from_checkpoint='run/checkpoint-9'", "does not exist", "Remove"],

@@ -46,8 +46,8 @@ PLACES = {
     "before the model": (OPOTrainer, "save_model", "before"),
     "after the model": (OPOTrainer, "save_model", "after"),
     "after the optimizer": (OPOTrainer, "_save_optimizer_and_scheduler", "after"),
-    "before the manifest": (checkpoint, "seal", "before"),
-    "after the manifest": (checkpoint, "seal", "after"),
+    "before the manifest": (checkpoint, "finalize", "before"),
+    "after the manifest": (checkpoint, "finalize", "after"),
     "before an old one is deleted": (transformers.trainer, "rotate_checkpoints", "before"),
     "after a file of an old one is deleted": (os, "unlink", "after"),
     "after an old one is deleted": (transformers.trainer, "rotate_checkpoints", "after"),
@@ -160,7 +160,7 @@ def train(form: Form, model: str, folder: str, kill: Kill | None) -> None:
 
 def train_without_state(*arguments) -> None:
     """The same, with TRL's checkpoints: a control."""
-    checkpoint.restore_state = lambda trainer, state: None
+    Mortal.load_rollout_state_dict = lambda trainer, state: None
     train(*arguments)
 
 
@@ -213,7 +213,7 @@ def survives(form: Form, kill: Kill, model: str, folder: Path, reference: Path) 
     """Kill and resume once, say what happened, and whether the result is the reference's."""
     shutil.rmtree(folder, ignore_errors=True)
     status = start(form, model, folder, kill)
-    resumed_from = checkpoint.last_whole(str(folder))
+    resumed_from = checkpoint.last_complete(str(folder))
     start(form, model, folder)
     wrong = differences(folder, reference)
     origin = Path(resumed_from).name if resumed_from else "the beginning"

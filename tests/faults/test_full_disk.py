@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from opo_trl import OPOTrainer
-from opo_trl.rollout.checkpoint import fault, finished, last_whole
+from opo_trl.rollout.checkpoint import fault, finished, last_complete
 
 
 OPTIONS = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-4}
@@ -65,14 +65,14 @@ def test_full_disk_stops_the_run_which_goes_on_when_there_is_room(tiny_model: st
         trainer.train()
     assert missing(str(raised.value)) == pytest.approx(size - shutil.disk_usage(folder).free, abs=ROUNDING)
     assert "(no space left on device)" in str(raised.value)
-    assert "The last whole checkpoint is" in str(raised.value)
+    assert "The last complete checkpoint is" in str(raised.value)
     assert "`save_failure: continue`" in str(raised.value)
     assert_only_the_first_is_left(folder)
     subprocess.run(["mount", "-o", f"remount,size={4 * size}", str(folder)], check=True)
     resumed = make_trainer(tiny_model, folder, **OPTIONS)
     resumed.train(resume_from_checkpoint="last")
     assert len(resumed.steps) == 2
-    assert last_whole(str(folder)) == str(folder / "checkpoint-3")
+    assert last_complete(str(folder)) == str(folder / "checkpoint-3")
 
 
 def test_full_disk_does_not_stop_a_run_that_is_to_go_on(tiny_model: str, disk, size: int, caplog):
@@ -285,7 +285,7 @@ def test_process_that_fails_in_a_save_does_not_leave_the_other_waiting(tiny_mode
     assert status[1] == 1
     assert status[0] != 0
     assert "checkpoint-2 cannot be saved" in (tmp_path / "process_1.log").read_text()
-    assert last_whole(str(tmp_path / "run")) == str(tmp_path / "run" / "checkpoint-1")
+    assert last_complete(str(tmp_path / "run")) == str(tmp_path / "run" / "checkpoint-1")
 
 
 def missing(message: str) -> float:
@@ -294,7 +294,7 @@ def missing(message: str) -> float:
 
 
 def assert_only_the_first_is_left(folder: Path):
-    assert last_whole(str(folder)) == str(folder / "checkpoint-1")
+    assert last_complete(str(folder)) == str(folder / "checkpoint-1")
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
 
 

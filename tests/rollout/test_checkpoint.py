@@ -14,8 +14,7 @@ from helpers import RecordingGRPO, RecordingOPO, even_tokens, logged, make_train
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from opo_trl.rollout import checkpoint
-from opo_trl.rollout.checkpoint import MANIFEST, fault, finished, lacking, last_whole, resolve
+from opo_trl.rollout.checkpoint import MANIFEST, fault, finished, lacking, last_complete, resolve
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +55,12 @@ def test_a_checkpoint_whose_last_files_are_cut_short_is_not_whole(copy: Path, na
     assert f"{name} is cut short" in fault(copy / "checkpoint-2")
 
 
-def test_last_whole_checkpoint_is_taken_and_the_others_are_named(copy: Path, caplog: pytest.LogCaptureFixture):
+def test_last_complete_checkpoint_is_taken_and_the_others_are_named(copy: Path, caplog: pytest.LogCaptureFixture):
     PartialState()
     (copy / "checkpoint-3" / "optimizer.pt").unlink()
     (copy / "checkpoint-10").mkdir()
     with caplog.at_level(logging.WARNING):
-        assert resolve("last", str(copy)) == str(copy / "checkpoint-2") == last_whole(str(copy))
+        assert resolve("last", str(copy)) == str(copy / "checkpoint-2") == last_complete(str(copy))
     assert "checkpoint-3 is passed over: of its files, optimizer.pt is missing" in caplog.text
     assert "checkpoint-10 is passed over: it has no manifest.json" in caplog.text
     for wanted in (True, "true", "auto"):
@@ -80,7 +79,7 @@ def test_a_named_checkpoint_that_is_not_whole_is_refused(copy: Path):
 def test_run_without_a_whole_checkpoint(tmp_path: Path):
     PartialState()
     (tmp_path / "checkpoint-1").mkdir()
-    with pytest.raises(ValueError, match=r"resume_from_checkpoint='last'.*holds no whole checkpoint.*`auto`"):
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint='last'.*holds no complete checkpoint.*`auto`"):
         resolve("last", str(tmp_path))
     assert resolve("auto", str(tmp_path)) is None
     for wanted in (None, False):
@@ -126,7 +125,7 @@ def test_checkpoint_without_a_rollout_is_not_chosen(tiny_model: str, tmp_path: P
     with caplog.at_level(logging.WARNING):
         assert resolve("auto", str(tmp_path)) is None
     assert "checkpoint-1 is passed over: it holds no rollout" in caplog.text
-    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
         resolve("last", str(tmp_path))
 
 
@@ -172,7 +171,7 @@ def test_room_is_asked_for_with_a_moving_reference(tiny_model: str, tmp_path: Pa
     size = sum(path.stat().st_size for path in folder.iterdir())
     assert (folder / "reference.pt").stat().st_size > 0.2 * size
     for run in (tmp_path / "none yet", tmp_path):
-        assert 0.8 * size < checkpoint._least_bytes(trainer, run) <= size
+        assert 0.8 * size < trainer._expected_bytes(run) <= size
 
 
 def test_reference_of_another_sharding_is_refused(tiny_model: str, tmp_path: Path):
@@ -222,14 +221,14 @@ def test_checkpoint_stays_while_it_is_written_again(tiny_model: str, tmp_path: P
     with pytest.raises(Killed):
         killed.train()
     assert fault(tmp_path / "checkpoint-4") is not None
-    last = last_whole(str(tmp_path))
+    last = last_complete(str(tmp_path))
     assert last == str(tmp_path / "_checkpoint-4") == resolve("auto", str(tmp_path))
     resumed = make_trainer(tiny_model, tmp_path, **options)
     resumed.train(resume_from_checkpoint="last")
     assert len(resumed.steps) == 1
     one, other = snapshot(resumed.model), snapshot(whole.model)
     assert all(one[name].equal(other[name]) for name in other)
-    assert last_whole(str(tmp_path)) == str(tmp_path / "checkpoint-5")
+    assert last_complete(str(tmp_path)) == str(tmp_path / "checkpoint-5")
     assert list(tmp_path.glob("_checkpoint-*")) == []
 
 

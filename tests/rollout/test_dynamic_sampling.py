@@ -1,7 +1,6 @@
 """Groups without spread of rewards are replaced: by the right rows, up to the bound, and no prompt is lost."""
 
 import logging
-import random
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from helpers import RecordingBaseline, RecordingOPO, Script, logged, make_traine
 from invariance.launch import launch, logs
 
 from opo_trl import OPOConfig
-from opo_trl.rollout.dynamic_sampling import PromptStream
+from opo_trl.rollout.prompts import PromptStream, permutations
 
 
 G = 4
@@ -56,31 +55,6 @@ def prompts_of(trainer, rollout) -> list[int]:
     """The prompt of each group of a rollout."""
     rows = zip(rollout.prompt_ids[::G], rollout.prompt_mask[::G], strict=True)
     return [int(trainer.processing_class.decode(ids[mask.bool()])) for ids, mask in rows]
-
-
-# The stream
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_every_epoch_of_the_stream_has_every_prompt_once_however_many_are_given_back(shuffle):
-    stream, draw = PromptStream(7, seed=3, shuffle=shuffle), random.Random(0)
-    used = []
-    while len(used) < 5 * 7 or stream.returned:
-        drawn = stream.draw(draw.randint(1, 5))
-        unused = draw.sample(drawn, draw.randint(0, len(drawn) - 1)) if len(used) < 5 * 7 else []
-        stream.give_back(unused)
-        used += [position for position in drawn if position not in unused]
-    assert sorted(used) == list(range(len(used)))
-    for epoch in range(5):
-        prompts = stream.prompts(list(range(7 * epoch, 7 * epoch + 7)))
-        assert sorted(prompts) == list(range(7))
-        assert (prompts == list(range(7))) is not shuffle
-
-
-def test_order_of_the_stream_depends_on_the_seed_and_the_epoch():
-    orders = [PromptStream(50, seed=seed).prompts(list(range(100))) for seed in (1, 1, 2)]
-    assert orders[0] == orders[1] != orders[2]
-    assert orders[0][:50] != orders[0][50:]
 
 
 # A rollout
@@ -205,7 +179,7 @@ def test_settings_that_do_not_go_together_are_named(tmp_path, options, message):
 
 def test_stream_of_prompts_is_refused(tiny_model, tmp_path):
     data = Dataset.from_dict({"prompt": ["1", "2"]}).to_iterable_dataset()
-    with pytest.raises(ValueError, match="max_sampling_rounds=2 needs a data set whose rows can be picked"):
+    with pytest.raises(ValueError, match="max_sampling_rounds=2 needs a data set with random access"):
         make_trainer(tiny_model, tmp_path, trainer_arguments={"train_dataset": data}, max_sampling_rounds=2)
 
 
@@ -248,5 +222,6 @@ def test_prompts_are_neither_lost_nor_repeated_where_groups_do_not_divide_by_pro
     assert len(seen) == 24
     assert set(seen) <= alive
     assert len(set(seen)) == 24
-    drawn = PromptStream(40, seed=42).prompts([p for p in range(result["position"]) if p not in result["returned"]])
+    stream = PromptStream(permutations(40, seed=42))
+    drawn = stream.prompts([p for p in range(result["position"]) if p not in result["returned"]])
     assert sorted(seen) == sorted(prompt for prompt in drawn if prompt in alive)

@@ -71,7 +71,7 @@ def test_no_padding_passes_through_the_model(tiny_model, tmp_path):
 def test_models_with_a_state_are_refused(config):
     with torch.device("meta"):
         model = MambaForCausalLM(config) if config.model_type == "mamba" else AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=r"padding_free=True .* which carry a state from row to row. Leave"):
+    with pytest.raises(ValueError, match=r"padding_free=True .* which carry a state from sample to sample. Leave"):
         check(model)
 
 

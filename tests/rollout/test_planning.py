@@ -15,9 +15,9 @@ from opo_trl.rollout.planning import (
     best_number,
     cut,
     longest_first,
+    partition,
     parts_of_rows,
     row_lengths,
-    shares,
     split_further,
     spread,
     trim,
@@ -180,7 +180,7 @@ def test_parts_are_spread_evenly_in_order_and_the_last_step_has_one(n_parts, n_s
 def test_no_process_is_dealt_much_more_to_compute_than_the_mean(rows, n_shares):
     rows = np.array(rows * n_shares)
     lengths, inert = rows[:, :2], rows[:, 2].astype(bool)
-    dealt = shares(lengths, inert, n_shares)
+    dealt = partition(lengths, inert, n_shares)
     assert sorted(dealt.flatten()) == list(range(len(rows)))
     tokens = np.where(inert, 0, lengths.sum(axis=1))
     assert tokens[dealt].sum(axis=1).max() <= tokens.mean() * dealt.shape[1] + tokens.max()
@@ -188,7 +188,7 @@ def test_no_process_is_dealt_much_more_to_compute_than_the_mean(rows, n_shares):
 
 def test_rows_without_an_effect_are_no_load():
     lengths = np.array([[0, 50], [0, 10], [0, 10], [0, 9]])
-    assert [sorted(rows) for rows in shares(lengths, np.array([True, False, False, True]), 2)] == [[0, 1], [2, 3]]
+    assert [sorted(rows) for rows in partition(lengths, np.array([True, False, False, True]), 2)] == [[0, 1], [2, 3]]
 
 
 # In training

@@ -1,13 +1,12 @@
-"""Which optimizer step a completion serves, and in which order prompts are drawn."""
+"""Which optimizer step a completion serves."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trl.trainer.utils import RepeatSampler
 
-from opo_trl.rollout.rows import EpochSampler, micro_batches, optimizer_step_of_rows, rows_of_steps, take_rows
+from opo_trl.rollout.rows import micro_batches, optimizer_step_of_rows, rows_of_steps, take_rows
 
 
 @given(
@@ -111,15 +110,3 @@ def test_images_stay_with_their_row():
         for owner, size in zip(owners, grid, strict=True):
             assert (micro_batch["pixel_values"][start : start + size] == owner).all()
             start += size
-
-
-def test_prompts_come_in_the_order_of_trl():
-    arguments = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2, "seed": 11}
-    theirs, ours = RepeatSampler(range(10), **arguments), EpochSampler(range(10), **arguments)
-    epochs = [list(theirs) for _ in range(3)]
-    for epoch in (2, 0, 1):
-        ours.epoch = epoch
-        assert list(ours) == epochs[epoch]
-    assert epochs[0] != epochs[1]
-    plain = {**arguments, "shuffle": False}
-    assert list(EpochSampler(range(10), **plain)) == list(RepeatSampler(range(10), **plain))
