@@ -15,13 +15,11 @@ Checkpoints of other trainers, and those saved with `save_only_model`, have no m
 import json
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from torch import Tensor
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
@@ -37,36 +35,26 @@ REPLACED_PREFIX = f"_{PREFIX_CHECKPOINT_DIR}"
 # Writing and reading
 
 
-def save_state(folder: Path, process: int, state: Mapping[str, Any]) -> None:
-    """Write a process's `rollout_state_*.pt`: tensors, numbers and text."""
-    torch.save(dict(state), _state_file(folder, process))
-
-
-def load_state(folder: Path, process: int) -> dict[str, Any]:
-    """Read a process's `rollout_state_*.pt` into host memory; nothing in it is executed."""
-    path = _state_file(folder, process)
-    # A run on more processes starts at the end of a rollout, where the first process's state serves them all.
-    path = path if path.exists() else _state_file(folder, 0)
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def save_reference(folder: Path, process: int | None, parameters: list[Tensor]) -> None:
-    """Write a reference model that follows the policy: all of it, or the shard of a process."""
-    torch.save(parameters, reference_file(folder, process))
-
-
-def load_reference(folder: Path, process: int | None) -> list[Tensor]:
-    """Read what [`save_reference`] wrote, into host memory."""
-    return torch.load(reference_file(folder, process), map_location="cpu", weights_only=True)
+def state_file(folder: Path, process: int) -> Path:
+    """File of a process's state: tensors, numbers and text."""
+    return folder / f"rollout_state_{process}.pt"
 
 
 def reference_file(folder: Path, process: int | None) -> Path:
-    """File of the reference model, or of a process's shard of it."""
+    """File of a reference model that follows the policy, or of a process's shard of it."""
     return folder / ("reference.pt" if process is None else f"reference_{process}.pt")
 
 
-def _state_file(folder: Path, process: int) -> Path:
-    return folder / f"rollout_state_{process}.pt"
+def read(path: Path) -> Any:
+    """Read one of these files into host memory; nothing in it is executed."""
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def load_state(folder: Path, process: int) -> dict[str, Any]:
+    """Read a process's state."""
+    path = state_file(folder, process)
+    # A run on more processes starts at the end of a rollout, where the first process's state serves them all.
+    return read(path if path.exists() else state_file(folder, 0))
 
 
 def finalize(folder: Path) -> None:

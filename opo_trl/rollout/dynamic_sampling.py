@@ -14,6 +14,7 @@ All processes see the same rewards and make the same decisions.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ Rollout = dict[str, Any]
 _COLUMNS = (*PROMPT_COLUMNS, *COMPLETION_COLUMNS, "advantages", "rewards_per_func")
 
 
+@dataclass
 class DynamicSampling:
     """
     Fills rollouts with groups whose rewards differ.
@@ -52,19 +54,13 @@ class DynamicSampling:
             What pads the token ids of a rollout.
     """
 
-    def __init__(
-        self,
-        stream: PromptStream,
-        accelerator: Accelerator,
-        *,
-        num_generations: int,
-        max_rounds: int,
-        reward_weights: Tensor,
-        pad_token_id: int,
-    ):
-        self.stream, self.accelerator, self.num_generations = stream, accelerator, num_generations
-        self.max_rounds, self.reward_weights, self.pad_token_id = max_rounds, reward_weights, pad_token_id
-        self._warned = False
+    stream: PromptStream
+    accelerator: Accelerator
+    num_generations: int
+    max_rounds: int
+    reward_weights: Tensor
+    pad_token_id: int
+    _warned: bool = field(default=False, init=False)
 
     def fill(self, generate: Callable[[list[int], bool], Rollout], n_local: int) -> tuple[Rollout, dict[str, float]]:
         """

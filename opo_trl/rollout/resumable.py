@@ -197,12 +197,6 @@ class ResumableTrainer(GRPOTrainer):
     def _reference_shard(self) -> int | None:
         return self.accelerator.process_index if self._reference_is_sharded else None
 
-    @torch.no_grad()
-    def _load_reference(self, folder: Path) -> None:
-        kept = checkpoint.load_reference(folder, self._reference_shard)
-        for parameter, saved in zip(self.ref_model.parameters(), kept, strict=True):
-            local_part(parameter).copy_(saved)
-
     # Saving and loading, in the order of Transformers
 
     def _save_checkpoint(self, model, trial):
@@ -228,10 +222,10 @@ class ResumableTrainer(GRPOTrainer):
     def _save_rng_state(self, output_dir: str):
         super()._save_rng_state(output_dir)
         folder = Path(output_dir)
-        checkpoint.save_state(folder, self.accelerator.process_index, self.rollout_state_dict())
+        torch.save(self.rollout_state_dict(), checkpoint.state_file(folder, self.accelerator.process_index))
         if self.args.sync_ref_model and (self._reference_is_sharded or self.args.should_save):
             parameters = [local_part(parameter) for parameter in self.ref_model.parameters()]
-            checkpoint.save_reference(folder, self._reference_shard, parameters)
+            torch.save(parameters, checkpoint.reference_file(folder, self._reference_shard))
         self.accelerator.wait_for_everyone()  # the manifest lists the files of all processes
         if self.args.should_save:
             checkpoint.finalize(folder)
@@ -243,13 +237,16 @@ class ResumableTrainer(GRPOTrainer):
         # `load_rollout_state_dict` has the same numbers.
         return super(GRPOTrainer, self)._load_optimizer_and_scheduler(folder)
 
+    @torch.no_grad()
     def _load_rng_state(self, folder: str | None):
         super()._load_rng_state(folder)
         if folder is None or checkpoint.lacking(Path(folder)) is not None:
             return
         self.load_rollout_state_dict(checkpoint.load_state(Path(folder), self.accelerator.process_index))
         if self.args.sync_ref_model:
-            self._load_reference(Path(folder))
+            kept = checkpoint.read(checkpoint.reference_file(Path(folder), self._reference_shard))
+            for parameter, saved in zip(self.ref_model.parameters(), kept, strict=True):
+                local_part(parameter).copy_(saved)
 
     def _expected_bytes(self, run: Path) -> int:
         """What a checkpoint takes: as much as the run's last one, or what this process knows that it will write."""

@@ -266,8 +266,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
     @cached_property
     def _dynamic_sampling(self) -> DynamicSampling:
         return DynamicSampling(
-            self._prompt_stream,
-            self.accelerator,
+            stream=self._prompt_stream,
+            accelerator=self.accelerator,
             num_generations=self.num_generations,
             max_rounds=self.args.max_sampling_rounds,
             reward_weights=self.reward_weights,

@@ -8,7 +8,7 @@ from trl.trainer.utils import RepeatSampler
 from opo_trl.rollout.prompts import EpochSampler, PromptStream, permutations
 
 
-def test_prompts_come_in_the_order_of_trl():
+def test_prompts_have_the_order_of_trl():
     arguments = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2, "seed": 11}
     theirs, ours = RepeatSampler(range(10), **arguments), EpochSampler(range(10), **arguments)
     epochs = [list(theirs) for _ in range(3)]
@@ -21,7 +21,7 @@ def test_prompts_come_in_the_order_of_trl():
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_every_epoch_of_the_stream_has_every_prompt_once_however_many_are_given_back(shuffle):
+def test_every_epoch_of_the_stream_has_every_prompt_once_even_if_some_are_given_back(shuffle):
     stream, draw = PromptStream(permutations(7, seed=3, shuffle=shuffle)), random.Random(0)
     used = []
     while len(used) < 5 * 7 or stream.returned:
