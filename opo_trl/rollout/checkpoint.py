@@ -107,15 +107,15 @@ def fault(folder: Path) -> str | None:
         try:
             content = json.loads((folder / name).read_text())
         except FileNotFoundError:
-            return f"it has no {name}: its writing was cut short"
+            return f"it has no {name}: writing was cut short"
         except json.JSONDecodeError:
             return f"its {name} is cut short"
         missing = [file for file in content.get("files", {}) if not (folder / file).exists()]
         if missing:
-            return f"of its files, {', '.join(missing)} is missing"
+            return f"it lacks {', '.join(missing)}"
         short = [file for file, size in content.get("files", {}).items() if (folder / file).stat().st_size != size]
         if short:
-            return f"of its files, {', '.join(short)} is cut short"
+            return f"its {', '.join(short)} is cut short"
     return None
 
 

@@ -215,7 +215,7 @@ def test_nothing_is_removed_after_the_manifest(tiny_model: str, tmp_path: Path):
         trainer.train()
     assert (tmp_path / "checkpoint-1" / "manifest.json").exists()
     assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
-    assert fault(tmp_path / "checkpoint-1") == "it has no trainer_state.json: its writing was cut short"
+    assert fault(tmp_path / "checkpoint-1") == "it has no trainer_state.json: writing was cut short"
 
 
 def test_model_alone_outlives_a_later_error(tiny_model: str, tmp_path: Path):

@@ -61,7 +61,7 @@ def test_last_complete_checkpoint_is_chosen_and_the_others_are_named(copy: Path,
     (copy / "checkpoint-10").mkdir()
     with caplog.at_level(logging.WARNING):
         assert resolve("last", str(copy)) == str(copy / "checkpoint-2") == last_complete(str(copy))
-    assert "checkpoint-3 is passed over: of its files, optimizer.pt is missing" in caplog.text
+    assert "checkpoint-3 is passed over: it lacks optimizer.pt" in caplog.text
     assert "checkpoint-10 is passed over: it has no manifest.json" in caplog.text
     for wanted in (True, "true", "auto"):
         assert resolve(wanted, str(copy)) == str(copy / "checkpoint-2")
@@ -89,7 +89,7 @@ def test_run_without_a_complete_checkpoint(tmp_path: Path):
 def test_trainer_rejects_a_checkpoint_that_is_not_complete(copy: Path, tiny_model: str):
     (copy / "checkpoint-3" / "rollout_state_0.pt").unlink()
     trainer = make_trainer(tiny_model, copy, max_steps=4)
-    with pytest.raises(ValueError, match=r"rollout_state_0\.pt is missing"):
+    with pytest.raises(ValueError, match=r"it lacks rollout_state_0\.pt"):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-3"))
 
 
