@@ -33,7 +33,7 @@ def check_enough_prompts(available: int, args: RolloutConfig) -> None:
     if available < needed:
         raise ValueError(
             f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations} needs "
-            f"{needed} prompts for one rollout, but the data set has {available}. Provide at least {needed}, or lower "
+            f"{needed} prompts for one rollout, but the data set has {available}. Give at least {needed}, or lower "
             "`per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps`."
         )
 
