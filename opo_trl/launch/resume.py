@@ -34,7 +34,7 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
         lines = "\n".join(f"  {name}={saved.get(name)!r} there, {name}={asked.get(name)!r} here" for name in differing)
         raise ValueError(
             f"resume_from_checkpoint={folder!r} belongs to a run with other settings:\n{lines}\n"
-            "Use the same values, or choose another `output_dir` and start at the beginning."
+            "Set the same values here, or choose another `output_dir` and start at the beginning."
         )
     base = read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path", model)
     if not saved and os.path.realpath(base) != os.path.realpath(model):
