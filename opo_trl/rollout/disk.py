@@ -11,6 +11,7 @@ from accelerate.logging import get_logger
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
+from ..config import RolloutConfig
 from .checkpoint import MANIFEST, finished, last_complete, replaced
 
 
@@ -50,17 +51,15 @@ def bytes_of_last(run: Path) -> int | None:
     return _bytes(Path(last)) - sum(path.stat().st_size for path in Path(last).glob("rollout_state_*"))
 
 
-def give_up(folder: Path, error: BaseException, *, expected: int, alone: bool, writes: bool, stop: bool) -> None:
+def give_up(folder: Path, error: BaseException, args: RolloutConfig, *, expected: int) -> None:
     """
     Say why a save failed, and remove what was written of an unfinished checkpoint.
 
     Args:
         folder (`Path`): the checkpoint.
         error (`BaseException`): what ended the save.
+        args ([`RolloutConfig`]): of the trainer; `save_failure` says whether training ends.
         expected (`int`): bytes that a checkpoint takes at least, where the run has none yet.
-        alone (`bool`): whether the run has a single process.
-        writes (`bool`): whether this process writes the files that all processes share.
-        stop (`bool`): whether training ends when a checkpoint cannot be written.
 
     Raises:
         `RuntimeError`: files could not be written, and training should not or cannot continue without them.
@@ -72,8 +71,8 @@ def give_up(folder: Path, error: BaseException, *, expected: int, alone: bool, w
         raise error
     written, free = _bytes(folder), shutil.disk_usage(folder.parent).free
     # The other processes of a save that has begun wait for this one, or write into the folder.
-    agreed = alone or isinstance(error, NoRoom)
-    if agreed and writes:
+    agreed = args.world_size == 1 or isinstance(error, NoRoom)
+    if agreed and args.should_save:
         _discard(folder)
     last = last_complete(str(folder.parent))
     if not _is_of_writing(error, folder):
@@ -85,7 +84,7 @@ def give_up(folder: Path, error: BaseException, *, expected: int, alone: bool, w
         f"{folder} cannot be saved ({error}). A checkpoint takes about {_mib(size)}, {_mib(written)} were written, "
         f"and {_mib(free)} are free{missing}. The last complete checkpoint is {last}."
     )
-    if agreed and not stop:
+    if agreed and args.save_failure == "continue":
         logger.warning(f"{message} Training continues, as `save_failure` says.")
         return
     full = missing or isinstance(error, NoRoom) or any(text in str(error) for text in _FULL)
