@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 from accelerate import PartialState
 from helpers import RecordingGRPO, RecordingOPO, even_tokens, logged, make_trainer, snapshot, trained, without_times
 from safetensors.torch import load_file
@@ -36,6 +37,22 @@ def files(folder: Path) -> list[str]:
 
 def test_finished_checkpoint_is_complete(run: Path):
     assert [fault(run / f"checkpoint-{step}") for step in (1, 2, 3)] == [None] * 3
+
+
+def test_format_of_the_state_is_that_of_earlier_checkpoints(run: Path):
+    state = torch.load(run / "checkpoint-1" / "rollout_state_0.pt", weights_only=True)
+    assert state.keys() == {"rollout", "position", "split", "buffer", "pending_loss", "plain"}
+    assert (state["rollout"], state["position"], len(state["buffer"])) == (0, 2, 2)
+    assert state["split"].keys() == {
+        "processes",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "steps_per_generation",
+        "num_iterations",
+    }
+    plain = json.loads(state["plain"])
+    assert plain.keys() == {"numbers", "metrics", "prompts", "logs", "watches"}
+    assert plain["numbers"]["_completions_generated"] == 8
 
 
 def test_a_checkpoint_that_lacks_any_of_its_files_is_not_complete(copy: Path):
