@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from opo_trl.rollout.planning import cut, longest_first, shares, split_further
+from opo_trl.rollout.planning import cut, longest_first, partition, split_further
 
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -41,7 +41,7 @@ def busiest(processes: int, dead: float, exchange: bool) -> float:
         problems = np.repeat(random.choice(percentiles["problem"], n // GROUP), GROUP)
         lengths = np.stack([problems, random.choice(percentiles["solution"], n)], axis=1)
         inert = np.repeat(random.random(n // GROUP) < dead, GROUP)
-        dealt = shares(lengths, inert, processes) if exchange else np.arange(n).reshape(processes, -1)
+        dealt = partition(lengths, inert, processes) if exchange else np.arange(n).reshape(processes, -1)
         active = [lengths[rows][~inert[rows]] for rows in dealt]
         active = [rows[longest_first(rows)] for rows in active]
         n_parts = max(len(cut(rows, **LIMITS)) + 1 for rows in active)

@@ -2,9 +2,9 @@
 Accuracy of the policy on problems with a checkable answer, with its confidence interval.
 
 Completions are generated and scored by the trainer's own methods, as in training: by its engine (transformers or vLLM,
-gathered weights under ZeRO-3 and FSDP included), with its tools, environments and images, and with what a subclass
-overrides. The problems are spread over the processes. Nothing of it stays in the trainer: no metric, counter or log
-entry, and the random state of training goes on where it was.
+including gathered weights under ZeRO-3 and FSDP), with its tools, environments and images, and with a subclass's
+overrides. The problems are distributed over the processes. An evaluation leaves no trace in the trainer: no metric,
+counter or log entry, and training continues with the random state that it had.
 """
 
 import math
@@ -39,9 +39,9 @@ class Evaluation:
 
     Args:
         correct (`int`), scored (`int`):
-            How many completions were right, of how many that could be scored.
+            Correct completions, and completions that have a score.
         unscorable (`int`):
-            How many completions the reward function returned `None` for; they are in neither count.
+            Unscored completions: the reward function returned `None`. They are in neither count.
         samples (`list[dict]`):
             Prompt, completion and reward of each completion, in the order of the data set.
         per_problem (`int`, *optional*, defaults to `1`):
@@ -56,12 +56,12 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of the scored completions that were right; NaN when none could be scored."""
+        """Fraction of the scored completions that are correct; NaN without any."""
         return self.correct / self.scored if self.scored else float("nan")
 
     @property
     def by_problem(self) -> list[tuple[int, int]]:
-        """Right and scored completions of each problem that has any."""
+        """Correct and scored completions of each problem with a scored one."""
         rewards = [sample["reward"] for sample in self.samples]
         groups = [rewards[i : i + self.per_problem] for i in range(0, len(rewards), self.per_problem)]
         scored = [[reward >= 1.0 for reward in group if reward is not None] for group in groups]
@@ -69,17 +69,16 @@ class Evaluation:
 
     def pass_at(self, k: int) -> float:
         """
-        Mean probability that at least one of `k` of a problem's completions is right, by the unbiased estimate of
-        Chen et al. (2021, arXiv 2107.03374); problems with fewer than `k` scored completions are left out, and NaN
-        without any other.
+        Mean probability that at least one of `k` of a problem's completions is correct, by the unbiased estimate of
+        Chen et al. (2021, arXiv 2107.03374), over the problems with at least `k` scored completions; NaN without any.
         """
-        shares = [1 - math.comb(n - right, k) / math.comb(n, k) for right, n in self.by_problem if n >= k]
-        return sum(shares) / len(shares) if shares else float("nan")
+        chances = [1 - math.comb(n - right, k) / math.comb(n, k) for right, n in self.by_problem if n >= k]
+        return sum(chances) / len(chances) if chances else float("nan")
 
     def summary(self) -> dict[str, Any]:
         """
-        Counts, accuracy and its 95 % interval (`low`, `high`), without the samples: Wilson's for one completion per
-        problem; for several, the normal one over problems. These also have `pass_at`, for 1, 2, 4 … completions.
+        Counts, accuracy and its 95 % interval (`low`, `high`), without the samples. With one completion per problem it
+        is Wilson's interval; with several it is the normal one over problems, and `pass_at` for 1, 2, 4 … is added.
         """
         counts = {"correct": self.correct, "scored": self.scored, "unscorable": self.unscorable}
         if self.per_problem == 1:
@@ -91,25 +90,25 @@ class Evaluation:
         return {"accuracy": self.accuracy, "low": low, "high": high, **counts, "pass_at": pass_at}
 
 
-def _interval_over_problems(shares: list[float], mean: float) -> tuple[float, float]:
-    if len(shares) < 2:
+def _interval_over_problems(accuracies: list[float], mean: float) -> tuple[float, float]:
+    if len(accuracies) < 2:
         return 0.0, 1.0
-    half = NormalDist().inv_cdf(0.975) * stdev(shares) / len(shares) ** 0.5
+    half = NormalDist().inv_cdf(0.975) * stdev(accuracies) / len(accuracies) ** 0.5
     return max(mean - half, 0.0), min(mean + half, 1.0)
 
 
 def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
     """
-    Score interval of a proportion (Wilson, 1927), which stays in [0, 1] and is accurate near both ends.
+    Score interval of a proportion (Wilson, 1927): it stays inside [0, 1] and keeps its coverage near both ends.
 
     Args:
         correct (`int`), total (`int`):
-            Successes of trials.
+            Number of successes, and of trials.
         confidence (`float`, *optional*, defaults to `0.95`):
             Confidence level, in `(0, 1)`.
 
     Returns:
-        `tuple[float, float]`: lower and upper bound; `(0, 1)` without any trial.
+        `tuple[float, float]`: lower and upper bound; `(0, 1)` without trials.
     """
     if total == 0:
         return 0.0, 1.0
@@ -119,7 +118,7 @@ def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple
 
 def check_placed(trainer: "GRPOTrainer") -> None:
     """
-    Check that a trainer's model is where it can generate.
+    Check that a trainer's model is placed where it can generate.
 
     Raises:
         `RuntimeError`: DeepSpeed or FSDP has not taken it over yet, or it is not on the device of this process.
@@ -137,7 +136,7 @@ def check_placed(trainer: "GRPOTrainer") -> None:
     if missing is not None:
         raise RuntimeError(
             f"Nothing can be generated yet: {missing}, which `train()` does. Call `evaluate` after `train()`, or "
-            "while it runs: from the `on_train_begin` of a callback for the accuracy before the first step."
+            "during it: from a callback's `on_train_begin` for the accuracy before the first step."
         )
 
 
@@ -145,15 +144,15 @@ def evaluate(
     trainer: "GRPOTrainer", dataset: Dataset, *, decoding: Decoding = "sampled", seed: int = 0, samples: int = 1
 ) -> Evaluation:
     """
-    Let the policy solve each problem of a data set. To be called on every process.
+    Let the policy solve each problem of a data set. Call it on every process.
 
     Before `train()` this works on one device and under DDP. DeepSpeed and FSDP place and shard the model in `train()`;
-    there the earliest is a callback's `on_train_begin`.
+    with them, call it in a callback's `on_train_begin` or later.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
-            Trainer that holds the policy, the generation engine and the reward functions, all of which are called. A
-            problem counts as solved when the first reward function gives its completion the full 1.0.
+            Trainer with the policy, the generation engine and the reward functions. All reward functions are called; a
+            completion is correct when the first one gives it 1.0.
         dataset (`datasets.Dataset`):
             Rows as the trainer takes them for training: `prompt` and the columns that the reward functions read.
         decoding (`str`, *optional*, defaults to `"sampled"`):
@@ -161,7 +160,7 @@ def evaluate(
             it does in training.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the sampling, and of Python's and NumPy's random numbers, which environments, tools and rewards may
-            draw. A vLLM server has random numbers of its own.
+            draw. A vLLM server draws its own random numbers.
         samples (`int`, *optional*, defaults to `1`):
             Completions of each problem.
 
@@ -169,8 +168,8 @@ def evaluate(
         [`Evaluation`]: the same on every process.
 
     Raises:
-        `ValueError`: an empty data set, no sample, or an unknown decoding.
-        `RuntimeError`: the model is not yet placed or sharded.
+        `ValueError`: an empty data set, fewer than one sample, or an unknown decoding.
+        `RuntimeError`: the model is not placed or sharded yet.
         [`RewardError`]: a reward function raises, or does not return one number, or `None`, for each completion.
     """
     if len(dataset) == 0:
@@ -185,7 +184,7 @@ def evaluate(
     total = len(dataset) * samples
     per_process = -(-total // accelerator.num_processes)
     first = accelerator.process_index * per_process
-    # Every process has to take part in every generation, so a short share is filled up with rows that do not count.
+    # Every process takes part in every generation, so a process with fewer rows repeats the last one, uncounted.
     mine = [dataset[min(i, total - 1) // samples] for i in range(first, first + per_process)]
     with _evaluation_mode(trainer), _decoding(trainer, decoding), _own_random_state(trainer, seed):
         solved = [s for start in range(0, per_process, batch) for s in _solve(trainer, mine[start : start + batch])]
@@ -201,11 +200,11 @@ def evaluate(
 
 
 class _Scored(BaseException):
-    """Ends the making of a rollout once it is scored. No `Exception`, which an override might catch."""
+    """Ends a rollout once it is scored. Not an `Exception`: an override might catch it."""
 
 
 def _solve(trainer: "GRPOTrainer", rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Prompt, completion and reward of each row, as a rollout of these rows would have them."""
+    """Prompt, completion and reward of each row, as in a rollout of these rows."""
     outermost = trainer._calculate_rewards
 
     def calculate(inputs, prompts, completions, completion_ids_list):
@@ -236,7 +235,7 @@ def _solve(trainer: "GRPOTrainer", rows: list[dict[str, Any]]) -> list[dict[str,
 
 @contextmanager
 def temporarily(holder: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object, and leave it as it was."""
+    """Set attributes of an object, and restore them afterwards."""
     attributes = vars(holder)
     own = {name: attributes[name] for name in values if name in attributes}
     attributes.update(values)
@@ -250,17 +249,17 @@ def temporarily(holder: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def _evaluation_mode(trainer: "GRPOTrainer") -> Iterator[None]:
-    """One completion per prompt, nothing computed that only a loss needs, and no trace of it in the trainer."""
-    notes = ("_metrics", "_logs", "_pending_metrics", "_pending_extra_logs")
+    """One completion per prompt, nothing computed that only a loss needs, and no trace in the trainer."""
+    records = ("_metrics", "_logs", "_pending_metrics", "_pending_extra_logs")
     was_training, tokens = trainer.model.training, trainer.state.num_input_tokens_seen
     try:
         with temporarily(
             trainer,
             num_generations_eval=1,
-            # The log-probabilities of anchor, reference and vLLM's correction: passes that no score depends on.
+            # Passes that no score depends on: log-probabilities of behaviour policy, reference and vLLM's correction.
             vllm_importance_sampling_correction=False,
             _get_per_token_logps_and_entropies=lambda *_, **__: (None, None, None),
-            **{name: _emptied(getattr(trainer, name)) for name in notes},
+            **{name: _emptied(getattr(trainer, name)) for name in records},
         ):
             yield
     finally:
@@ -268,13 +267,13 @@ def _evaluation_mode(trainer: "GRPOTrainer") -> Iterator[None]:
         trainer.model.train(was_training)
 
 
-def _emptied(notes: Any) -> Any:
-    """A new container of the same kind and limits, with the fixed keys of a dictionary."""
-    if isinstance(notes, defaultdict):
-        return defaultdict(notes.default_factory)
-    if isinstance(notes, deque):
-        return deque(maxlen=notes.maxlen)
-    return {name: _emptied(kept) for name, kept in notes.items()}
+def _emptied(records: Any) -> Any:
+    """A new, empty container of the same type and limit; a dictionary keeps its fixed keys."""
+    if isinstance(records, defaultdict):
+        return defaultdict(records.default_factory)
+    if isinstance(records, deque):
+        return deque(maxlen=records.maxlen)
+    return {name: _emptied(kept) for name, kept in records.items()}
 
 
 @contextmanager
@@ -297,7 +296,7 @@ def _decoding(trainer: "GRPOTrainer", decoding: Decoding) -> Iterator[None]:
 @contextmanager
 def _own_random_state(trainer: "GRPOTrainer", seed: int) -> Iterator[None]:
     accelerator = trainer.accelerator
-    # The processes that share a colocated vLLM engine have to draw the same tokens.
+    # Processes that share a colocated vLLM engine must draw the same tokens.
     colocated = trainer.use_vllm and trainer.vllm_mode == "colocate"
     group = trainer.vllm_tensor_parallel_size if colocated else 1
     seed += 10_007 * (accelerator.process_index // group)

@@ -41,9 +41,8 @@ from .launch.trainers import make_trainer, model_path
 from .report import run_folder
 from .report.run_report import write_report
 from .rewards.checked import RewardError
-from .rollout.checkpoint import check_split
 from .rollout.checkpoint import resolve as find_checkpoint
-from .rollout.rows import check_enough_prompts
+from .rollout.prompts import check_enough_prompts
 from .rollout.trainer import RolloutTrainer
 
 
@@ -91,7 +90,7 @@ def prepare(argv: Sequence[str]) -> Run:
     with run_folder.left_as_found(folder), _blamed_on(_named(model_config) + with_options):
         trainer = make_trainer(script, args, model_config, data, reward_funcs)
         if checkpoint is not None:
-            check_split(trainer, checkpoint)
+            trainer.check_resumable(checkpoint)
     lock: AbstractContextManager[Any] = nullcontext()
     if args.process_index == 0:
         lock = run_folder.claim(folder, resume=resume, overwrite=script.overwrite)

@@ -1,4 +1,4 @@
-"""Accuracy with its interval, measured without a trace in the training."""
+"""Accuracy with its interval, measured without a trace in training."""
 
 import copy
 import itertools
@@ -29,7 +29,7 @@ SEEN: list[list[int]] = []
 
 
 def parity_reward(completions, completion_ids, solution, **kwargs):
-    """Note what was generated; `None` for the problem 0, else 1.0 or 0.0 by the first token."""
+    """Record what was generated; `None` for problem 0, otherwise 1.0 or 0.0 by the first token."""
     SEEN.extend(completion_ids)
     return [None if s == "0" else float(ids[0] % 2) for ids, s in zip(completion_ids, solution, strict=True)]
 
@@ -71,16 +71,16 @@ def test_bounds_of_the_wilson_interval_are_shares_at_which_the_result_is_just_pl
 
 
 @pytest.mark.parametrize("total", [1, 8, 250, 500, 1000])
-def test_interval_holds_the_share_at_both_ends(total):
+def test_interval_contains_the_proportion_at_both_ends(total):
     assert wilson_interval(0, total)[0] == 0.0
     assert wilson_interval(total, total)[1] == 1.0
 
 
-def test_no_trial_says_nothing():
+def test_interval_without_trials():
     assert wilson_interval(0, 0) == (0.0, 1.0)
 
 
-def test_every_problem_is_solved_once_and_counted(trainer):
+def test_every_problem_is_solved_and_counted_once(trainer):
     result = evaluate(trainer, PROBLEMS)
     assert [sample["prompt"] for sample in result.samples] == PROBLEMS["prompt"]
     rewards = [sample["reward"] for sample in result.samples]
@@ -102,18 +102,18 @@ def test_several_completions_of_a_problem_give_pass_at_k(trainer):
     summary = result.summary()
     assert summary["pass_at"].keys() == {"1", "2", "4"}
     for k in (1, 2, 4):
-        # By definition: the share of all draws of k completions with a right one among them.
+        # By definition: the fraction of draws of k completions that contain a correct one.
         draws = [max(draw) for group in rewards for draw in itertools.combinations(group, k)]
         assert summary["pass_at"][str(k)] == pytest.approx(sum(draws) / len(draws))
     assert summary["accuracy"] == pytest.approx(summary["pass_at"]["1"])
-    shares = [sum(group) / 5 for group in rewards]
-    half = 1.959964 * statistics.stdev(shares) / 6**0.5
+    accuracies = [sum(group) / 5 for group in rewards]
+    half = 1.959964 * statistics.stdev(accuracies) / 6**0.5
     expected = [max(summary["accuracy"] - half, 0.0), min(summary["accuracy"] + half, 1.0)]
     assert [summary["low"], summary["high"]] == pytest.approx(expected, abs=1e-6)
 
 
 def test_greedy_is_greedy(trainer):
-    """The first token of every completion is the likeliest one under the model itself, whatever the seed."""
+    """The first token of every completion is the model's most likely one, with any seed."""
     for seed in (1, 2):
         SEEN.clear()
         evaluate(trainer, PROBLEMS, decoding="greedy", seed=seed)
@@ -131,7 +131,7 @@ def test_sampling_follows_its_seed(trainer):
 
 
 def evaluate_greedily(model: str, folder: str) -> None:
-    """In each process; the main one writes the samples."""
+    """In each process; the main process writes the samples."""
     trainer = make_trainer(model, folder)
     result = evaluate(trainer, PROBLEMS, decoding="greedy")
     if trainer.accelerator.is_main_process:
@@ -140,7 +140,7 @@ def evaluate_greedily(model: str, folder: str) -> None:
 
 
 def test_two_processes_share_the_problems_and_count_each_once(trainer, tiny_model, tmp_path):
-    """Seven problems on two processes: one of them solves the last problem twice, to keep step with the other."""
+    """Seven problems on two processes: one process solves the last one twice, to make as many calls as the other."""
     where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path}
     assert launch(evaluate_greedily, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
     two = json.loads((tmp_path / "result.json").read_text())
@@ -148,12 +148,13 @@ def test_two_processes_share_the_problems_and_count_each_once(trainer, tiny_mode
     assert two["samples"] == evaluate(trainer, PROBLEMS, decoding="greedy").samples
 
 
-# One way to generate and score
+# Generated and scored as in training
 
 
 CONTINUOUS = {
     "use_transformers_continuous_batching": True,
-    "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64},  # else half of the memory
+    # By default it takes half of the memory.
+    "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64},
 }
 
 
@@ -162,7 +163,7 @@ async def asynchronous_reward(completion_ids, solution, **columns):
 
 
 class TalkativeReward:
-    """Reports metrics and columns, and draws random numbers."""
+    """Logs metrics and columns, and draws random numbers."""
 
     def __call__(self, completion_ids, solution, log_metric, log_extra, **columns):
         log_metric("talk", 1.0)
@@ -178,7 +179,7 @@ def failing_reward(completions, log_metric, **columns):
 
 def state_of(trainer: GRPOTrainer) -> dict:
     """All that an evaluation might leave behind in a trainer."""
-    notes = (
+    records = (
         "_metrics",
         "_logs",
         "_pending_metrics",
@@ -186,11 +187,11 @@ def state_of(trainer: GRPOTrainer) -> dict:
         "_completions_generated",
         "_reward_failures",
     )
-    notes += ("_reward_failure_rate", "_drive_metrics", "_reports", "num_generations_eval", "_step")
-    kept = {name: copy.deepcopy(vars(trainer)[name]) for name in notes if name in vars(trainer)}
+    records += ("_reward_failure_rate", "_drive_metrics", "_reports", "num_generations_eval", "_step")
+    kept = {name: copy.deepcopy(vars(trainer)[name]) for name in records if name in vars(trainer)}
     return {
         **kept,
-        "attributes": sorted(set(vars(trainer)) - {"_prompt_stream"}),
+        "attributes": sorted(vars(trainer)),
         "decoding": trainer.generation_config.to_dict(),
         "training": {name: module.training for name, module in trainer.model.named_modules()},
         "tokens": trainer.state.num_input_tokens_seen,
@@ -202,7 +203,7 @@ def state_of(trainer: GRPOTrainer) -> dict:
 @pytest.mark.parametrize("trainer_class", [OPOTrainer, GRPOTrainer])
 @pytest.mark.parametrize("options", [{}, CONTINUOUS], ids=["batches", "continuous batching"])
 @pytest.mark.parametrize("training", [True, False], ids=["in training mode", "in evaluation mode"])
-def test_training_goes_on_as_if_nothing_had_been_evaluated(tiny_model, tmp_path, trainer_class, options, training):
+def test_evaluation_leaves_no_trace_in_training(tiny_model, tmp_path, trainer_class, options, training):
     rewards = [TalkativeReward(), asynchronous_reward]
     trainer = make_trainer(
         tiny_model, str(tmp_path), reward_funcs=rewards, trainer_class=trainer_class, beta=0.1, **options
@@ -219,7 +220,7 @@ def test_training_goes_on_as_if_nothing_had_been_evaluated(tiny_model, tmp_path,
 
 
 @pytest.mark.parametrize("options", [{}, CONTINUOUS], ids=["batches", "continuous batching"])
-def test_failed_evaluation_leaves_no_trace_either(tiny_model, tmp_path, options):
+def test_failed_evaluation_leaves_no_trace(tiny_model, tmp_path, options):
     trainer = make_trainer(tiny_model, str(tmp_path), reward_funcs=failing_reward, **options)
     trainer.model.train()
     before = state_of(trainer)
@@ -233,19 +234,19 @@ def test_failed_evaluation_leaves_no_trace_either(tiny_model, tmp_path, options)
     [asynchronous_reward, TalkativeReward(), lambda **columns: iter(parity_reward(**columns))],
     ids=["asynchronous", "talkative", "iterator"],
 )
-def test_rewards_of_every_kind_say_what_a_plain_function_says(trainer, tiny_model, tmp_path, reward):
+def test_rewards_of_every_kind_score_as_a_plain_function_does(trainer, tiny_model, tmp_path, reward):
     other = make_trainer(tiny_model, str(tmp_path), reward_funcs=reward)
     assert evaluate(other, PROBLEMS).samples == evaluate(trainer, PROBLEMS).samples
 
 
-def test_continuous_batching_decodes_greedily_what_batches_do(trainer, tiny_model, tmp_path):
+def test_greedy_decoding_is_the_same_with_continuous_batching(trainer, tiny_model, tmp_path):
     other = make_trainer(tiny_model, str(tmp_path), **CONTINUOUS)
     one, two = (evaluate(each, PROBLEMS, decoding="greedy").samples for each in (trainer, other))
     assert one == two
 
 
 class Overriding(OPOTrainer):
-    """Asks in other words, adds to what was written, scores by itself."""
+    """Changes prompts and completions, and computes its own rewards."""
 
     def _generate_and_score_completions(self, inputs):
         return super()._generate_and_score_completions(
@@ -261,7 +262,7 @@ class Overriding(OPOTrainer):
         return self.accelerator.gather(torch.tensor(rewards))
 
 
-def test_what_a_subclass_overrides_acts_in_evaluation(tiny_model, tmp_path):
+def test_overrides_of_a_subclass_act_in_evaluation(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, str(tmp_path), trainer_class=Overriding)
     result = evaluate(trainer, PROBLEMS)
     assert [sample["prompt"] for sample in result.samples] == [f"What is {prompt}" for prompt in PROBLEMS["prompt"]]
@@ -282,7 +283,7 @@ def test_override_that_never_scores_is_named(tiny_model, tmp_path):
 
 
 def test_only_generation_runs_the_model(tiny_model, tmp_path):
-    """Neither the anchor's nor the reference's log-probabilities are asked for."""
+    """No log-probabilities of the behaviour policy or the reference are computed."""
     options = {"beta": 0.1, "num_iterations": 2, "steps_per_generation": 4, "anchor_correction": "length_normalized"}
     trainer = make_trainer(tiny_model, str(tmp_path), top_entropy_quantile=0.5, **options)
     passes = []
@@ -305,8 +306,8 @@ def test_failures_of_isolated_rewards_count_in_training_only(tiny_model, tmp_pat
 
 
 @pytest.mark.parametrize("options", [{}, CONTINUOUS], ids=["batches", "continuous batching"])
-def test_evaluation_of_transformers_is_told_from_training(tiny_model, tmp_path, options):
-    """Of several batches: after the first one, TRL's continuous batching takes the next ones for training."""
+def test_evaluation_of_transformers_is_not_taken_for_training(tiny_model, tmp_path, options):
+    """Several batches: after the first one, TRL's continuous batching leaves the model in training mode."""
     settings = {"per_device_eval_batch_size": 4, "num_generations_eval": 2, "max_steps": 1}
     trainer = make_trainer(tiny_model, str(tmp_path), reward_funcs=even_tokens, **settings, **options)
     trainer.train()
@@ -320,7 +321,7 @@ def test_evaluation_of_transformers_is_told_from_training(tiny_model, tmp_path, 
     assert trainer._reports == []
 
 
-def test_processes_that_share_an_engine_draw_alike():
+def test_processes_that_share_an_engine_draw_the_same_numbers():
     def drawn(process: int, **engine) -> tuple:
         accelerator = SimpleNamespace(process_index=process, device=torch.device("cpu"))
         with _own_random_state(SimpleNamespace(accelerator=accelerator, **engine), seed=1):
@@ -332,11 +333,11 @@ def test_processes_that_share_an_engine_draw_alike():
     assert len({drawn(process, use_vllm=False) for process in range(4)}) == 4
 
 
-def test_nothing_scorable_is_not_an_accuracy_of_zero(trainer):
+def test_accuracy_without_scores_is_not_zero(trainer):
     assert math.isnan(evaluate(trainer, PROBLEMS.select([0])).accuracy)
 
 
-def test_empty_data_set_and_unknown_decoding_are_refused(trainer):
+def test_empty_data_set_and_unknown_decoding_are_rejected(trainer):
     with pytest.raises(ValueError, match="0 rows"):
         evaluate(trainer, PROBLEMS.select([]))
     with pytest.raises(ValueError, match=r"decoding='beam'.*'greedy' or 'sampled'"):

@@ -10,7 +10,6 @@ import sys
 import threading
 from pathlib import Path
 from pickle import UnpicklingError
-from types import SimpleNamespace
 
 import pytest
 import sympy.physics.units  # noqa: F401 - its first import evaluates names
@@ -82,7 +81,7 @@ def test_code_that_comes_with_a_model_is_not_run(model, tmp_path, capsys):
 def test_state_of_a_rollout_is_read_as_tensors_only(tmp_path):
     torch.save({"plain": Bomb(tmp_path / "harm")}, tmp_path / "rollout_state_0.pt")
     with pytest.raises(UnpicklingError):
-        load_state(SimpleNamespace(accelerator=SimpleNamespace(process_index=0)), str(tmp_path))
+        load_state(tmp_path, process=0)
     assert not (tmp_path / "harm").exists()
 
 

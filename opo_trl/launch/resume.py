@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one of the run that is to go on."""
+"""Whether a checkpoint belongs to the run that resumes it."""
 
 import json
 import os
@@ -16,12 +16,12 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
 
     Args:
         folder (`str`):
-            Folder of the checkpoint. What it was trained with is read from the run's folder, in which it lies; of one
-            that lies elsewhere, only the base model of an adapter is known.
+            Folder of the checkpoint. Its settings are read from the folder of its run, in which it lies. If it lies
+            elsewhere, only the base model of an adapter is known.
         settings (`Mapping[str, Any]`):
-            Resolved settings of the run that is to go on.
+            Resolved settings of the run that resumes it.
         model (`str`):
-            Its base model: folder, or id on the Hub.
+            Base model of that run: folder, or id on the Hub.
 
     Raises:
         `ValueError`: names the fields that differ.
@@ -33,12 +33,12 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
     if differing:
         lines = "\n".join(f"  {name}={saved.get(name)!r} there, {name}={asked.get(name)!r} here" for name in differing)
         raise ValueError(
-            f"resume_from_checkpoint={folder!r} is of a run with other settings:\n{lines}\n"
-            "Set them as they are there, or choose another `output_dir` and start at the beginning."
+            f"resume_from_checkpoint={folder!r} belongs to a run with other settings:\n{lines}\n"
+            "Set the same values here, or choose another `output_dir` and start at the beginning."
         )
     base = read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path", model)
     if not saved and os.path.realpath(base) != os.path.realpath(model):
         raise ValueError(
             f"resume_from_checkpoint={folder!r} is an adapter for {base!r}, but model_name_or_path={model!r}. Set "
-            "`model_name_or_path` to that one."
+            "`model_name_or_path` to the adapter's model."
         )

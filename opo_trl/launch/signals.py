@@ -1,8 +1,8 @@
 """
-SIGTERM and Ctrl-C, which a scheduler or a person sends to end a run that is to go on later.
+SIGTERM and Ctrl-C, which a scheduler or a person sends to end a run that will be resumed.
 
-A run finishes the optimizer step at hand, saves a checkpoint and ends with the status that shells give the signal, 143
-or 130. Nothing smaller than an optimizer step would do: a checkpoint holds no gradients.
+A run finishes the current optimizer step, saves a checkpoint and ends with the status that shells give the signal, 143
+or 130. It cannot stop within an optimizer step: a checkpoint holds no gradients.
 """
 
 import os
@@ -17,7 +17,7 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
-from ..rollout.checkpoint import last_whole
+from ..rollout.checkpoint import last_complete
 
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ _SAME_SECONDS = 1.0
 
 class StopOnSignal(TrainerCallback):
     """
-    Within this context, SIGTERM and Ctrl-C end training after the optimizer step at hand, with a checkpoint.
+    Within this context, SIGTERM and Ctrl-C end training after the current optimizer step, with a checkpoint.
 
     Whichever process receives the signal, all of them stop after the same step: they agree once per optimizer step. A
-    second Ctrl-C ends the process at once. `opo-trl train` trains in this context; a script of one's own may, too:
+    second Ctrl-C ends the process at once. `opo-trl train` trains in this context; so can your own script:
 
     ```python
     >>> with StopOnSignal(trainer):
@@ -44,15 +44,15 @@ class StopOnSignal(TrainerCallback):
 
     Args:
         trainer ([`RolloutTrainer`]):
-            Trainer that is to stop.
+            Trainer to stop.
 
     Raises:
-        `SystemExit`: out of `trainer.train`, when the checkpoint is written, with 128 plus the signal's number.
+        `SystemExit`: from `trainer.train`, when the checkpoint is written, with 128 plus the signal's number.
     """
 
     def __init__(self, trainer: "RolloutTrainer"):
         self.trainer = trainer
-        self._received, self._agreed = 0, 0  # numbers of a signal: in this process, in any
+        self._received, self._agreed = 0, 0  # number of the signal: in this process, in any process
         self._received_at = 0.0
 
     def __enter__(self) -> "StopOnSignal":
@@ -64,7 +64,7 @@ class StopOnSignal(TrainerCallback):
         self.trainer.remove_callback(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._received and error is None:  # it came when the last step was over
+        if self._received and error is None:  # it came after the last step
             signal.raise_signal(self._received)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -74,7 +74,7 @@ class StopOnSignal(TrainerCallback):
         if not self._received:
             self._received, self._received_at = number, now
             if self.trainer.args.local_process_index == 0:
-                # Not `print`, which may be what was interrupted.
+                # Not `print`, which the signal may have interrupted.
                 name = signal.Signals(number).name
                 text = (
                     f"\n{name}: the run saves a checkpoint after this optimizer step and ends. Ctrl-C ends it now.\n"
@@ -89,12 +89,12 @@ class StopOnSignal(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         if self._agreed:
-            # None may leave while the first process writes, or the launcher would end it.
+            # If a process left while the first one writes, the launcher would end them all.
             self.trainer.accelerator.wait_for_everyone()
             name = signal.Signals(self._agreed).name
             self.trainer.accelerator.print(
-                f"Ended by {name} after optimizer step {state.global_step}. The last whole checkpoint is "
-                f"{last_whole(args.output_dir)}: continue with `--resume_from_checkpoint last`.",
+                f"Ended by {name} after optimizer step {state.global_step}. The last complete checkpoint is "
+                f"{last_complete(args.output_dir)}: resume with `--resume_from_checkpoint last`.",
                 flush=True,
             )
             self.trainer.end()
@@ -103,7 +103,7 @@ class StopOnSignal(TrainerCallback):
 
 @contextmanager
 def passed_on() -> Iterator[None]:
-    """Pass SIGTERM and Ctrl-C on to the processes that this one starts, and leave it to them to end."""
+    """Pass SIGTERM and Ctrl-C on to the processes that this one starts, and let them end by themselves."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         started = psutil.Process().children()

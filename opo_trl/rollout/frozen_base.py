@@ -1,4 +1,4 @@
-"""Weights that must come back as they were: those of a LoRA run's frozen base."""
+"""Weights that must be restored bitwise: those of a LoRA run's frozen base."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local_part(parameter: nn.Parameter) -> Tensor:
-    """What this process holds of a parameter: its shard under ZeRO-3 and FSDP2, else the whole; shares its memory."""
+    """What this process holds of a parameter: its shard under ZeRO-3 and FSDP2, else all of it. Shares its memory."""
     if hasattr(parameter, "ds_tensor"):
         return parameter.ds_tensor.data
     tensor = parameter.detach()
@@ -17,13 +17,13 @@ class FrozenBase:
     """
     The base weights below LoRA's adapters, kept in host memory.
 
-    To hand its weights to vLLM, TRL merges the adapter into the base and takes it out again. In bfloat16 W + Δ − Δ is
-    not W, and what is left over adds up with every synchronization: after a run, the saved adapter would sit on
-    another base than the one it was trained on.
+    To pass its weights to vLLM, TRL merges the adapter into the base and takes it out again. In bfloat16 W + Δ − Δ is
+    not W, and the error adds up with every synchronization: after a run, the saved adapter would sit on another base
+    than the one it was trained on.
 
     Args:
         model (`nn.Module`):
-            Model whose frozen base is kept; for one without adapters nothing is.
+            Model whose frozen base is kept; nothing is kept of a model without adapters.
     """
 
     def __init__(self, model: nn.Module):
@@ -35,6 +35,6 @@ class FrozenBase:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Set the base back, bit by bit."""
+        """Restore the base bitwise."""
         for parameter, kept in self._kept:
             local_part(parameter).copy_(kept)

@@ -1,4 +1,4 @@
-"""Padding-free forward passes: the rows of a micro-batch one after the other, in one row without padding."""
+"""Padding-free forward passes: the samples of a micro-batch one after another, in one row without padding."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 logger = get_logger(__name__)
 
-# Layers that tell the rows apart by their position ids. Recurrent ones would carry their state into the next row.
+# Layers that separate samples by their position ids. Recurrent ones would carry their state into the next sample.
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -19,9 +19,9 @@ class Packed:
     """
     A model with TRL's fused head, called as TRL calls it, that computes no padding.
 
-    Transformers tells packed rows apart by their position ids, which begin again with each, if there is no attention
-    mask: flash attention then computes every row by itself; other implementations compute attention between all
-    tokens and mask what is not of the same row.
+    Without an attention mask, Transformers separates packed samples by their position ids, which restart with each
+    sample. Flash attention then computes every sample by itself; other implementations compute attention between all
+    tokens, and mask that between samples.
 
     Args:
         model:
@@ -41,7 +41,8 @@ class Packed:
             **options,
         )
         for name in {"log_probs", "entropy"} & outputs.keys():  # a reference model's head has no entropy
-            # The head has one value less than tokens. The first of a row, which follows the row before, has no label.
+            # The head has one value fewer than tokens. A sample's first token, which follows the sample before it, has
+            # no label.
             values = torch.nn.functional.pad(outputs[name], (1, 0))
             outputs[name] = values.new_zeros(real.shape).masked_scatter(real, values)[:, 1:]
         return outputs
@@ -49,7 +50,7 @@ class Packed:
 
 def check(model: PreTrainedModel) -> None:
     """
-    Check that a model's rows can be packed, and warn where that saves nothing.
+    Check that samples can be packed for a model, and warn where that saves nothing.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -64,7 +65,7 @@ def check(model: PreTrainedModel) -> None:
     if config is not model.config:
         reason = "a model of images and text"
     elif others or getattr(model, "_is_stateful", False):
-        reason = f"a model with {', '.join(others) or 'recurrent'} layers, which carry a state from row to row"
+        reason = f"a model with {', '.join(others) or 'recurrent'} layers, which carry a state from sample to sample"
     if reason is not None:
         raise ValueError(
             f"padding_free=True is for attention over text, and {config.model_type!r} is {reason}. Leave "
@@ -73,6 +74,6 @@ def check(model: PreTrainedModel) -> None:
     if not is_flash_attention_requested(config):
         logger.warning(
             f"padding_free=True saves little or costs more with attn_implementation={config._attn_implementation!r}, "
-            "which computes attention between the rows of a micro-batch, too. The gradient is the same. Set "
+            "which also computes attention between the samples of a micro-batch. The gradient is the same. Set "
             "`attn_implementation` to 'flash_attention_2', or leave `padding_free` out."
         )

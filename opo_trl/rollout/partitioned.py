@@ -24,7 +24,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from ..config import OPOConfig
 from . import packing
-from .planning import FEWEST_PASSES, PASS_TOKENS, best_number, parts_of_rows, row_lengths, shares, spread
+from .planning import FEWEST_PASSES, PASS_TOKENS, best_number, partition, parts_of_rows, row_lengths, spread
 from .rows import MULTIMODAL_KEYS, gather_rows, micro_batches, take_rows
 from .trainer import RolloutTrainer
 
@@ -177,7 +177,7 @@ class PartitionedTrainer(RolloutTrainer):
             # Completions differ in length, and the process with the longest ones would keep the others waiting. With
             # all samples gathered, every process computes the same partition, and takes its own part.
             rows = gather_rows(rows, self.accelerator)
-            assigned = shares(row_lengths(rows), self._skippable(rows, on_policy), self.accelerator.num_processes)
+            assigned = partition(row_lengths(rows), self._skippable(rows, on_policy), self.accelerator.num_processes)
             rows = take_rows(rows, assigned[self.accelerator.process_index])
         skippable = self._skippable(rows, on_policy)
         limits = self._limits_of_parts(self.args.per_device_train_batch_size)

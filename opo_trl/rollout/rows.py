@@ -1,25 +1,18 @@
 """
-A rollout on its way to the optimizer: in which order prompts are drawn, and which optimizer step a completion serves.
+Which optimizer step a completion serves, and how the samples of a rollout are taken apart.
 
-Both are functions of the seed and of the position in the run alone. Transformers and TRL draw them from random states
-that depend on the number of processes and are lost when a run is resumed.
+The step is a function of the seed and of the position in the run. TRL draws it from random states that depend on the
+number of processes and are lost on resumption.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from trl.trainer.utils import (
-    RepeatSampler,
-    split_pixel_values_by_grid,
-    split_tensor_dict,
-    unsplit_pixel_values_by_grid,
-)
-
-from ..config import RolloutConfig
+from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
 
 # Entries of a rollout with a column per token: of prompts, padded on the left, and of completions, on the right.
@@ -49,54 +42,18 @@ MULTIMODAL_KEYS = (
 )
 
 
-def check_enough_prompts(available: int, args: RolloutConfig) -> None:
-    """
-    Check that a data set fills one rollout. TRL's sampler leaves an incomplete one out, and would train for no step.
-
-    Raises:
-        `ValueError`: names how many prompts are needed.
-    """
-    needed = args.generation_batch_size // args.num_generations
-    if available < needed:
-        raise ValueError(
-            f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations} needs "
-            f"{needed} prompts for one rollout, but the data set has {available}. Give at least {needed}, or set "
-            "`per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps` lower."
-        )
-
-
-class EpochSampler(RepeatSampler):
-    """
-    TRL's sampler, with its order, which can start in any epoch.
-
-    TRL's own starts with the first epoch's order again when a run is resumed in a later one.
-
-    Attributes:
-        epoch (`int`): epoch of the next iteration, from 0.
-    """
-
-    epoch = 0
-
-    def __iter__(self) -> Iterator[int]:
-        if self.shuffle:
-            self.generator.manual_seed(self.seed)
-            for _ in range(self.epoch):
-                torch.randperm(self.num_samples, generator=self.generator)
-        yield from super().__iter__()
-
-
 def optimizer_step_of_rows(n_rows: int, n_steps: int, *, seed: int, rollout: int) -> np.ndarray:
     """
-    Choose the optimizer step of each row of a rollout, over all processes.
+    Choose the optimizer step of each sample of a rollout, over all processes.
 
-    Every `n_steps` consecutive rows go to different steps. Each process holds consecutive rows, so each brings
-    equally many to every step, however many processes there are; and the completions of a prompt are spread evenly.
+    Every `n_steps` consecutive samples go to different steps. Each process holds consecutive samples, so it has as
+    many for each step, however many processes there are; and the completions of a prompt are spread evenly.
 
     Args:
         n_rows (`int`):
-            Rows of the rollout, a multiple of `n_steps`.
+            Samples of the rollout, a multiple of `n_steps`.
         n_steps (`int`):
-            Optimizer steps that share the rollout's rows.
+            Optimizer steps that share the samples of the rollout.
         seed (`int`):
             Seed of the run.
         rollout (`int`):
@@ -105,6 +62,9 @@ def optimizer_step_of_rows(n_rows: int, n_steps: int, *, seed: int, rollout: int
     Returns:
         `np.ndarray`: `[n_rows]`, in `0 … n_steps − 1`.
     """
+    # The steps are permuted within each block: a permutation of all samples could give a process more samples of a
+    # step than its micro-batches have places for. Seeded by the rollout, the generator has no state to save, and all
+    # processes draw the same steps without communication.
     blocks = np.tile(np.arange(n_steps), (n_rows // n_steps, 1))
     return np.random.default_rng((seed, rollout)).permuted(blocks, axis=1).reshape(-1)
 
@@ -120,56 +80,61 @@ def rows_of_steps(
     processes: int,
 ) -> list[dict[str, Any]]:
     """
-    Give each optimizer step its rows of a rollout, of those that this process holds.
+    Split this process's samples of a rollout by the optimizer step that they serve.
 
     Args:
         rollout (`Mapping[str, Any]`):
-            Rows of this process, in the order of the prompts: TRL's tensors and lists.
+            Samples of this process, in the order of the prompts: TRL's tensors and lists.
         steps_per_generation (`int`):
             Number of micro-batches that the rollout will be cut into.
         gradient_accumulation_steps (`int`):
-            Micro-batches per optimizer step. Where it does not divide `steps_per_generation`, rows are kept together
-            in the largest runs of micro-batches that divide both.
+            Micro-batches per optimizer step. Where it does not divide `steps_per_generation`, samples stay together in
+            the longest runs of micro-batches that divide both.
         seed (`int`), index (`int`):
             Seed of the run, and number of the rollout in it.
         process (`int`), processes (`int`):
             Index of this process, and their number.
 
     Returns:
-        `list[dict[str, Any]]`: equally many rows each.
+        `list[dict[str, Any]]`: equally many samples each.
     """
     rows = split_pixel_values_by_grid(dict(rollout))
     n_local = len(rows["completion_ids"])
-    # TRL's shuffle. Drawn for the random state alone, so that the same seed samples what it does in GRPOTrainer.
+    # TRL's shuffle, drawn only to advance the random state: the same seed then samples what it does in GRPOTrainer.
     torch.randperm(n_local)
+    # Optimizer steps of the rollout. Where they do not divide it, windows of accumulation begin at every multiple of
+    # the gcd, so only runs of that length serve a single step.
     n_steps = steps_per_generation // math.gcd(steps_per_generation, gradient_accumulation_steps)
+    # Drawn for the samples of all processes, so that the result does not depend on how many there are.
     step_of_row = optimizer_step_of_rows(n_local * processes, n_steps, seed=seed, rollout=index)
+    # Every step has equally many of this process's samples, so equal slices of the sorted ones are the steps. Stable:
+    # within a step, samples stay in the order of the prompts.
     order = np.argsort(step_of_row[process * n_local : (process + 1) * n_local], kind="stable")
     steps: list[Any] = split_tensor_dict(_in_order(rows, order), n_steps)
     return [unsplit_pixel_values_by_grid(step) for step in steps]
 
 
 def micro_batches(rows: Mapping[str, Any], n_batches: int) -> list[dict[str, Any]]:
-    """Cut the rows of an optimizer step into micro-batches of equally many rows, in their order."""
+    """Cut the samples of an optimizer step into micro-batches of equal size, in their order."""
     split: Any = split_pixel_values_by_grid(dict(rows))
     batches: list[Any] = split_tensor_dict(split, n_batches)
     return [unsplit_pixel_values_by_grid(batch) for batch in batches]
 
 
 def take_rows(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:
-    """Some rows of a rollout, in a given order; values of the whole rollout stay."""
+    """Some samples of a rollout, in a given order; values of the rollout as such stay."""
     return unsplit_pixel_values_by_grid(_in_order(split_pixel_values_by_grid(dict(rows)), order))
 
 
 def gather_rows(rows: Mapping[str, Any], accelerator: Accelerator) -> dict[str, Any]:
-    """The rows of all processes, which have equally many, padded to the longest of them all; lists stay."""
+    """The samples of all processes, which have equally many, padded to the longest of them all; lists stay."""
 
     def gathered(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:
             return value
         return accelerator.gather(accelerator.pad_across_processes(value, dim=1, pad_first=name in PROMPT_COLUMNS))
 
-    # In one order on all processes, however the entries came about: each is a collective call.
+    # Sorted: each entry is a collective call, and processes may have inserted the entries in different orders.
     return {name: gathered(name, rows[name]) for name in sorted(rows)}
 
 

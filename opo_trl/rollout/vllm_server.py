@@ -1,4 +1,4 @@
-"""A vLLM server that ends or hangs ends the run, too, in bounded time and by name."""
+"""A vLLM server that ends or hangs also ends the run, in bounded time and with a message that names it."""
 
 import os
 import threading
@@ -9,17 +9,17 @@ from http.client import HTTPException
 from urllib.request import urlopen
 
 
-PERIOD = 10.0  # seconds between two looks at the server, and for an answer
+PERIOD = 10.0  # seconds between two requests, and to wait for an answer
 PATIENCE = 120.0  # seconds without an answer; TRL's client gives a server that is gone about 60
 
 
 @contextmanager
 def watched(base_url: str) -> Iterator[None]:
     """
-    Ask a server again and again whether it is well, while this process waits for it.
+    Poll a server's health while this process waits for it.
 
-    TRL's client sets no time limit, since nobody knows how long generation takes, and a broadcast of weights to a
-    server that is gone never returns, in code that no exception reaches. So this process ends when the server has not
+    TRL's client sets no time limit, since nobody knows how long generation takes; and a broadcast of weights to a
+    server that is gone never returns, in code that no exception reaches. So this process exits when the server has not
     answered for two minutes.
 
     Args:
@@ -27,13 +27,13 @@ def watched(base_url: str) -> Iterator[None]:
             Address of the server, such as `http://localhost:8000`.
 
     Raises:
-        `RuntimeError`: what happens inside failed to reach the server; TRL's client tries for a minute.
+        `RuntimeError`: the code inside failed to reach the server; TRL's client tries for a minute.
     """
     done = threading.Event()
     threading.Thread(target=_watch, args=(base_url, done), daemon=True).start()
     try:
         yield
-    except OSError as error:  # as all errors of `requests` are
+    except OSError as error:  # includes all errors of `requests`
         raise RuntimeError(_message(base_url)) from error
     finally:
         done.set()
@@ -53,6 +53,6 @@ def _watch(base_url: str, done: threading.Event) -> None:
 
 def _message(base_url: str) -> str:
     return (
-        f"The vLLM server at {base_url} does not answer any more. Its own log says why; start it again, and continue "
+        f"The vLLM server at {base_url} does not answer any more. Its own log says why; start it again, and resume "
         "the run with `--resume_from_checkpoint last`."
     )

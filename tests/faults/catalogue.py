@@ -590,7 +590,7 @@ RUNS = [
         {"output_dir": "locked/run" if os.getuid() else "/proc/sys/run"},  # not even root may write there
         change=read_only,
     ),
-    Case("nothing to resume", ["resume_from_checkpoint='last'", "no whole checkpoint", "auto"], RESUME),
+    Case("nothing to resume", ["resume_from_checkpoint='last'", "no complete checkpoint", "auto"], RESUME),
     Case(
         "missing checkpoint",
         ["resume_from_checkpoint='run/checkpoint-9'", "does not exist", "Remove"],

@@ -1,13 +1,13 @@
 """
-Kill a run with SIGKILL at random points, resume it, and compare what comes out with the uninterrupted run, bit by bit.
+Kill a run with SIGKILL at random points, resume it, and compare the result with the uninterrupted run bitwise.
 
     PYTHONPATH=tests python -m faults.kill_and_resume [--kills 20] [--seed 0]
 
 The run is the canonical one with completions that the policy samples, so that random states matter. It saves a
 checkpoint every second optimizer step and keeps two: in the middle of a rollout's first iteration, in its second one,
-and at its end. It is killed before or after any micro-step, or some time after a save began: at any place in it, then.
+and at its end. It is killed before or after any micro-step, or some time after a save began, so anywhere in it.
 
-Ends with status 1 if a resumed run is not the uninterrupted one.
+Ends with status 1 if a resumed run differs from the uninterrupted one.
 """
 
 import argparse
@@ -35,19 +35,19 @@ from opo_trl.rollout import checkpoint
 
 
 SAVE_STEPS = 2
-# Log entries cover three optimizer steps, so checkpoints lie between them, too.
+# Log entries cover three optimizer steps, so some checkpoints lie between them.
 SAVING = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_total_limit": 2, "logging_steps": 3}
 
-# About as long as a save of the tiny model takes.
+# About the duration of a save of the tiny model, by number of processes.
 _SAVE_SECONDS = {1: 0.03, 4: 0.3}
 
-# What a save does, in this order: which call, and whether death comes before it or after.
+# What a save does, in this order: which call, and whether the process dies before or after it.
 PLACES = {
     "before the model": (OPOTrainer, "save_model", "before"),
     "after the model": (OPOTrainer, "save_model", "after"),
     "after the optimizer": (OPOTrainer, "_save_optimizer_and_scheduler", "after"),
-    "before the manifest": (checkpoint, "seal", "before"),
-    "after the manifest": (checkpoint, "seal", "after"),
+    "before the manifest": (checkpoint, "finalize", "before"),
+    "after the manifest": (checkpoint, "finalize", "after"),
     "before an old one is deleted": (transformers.trainer, "rotate_checkpoints", "before"),
     "after a file of an old one is deleted": (os, "unlink", "after"),
     "after an old one is deleted": (transformers.trainer, "rotate_checkpoints", "after"),
@@ -55,7 +55,7 @@ PLACES = {
 
 ONE = Form("1 process", rows=4, sampled=True, options=SAVING)
 LORA = replace(ONE, name="LoRA, 1 process", lora=True)
-# Rewards are shares of even tokens, so of completions of one token some groups have no spread.
+# Rewards are fractions of even tokens: with completions of one token, some groups have zero variance.
 DYNAMIC = replace(
     ONE,
     name="dynamic sampling, 1 process",
@@ -77,13 +77,13 @@ FORMS = (
 @dataclass(frozen=True)
 class Kill:
     """
-    A moment to die.
+    When a process kills itself.
 
     Args:
         micro_step: number of the micro-step, from 0, before which one process kills itself; or
-        save: number of the save, from 0, that kills it …
-        seconds: … so long after it began, …
-        place: … or at one of `PLACES`.
+        save: number of the save, from 0, during which it does, either
+        seconds: this long after the save began, or
+        place: at one of `PLACES`.
         process: which one; the launcher ends the others.
     """
 
@@ -107,7 +107,7 @@ class Kill:
 
 
 class Mortal(OPOTrainer):
-    """Dies when it is told to."""
+    """Kills itself as told."""
 
     kill: Kill | None = None
     saves = 0
@@ -127,7 +127,7 @@ class Mortal(OPOTrainer):
             death.start()
         super()._save_checkpoint(*args, **kwargs)
         if doomed:
-            death.join()  # at the latest right after the save
+            death.join()  # dies right after the save at the latest
 
     @property
     def _doomed(self) -> bool:
@@ -149,7 +149,7 @@ class Mortal(OPOTrainer):
 
 
 def train(form: Form, model: str, folder: str, kill: Kill | None) -> None:
-    """In each process: go on from the last whole checkpoint, or from the beginning."""
+    """In each process: resume from the last complete checkpoint, or start at the beginning."""
     trainer = make_trainer(form, model, Path(folder), Mortal)
     trainer.kill = kill
     trainer.train(resume_from_checkpoint="auto")
@@ -159,13 +159,13 @@ def train(form: Form, model: str, folder: str, kill: Kill | None) -> None:
 
 
 def train_without_state(*arguments) -> None:
-    """The same, with TRL's checkpoints: a control."""
-    checkpoint.restore_state = lambda trainer, state: None
+    """Control: the same with TRL's checkpoints."""
+    Mortal.load_rollout_state_dict = lambda trainer, state: None
     train(*arguments)
 
 
 def start(form: Form, model: str, folder: Path, kill: Kill | None = None, target=train) -> list[int]:
-    """Launch the run; the exit status of each process."""
+    """Launch the run; returns the exit status of each process."""
     where = {"config": form.config, "processes": form.processes, "folder": folder}
     status = launch(target, form, model, str(folder), kill, **where)
     if kill is None and any(status):
@@ -174,7 +174,7 @@ def start(form: Form, model: str, folder: Path, kill: Kill | None = None, target
 
 
 def differences(folder: Path, reference: Path) -> list[str]:
-    """Names of tensors and log entries that are not the same bits."""
+    """Names of tensors and log entries that differ bitwise."""
     end, wanted = (weights(path / "end") for path in (folder, reference))
     different = [name for name in wanted if not torch.equal(end[name], wanted[name])]
     log, wanted_log = (_log(path) for path in (folder, reference))
@@ -190,7 +190,7 @@ def _log(folder: Path) -> list[dict]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m faults.kill_and_resume")
     parser.add_argument("--kills", type=int, default=20, help="kills per form of the run")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     arguments = parser.parse_args()
     table = ["| run | kills | of these in a save | another result |", "| --- | --- | --- | --- |"]
     failed = 0
@@ -210,10 +210,10 @@ def main() -> int:
 
 
 def survives(form: Form, kill: Kill, model: str, folder: Path, reference: Path) -> bool:
-    """Kill and resume once, say what happened, and whether the result is the reference's."""
+    """Kill and resume once, print what happened, and return whether the result is the reference's."""
     shutil.rmtree(folder, ignore_errors=True)
     status = start(form, model, folder, kill)
-    resumed_from = checkpoint.last_whole(str(folder))
+    resumed_from = checkpoint.last_complete(str(folder))
     start(form, model, folder)
     wrong = differences(folder, reference)
     origin = Path(resumed_from).name if resumed_from else "the beginning"

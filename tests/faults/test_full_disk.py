@@ -1,4 +1,4 @@
-"""A save that fails, on a disk that is really full: earlier checkpoints stay, and the run stops or goes on."""
+"""A save that fails, on a disk that is really full: earlier checkpoints stay, and the run stops or continues."""
 
 import errno
 import logging
@@ -22,11 +22,11 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from opo_trl import OPOTrainer
-from opo_trl.rollout.checkpoint import fault, finished, last_whole
+from opo_trl.rollout.checkpoint import fault, finished, last_complete
 
 
 OPTIONS = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-4}
-ROUNDING = 0.06 * 2**20  # of a size in a message
+ROUNDING = 0.06 * 2**20  # of the sizes in a message
 
 
 @pytest.fixture(scope="module")
@@ -58,24 +58,24 @@ def disk(tmp_path: Path) -> Iterator[Callable[[float], Path]]:
     subprocess.run(["umount", "--lazy", str(folder)], capture_output=True, check=False)
 
 
-def test_full_disk_stops_the_run_which_goes_on_when_there_is_room(tiny_model: str, disk, size: int):
+def test_full_disk_stops_the_run_which_resumes_when_there_is_room(tiny_model: str, disk, size: int):
     folder = disk(1.6 * size)
     trainer = make_trainer(tiny_model, folder, **OPTIONS)
     with pytest.raises(RuntimeError, match="checkpoint-2 cannot be saved") as raised:
         trainer.train()
     assert missing(str(raised.value)) == pytest.approx(size - shutil.disk_usage(folder).free, abs=ROUNDING)
     assert "(no space left on device)" in str(raised.value)
-    assert "The last whole checkpoint is" in str(raised.value)
+    assert "The last complete checkpoint is" in str(raised.value)
     assert "`save_failure: continue`" in str(raised.value)
     assert_only_the_first_is_left(folder)
     subprocess.run(["mount", "-o", f"remount,size={4 * size}", str(folder)], check=True)
     resumed = make_trainer(tiny_model, folder, **OPTIONS)
     resumed.train(resume_from_checkpoint="last")
     assert len(resumed.steps) == 2
-    assert last_whole(str(folder)) == str(folder / "checkpoint-3")
+    assert last_complete(str(folder)) == str(folder / "checkpoint-3")
 
 
-def test_full_disk_does_not_stop_a_run_that_is_to_go_on(tiny_model: str, disk, size: int, caplog):
+def test_full_disk_does_not_stop_a_run_that_should_continue(tiny_model: str, disk, size: int, caplog):
     folder = disk(1.6 * size)
     trainer = make_trainer(tiny_model, folder, **OPTIONS, save_failure="continue")
     with caplog.at_level(logging.WARNING):
@@ -87,8 +87,8 @@ def test_full_disk_does_not_stop_a_run_that_is_to_go_on(tiny_model: str, disk, s
     assert_only_the_first_is_left(folder)
 
 
-def test_old_checkpoints_that_make_room_are_not_counted_on(tiny_model: str, disk, size: int):
-    """They are deleted when the new one is whole, and not before."""
+def test_room_of_old_checkpoints_is_not_relied_on(tiny_model: str, disk, size: int):
+    """They are deleted when the new one is complete, and not before."""
     folder = disk(1.6 * size)
     with pytest.raises(RuntimeError, match="checkpoint-2 cannot be saved"):
         make_trainer(tiny_model, folder, **OPTIONS, save_total_limit=1).train()
@@ -96,7 +96,7 @@ def test_old_checkpoints_that_make_room_are_not_counted_on(tiny_model: str, disk
 
 
 class Crowded(RecordingOPO):
-    """Whose disk is filled by others in the middle of the second save."""
+    """Others fill its disk in the middle of the second save."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str):
         if self.state.global_step == 2:
@@ -122,14 +122,14 @@ def test_disk_that_fills_up_in_a_save(tiny_model: str, disk, size: int, caplog, 
     assert trainer.state.global_step == (2 if after == "stop" else 3)
     assert fault(folder / "checkpoint-1") is None
     assert not (folder / "checkpoint-2").exists()
-    # What the half-written one took is free again: a little too little for the third.
+    # The space of the half-written one is free again: slightly too little for the third.
     assert not (folder / "checkpoint-3").exists()
 
 
 @pytest.mark.parametrize("limit", [100_000, 250_000], ids=["in the model's file", "in the optimizer's"])
 @pytest.mark.parametrize("after", ["stop", "continue"])
 def test_file_that_cannot_be_written(tiny_model: str, tmp_path: Path, limit: int, after: str):
-    """On every machine: a limit on the size of files is in the way."""
+    """On every machine: the size of files is limited."""
 
     class Limited(RecordingOPO):
         def _save_checkpoint(self, *args):
@@ -151,7 +151,7 @@ def test_file_that_cannot_be_written(tiny_model: str, tmp_path: Path, limit: int
 
 
 class Unreachable(RecordingOPO):
-    """Which cannot push its checkpoints."""
+    """It cannot push its checkpoints."""
 
     def _push_from_checkpoint(self, checkpoint_folder: str):
         raise ConnectionError("the Hub is down")
@@ -162,7 +162,7 @@ def busy(*args, **kwargs):
 
 
 def own_error(kind: type) -> type:
-    """A trainer of a user whose `save_model` fails in the second save."""
+    """A user's trainer whose `save_model` fails in the second save."""
 
     class Own(RecordingOPO):
         def save_model(self, output_dir=None, _internal_call=False):
@@ -177,7 +177,7 @@ def own_error(kind: type) -> type:
 @pytest.mark.parametrize(
     ("error", "what"), [(ConnectionError, "the Hub is down"), (OSError, "busy")], ids=["push", "deletion of old ones"]
 )
-def test_whole_checkpoint_outlives_an_error_that_follows_it(tiny_model, tmp_path, monkeypatch, error, what, after):
+def test_complete_checkpoint_outlives_a_later_error(tiny_model, tmp_path, monkeypatch, error, what, after):
     trainer_class = Unreachable if error is ConnectionError else RecordingOPO
     trainer = make_trainer(tiny_model, tmp_path, **OPTIONS, save_failure=after, trainer_class=trainer_class)
     if error is ConnectionError:
@@ -193,7 +193,7 @@ def test_whole_checkpoint_outlives_an_error_that_follows_it(tiny_model, tmp_path
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, OSError, ConnectionError])
 @pytest.mark.parametrize("after", ["stop", "continue"])
-def test_error_of_a_users_own_is_reported_as_itself(tiny_model: str, tmp_path: Path, kind: type, after: str):
+def test_error_of_a_users_code_is_reported_as_itself(tiny_model: str, tmp_path: Path, kind: type, after: str):
     trainer = make_trainer(tiny_model, tmp_path, **OPTIONS, save_failure=after, trainer_class=own_error(kind))
     with pytest.raises(kind) as raised:
         trainer.train()
@@ -203,7 +203,7 @@ def test_error_of_a_users_own_is_reported_as_itself(tiny_model: str, tmp_path: P
 
 
 class Unserializable(TrainerCallback, ExportableState):
-    """Whose state Transformers cannot write into `trainer_state.json`, after the manifest."""
+    """Transformers cannot write its state into `trainer_state.json`, after the manifest."""
 
     def state(self):
         return {"args": {}, "attributes": {"not json": {1, 2}}}
@@ -215,10 +215,10 @@ def test_nothing_is_removed_after_the_manifest(tiny_model: str, tmp_path: Path):
         trainer.train()
     assert (tmp_path / "checkpoint-1" / "manifest.json").exists()
     assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
-    assert fault(tmp_path / "checkpoint-1") == "it has no trainer_state.json: its writing was cut short"
+    assert fault(tmp_path / "checkpoint-1") == "it has no trainer_state.json: writing was cut short"
 
 
-def test_model_alone_outlives_an_error_that_follows_it(tiny_model: str, tmp_path: Path):
+def test_model_alone_outlives_a_later_error(tiny_model: str, tmp_path: Path):
     trainer = make_trainer(tiny_model, tmp_path, **OPTIONS, save_only_model=True, trainer_class=Unreachable)
     trainer.args.push_to_hub = True
     with pytest.raises(ConnectionError):
@@ -226,7 +226,7 @@ def test_model_alone_outlives_an_error_that_follows_it(tiny_model: str, tmp_path
     assert finished(tmp_path / "checkpoint-1")
 
 
-def test_error_of_a_file_is_no_lack_of_space(tiny_model: str, tmp_path: Path):
+def test_file_size_limit_is_not_reported_as_lack_of_space(tiny_model: str, tmp_path: Path):
     class Limited(RecordingOPO):
         def _save_checkpoint(self, *args):
             with limited_files(100_000 if self.state.global_step == 2 else -1):
@@ -270,7 +270,7 @@ def test_processes_agree_on_a_full_disk(tiny_model: str, tmp_path: Path, disk, s
 
 
 class Failing(OPOTrainer):
-    """Whose second process cannot write its part of the second checkpoint."""
+    """Its second process cannot write its part of the second checkpoint."""
 
     def _save_rng_state(self, output_dir: str):
         cut = self.accelerator.process_index == 1 and self.state.global_step == 2
@@ -285,22 +285,22 @@ def test_process_that_fails_in_a_save_does_not_leave_the_other_waiting(tiny_mode
     assert status[1] == 1
     assert status[0] != 0
     assert "checkpoint-2 cannot be saved" in (tmp_path / "process_1.log").read_text()
-    assert last_whole(str(tmp_path / "run")) == str(tmp_path / "run" / "checkpoint-1")
+    assert last_complete(str(tmp_path / "run")) == str(tmp_path / "run" / "checkpoint-1")
 
 
 def missing(message: str) -> float:
-    """The bytes that a message says are missing."""
+    """Missing bytes, according to a message."""
     return float(re.search(r"are free: ([\d.]+) MiB are missing", message)[1]) * 2**20
 
 
 def assert_only_the_first_is_left(folder: Path):
-    assert last_whole(str(folder)) == str(folder / "checkpoint-1")
+    assert last_complete(str(folder)) == str(folder / "checkpoint-1")
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 @contextmanager
 def limited_files(size: int) -> Iterator[None]:
-    """No file may grow beyond this size; −1 for no limit."""
+    """Limit the size of files; −1 for no limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

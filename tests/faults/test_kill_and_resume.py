@@ -1,18 +1,18 @@
-"""A killed and resumed run is the uninterrupted one, bit by bit: some moments here, more with the script's command."""
+"""A killed and resumed run is bitwise the uninterrupted one: some moments here, more with the script's command."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from opo_trl.rollout.checkpoint import fault, last_whole
+from opo_trl.rollout.checkpoint import fault, last_complete
 
 from .kill_and_resume import DYNAMIC, LORA, ONE, PLACES, SAVING, ZERO3, Kill, differences, start, train_without_state
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
-    """Folder of the uninterrupted run of a form, trained once."""
+    """Folder of a form's uninterrupted run, trained once."""
     folders = {}
 
     def of(form) -> Path:
@@ -55,10 +55,10 @@ QUICK = {
 @pytest.mark.parametrize(
     "place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES]
 )
-def test_there_is_a_whole_checkpoint_at_every_moment_of_a_save(uninterrupted, tiny_model: str, tmp_path: Path, place):
+def test_every_moment_of_a_save_leaves_a_complete_checkpoint(uninterrupted, tiny_model: str, tmp_path: Path, place):
     assert start(ONE, tiny_model, tmp_path, Kill(save=4, place=place)) == [-9]
-    new_is_whole = list(PLACES).index(place) > list(PLACES).index("after the manifest")
-    assert last_whole(str(tmp_path)) == str(tmp_path / ("checkpoint-10" if new_is_whole else "checkpoint-8"))
+    new_is_complete = list(PLACES).index(place) > list(PLACES).index("after the manifest")
+    assert last_complete(str(tmp_path)) == str(tmp_path / ("checkpoint-10" if new_is_complete else "checkpoint-8"))
     old = tmp_path / "checkpoint-6"
     assert fault(old) is None or "old one is deleted" in place
     if "file of an old one" in place:
@@ -114,7 +114,7 @@ MOVING = {**SAVING, "max_steps": 4, "sync_ref_model": True, "ref_model_sync_step
 def test_moving_reference_is_saved_once(uninterrupted, tiny_model: str, tmp_path: Path, config: str, files: list):
     form = replace(ZERO3, name=f"moving reference, {config}", rows=4, processes=2, config=config, options=MOVING)
     assert -9 in start(form, tiny_model, tmp_path, Kill(micro_step=3, process=1))
-    saved = Path(last_whole(str(tmp_path)))
+    saved = Path(last_complete(str(tmp_path)))
     assert sorted(path.name for path in saved.glob("reference*")) == files
     start(form, tiny_model, tmp_path)
     assert differences(tmp_path, uninterrupted(form)) == []

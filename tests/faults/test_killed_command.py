@@ -1,6 +1,6 @@
 """
-A killed or interrupted `opo-trl train` goes on with `--resume_from_checkpoint auto`, and leaves the folder of one that
-was not.
+A killed or interrupted `opo-trl train` resumes with `--resume_from_checkpoint auto`, and leaves the same folder as an
+uninterrupted one.
 """
 
 import json
@@ -25,7 +25,7 @@ from opo_trl.train import main
 from .kill_and_resume import ONE
 
 
-# A run takes a few.
+# A run takes a few seconds.
 SECONDS = 240.0
 
 
@@ -74,9 +74,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("step", [2, 5], ids=["before the first checkpoint", "inside the second rollout"])
-def test_killed_command_goes_on(uninterrupted: Path, tmp_path: Path, step: int):
+def test_killed_command_resumes(uninterrupted: Path, tmp_path: Path, step: int):
     assert stopped(tmp_path, signal.SIGKILL, step) == -signal.SIGKILL
-    assert_goes_on(tmp_path, uninterrupted)
+    assert_resumes(tmp_path, uninterrupted)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
@@ -85,7 +85,7 @@ def test_interrupted_command_saves_first(uninterrupted: Path, tmp_path: Path, nu
     assert stopped(tmp_path, number, 1, "--save_steps", "1000") == 128 + number
     (saved,) = folder.glob("checkpoint-*")
     step = int(saved.name.removeprefix("checkpoint-"))
-    assert step in (2, 3)  # after the one at hand, and none more
+    assert step in (2, 3)  # after the current one, and no further one
     assert fault(saved) is None
     assert lines(folder)[-1]["step"] == step
     assert not accuracies(folder).keys() & {"after", "optimizer_steps"}
@@ -93,21 +93,21 @@ def test_interrupted_command_saves_first(uninterrupted: Path, tmp_path: Path, nu
     log = logs(tmp_path)
     assert f"{number.name}: the run saves a checkpoint after this optimizer step and ends" in log
     assert f"Ended by {number.name} after optimizer step {step}" in log
-    assert_goes_on(tmp_path, uninterrupted)
+    assert_resumes(tmp_path, uninterrupted)
 
 
-def test_second_run_in_the_same_folder_is_refused(tmp_path: Path):
-    refused = []
+def test_second_run_in_the_same_folder_is_rejected(tmp_path: Path):
+    rejected = []
 
     def start_another(processes):
         wait_until(lambda: bool(lines_so_far(tmp_path / "run")))
-        refused.extend(launch(train_or_exit, tmp_path / "run", folder=tmp_path / "second", limit=SECONDS))
+        rejected.extend(launch(train_or_exit, tmp_path / "run", folder=tmp_path / "second", limit=SECONDS))
         processes[0].kill()
 
     endless = ("--max_steps", "9999")
     status = launch(train, tmp_path / "run", *endless, folder=tmp_path, meanwhile=start_another, limit=SECONDS)
     assert status == [-signal.SIGKILL]
-    assert refused == [2]
+    assert rejected == [2]
     assert "is in use by another run, process" in logs(tmp_path / "second")
 
 
@@ -132,7 +132,7 @@ def test_second_interrupt_ends_at_once(tiny_model: str, tmp_path: Path):
 
 
 class Slow(OPOTrainer):
-    """Whose optimizer steps take for ever."""
+    """Its optimizer steps never end."""
 
     def training_step(self, *args, **kwargs):
         (Path(self.args.output_dir) / "in the step").touch()
@@ -157,7 +157,7 @@ def test_process_group_is_gone_before_the_interpreter_is(tmp_path: Path, signall
     where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "meanwhile": stop_one, "limit": SECONDS}
     status = launch(train, tmp_path / "run", *further, **where)
     assert set(status) <= ({128 + signal.SIGTERM, -signal.SIGKILL} if signalled else {0}), logs(tmp_path)
-    for number in range(2):  # the first to end after a signal has the other killed
+    for number in range(2):  # after a signal, the launcher kills the other when the first one ends
         if status[number] >= 0:
             (threads,) = re.findall("threads: .*", (tmp_path / f"process_{number}.log").read_text())
             assert "gloo" not in threads
@@ -180,7 +180,7 @@ def test_signal_to_one_process_stops_all(tiny_model: str, tmp_path: Path):
 
 
 class Marking(OPOTrainer):
-    """Which says when it trains."""
+    """Says when it trains."""
 
     def training_step(self, *args, **kwargs):
         (Path(self.args.output_dir) / "in the step").touch()
@@ -198,7 +198,7 @@ def stopped(place: Path, number: signal.Signals, step: int, *further: str) -> in
     return status
 
 
-def assert_goes_on(place: Path, uninterrupted: Path):
+def assert_resumes(place: Path, uninterrupted: Path):
     folder = place / "run"
     again = launch(train, folder, "--resume_from_checkpoint", "auto", folder=place, limit=SECONDS)
     assert again == [0], logs(place)
@@ -209,7 +209,7 @@ def assert_goes_on(place: Path, uninterrupted: Path):
 
 
 def lines_so_far(folder: Path) -> list[dict]:
-    """As [`lines`], of a log that is being written."""
+    """[`lines`] of a log that is being written."""
     try:
         return lines(folder)
     except json.JSONDecodeError:

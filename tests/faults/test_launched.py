@@ -14,7 +14,7 @@ import pytest
 from helpers import environment, on_cpu, wait_until
 
 from opo_trl.report.run_folder import read_lines
-from opo_trl.rollout.checkpoint import last_whole
+from opo_trl.rollout.checkpoint import last_complete
 
 from .test_killed_command import OPTIONS, RECIPE
 
@@ -81,7 +81,7 @@ def test_launched_run_is_stopped_resumes_and_is_killed(tmp_path: Path, processes
         assert len(run.training) == processes
         run.process.send_signal(signal.SIGTERM)
         assert run.ends() == 128 + signal.SIGTERM, run.said()
-        saved = last_whole(str(run.folder))
+        saved = last_complete(str(run.folder))
         assert saved == str(run.folder / f"checkpoint-{run.steps()[-1]}")
         assert f"Ended by SIGTERM after optimizer step {run.steps()[-1]}" in run.said()
     with launched(tmp_path, processes, "--resume_from_checkpoint", "auto") as run:
@@ -90,4 +90,4 @@ def test_launched_run_is_stopped_resumes_and_is_killed(tmp_path: Path, processes
         assert run.ends() == 128 + signal.SIGKILL
         assert time.monotonic() - at < 60
         assert f"opo-trl train: error: {killed} was ended by SIGKILL" in run.said()
-        assert last_whole(str(run.folder)) is not None
+        assert last_complete(str(run.folder)) is not None

@@ -1,4 +1,4 @@
-"""What a run does whose vLLM server ends or hangs; with a real vLLM: tests/with_vllm."""
+"""What a run does when its vLLM server ends or hangs; tests/with_vllm use a real vLLM."""
 
 import subprocess
 import sys
@@ -17,13 +17,13 @@ from opo_trl.rollout.vllm_server import watched
 
 ROOT = Path(__file__).parents[2]
 
-# Waits in native code, which no exception reaches, as a broadcast over NCCL does.
+# Waits in native code, which no exception reaches, like a broadcast over NCCL.
 WAIT = """
 import sys, threading, time
 from opo_trl.rollout import vllm_server
 vllm_server.PERIOD, vllm_server.PATIENCE = 0.2, 1.0
 with vllm_server.watched(sys.argv[1]):
-    if sys.argv[2] == "for ever":
+    if sys.argv[2] == "forever":
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
@@ -33,10 +33,10 @@ print("done", flush=True)
 
 
 class Server(BaseHTTPRequestHandler):
-    well = True
+    healthy = True
 
     def do_GET(self):
-        if not self.well:
+        if not self.healthy:
             time.sleep(60)
         self.send_response(200)
         self.end_headers()
@@ -67,15 +67,15 @@ def wait(server: ThreadingHTTPServer, how_long: str) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def test_server_that_hangs_ends_the_process_that_waits_for_it(server):
-    server.RequestHandlerClass.well = False
-    done = wait(server, "for ever")
+def test_server_that_hangs_ends_the_waiting_process(server):
+    server.RequestHandlerClass.healthy = False
+    done = wait(server, "forever")
     assert done.returncode == 1
     assert f"The vLLM server at {url(server)} does not answer any more" in done.stderr
     assert "`--resume_from_checkpoint last`" in done.stderr
 
 
-def test_slow_server_that_is_well_is_waited_for(server):
+def test_slow_but_healthy_server_is_waited_for(server):
     done = wait(server, "for some time")
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 

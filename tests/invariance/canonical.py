@@ -1,8 +1,8 @@
 """
 The canonical run: three rollouts of three groups, each used by six optimizer steps, in float32 on the CPU.
 
-Completions differ in length, one is cut short, one group has no spread of rewards, and with two and four processes the
-groups lie across them. All the terms act: temperature, anchor, KL, clipped gradients. Every optimizer step has eight
+Completions differ in length, one is truncated, one group has zero variance, and with two and four processes the groups
+lie across them. All terms act: temperature, anchor correction, KL, clipped gradients. Every optimizer step has eight
 completions, however it is cut into processes and micro-batches.
 """
 
@@ -26,7 +26,7 @@ STEPS_PER_PASS = 3
 STEPS = 18
 REWARDS = [0.3, 1.7, 2.2, 0.1, 1.0, 0.6, 0.2, 0.7, *[1.0] * 8, 0.5, 0.9, 0.4, 1.3, 0.0, 2.0, 1.1, 0.8]
 
-# A tiny model's parameters lie below ZeRO-3's threshold and would stay whole on every process.
+# A tiny model's parameters are below ZeRO-3's threshold, and would not be sharded.
 _NO_THRESHOLDS = {
     "stage3_param_persistence_threshold": 0,
     "stage3_prefetch_bucket_size": 0,
@@ -41,13 +41,13 @@ class Form:
     A form of the canonical run.
 
     Args:
-        name: what it is called in tables.
+        name: its name in tables.
         rows: completions per micro-batch and process.
         processes: number of processes.
         config: accelerate configuration in `recipes/accelerate`; `None` for a single process.
         lora: whether to train an adapter.
-        sampled: whether the policy samples its completions; else they are scripted.
-        poisoned: whether a target of the second rollout is infinite, so that two optimizer steps have to be skipped.
+        sampled: whether the policy samples the completions; otherwise they are scripted.
+        poisoned: whether a target of the second rollout is infinite, so that two optimizer steps are skipped.
         options: further fields of `OPOConfig`.
     """
 
@@ -66,7 +66,7 @@ class Form:
 
 
 class Poisoned(OPOTrainer):
-    """Makes the target of the last row of the second rollout infinite."""
+    """Sets the target of the last sample of the second rollout to infinity."""
 
     def _finish_rollout(self, rollout):
         rollout = super()._finish_rollout(rollout)
@@ -133,7 +133,7 @@ def run(form: Form, model: str, folder: str) -> None:
 
 
 def describe(trainer: OPOTrainer) -> dict:
-    """What the run was trained with: a form that silently fell back to another one would prove nothing."""
+    """How the run was executed: a form that silently fell back to another one would prove nothing."""
     plugin = trainer.accelerator.state.deepspeed_plugin
     parameters = list(trainer.model.parameters())
     return {
@@ -153,7 +153,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 
 def fsdp_on_cpu():
-    """Without a GPU accelerate takes a process group for DDP whatever was asked for: have it build FSDP over gloo."""
+    """Have accelerate build FSDP over gloo: without a GPU it uses DDP, whatever is requested."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 

@@ -1,10 +1,10 @@
 """
 The equivalence classes: which forms of the canonical run must give the same training, and how exactly.
 
-Where a form adds the same numbers in the same order, the result is the same bit by bit. Elsewhere float32 sums are
-taken in another order: a gradient of the tiny model then differs by about 1e-6 of its size, and eighteen steps of
-AdamW, the second iterations over each rollout among them, carry that to about 1e-5 of the distance that the parameters
-move. [`TOLERANCE`] leaves a factor of ten.
+Where a form adds the same numbers in the same order, the result is bitwise the same. Elsewhere float32 sums have
+another order: a gradient of the tiny model then differs by about 1e-6 of its size, which grows over eighteen steps of
+AdamW, including the second iterations over each rollout, to about 1e-5 of the distance that the parameters move.
+[`TOLERANCE`] leaves a factor of ten.
 """
 
 import json
@@ -28,12 +28,13 @@ LORA = replace(ONE, name="LoRA, 1 process", lora=True)
 # A gradient that is not finite.
 POISONED = replace(ONE, name="poisoned, 8 × 1", poisoned=True)
 
-# The second of three groups has no spread of rewards: a second round of generation replaces it.
+# The second of three groups has zero variance: a second round of generation replaces it.
 DYNAMIC = replace(ONE, name="dynamic sampling, 8 × 1", options={"max_sampling_rounds": 3})
 
-# Nothing but the drive acts on a row here, and each rollout is used once, so that rows without one may be left out.
+# Only the centred escort weight acts on a sample here, and each rollout is used once, so zero-gradient samples can be
+# skipped.
 _SKIPPING = {"beta": 0.0, "num_iterations": 1}
-WHOLE = replace(ONE, name="whole, 8 × 1", options={**_SKIPPING, "plan_micro_batches": False})
+UNPLANNED = replace(ONE, name="unplanned, 8 × 1", options={**_SKIPPING, "plan_micro_batches": False})
 
 FURTHER = replace(
     ONE,
@@ -135,8 +136,8 @@ CLASSES = (
         quick=(0, 1),
     ),
     EquivalenceClass(
-        "rows left out, micro-batches planned",
-        WHOLE,
+        "samples skipped, micro-batches planned",
+        UNPLANNED,
         (
             Form("planned, 8 × 1", options=_SKIPPING),
             Form("planned, 2 × 4, 16 tokens", rows=2, options={**_SKIPPING, "max_tokens_per_micro_batch": 16}),
@@ -162,7 +163,7 @@ CLASSES = (
         "sampled by the policy",  # which depends on the random state of each process, so on their number
         Form("multi_gpu, 4 processes", rows=2, processes=4, config="multi_gpu", sampled=True),
         _sharded(sampled=True)[1:],
-        # Components of the gradient that are no more than rounding noise are moved by AdamW like any other.
+        # AdamW moves components of the gradient that are only rounding noise like any other.
         tolerance=1e-3,
         quick=(1,),
     ),
@@ -171,7 +172,7 @@ CLASSES = (
 
 @dataclass(frozen=True)
 class Trained:
-    """What a form came to."""
+    """Result of a form."""
 
     steps: list[dict]
     start: dict[str, Tensor] | None  # of the reference forms
@@ -184,7 +185,7 @@ class Difference:
     How far a form is from its reference; each is the largest of all optimizer steps.
 
     Args:
-        loss: relative to the largest loss, since a loss may be 0.
+        loss: relative to the largest loss, because a loss may be 0.
         gradient_norm: relative.
         parameters: of the trained parameters, relative to the distance that they moved.
     """

@@ -24,20 +24,20 @@ from helpers import free_port
 TESTS = Path(__file__).resolve().parents[1]
 CONFIGS = TESTS.parent / "recipes" / "accelerate"
 
-# Of its own: that of Python, one for all, is where rewards' workers come from, with what the first to use it imports.
+# Not Python's own server: the workers of rewards are forked from that, with the imports of its first user.
 SERVER = forkserver.ForkServer()
 
-# What a GPU configuration has to change for CPU processes.
+# Settings of a GPU configuration that change for CPU processes.
 DEVICE_SETTINGS = {"mixed_precision": "no"}
 
 
 def cpu_version(config: Path, processes: int) -> dict[str, Any]:
-    """A configuration of `recipes/accelerate` for CPU processes: but for [`DEVICE_SETTINGS`] it is the users' file."""
+    """A configuration of `recipes/accelerate` for CPU processes: the users' file except for [`DEVICE_SETTINGS`]."""
     return yaml.safe_load(config.read_text()) | DEVICE_SETTINGS | {"num_processes": processes}
 
 
 def environment(config: str | None, processes: int, folder: Path) -> dict[str, str]:
-    """Environment variables of a launch, as accelerate computes them from a configuration's file."""
+    """Environment variables of a launch, as accelerate computes them from a configuration file."""
     if config is None:
         return {}
     path = folder / f"{config}.yaml"
@@ -67,17 +67,17 @@ def launch(
 
     Args:
         target: function of a module below `tests`.
-        config: name of a configuration in `recipes/accelerate`; none for a single process.
+        config: name of a configuration in `recipes/accelerate`; `None` for a single process.
         processes: number of processes.
         folder: where `process_*.log` go.
-        meanwhile: what to do to the processes while they run.
+        meanwhile: called with the processes while they run.
         limit: seconds after which they are killed.
 
     Returns:
         Exit status of each process; −9 for one that was killed.
 
     Raises:
-        TimeoutError: they have not ended within the limit.
+        TimeoutError: they did not end within the limit.
     """
     folder.mkdir(parents=True, exist_ok=True)
     env = environment(config, processes, folder)
@@ -106,13 +106,13 @@ def launch(
 
 
 def logs(folder: Path) -> str:
-    """The ends of all processes' output, for the message of a failure."""
+    """The end of each process's output, for the message of a failure."""
     return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("process_*.log")))
 
 
 def prepare() -> None:
-    """Set what the server inherits and imports."""
-    # The processes are many and the models small, and they are for the CPU, GPU or not.
+    """Set the environment and the imports of the server."""
+    # Many processes with small models, on the CPU even where there is a GPU.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

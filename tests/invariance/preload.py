@@ -10,5 +10,5 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 if importlib.util.find_spec("deepspeed"):
     import deepspeed
 
-    # DeepSpeed would compile an all-reduce for CPUs, which takes a compiler and a minute and a half; gloo has one.
+    # DeepSpeed would compile an all-reduce for CPUs, which needs a compiler and a minute and a half. gloo has one.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

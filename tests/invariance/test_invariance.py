@@ -20,7 +20,7 @@ def members():
 
 @pytest.fixture(scope="module")
 def trained(tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
-    """Forms trained once, by name."""
+    """Forms by name, each trained once."""
     folder = tmp_path_factory.mktemp("invariance")
 
     @functools.cache
@@ -45,7 +45,7 @@ def test_comparison_sees_a_difference(trained, tiny_model: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("config", ["multi_gpu", "zero1", "zero2", "zero3", "fsdp2"])
-def test_what_runs_here_is_the_configuration_for_gpus_apart_from_the_device(config: str):
+def test_configurations_here_are_those_for_gpus_except_for_the_device(config: str):
     for_gpus = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())
     for_cpus = cpu_version(CONFIGS / f"{config}.yaml", processes=4)
     assert for_gpus["num_processes"] == for_cpus["num_processes"] == 4

@@ -1,4 +1,4 @@
-"""Which checkpoints are whole, which one a run goes on from, and what it says about the others."""
+"""Which checkpoints are complete, which one a run resumes, and what it says about the others."""
 
 import datetime
 import json
@@ -9,13 +9,13 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 from accelerate import PartialState
 from helpers import RecordingGRPO, RecordingOPO, even_tokens, logged, make_trainer, snapshot, trained, without_times
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from opo_trl.rollout import checkpoint
-from opo_trl.rollout.checkpoint import MANIFEST, fault, finished, lacking, last_whole, resolve
+from opo_trl.rollout.checkpoint import MANIFEST, fault, finished, lacking, last_complete, resolve
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +35,27 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_finished_checkpoint_is_whole(run: Path):
+def test_finished_checkpoint_is_complete(run: Path):
     assert [fault(run / f"checkpoint-{step}") for step in (1, 2, 3)] == [None] * 3
 
 
-def test_a_checkpoint_without_any_one_of_its_files_is_not_whole(copy: Path):
+def test_format_of_the_state_is_that_of_earlier_checkpoints(run: Path):
+    state = torch.load(run / "checkpoint-1" / "rollout_state_0.pt", weights_only=True)
+    assert state.keys() == {"rollout", "position", "split", "buffer", "pending_loss", "plain"}
+    assert (state["rollout"], state["position"], len(state["buffer"])) == (0, 2, 2)
+    assert state["split"].keys() == {
+        "processes",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "steps_per_generation",
+        "num_iterations",
+    }
+    plain = json.loads(state["plain"])
+    assert plain.keys() == {"numbers", "metrics", "prompts", "logs", "watches"}
+    assert plain["numbers"]["_completions_generated"] == 8
+
+
+def test_a_checkpoint_that_lacks_any_of_its_files_is_not_complete(copy: Path):
     folder = copy / "checkpoint-2"
     assert {"optimizer.pt", "rng_state.pth", "rollout_state_0.pt", "model.safetensors"} <= set(files(folder))
     for name in files(folder):
@@ -50,25 +66,25 @@ def test_a_checkpoint_without_any_one_of_its_files_is_not_whole(copy: Path):
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "trainer_state.json"])
-def test_a_checkpoint_whose_last_files_are_cut_short_is_not_whole(copy: Path, name: str):
+def test_a_checkpoint_whose_last_files_are_cut_short_is_not_complete(copy: Path, name: str):
     path = copy / "checkpoint-2" / name
     path.write_text(path.read_text()[:-5])
     assert f"{name} is cut short" in fault(copy / "checkpoint-2")
 
 
-def test_last_whole_checkpoint_is_taken_and_the_others_are_named(copy: Path, caplog: pytest.LogCaptureFixture):
+def test_last_complete_checkpoint_is_chosen_and_the_others_are_named(copy: Path, caplog: pytest.LogCaptureFixture):
     PartialState()
     (copy / "checkpoint-3" / "optimizer.pt").unlink()
     (copy / "checkpoint-10").mkdir()
     with caplog.at_level(logging.WARNING):
-        assert resolve("last", str(copy)) == str(copy / "checkpoint-2") == last_whole(str(copy))
-    assert "checkpoint-3 is passed over: of its files, optimizer.pt is missing" in caplog.text
+        assert resolve("last", str(copy)) == str(copy / "checkpoint-2") == last_complete(str(copy))
+    assert "checkpoint-3 is passed over: it lacks optimizer.pt" in caplog.text
     assert "checkpoint-10 is passed over: it has no manifest.json" in caplog.text
     for wanted in (True, "true", "auto"):
         assert resolve(wanted, str(copy)) == str(copy / "checkpoint-2")
 
 
-def test_a_named_checkpoint_that_is_not_whole_is_refused(copy: Path):
+def test_a_named_checkpoint_that_is_not_complete_is_rejected(copy: Path):
     (copy / "checkpoint-3" / "trainer_state.json").unlink()
     with pytest.raises(ValueError, match=r"cannot be resumed: it has no trainer_state.json.*checkpoint-2'"):
         resolve(str(copy / "checkpoint-3"), str(copy))
@@ -77,20 +93,20 @@ def test_a_named_checkpoint_that_is_not_whole_is_refused(copy: Path):
     assert resolve(str(copy / "checkpoint-1"), str(copy)) == str(copy / "checkpoint-1")
 
 
-def test_run_without_a_whole_checkpoint(tmp_path: Path):
+def test_run_without_a_complete_checkpoint(tmp_path: Path):
     PartialState()
     (tmp_path / "checkpoint-1").mkdir()
-    with pytest.raises(ValueError, match=r"resume_from_checkpoint='last'.*holds no whole checkpoint.*`auto`"):
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint='last'.*holds no complete checkpoint.*`auto`"):
         resolve("last", str(tmp_path))
     assert resolve("auto", str(tmp_path)) is None
     for wanted in (None, False):
         assert resolve(wanted, str(tmp_path)) is None
 
 
-def test_trainer_refuses_a_checkpoint_that_is_not_whole(copy: Path, tiny_model: str):
+def test_trainer_rejects_a_checkpoint_that_is_not_complete(copy: Path, tiny_model: str):
     (copy / "checkpoint-3" / "rollout_state_0.pt").unlink()
     trainer = make_trainer(tiny_model, copy, max_steps=4)
-    with pytest.raises(ValueError, match=r"rollout_state_0\.pt is missing"):
+    with pytest.raises(ValueError, match=r"it lacks rollout_state_0\.pt"):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-3"))
 
 
@@ -98,9 +114,9 @@ ADAM = {"optim": "adamw_torch", "lr_scheduler_type": "linear", "learning_rate": 
 
 
 @pytest.mark.parametrize("kind", ["GRPOTrainer", "save_only_model"])
-def test_checkpoint_without_a_rollout_goes_on_as_in_transformers(tiny_model: str, tmp_path: Path, kind: str, caplog):
-    whole = kind == "GRPOTrainer"
-    writer = {"trainer_class": RecordingGRPO} if whole else {"save_only_model": True}
+def test_checkpoint_without_a_rollout_resumes_as_in_transformers(tiny_model: str, tmp_path: Path, kind: str, caplog):
+    with_optimizer = kind == "GRPOTrainer"
+    writer = {"trainer_class": RecordingGRPO} if with_optimizer else {"save_only_model": True}
     trained(tiny_model, tmp_path / "first", **ADAM, save_strategy="steps", save_steps=2, **writer)
     folder = tmp_path / "first" / "checkpoint-2"
     assert "`save_only_model`, saves it" in fault(folder)
@@ -112,11 +128,11 @@ def test_checkpoint_without_a_rollout_goes_on_as_in_transformers(tiny_model: str
     kept = load_file(folder / "model.safetensors")
     assert all(step.policy[name].equal(tensor) for name, tensor in kept.items())
     moments = trainer.optimizer.state_dict()["state"]
-    assert {int(state["step"]) for state in moments.values()} == {3 if whole else 1}
+    assert {int(state["step"]) for state in moments.values()} == {3 if with_optimizer else 1}
     assert logged(trainer)[-1]["step"] == 3
-    assert logged(trainer)[-1]["learning_rate"] == pytest.approx(1e-3 / 3 if whole else 1e-3)
+    assert logged(trainer)[-1]["learning_rate"] == pytest.approx(1e-3 / 3 if with_optimizer else 1e-3)
     (warning,) = [record.getMessage() for record in caplog.records if "holds no rollout" in record.getMessage()]
-    assert ("no optimizer or learning-rate schedule, no random states" in warning) != whole
+    assert ("no optimizer or learning-rate schedule, no random states" in warning) != with_optimizer
     assert "`model_name_or_path`" in warning
 
 
@@ -126,13 +142,13 @@ def test_checkpoint_without_a_rollout_is_not_chosen(tiny_model: str, tmp_path: P
     with caplog.at_level(logging.WARNING):
         assert resolve("auto", str(tmp_path)) is None
     assert "checkpoint-1 is passed over: it holds no rollout" in caplog.text
-    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
         resolve("last", str(tmp_path))
 
 
 @pytest.mark.parametrize("options", [{}, {"save_only_model": True}, {"trainer_class": RecordingGRPO}], ids=str)
 def test_half_written_checkpoint_is_never_one_without_a_rollout(tiny_model: str, tmp_path: Path, options: dict):
-    """Whichever files a kill leaves: each of those before it in the order of writing."""
+    """Whichever files a kill leaves: all those written before it."""
     trained(tiny_model, tmp_path, save_strategy="steps", save_steps=1, **options)
     folder, half = tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"
     written = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
@@ -146,7 +162,7 @@ def test_half_written_checkpoint_is_never_one_without_a_rollout(tiny_model: str,
     assert finished(half)
 
 
-def test_what_deepspeed_cannot_load_is_refused(tiny_model: str, tmp_path: Path):
+def test_what_deepspeed_cannot_load_is_rejected(tiny_model: str, tmp_path: Path):
     trained(tiny_model, tmp_path, save_strategy="steps", save_steps=1, save_only_model=True)
     trainer = make_trainer(tiny_model, tmp_path / "second")
     trainer.is_deepspeed_enabled = True
@@ -158,24 +174,24 @@ def test_entropy_controller_is_resumed_though_its_file_was_cut_short(tiny_model:
     """TRL writes it after the manifest."""
     controlled = {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_coef_max": 0.5, "entropy_target": 100.0}
     options = {**controlled, "max_steps": 3, "save_strategy": "steps", "save_steps": 2}
-    whole = trained(tiny_model, tmp_path, **options)
+    uninterrupted = trained(tiny_model, tmp_path, **options)
     (tmp_path / "checkpoint-2" / "entropy_ctrl_state.json").write_text("")
     resumed = make_trainer(tiny_model, tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert resumed.entropy_coef == whole.entropy_coef > 0.05
+    assert resumed.entropy_coef == uninterrupted.entropy_coef > 0.05
 
 
-def test_room_is_asked_for_with_a_moving_reference(tiny_model: str, tmp_path: Path):
+def test_expected_size_includes_a_moving_reference(tiny_model: str, tmp_path: Path):
     moving = {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1}
     trainer = trained(tiny_model, tmp_path, **ADAM, **moving, save_strategy="steps", save_steps=2)
     folder = tmp_path / "checkpoint-2"
     size = sum(path.stat().st_size for path in folder.iterdir())
     assert (folder / "reference.pt").stat().st_size > 0.2 * size
     for run in (tmp_path / "none yet", tmp_path):
-        assert 0.8 * size < checkpoint._least_bytes(trainer, run) <= size
+        assert 0.8 * size < trainer._expected_bytes(run) <= size
 
 
-def test_reference_of_another_sharding_is_refused(tiny_model: str, tmp_path: Path):
+def test_reference_of_another_sharding_is_rejected(tiny_model: str, tmp_path: Path):
     moving = {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1}
     trained(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1, **moving)
     folder = tmp_path / "checkpoint-1"
@@ -187,7 +203,7 @@ def test_reference_of_another_sharding_is_refused(tiny_model: str, tmp_path: Pat
         trainer.train(resume_from_checkpoint=str(folder))
 
 
-# A save of what is there already
+# A second save of the same step
 
 
 class SaveAgain(TrainerCallback):
@@ -198,7 +214,7 @@ class SaveAgain(TrainerCallback):
 
 
 class Killed(BaseException):
-    """As SIGKILL, nothing that an `except Exception` sees."""
+    """Like SIGKILL, invisible to `except Exception`."""
 
 
 class KilledInASecondSave(RecordingOPO):
@@ -215,21 +231,21 @@ def test_checkpoint_stays_while_it_is_written_again(tiny_model: str, tmp_path: P
     # 8 prompts in rollouts of 2: an epoch is 4 steps.
     options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
     options["trainer_arguments"] = {"callbacks": [SaveAgain()], "reward_funcs": even_tokens, "rollout_func": None}
-    whole = trained(tiny_model, tmp_path / "whole", **options)
-    assert [path.name for path in (tmp_path / "whole").glob("*checkpoint-*")] == ["checkpoint-5"]
+    uninterrupted = trained(tiny_model, tmp_path / "uninterrupted", **options)
+    assert [path.name for path in (tmp_path / "uninterrupted").glob("*checkpoint-*")] == ["checkpoint-5"]
     KilledInASecondSave.saves.clear()
     killed = make_trainer(tiny_model, tmp_path, trainer_class=KilledInASecondSave, **options)
     with pytest.raises(Killed):
         killed.train()
     assert fault(tmp_path / "checkpoint-4") is not None
-    last = last_whole(str(tmp_path))
+    last = last_complete(str(tmp_path))
     assert last == str(tmp_path / "_checkpoint-4") == resolve("auto", str(tmp_path))
     resumed = make_trainer(tiny_model, tmp_path, **options)
     resumed.train(resume_from_checkpoint="last")
     assert len(resumed.steps) == 1
-    one, other = snapshot(resumed.model), snapshot(whole.model)
+    one, other = snapshot(resumed.model), snapshot(uninterrupted.model)
     assert all(one[name].equal(other[name]) for name in other)
-    assert last_whole(str(tmp_path)) == str(tmp_path / "checkpoint-5")
+    assert last_complete(str(tmp_path)) == str(tmp_path / "checkpoint-5")
     assert list(tmp_path.glob("_checkpoint-*")) == []
 
 
@@ -238,11 +254,11 @@ def test_inside_a_rollout_the_cut_must_be_the_same(copy: Path, tiny_model: str):
     trainer = make_trainer(tiny_model, copy, per_device_train_batch_size=2, gradient_accumulation_steps=4, **options)
     with pytest.raises(ValueError, match=r"Set per_device_train_batch_size=4"):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
-    trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))  # at the end of one
+    trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))  # at the end of a rollout
     assert [entry["step"] for entry in logged(trainer)] == [1, 2, 3, 4]
 
 
-def test_resuming_a_finished_run_trains_no_further(copy: Path, tiny_model: str):
+def test_resuming_a_finished_run_trains_no_step(copy: Path, tiny_model: str):
     trainer = make_trainer(tiny_model, copy, max_steps=3, num_iterations=2)
     trainer.train(resume_from_checkpoint="last")
     assert trainer.state.global_step == 3
@@ -257,7 +273,7 @@ def test_a_stale_checkpoint_of_the_same_step_is_replaced(copy: Path, tiny_model:
     assert fault(copy / "checkpoint-3") is None
 
 
-def test_what_a_reward_function_logs_does_not_keep_a_checkpoint_from_being_loaded(tiny_model: str, tmp_path: Path):
+def test_checkpoint_loads_whatever_a_reward_function_has_logged(tiny_model: str, tmp_path: Path):
     def reward(completions, log_extra, log_metric, **kwargs):
         log_extra("number", [np.float32(0.5)] * len(completions))
         log_extra("date", [datetime.date(2026, 1, 2)] * len(completions))
@@ -274,10 +290,10 @@ def test_what_a_reward_function_logs_does_not_keep_a_checkpoint_from_being_loade
         "num_completions_to_print": 0,
         "trainer_arguments": {"reward_funcs": reward},
     }
-    whole = trained(tiny_model, tmp_path, **options)
+    uninterrupted = trained(tiny_model, tmp_path, **options)
     resumed = make_trainer(tiny_model, tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert list(resumed._logs["completion"]) == list(whole._logs["completion"]) != []
-    one, other = ([without_times(entry) for entry in t.state.log_history] for t in (whole, resumed))
+    assert list(resumed._logs["completion"]) == list(uninterrupted._logs["completion"]) != []
+    one, other = ([without_times(entry) for entry in t.state.log_history] for t in (uninterrupted, resumed))
     assert json.dumps(one) == json.dumps(other)
     assert any("custom" in entry for entry in one)

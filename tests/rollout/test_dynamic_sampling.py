@@ -1,7 +1,6 @@
-"""Groups without spread of rewards are replaced: by the right rows, up to the bound, and no prompt is lost."""
+"""Zero-variance groups are replaced: by the right samples, up to the bound, and no prompt is lost."""
 
 import logging
-import random
 from collections import Counter
 from pathlib import Path
 
@@ -12,14 +11,14 @@ from helpers import RecordingBaseline, RecordingOPO, Script, logged, make_traine
 from invariance.launch import launch, logs
 
 from opo_trl import OPOConfig
-from opo_trl.rollout.dynamic_sampling import PromptStream
+from opo_trl.rollout.prompts import PromptStream, permutations
 
 
 G = 4
 
 
 class ScriptByPrompt(Script):
-    """Prompts are numbers; those in `dead` give all their completions the same reward. Notes what was asked for."""
+    """Prompts are numbers; the completions of those in `dead` all have the same reward. Records the prompts."""
 
     dead: frozenset[int] = frozenset()
 
@@ -58,36 +57,11 @@ def prompts_of(trainer, rollout) -> list[int]:
     return [int(trainer.processing_class.decode(ids[mask.bool()])) for ids, mask in rows]
 
 
-# The stream
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_every_epoch_of_the_stream_has_every_prompt_once_however_many_are_given_back(shuffle):
-    stream, draw = PromptStream(7, seed=3, shuffle=shuffle), random.Random(0)
-    used = []
-    while len(used) < 5 * 7 or stream.returned:
-        drawn = stream.draw(draw.randint(1, 5))
-        unused = draw.sample(drawn, draw.randint(0, len(drawn) - 1)) if len(used) < 5 * 7 else []
-        stream.give_back(unused)
-        used += [position for position in drawn if position not in unused]
-    assert sorted(used) == list(range(len(used)))
-    for epoch in range(5):
-        prompts = stream.prompts(list(range(7 * epoch, 7 * epoch + 7)))
-        assert sorted(prompts) == list(range(7))
-        assert (prompts == list(range(7))) is not shuffle
-
-
-def test_order_of_the_stream_depends_on_the_seed_and_the_epoch():
-    orders = [PromptStream(50, seed=seed).prompts(list(range(100))) for seed in (1, 1, 2)]
-    assert orders[0] == orders[1] != orders[2]
-    assert orders[0][:50] != orders[0][50:]
-
-
 # A rollout
 
 
 @pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
-def test_groups_without_spread_are_replaced_and_the_prompts_of_an_epoch_are_neither_lost_nor_repeated(
+def test_zero_variance_groups_are_replaced_and_no_prompt_of_an_epoch_is_lost_or_repeated(
     tiny_model, tmp_path, trainer_class
 ):
     dead = {0, 3, 4, 9, 11, 17, 18, 22}
@@ -96,15 +70,15 @@ def test_groups_without_spread_are_replaced_and_the_prompts_of_an_epoch_are_neit
     )
     trained_on = [prompt for rollout in trainer.rollouts for prompt in prompts_of(trainer, rollout)]
     assert len(trained_on) == 8 * 2
-    assert Counter(trained_on) == Counter(set(range(24)) - dead)  # 16 prompts with spread: an epoch, all of them once
+    assert Counter(trained_on) == Counter(set(range(24)) - dead)  # an epoch: each of the 16 others once
     asked_for = [prompt for prompts in script.rounds for prompt in prompts]
-    assert len(asked_for) == len(set(asked_for)) >= 22  # the epoch may end on prompts without spread
+    assert len(asked_for) == len(set(asked_for)) >= 22  # the epoch may end on dead prompts
 
 
-def test_replaced_rows_are_those_of_the_further_round(tiny_model, tmp_path):
+def test_replaced_samples_are_those_of_the_further_round(tiny_model, tmp_path):
     plain, _ = run(tiny_model, tmp_path / "1", dead=(), train=False)
     order = plain._prompt_stream.prompts(list(range(6)))
-    dead = {order[1], order[2]}  # the second place, and the first prompt to be offered to it
+    dead = {order[1], order[2]}  # the second place, and the first prompt offered to it
     trainer, script = run(
         tiny_model, tmp_path / "2", dead=dead, max_steps=1, steps_per_generation=2, num_iterations=2, beta=0.1
     )
@@ -116,7 +90,7 @@ def test_replaced_rows_are_those_of_the_further_round(tiny_model, tmp_path):
         tokens = rollout.completion_mask[i].sum()
         assert rollout.completion_ids[i, :tokens].tolist() == row.completion
         assert rollout.prompt_ids[i][rollout.prompt_mask[i].bool()].tolist() == row.prompt
-    # The stored log-probabilities are those of the rows that are there now, under the policy that wrote them.
+    # The stored log-probabilities are those of the replaced samples, under the policy that wrote them.
     mask = rollout.completion_mask.bool()
     after = logps_under(trainer, rollout)
     trainer.model.load_state_dict(rollout.policy)
@@ -139,12 +113,12 @@ def logps_under(trainer, rollout):
     return logps
 
 
-def test_metrics_are_those_of_the_first_round_and_counts_are_of_all(tiny_model, tmp_path):
+def test_metrics_are_those_of_the_first_round_and_counts_those_of_all(tiny_model, tmp_path):
     plain, _ = run(tiny_model, tmp_path / "1", dead=(), train=False)
     order = plain._prompt_stream.prompts(list(range(6)))
     trainer, _ = run(tiny_model, tmp_path / "2", dead=order[:3], max_steps=2)
     first, second = logged(trainer)
-    assert first["reward"] == 1.0  # both first prompts have no spread
+    assert first["reward"] == 1.0  # the first two prompts have zero variance
     assert first["frac_reward_zero_std"] == 1.0
     assert first["dynamic_sampling/rounds"] == 3
     assert first["dynamic_sampling/frac_replaced"] == 1.0
@@ -155,7 +129,7 @@ def test_metrics_are_those_of_the_first_round_and_counts_are_of_all(tiny_model, 
     assert first["num_tokens"] < second["num_tokens"]
 
 
-def test_bound_on_the_rounds_is_kept_and_said(tiny_model, tmp_path, caplog):
+def test_bound_on_the_rounds_is_kept_and_reported(tiny_model, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="opo_trl.rollout.dynamic_sampling"):
         trainer, script = run(tiny_model, tmp_path, dead=range(24), max_steps=2, max_sampling_rounds=3)
     assert [len(prompts) for prompts in script.rounds] == [2] * 6
@@ -166,17 +140,17 @@ def test_bound_on_the_rounds_is_kept_and_said(tiny_model, tmp_path, caplog):
     assert "2 of 2 groups" in warning
 
 
-def test_spread_counts_among_the_completions_that_take_part(tiny_model, tmp_path):
-    """Equal but for one completion that is masked as truncated: no spread."""
+def test_variance_is_that_of_the_valid_completions(tiny_model, tmp_path):
+    """All equal except for a completion that is masked as truncated: zero variance."""
     script = Script([1.0, 1.0, 1.0, 0.0, 0.1, 0.2, 0.3, 0.4], truncated=(3,))
     trainer = make_trainer(tiny_model, tmp_path, script=script, max_sampling_rounds=2, mask_truncated_completions=True)
     trainer.train()
     assert len(script.calls) == 2
-    assert logged(trainer)[0]["dynamic_sampling/frac_without_spread"] == 0.5  # the further group is the same again
+    assert logged(trainer)[0]["dynamic_sampling/frac_without_spread"] == 0.5  # the further group has the same rewards
 
 
-def test_rewards_equal_up_to_their_sum_have_no_spread_whatever_their_size(tiny_model, tmp_path):
-    """max = min, not a standard deviation near zero: a spread of 1e-6 of large rewards is a spread."""
+def test_small_differences_of_large_rewards_are_variance(tiny_model, tmp_path):
+    """max = min, not a standard deviation near zero: a relative difference of 3e-7 is one."""
     script = Script([3.1e4, 3.1e4, 3.1e4, 3.1e4 + 1e-2, *[3.1e4] * 4])
     trainer = make_trainer(tiny_model, tmp_path, script=script, max_sampling_rounds=2)
     trainer.train()
@@ -184,7 +158,7 @@ def test_rewards_equal_up_to_their_sum_have_no_spread_whatever_their_size(tiny_m
     assert logged(trainer)[0]["dynamic_sampling/frac_without_spread"] == 0.0
 
 
-# Refused
+# Rejected
 
 
 @pytest.mark.parametrize(
@@ -198,14 +172,14 @@ def test_rewards_equal_up_to_their_sum_have_no_spread_whatever_their_size(tiny_m
         ),
     ],
 )
-def test_settings_that_do_not_go_together_are_named(tmp_path, options, message):
+def test_incompatible_settings_are_named(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         OPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options)
 
 
-def test_stream_of_prompts_is_refused(tiny_model, tmp_path):
+def test_streaming_data_set_is_rejected(tiny_model, tmp_path):
     data = Dataset.from_dict({"prompt": ["1", "2"]}).to_iterable_dataset()
-    with pytest.raises(ValueError, match="max_sampling_rounds=2 needs a data set whose rows can be picked"):
+    with pytest.raises(ValueError, match="max_sampling_rounds=2 needs a data set with random access"):
         make_trainer(tiny_model, tmp_path, trainer_arguments={"train_dataset": data}, max_sampling_rounds=2)
 
 
@@ -213,7 +187,7 @@ def test_stream_of_prompts_is_refused(tiny_model, tmp_path):
 
 
 def odd_processes(model: str, folder: str) -> None:
-    """Rollouts of 4 groups of 3, on 2 processes: a single group does not divide, so two are generated."""
+    """Rollouts of 4 groups of 3, on 2 processes: a single group cannot be divided, so two are generated."""
     script = ScriptByPrompt()
     script.dead = frozenset(range(0, 40, 3))
     data = Dataset.from_dict({"prompt": [str(i) for i in range(40)]})
@@ -240,7 +214,7 @@ def odd_processes(model: str, folder: str) -> None:
         torch.save({"seen": seen, "position": stream.position, "returned": stream.returned}, Path(folder) / "seen.pt")
 
 
-def test_prompts_are_neither_lost_nor_repeated_where_groups_do_not_divide_by_processes(tiny_model, tmp_path):
+def test_no_prompt_is_lost_or_repeated_where_groups_do_not_divide_by_processes(tiny_model, tmp_path):
     status = launch(odd_processes, tiny_model, str(tmp_path), config="multi_gpu", processes=2, folder=tmp_path)
     assert status == [0, 0], logs(tmp_path)
     result = torch.load(tmp_path / "seen.pt")
@@ -248,5 +222,6 @@ def test_prompts_are_neither_lost_nor_repeated_where_groups_do_not_divide_by_pro
     assert len(seen) == 24
     assert set(seen) <= alive
     assert len(set(seen)) == 24
-    drawn = PromptStream(40, seed=42).prompts([p for p in range(result["position"]) if p not in result["returned"]])
+    stream = PromptStream(permutations(40, seed=42))
+    drawn = stream.prompts([p for p in range(result["position"]) if p not in result["returned"]])
     assert sorted(seen) == sorted(prompt for prompt in drawn if prompt in alive)

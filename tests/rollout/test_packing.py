@@ -1,4 +1,4 @@
-"""Rows packed into one have the log-probabilities, entropies and gradients of padded rows."""
+"""Packed samples have the log-probabilities, entropies and gradients of padded ones."""
 
 import logging
 
@@ -16,7 +16,7 @@ LENGTHS = [(2, 3), (5, 9), (4, 1), (1, 6)]  # of prompt and completion
 
 
 def padded_rows() -> dict[str, torch.Tensor]:
-    """Prompts padded on the left, completions on the right, and what TRL passes with them."""
+    """Prompts padded on the left, completions on the right, and the labels that TRL passes with them."""
     torch.manual_seed(0)
     mask = torch.tensor([[0] * (PROMPT - p) + [1] * (p + c) + [0] * (COMPLETION - c) for p, c in LENGTHS])
     ids = torch.randint(3, 250, mask.shape) * mask
@@ -34,7 +34,7 @@ def values_and_gradient(model, call) -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_packed_rows_have_the_values_and_the_gradient_of_padded_ones(tiny_model, attention):
+def test_packed_samples_have_the_values_and_the_gradient_of_padded_ones(tiny_model, attention):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager", dtype=torch.float32)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     expected, expected_gradient = values_and_gradient(model, model)
@@ -68,14 +68,14 @@ def test_no_padding_passes_through_the_model(tiny_model, tmp_path):
     ],
     ids=["mamba", "hybrid"],
 )
-def test_models_with_a_state_are_refused(config):
+def test_models_with_a_state_are_rejected(config):
     with torch.device("meta"):
         model = MambaForCausalLM(config) if config.model_type == "mamba" else AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=r"padding_free=True .* which carry a state from row to row. Leave"):
+    with pytest.raises(ValueError, match=r"padding_free=True .* which carry a state from sample to sample. Leave"):
         check(model)
 
 
-def test_attention_that_saves_nothing_is_said(tiny_model, tmp_path, caplog):
+def test_attention_that_saves_nothing_is_reported(tiny_model, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="opo_trl.rollout.packing"):
         make_trainer(tiny_model, tmp_path, padding_free=True)
     assert "attn_implementation='sdpa'" in caplog.text

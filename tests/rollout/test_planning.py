@@ -1,4 +1,4 @@
-"""How the rows of an optimizer step are cut changes its cost and not its gradient."""
+"""How the samples of an optimizer step are cut changes its cost and not its gradient."""
 
 import cProfile
 from itertools import combinations
@@ -15,9 +15,9 @@ from opo_trl.rollout.planning import (
     best_number,
     cut,
     longest_first,
+    partition,
     parts_of_rows,
     row_lengths,
-    shares,
     split_further,
     spread,
     trim,
@@ -25,7 +25,7 @@ from opo_trl.rollout.planning import (
 
 
 def rows_of(lengths: list[tuple[int, int]], prompt: int = 5, completion: int = 9) -> dict:
-    """Rows of a rollout, padded to more than is needed; tokens count from 1."""
+    """Samples of a rollout, padded more than necessary; their tokens are 1, 2, …"""
 
     def mask(n: int, width: int, left: bool) -> torch.Tensor:
         row = torch.zeros(width, dtype=torch.long)
@@ -54,14 +54,14 @@ def test_trimmed_rows_have_every_token_and_no_column_of_padding():
     assert trimmed["completion_ids"].shape == (3, 6)
     for name in ("prompt", "completion"):
         for i in range(3):
-            whole, kept = (r[f"{name}_ids"][i][r[f"{name}_mask"][i].bool()] for r in (rows, trimmed))
-            assert torch.equal(whole, kept)
+            untrimmed, kept = (r[f"{name}_ids"][i][r[f"{name}_mask"][i].bool()] for r in (rows, trimmed))
+            assert torch.equal(untrimmed, kept)
     assert trimmed["importance_sampling_ratio"].shape == (3, 1)
     assert trimmed["num_items_in_batch"] == 7
 
 
 @pytest.mark.parametrize(("multiple", "prompt", "completion"), [(2, 4, 6), (4, 4, 8), (8, 5, 8)])
-def test_remaining_columns_are_a_multiple_as_far_as_there_are_so_many(multiple, prompt, completion):
+def test_remaining_columns_are_a_multiple_where_there_are_enough(multiple, prompt, completion):
     trimmed = trim(rows_of([(3, 5)]), multiple)
     assert (trimmed["prompt_ids"].size(1), trimmed["completion_ids"].size(1)) == (prompt, completion)
 
@@ -72,7 +72,7 @@ def test_rows_without_any_token_keep_a_column():
 
 @st.composite
 def steps(draw):
-    """Lengths of a step's rows, longest first, and limits."""
+    """Lengths of a step's samples, longest first, and limits."""
     rows = draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 50)), min_size=1, max_size=9))
     lengths = np.array(sorted(rows, key=sum, reverse=True))
     return lengths, draw(st.integers(1, 5)), draw(st.one_of(st.none(), st.integers(1, 300)))
@@ -83,7 +83,7 @@ def padded_tokens(part: np.ndarray) -> int:
 
 
 def all_cuts(lengths: np.ndarray, n_parts: int, max_rows: int, max_tokens: int | None) -> list[int]:
-    """Padded tokens of every way to cut the rows within the limits."""
+    """Padded tokens of every way to cut the samples within the limits."""
     ways = (np.split(lengths, bounds) for bounds in combinations(range(1, len(lengths)), n_parts - 1))
     return [
         sum(map(padded_tokens, parts))
@@ -96,7 +96,7 @@ def all_cuts(lengths: np.ndarray, n_parts: int, max_rows: int, max_tokens: int |
 
 
 @given(step=steps(), pass_tokens=st.sampled_from([0, 13, 256, FEWEST_PASSES]))
-def test_cuts_keep_to_the_limits_and_cost_the_least(step, pass_tokens):
+def test_cuts_respect_the_limits_and_cost_the_least(step, pass_tokens):
     lengths, max_rows, max_tokens = step
     limits = {"max_rows": max_rows, "max_tokens": max_tokens}
     parts = np.split(lengths, cut(lengths, pass_tokens=pass_tokens, **limits))
@@ -127,7 +127,7 @@ def test_parts_are_split_further_where_it_saves_the_most(step, data):
 
 
 def test_fewest_passes_are_never_more_than_without_a_plan():
-    """24 rows of the flagship recipe in micro-batches of 4: 9 to 11 passes by padding, 6 unplanned."""
+    """24 samples of the flagship recipe in micro-batches of 4: 9 to 11 passes by padding, 6 unplanned."""
     random = np.random.default_rng(0)
     for _ in range(8):
         lengths = np.stack([random.integers(60, 250, 24), np.minimum(random.lognormal(6.0, 0.6, 24), 1280)], axis=1)
@@ -137,8 +137,8 @@ def test_fewest_passes_are_never_more_than_without_a_plan():
         assert len(fewest) + 1 == 6 < len(by_padding) + 1
 
 
-def test_cost_of_planning_grows_with_the_rows_and_not_with_their_square():
-    """In calls of functions, which do not depend on the machine."""
+def test_cost_of_planning_is_linear_in_the_samples():
+    """Counted in function calls, which do not depend on the machine."""
 
     def calls(n_rows: int) -> int:
         lengths = np.random.default_rng(0).integers(1, 2000, (n_rows, 2))
@@ -155,7 +155,7 @@ def test_no_rows_need_one_part():
     assert best_number(np.zeros((0, 2), dtype=int), max_rows=4, max_tokens=100) == 1
 
 
-def test_parts_hold_every_row_once_and_long_ones_together():
+def test_parts_hold_every_sample_once_and_long_ones_together():
     rows = rows_of([(1, 1), (5, 9), (2, 2), (4, 8), (1, 2)])
     parts = parts_of_rows(rows, 2, max_rows=3, max_tokens=None)
     assert [part["names"] for part in parts] == [["1", "3"], ["2", "4", "0"]]
@@ -175,20 +175,20 @@ def test_parts_are_spread_evenly_in_order_and_the_last_step_has_one(n_parts, n_s
 
 @given(
     rows=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 50), st.booleans()), min_size=1, max_size=6),
-    n_shares=st.integers(1, 4),
+    n_processes=st.integers(1, 4),
 )
-def test_no_process_is_dealt_much_more_to_compute_than_the_mean(rows, n_shares):
-    rows = np.array(rows * n_shares)
-    lengths, inert = rows[:, :2], rows[:, 2].astype(bool)
-    dealt = shares(lengths, inert, n_shares)
-    assert sorted(dealt.flatten()) == list(range(len(rows)))
-    tokens = np.where(inert, 0, lengths.sum(axis=1))
-    assert tokens[dealt].sum(axis=1).max() <= tokens.mean() * dealt.shape[1] + tokens.max()
+def test_no_process_computes_much_more_than_the_mean(rows, n_processes):
+    rows = np.array(rows * n_processes)
+    lengths, zero_gradient = rows[:, :2], rows[:, 2].astype(bool)
+    members = partition(lengths, zero_gradient, n_processes)
+    assert sorted(members.flatten()) == list(range(len(rows)))
+    tokens = np.where(zero_gradient, 0, lengths.sum(axis=1))
+    assert tokens[members].sum(axis=1).max() <= tokens.mean() * members.shape[1] + tokens.max()
 
 
-def test_rows_without_an_effect_are_no_load():
+def test_zero_gradient_samples_are_no_load():
     lengths = np.array([[0, 50], [0, 10], [0, 10], [0, 9]])
-    assert [sorted(rows) for rows in shares(lengths, np.array([True, False, False, True]), 2)] == [[0, 1], [2, 3]]
+    assert [sorted(rows) for rows in partition(lengths, np.array([True, False, False, True]), 2)] == [[0, 1], [2, 3]]
 
 
 # In training
@@ -210,7 +210,7 @@ def run(model, folder, **options):
 
 @pytest.fixture(scope="module")
 def unplanned(tiny_model, tmp_path_factory):
-    """Runs whose micro-batches are cut as TRL cuts them, by options."""
+    """Runs with TRL's micro-batches, by options."""
     runs = {}
 
     def of(**options) -> RecordingOPO:
@@ -245,7 +245,7 @@ def unplanned(tiny_model, tmp_path_factory):
     [{}, {"skip_inert_rows": False}, {"max_tokens_per_micro_batch": 60}, {"padding_free": True}],
     ids=["plan", "no skip", "budget", "packed"],
 )
-def test_planned_steps_are_those_without_a_plan(tiny_model, tmp_path, unplanned, options, plan):
+def test_planned_steps_equal_unplanned_ones(tiny_model, tmp_path, unplanned, options, plan):
     reference, planned = unplanned(**options), run(tiny_model, tmp_path, **options, **plan)
     end, start = snapshot(reference.model), reference.initial
     moved = norm({name: end[name] - start[name] for name in end})
@@ -258,13 +258,13 @@ def test_planned_steps_are_those_without_a_plan(tiny_model, tmp_path, unplanned,
                 assert mine[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
 
 
-def test_half_of_the_rows_are_left_out_of_the_first_step_and_none_of_the_second(tiny_model, tmp_path):
+def test_half_of_the_samples_are_skipped_in_the_first_step_and_none_in_the_second(tiny_model, tmp_path):
     planned = run(tiny_model, tmp_path)
     assert [entry["opo/frac_skipped"] for entry in logged(planned)] == [0.5, 0.0, 0.5, 0.0]
     assert [sum(len(b["opo_target"]) for b in step.batches) for step in planned.steps] == [4, 8, 4, 8]
 
 
-def test_anchor_pass_covers_only_the_rows_that_need_it(tiny_model, tmp_path, monkeypatch):
+def test_anchor_pass_covers_only_the_samples_that_need_it(tiny_model, tmp_path, monkeypatch):
     seen = []
     anchor_pass = RecordingOPO._anchor_pass
 
@@ -274,7 +274,7 @@ def test_anchor_pass_covers_only_the_rows_that_need_it(tiny_model, tmp_path, mon
 
     monkeypatch.setattr(RecordingOPO, "_anchor_pass", counted)
     run(tiny_model, tmp_path / "1", max_steps=2)
-    assert sum(seen) == 8  # the second step's rows
+    assert sum(seen) == 8  # the second step's samples
     seen.clear()
     run(tiny_model, tmp_path / "2", max_steps=2, steps_per_generation=2)
     assert sum(seen) == 0  # on-policy

@@ -1,13 +1,12 @@
-"""Which optimizer step a completion serves, and in which order prompts are drawn."""
+"""Which optimizer step a completion serves."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trl.trainer.utils import RepeatSampler
 
-from opo_trl.rollout.rows import EpochSampler, micro_batches, optimizer_step_of_rows, rows_of_steps, take_rows
+from opo_trl.rollout.rows import micro_batches, optimizer_step_of_rows, rows_of_steps, take_rows
 
 
 @given(
@@ -16,7 +15,7 @@ from opo_trl.rollout.rows import EpochSampler, micro_batches, optimizer_step_of_
     seed=st.integers(0, 2**32 - 1),
     rollout=st.integers(0, 1000),
 )
-def test_every_block_of_rows_goes_to_different_steps(n_steps, blocks, seed, rollout):
+def test_every_block_of_samples_goes_to_different_steps(n_steps, blocks, seed, rollout):
     steps = optimizer_step_of_rows(blocks * n_steps, n_steps, seed=seed, rollout=rollout)
     assert (np.sort(steps.reshape(blocks, n_steps), axis=1) == np.arange(n_steps)).all()
     assert (steps == optimizer_step_of_rows(blocks * n_steps, n_steps, seed=seed, rollout=rollout)).all()
@@ -29,7 +28,7 @@ def test_seed_and_rollout_choose_the_steps():
     assert len({tuple(s) for s in (steps(), steps(seed=1), steps(rollout=1), steps(rollout=2))}) == 4
 
 
-def test_every_row_is_equally_likely_in_every_step():
+def test_every_sample_is_equally_likely_in_every_step():
     counts = np.zeros((8, 4))
     for rollout in range(4000):
         counts[np.arange(8), optimizer_step_of_rows(8, 4, seed=1, rollout=rollout)] += 1
@@ -62,7 +61,7 @@ def cut(n_rows: int, process: int, processes: int, steps_per_generation: int, ac
 
 
 def members_of_steps(n_rows: int, processes: int, steps_per_generation: int, accumulation: int) -> list[set]:
-    """Rows of each run of `accumulation` micro-batches, over all processes."""
+    """Samples of each run of `accumulation` micro-batches, over all processes."""
     steps = [set() for _ in range(steps_per_generation // accumulation)]
     for process in range(processes):
         for i, batch in enumerate(cut(n_rows, process, processes, steps_per_generation, accumulation)):
@@ -74,27 +73,27 @@ def members_of_steps(n_rows: int, processes: int, steps_per_generation: int, acc
     ("processes", "steps_per_generation", "accumulation"),
     [(1, 24, 8), (1, 12, 4), (2, 12, 4), (2, 3, 1), (4, 6, 2), (8, 3, 1)],
 )
-def test_a_step_has_the_same_rows_however_it_is_cut(processes, steps_per_generation, accumulation):
+def test_a_step_has_the_same_samples_however_it_is_cut(processes, steps_per_generation, accumulation):
     steps = members_of_steps(24, processes, steps_per_generation, accumulation)
     assert steps == members_of_steps(24, 1, 3, 1)
     assert [len(step) for step in steps] == [8, 8, 8]
 
 
 @pytest.mark.parametrize(("steps_per_generation", "accumulation"), [(2, 4), (4, 4), (6, 4), (3, 2)])
-def test_cuts_in_which_a_step_has_more_or_less_than_one_rollout(steps_per_generation, accumulation):
+def test_steps_of_more_or_less_than_one_rollout(steps_per_generation, accumulation):
     batches = cut(24, 0, 1, steps_per_generation, accumulation)
     assert len(batches) == steps_per_generation
     assert sorted(torch.cat([batch["row"] for batch in batches]).tolist()) == list(range(24))
 
 
-def test_all_that_belongs_to_a_row_stays_with_it():
+def test_all_entries_of_a_sample_stay_together():
     for batch in cut(24, 1, 2, 6, 2):
         assert batch["completion_ids"][:, 0].tolist() == batch["row"].tolist()
         assert batch["names"] == [f"row {i}" for i in batch["row"]]
         assert batch["total"] == 7
 
 
-def test_images_stay_with_their_row():
+def test_images_stay_with_their_sample():
     images = [1, 0, 2, 1]
     batch = rows(0, 4) | {
         "num_images": images,
@@ -111,15 +110,3 @@ def test_images_stay_with_their_row():
         for owner, size in zip(owners, grid, strict=True):
             assert (micro_batch["pixel_values"][start : start + size] == owner).all()
             start += size
-
-
-def test_prompts_come_in_the_order_of_trl():
-    arguments = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2, "seed": 11}
-    theirs, ours = RepeatSampler(range(10), **arguments), EpochSampler(range(10), **arguments)
-    epochs = [list(theirs) for _ in range(3)]
-    for epoch in (2, 0, 1):
-        ours.epoch = epoch
-        assert list(ours) == epochs[epoch]
-    assert epochs[0] != epochs[1]
-    plain = {**arguments, "shuffle": False}
-    assert list(EpochSampler(range(10), **plain)) == list(RepeatSampler(range(10), **plain))

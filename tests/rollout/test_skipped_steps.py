@@ -1,4 +1,4 @@
-"""A gradient that is not finite: the step is skipped, its rows are kept, and too many in a row end the run."""
+"""A gradient that is not finite: the step is skipped, its samples are kept, and too many in a row end the run."""
 
 import math
 
@@ -11,7 +11,7 @@ from opo_trl.rollout import checkpoint
 
 
 def poison(*rollouts: int):
-    """Make what a row of these rollouts is trained towards not a number."""
+    """Set a target of these rollouts to NaN."""
 
     def inject(rollout: dict, trainer):
         for name in ("opo_target", "advantages"):
@@ -41,7 +41,7 @@ def test_step_is_skipped_and_the_next_is_taken(tiny_model, tmp_path, trainer_cla
 
 
 class Scaled(RecordingOPO):
-    """With the gradient scaler of float16, which skips a step by itself and says so."""
+    """With float16's gradient scaler, which skips a step by itself and reports it."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -57,12 +57,12 @@ def test_learning_rate_follows_its_schedule_over_a_skipped_step(tiny_model, tmp_
     assert [entry["learning_rate"] for entry in entries] == pytest.approx([0.004, 0.003, 0.002, 0.001])
     assert set(trainer.lr_scheduler.get_last_lr()) == {0}
     if options:
-        assert trainer.accelerator.scaler.get_scale() == 1.0  # halved by both
+        assert trainer.accelerator.scaler.get_scale() == 1.0  # halved by both skipped steps
         assert not trainer.accelerator.optimizer_step_was_skipped
 
 
 @pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
-def test_rows_of_a_skipped_step_are_kept_and_give_its_loss_again(tiny_model, tmp_path, trainer_class):
+def test_samples_of_a_skipped_step_are_kept_and_reproduce_its_loss(tiny_model, tmp_path, trainer_class):
     trainer = trained(tiny_model, tmp_path, trainer_class=trainer_class, inject=poison(1), max_steps=3)
     kept = torch.load(tmp_path / "skipped_step_0.pt", weights_only=True)
     assert kept["step"] == 2
@@ -86,7 +86,7 @@ def test_only_the_micro_batches_of_the_skipped_step_are_kept(tiny_model, tmp_pat
     assert len(rows) == 8
 
 
-def test_too_many_in_a_row_end_the_run_with_a_checkpoint_to_go_on_from(tiny_model, tmp_path):
+def test_too_many_in_a_row_end_the_run_with_a_checkpoint_to_resume(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path, inject=poison(1, 3, 4), max_steps=8, max_skipped_steps=2)
     with pytest.raises(RuntimeError, match=r"max_skipped_steps=2 is reached.*The checkpoint of step 5 "):
         trainer.train()
@@ -99,12 +99,12 @@ def test_too_many_in_a_row_end_the_run_with_a_checkpoint_to_go_on_from(tiny_mode
 
 
 def load_file_like(state: dict, folder) -> dict:
-    """A model's state by the names of its file, which has tied weights once."""
+    """A model's state by the names in its file, which holds tied weights once."""
     return {name: state[name] for name in load_file(folder / "model.safetensors")}
 
 
 class NotANumberOnce(RecordingOPO):
-    """Whose model gives nothing but NaN in the second optimizer step."""
+    """Its model returns only NaN in the second optimizer step."""
 
     def _token_logps(self, *inputs, **options):
         logps, entropies, aux_loss = super()._token_logps(*inputs, **options)
@@ -112,21 +112,21 @@ class NotANumberOnce(RecordingOPO):
         return logps * factor, entropies * factor, aux_loss
 
 
-def test_log_probabilities_that_are_no_numbers_reach_neither_policy_nor_entropy_controller(tiny_model, tmp_path):
+def test_log_probabilities_of_nan_reach_neither_policy_nor_entropy_controller(tiny_model, tmp_path):
     controlled = {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_coef_max": 0.5, "entropy_target": 100.0}
     trainer = trained(tiny_model, tmp_path, trainer_class=NotANumberOnce, max_steps=3, **controlled)
     assert [entry["opo/skipped_steps"] for entry in logged(trainer)] == [0, 1, 1]
     assert all(tensor.isfinite().all() for tensor in snapshot(trainer.model).values())
-    # The entropy is below its target: up by one step in each of the others.
+    # The entropy is below its target, so the coefficient rises by one step in each of the other two.
     assert trainer.entropy_coef == pytest.approx(0.05 + 2 * trainer.args.entropy_coef_delta)
 
 
-def test_infinite_reward_is_unscorable(tiny_model, tmp_path, caplog):
+def test_infinite_reward_counts_as_unscored(tiny_model, tmp_path, caplog):
     infinite, none = ([1.0, value, 0.0, 0.5, 1.0, 0.3, 0.2, 0.0] for value in (math.inf, None))
     runs = {
         name: trained(tiny_model, tmp_path / name, script=Script(rewards), max_steps=2)
         for name, rewards in (("infinite", infinite), ("none", none))
     }
     assert same(snapshot(runs["infinite"].model), snapshot(runs["none"].model))
-    assert "Of 8 completions, 1 have an infinite reward, by reward_0: they count as unscorable" in caplog.text
+    assert "Of 8 completions, 1 have an infinite reward, by reward_0: they count as unscored" in caplog.text
     assert logged(runs["infinite"])[0]["opo/skipped_steps"] == 0

@@ -1,4 +1,4 @@
-"""Accumulation windows of any length: every epoch ends with a short one where they do not divide it."""
+"""Accumulation windows of any length: every epoch that they do not divide ends with a short one."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ GROUP = 2
     iterations=st.integers(1, 2),
 )
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_row_passed_after_an_update_has_an_anchor_from_before_it(
+def test_every_sample_trained_after_an_update_has_an_anchor_from_before_it(
     tiny_model, tmp_path, rows, accumulation, steps_per_generation, prompts, epochs, iterations
 ):
     of_rollout = rows * steps_per_generation // GROUP
@@ -70,8 +70,8 @@ def test_every_row_passed_after_an_update_has_an_anchor_from_before_it(
 
 
 @pytest.mark.parametrize("accumulation", [4, 6])
-def test_run_resumed_in_an_epoch_of_short_windows_goes_on_as_if_it_had_not_ended(tiny_model, tmp_path, accumulation):
-    """Transformers draws the first window of a resumed run before it restores the place in the run."""
+def test_run_resumed_in_an_epoch_of_short_windows_is_the_uninterrupted_one(tiny_model, tmp_path, accumulation):
+    """Transformers draws the first window of a resumed run before it restores its position."""
     options = {
         "per_device_train_batch_size": 1,
         "num_generations": GROUP,
@@ -83,18 +83,19 @@ def test_run_resumed_in_an_epoch_of_short_windows_goes_on_as_if_it_had_not_ended
         "skip_inert_rows": True,
         "trainer_arguments": {"train_dataset": Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(9)]})},
     }
-    rewards = [1, 1, 0, 1, 0.5, 0.5]  # rows of two groups have nothing to do while the policy is their own
-    whole = trained(
-        tiny_model, tmp_path / "whole", script=Script(rewards), save_strategy="steps", save_steps=1, **options
+    rewards = [1, 1, 0, 1, 0.5, 0.5]  # two groups have zero gradient while the policy is the one that wrote them
+    uninterrupted = trained(
+        tiny_model, tmp_path / "uninterrupted", script=Script(rewards), save_strategy="steps", save_steps=1, **options
     )
-    for step in range(1, len(whole.steps)):
-        # The script counts its calls: one that is resumed has made those before.
+    for step in range(1, len(uninterrupted.steps)):
+        # The script counts its calls: a resumed one has made the earlier ones.
         script = Script(rewards)
-        script.calls = [[]] * (1 + int(max(part["rollout"].max() for part in whole.steps[step - 1].batches)))
+        script.calls = [[]] * (1 + int(max(part["rollout"].max() for part in uninterrupted.steps[step - 1].batches)))
         resumed = make_trainer(tiny_model, tmp_path / str(step), script=script, **options)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
-        moved = norm({name: end - whole.initial[name] for name, end in snapshot(whole.model).items()})
-        assert distance(snapshot(resumed.model), snapshot(whole.model)) < EXACT * moved
-        skipped = [[entry["opo/frac_skipped"] for entry in logged(trainer)] for trainer in (whole, resumed)]
+        resumed.train(resume_from_checkpoint=str(tmp_path / "uninterrupted" / f"checkpoint-{step}"))
+        end = snapshot(uninterrupted.model)
+        moved = norm({name: end[name] - uninterrupted.initial[name] for name in end})
+        assert distance(snapshot(resumed.model), end) < EXACT * moved
+        skipped = [[entry["opo/frac_skipped"] for entry in logged(trainer)] for trainer in (uninterrupted, resumed)]
         assert skipped[0][-len(skipped[1]) :] == skipped[1]
         assert max(skipped[0]) > 0

@@ -20,7 +20,7 @@ from helpers import free_port
 HERE = Path(__file__).parent
 ON_CPU = not torch.cuda.is_available()
 
-# vLLM compiles nothing, keeps a small cache and asks nobody on the network: the models are tiny.
+# No compilation, a small cache, no network: the models are tiny.
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -34,7 +34,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """For processes that use vLLM; skips where it is not installed."""
+    """Of processes that use vLLM; skips the test where it is not installed."""
     if find_spec("vllm") is None:
         pytest.skip("needs vLLM: tests/with_vllm/README.md says how to install it")
     paths = [str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
@@ -48,7 +48,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def run(environment: dict[str, str], tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict]:
-    """`run(command, **options)`: the result of `run.py` in a process of its own, or in those of `launcher`."""
+    """`run(command, **options)`: the result of `run.py` in a separate process, or in those of `launcher`."""
 
     def result(command: str, launcher: tuple[str, ...] = (sys.executable,), **options) -> dict:
         folder = tmp_path_factory.mktemp(command)
@@ -66,7 +66,7 @@ def run(environment: dict[str, str], tiny_model: str, tmp_path_factory: pytest.T
 def place(
     request: pytest.FixtureRequest, environment: dict[str, str], tiny_model: str, tmp_path: Path
 ) -> Iterator[dict]:
-    """Options that tell `run.py` where vLLM is; a server is started, and ended with the test."""
+    """Options that tell `run.py` where vLLM is; a server runs as long as the test."""
     if request.param == "colocate":
         yield {"mode": "colocate"}
         return

@@ -1,13 +1,13 @@
 """
-What a CPU build of vLLM needs to take weights from TRL. Used by tests alone, and not where there is a GPU.
+What a CPU build of vLLM needs to receive weights from TRL. Only for tests, and only without a GPU.
 
-vLLM loads it in each of its processes as a plugin (`register`); the trainer's process calls `patch_client`. What is
-replaced:
+vLLM loads it in each of its processes as a plugin (`register`); the trainer's process calls `patch_client`. Replaced
+are:
 
 1. the linear layer: vLLM's CPU build reorders a weight for its kernels when it is first loaded, and later loads would
-   write into what is no longer read;
+   write into memory that is no longer read;
 2. AMX kernels: they crash on some virtual machines that announce AMX;
-3. the transport of weights to a server: NCCL needs GPUs; vLLM's own store-backed group carries the same tensors.
+3. the transport of weights to a server: NCCL needs GPUs; vLLM's own store-backed group transports the same tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +22,7 @@ from torch import Tensor
 
 def install(folder: Path) -> str:
     """
-    Write metadata that announce the plugin to vLLM, and its CPU build under the name `vllm`, which TRL asks for.
+    Write metadata that announce the plugin to vLLM, and vLLM's CPU build under the name `vllm`, which TRL looks for.
 
     Returns the folders to put on PYTHONPATH.
     """
@@ -36,7 +36,7 @@ def install(folder: Path) -> str:
 
 
 def register() -> None:
-    """Plugin of vLLM."""
+    """Entry point of vLLM's plugin."""
     import vllm.distributed.weight_transfer.nccl_engine as engine
     import vllm.model_executor.layers.utils as layers
 

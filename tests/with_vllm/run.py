@@ -1,5 +1,5 @@
 """
-Train with vLLM and write what came of it to `result.json`; `test_with_vllm.py` runs this in processes of their own.
+Train with vLLM and write the result to `result.json`; `test_with_vllm.py` runs this in separate processes.
 
     python run.py sync|replay|lora|killed FOLDER '{"mode": "colocate", …}'
 """
@@ -61,7 +61,7 @@ def vllm_options(options: dict) -> dict:
 
 
 def generated(trainer, n: int) -> tuple[list[int], list[list[int]], list[list[float]]]:
-    """Prompt, completions and their log-probabilities from vLLM as it is now."""
+    """Prompt, completions and their log-probabilities from vLLM in its current state."""
     prompt = trainer.processing_class(PROMPTS[0])["input_ids"]
     _, completions, logps, _ = trainer.vllm_generation.generate([prompt] * n, None, n)
     return prompt, completions, [[each[0] for each in row] for row in logps]
@@ -80,19 +80,19 @@ def own_logps(trainer, prompt: list[int], completion: list[int]) -> torch.Tensor
     """The trainer's log-probabilities of a completion, from the full logits."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     parameters = list(model.parameters())
-    whole: Any = contextlib.nullcontext()
+    gathered: Any = contextlib.nullcontext()
     if any(hasattr(p, "ds_id") for p in parameters):
         import deepspeed
 
-        whole = deepspeed.zero.GatheredParameters(parameters)
-    with whole:
+        gathered = deepspeed.zero.GatheredParameters(parameters)
+    with gathered:
         tokens = torch.tensor([prompt + completion], device=trainer.accelerator.device)
         logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1].float()
     return logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1).cpu()
 
 
 def sync(model: str, folder: Path, options: dict) -> dict:
-    """Train so fast that a vLLM with the old weights is noticed; without synchronization, if `options` say so."""
+    """Train with a learning rate that reveals old weights in vLLM; without synchronization, if `options` say so."""
     deepspeed = {"ddp_backend": "gloo"} if options.get("zero3") else {}
     trainer = make(model, folder, max_steps=5, learning_rate=2e-2, **vllm_options(options), **deepspeed)
     if not options["synchronized"]:
@@ -116,7 +116,7 @@ def sync(model: str, folder: Path, options: dict) -> dict:
 
 
 class Recording(OPOTrainer):
-    """Keeps what vLLM generated and the weights that followed; without vLLM, takes weights that were kept."""
+    """Records vLLM's completions and their importance weights; without vLLM, uses recorded weights."""
 
     def _generate_and_score_completions(self, inputs):
         rollout = super()._generate_and_score_completions(inputs)
@@ -129,7 +129,7 @@ class Recording(OPOTrainer):
 
 
 def replay(model: str, folder: Path, options: dict) -> dict:
-    """Train on vLLM's completions; and on the same ones without vLLM, with its importance weights and without."""
+    """Train on vLLM's completions; and on the same ones without vLLM, with and without its importance weights."""
     training = {"max_steps": 6, "num_iterations": 2, "learning_rate": 1e-4, "optim": "sgd", "max_grad_norm": 0.0}
 
     def trained(given: list | None = None, **further: Any) -> Recording:

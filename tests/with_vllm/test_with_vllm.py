@@ -1,4 +1,4 @@
-"""OPOTrainer with a real vLLM: it has the weights that are trained, and changes nothing else."""
+"""OPOTrainer with a real vLLM: it has the trained weights, and changes nothing else."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 
-# Mean difference of log-probabilities: 0.005 was measured with vLLM's bfloat16, 0.6 to 1.2 with weights that are old.
+# Mean difference of log-probabilities: 0.005 was measured with vLLM's bfloat16, 0.6 to 1.2 with old weights.
 SAME, OTHER = 0.02, 0.1
 
 
@@ -25,7 +25,7 @@ def test_vllm_has_the_trained_weights(run, place):
 
 
 @pytest.mark.vllm
-def test_without_synchronization_it_has_not(run, place):
+def test_without_synchronization_it_does_not(run, place):
     result = run("sync", synchronized=False, **place)
     assert result["gap"] > OTHER
     assert result["sampling_gap"][0] < SAME  # before the first step there is nothing to synchronize
@@ -36,7 +36,7 @@ def test_without_synchronization_it_has_not(run, place):
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install 'opo_trl[deepspeed]'")
 @pytest.mark.parametrize("synchronized", [True, False])
-def test_vllm_beside_four_processes_under_zero3(run, tmp_path, synchronized):
+def test_vllm_next_to_four_processes_under_zero3(run, tmp_path, synchronized):
     config = yaml.safe_load((ROOT / "recipes" / "accelerate" / "zero3.yaml").read_text()) | {"mixed_precision": "no"}
     (tmp_path / "zero3.yaml").write_text(yaml.safe_dump(config))
     launcher = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "zero3.yaml"))
@@ -46,12 +46,12 @@ def test_vllm_beside_four_processes_under_zero3(run, tmp_path, synchronized):
 
 
 @pytest.mark.vllm
-def test_run_with_vllm_is_that_of_its_completions_and_weights(run, place):
+def test_run_with_vllm_is_determined_by_its_completions_and_weights(run, place):
     result = run("replay", **place)
     assert result["rollouts"] == 3
-    # The same numbers are added in the same order, so all bits are the same.
+    # The same numbers are added in the same order, so the results are bitwise the same.
     assert result["with_weights"] == {"gradient_norm": 0.0, "parameters": 0.0}
-    # The weights differ from 1 by what the sampler's log-probabilities are off, and so much the gradients may differ.
+    # The weights differ from 1 by the error of the sampler's log-probabilities; gradients may differ by as much.
     assert 0 < result["without_weights"]["gradient_norm"] < result["weight_error"] < 0.5
     assert 0 < result["without_weights"]["parameters"] < result["weight_error"]
 
@@ -68,9 +68,9 @@ def test_adapter_is_synchronized_and_leaves_the_base_alone(run, dtype):
 
 @pytest.mark.vllm
 def test_in_trl_the_base_drifts(run):
-    """Without that the tests above would prove nothing."""
+    """Without this the tests above would prove nothing."""
     result = run("lora", mode="colocate", trainer="grpo", dtype="bfloat16")
-    assert result["moved"] == 14  # what has an adapter
+    assert result["moved"] == 14  # the layers with an adapter
     assert result["drift"] > 1e-3
     assert result["logits"] > 1e-3
 
@@ -88,7 +88,7 @@ def test_server_that_is_killed_ends_the_run(run, place):
 def test_without_vllm_the_package_trains(tiny_model, tmp_path):
     script = f"""
 import sys
-sys.modules["vllm"] = None  # to import it fails
+sys.modules["vllm"] = None  # its import fails
 from helpers import trained
 assert trained({tiny_model!r}, {str(tmp_path)!r}).state.global_step == 1
 """

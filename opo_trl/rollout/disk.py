@@ -1,0 +1,131 @@
+"""Whether a checkpoint fits on the disk, and what happens when it cannot be written."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
+
+from ..config import RolloutConfig
+from .checkpoint import MANIFEST, finished, last_complete, replaced
+
+
+logger = get_logger(__name__)
+
+# Errors of the disk that an `OSError` reports without naming a file.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
+_FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
+
+
+class NoRoom(RuntimeError):
+    """Too little space for a checkpoint; every process knows before any of them has written."""
+
+
+def check_room(accelerator: Accelerator, run: Path, expected: int) -> None:
+    """
+    Let all processes agree that a checkpoint fits, and wait for each other.
+
+    Args:
+        run (`Path`): folder of the run, created if it does not exist.
+        expected (`int`): bytes that the checkpoint will take; 0 on processes that do not write it.
+
+    Raises:
+        `NoRoom`: on every process, if it does not fit.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    missing = max(expected - shutil.disk_usage(run).free, 0)
+    if accelerator.reduce(torch.tensor(missing, device=accelerator.device), reduction="max"):
+        raise NoRoom("no space left on device")
+
+
+def bytes_of_last(run: Path) -> int | None:
+    """Bytes of the run's last complete checkpoint without its rollout, whose size varies; `None` if there is none."""
+    last = last_complete(str(run))
+    if last is None:
+        return None
+    return _bytes(Path(last)) - sum(path.stat().st_size for path in Path(last).glob("rollout_state_*"))
+
+
+def give_up(folder: Path, error: BaseException, args: RolloutConfig, *, expected: int) -> None:
+    """
+    Say why a save failed, and remove what was written of an unfinished checkpoint.
+
+    Args:
+        folder (`Path`): the checkpoint.
+        error (`BaseException`): what ended the save.
+        args ([`RolloutConfig`]): of the trainer; `save_failure` says whether training ends.
+        expected (`int`): bytes that a checkpoint takes at least, where the run has none yet.
+
+    Raises:
+        `RuntimeError`: files could not be written, and training should not or cannot continue without them.
+        `BaseException`: `error` itself, where it is of another kind, or where the checkpoint is finished: from the
+            Hub, the deletion of older checkpoints, or a user's code.
+    """
+    if finished(folder):
+        error.add_note(f"{folder} is finished, and can be used: the error came after it was written.")
+        raise error
+    written, free = _bytes(folder), shutil.disk_usage(folder.parent).free
+    # The other processes of a save that has begun wait for this one, or write into the folder.
+    agreed = args.world_size == 1 or isinstance(error, NoRoom)
+    if agreed and args.should_save:
+        _discard(folder)
+    last = last_complete(str(folder.parent))
+    if not _is_of_writing(error, folder):
+        error.add_note(f"It came while {folder} was saved. The last complete checkpoint is {last}.")
+        raise error
+    size = _bytes(Path(last)) if last else expected
+    missing = f": {_mib(size - written - free)} are missing" if size > written + free else ""
+    message = (
+        f"{folder} cannot be saved ({error}). A checkpoint takes about {_mib(size)}, {_mib(written)} were written, "
+        f"and {_mib(free)} are free{missing}. The last complete checkpoint is {last}."
+    )
+    if agreed and args.save_failure == "continue":
+        logger.warning(f"{message} Training continues, as `save_failure` says.")
+        return
+    full = missing or isinstance(error, NoRoom) or any(text in str(error) for text in _FULL)
+    raise RuntimeError(
+        f"{message} "
+        + ("Make room" if full else "There is enough room: look for a quota, or a limit on the size of files,")
+        + " and resume with `--resume_from_checkpoint last`; "
+        + ("keep fewer checkpoints (`save_total_limit`); " if full else "")
+        + "or let training continue without this one (`save_failure: continue`)."
+    ) from error
+
+
+def _discard(folder: Path) -> None:
+    """Remove an unfinished checkpoint, and restore the one of the same step that it was to replace."""
+    # With a manifest its weights are complete, and stay even if `trainer_state.json` could not be written after them.
+    if (folder / MANIFEST).exists():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    if replaced(folder).exists():
+        replaced(folder).rename(folder)
+
+
+def _is_of_writing(error: BaseException, folder: Path) -> bool:
+    """Whether a file could not be written, as opposed to an error of a program or a service."""
+    if isinstance(error, CheckpointException):  # FSDP's writer, in all processes
+        return any(_is_of_writing(cause, folder) for cause, _ in error.failures.values())
+    if isinstance(error, OSError):
+        named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else Path()
+        forbidden = error.errno in (errno.EACCES, errno.EPERM) and named.absolute().is_relative_to(folder.absolute())
+        return error.errno in _DISK_ERRORS or forbidden
+    # The writers of safetensors and torch drop the number of the error.
+    return (
+        isinstance(error, NoRoom)
+        or (isinstance(error, SafetensorError) and "I/O error" in str(error))
+        or (isinstance(error, RuntimeError) and "inline_container" in str(error))
+    )
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,161 @@
+"""
+Which prompt comes next: a function of the seed and of the position in the run.
+
+Transformers and TRL draw it from random states that depend on the number of processes and are lost on resumption.
+[`EpochSampler`] orders the prompts of the data loader. Dynamic sampling takes more of them than the data loader
+offers, so it draws from a [`PromptStream`].
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list
+from trl.trainer.utils import RepeatSampler
+
+from ..config import RolloutConfig
+
+
+# Indices of an epoch's prompts, by the epoch's number.
+Order = Callable[[int], Sequence[int]]
+
+
+def check_enough_prompts(available: int, args: RolloutConfig) -> None:
+    """
+    Check that a data set fills one rollout. TRL's sampler drops an incomplete one, and would train for no step.
+
+    Raises:
+        `ValueError`: names how many prompts are needed.
+    """
+    needed = args.generation_batch_size // args.num_generations
+    if available < needed:
+        raise ValueError(
+            f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations} needs "
+            f"{needed} prompts for one rollout, but the data set has {available}. Give at least {needed}, or lower "
+            "`per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps`."
+        )
+
+
+class EpochSampler(RepeatSampler):
+    """
+    TRL's RepeatSampler, resumable at any epoch.
+
+    TRL's own starts again with the first epoch's order when a run is resumed in a later one.
+
+    Attributes:
+        epoch (`int`): epoch of the next iteration, from 0.
+    """
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed(self.seed)
+            for _ in range(self.epoch):  # TRL's order of an epoch depends on the permutations before it
+                torch.randperm(self.num_samples, generator=self.generator)
+        yield from super().__iter__()
+
+
+class PromptStream:
+    """
+    Endless sequence of prompts, epoch after epoch. Each epoch has every prompt once, however many a rollout takes.
+
+    Args:
+        order (`Callable[[int], Sequence[int]]`):
+            Indices of an epoch's prompts, equally many in every epoch: [`permutations`] or [`epochs_of_sampler`].
+
+    Attributes:
+        n_prompts (`int`): prompts of an epoch.
+        position (`int`): position of the next prompt that was never drawn.
+        returned (`list[int]`): heap of the positions that were given back; they are drawn first.
+    """
+
+    def __init__(self, order: Order):
+        self._order = order
+        self.n_prompts = len(order(0))
+        self.position = 0
+        self.returned: list[int] = []
+
+    def draw(self, count: int) -> list[int]:
+        """Take the next `count` positions."""
+        drawn = [heapq.heappop(self.returned) for _ in range(min(count, len(self.returned)))]
+        new = range(self.position, self.position + count - len(drawn))
+        self.position += len(new)
+        return [*drawn, *new]
+
+    def give_back(self, positions: list[int]) -> None:
+        """Put back positions that were drawn but not used."""
+        for position in positions:
+            heapq.heappush(self.returned, position)
+
+    def prompts(self, positions: list[int]) -> list[int]:
+        """Indices of the prompts at these positions."""
+        orders = {epoch: self._order(epoch) for epoch in {position // self.n_prompts for position in positions}}
+        return [int(orders[position // self.n_prompts][position % self.n_prompts]) for position in positions]
+
+    @property
+    def epochs_used(self) -> float:
+        """Prompts that were drawn and not given back, in epochs."""
+        return (self.position - len(self.returned)) / self.n_prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The current position, as JSON keeps it."""
+        return {"position": self.position, "returned": self.returned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume at a position of [`~PromptStream.state_dict`]."""
+        self.position, self.returned = state["position"], state["returned"]
+
+
+def permutations(n_prompts: int, *, seed: int, shuffle: bool = True) -> Order:
+    """A permutation per epoch, a function of seed and epoch; with `shuffle=False` the prompts in their order."""
+
+    def order(epoch: int) -> Any:
+        if not shuffle:
+            return np.arange(n_prompts)
+        return np.random.default_rng((seed, epoch)).permutation(n_prompts)
+
+    return order
+
+
+def epochs_of_sampler(sampler: Iterable[int], *, rollout: int, repeats: int, num_generations: int) -> Order:
+    """
+    The order of a sampler: that of a subclass which overrides `_get_train_sampler`.
+
+    Args:
+        sampler (`Iterable[int]`):
+            Indices, repeated as [`~trl.trainer.utils.RepeatSampler`] repeats them. It is iterated once per epoch;
+            [`EpochSampler`] is told the epoch. A resumed run sees the same prompts if a new sampler gives the same
+            epochs again.
+        rollout (`int`):
+            Completions of a rollout: indices that the sampler gives before it repeats them.
+        repeats (`int`):
+            How often the sampler gives each rollout's indices.
+        num_generations (`int`):
+            Completions of a prompt: how often an index occurs in a rollout.
+
+    Returns:
+        `Callable[[int], Sequence[int]]`: to be called on all processes. It raises `ValueError` if an epoch of the
+        sampler does not fill a rollout.
+    """
+    orders: list[list[int]] = []
+
+    def order(epoch: int) -> list[int]:
+        while len(orders) <= epoch:
+            if isinstance(sampler, EpochSampler):
+                sampler.epoch = len(orders)
+            indices = list(sampler)
+            starts = range(0, len(indices) - rollout + 1, rollout * repeats)
+            prompts = [i for start in starts for i in indices[start : start + rollout : num_generations]]
+            prompts = broadcast_object_list([prompts])[0]  # a custom sampler may differ between processes
+            if not prompts:
+                raise ValueError(
+                    f"_get_train_sampler returned a sampler of {len(indices)} indices, but a rollout takes {rollout}. "
+                    f"Return one that gives each index num_generations={num_generations} times."
+                )
+            orders.append(prompts)
+        return orders[epoch]
+
+    return order

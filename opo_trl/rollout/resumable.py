@@ -1,0 +1,265 @@
+"""`ResumableTrainer`: a position in the run that seed and checkpoint determine exactly."""
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate.utils import send_to_device
+from datasets import Dataset
+from torch.distributed.checkpoint import CheckpointException
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+
+from ..config import RolloutConfig
+from ..metrics.watches import Watch, Watches
+from . import checkpoint, disk
+from .frozen_base import local_part
+from .prompts import EpochSampler, PromptStream, epochs_of_sampler, permutations
+
+
+# Fields that cut a rollout.
+_CUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
+
+
+class ResumableTrainer(GRPOTrainer):
+    """[`~trl.GRPOTrainer`] whose resumed run is bitwise the uninterrupted one."""
+
+    args: RolloutConfig
+    model: Any  # a PreTrainedModel, or PEFT's wrapper around one
+    num_generations: int
+
+    # The trainer's own numbers, and dictionaries of numbers, that a checkpoint holds.
+    _saved_numbers: tuple[str, ...] = ()
+
+    _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
+
+    # The order of prompts
+
+    def _get_train_sampler(self, dataset=None):
+        sampler = super()._get_train_sampler(dataset)
+        self._sampler = EpochSampler(
+            sampler.data_source,
+            mini_repeat_count=sampler.mini_repeat_count,
+            batch_size=sampler.batch_size,
+            repeat_count=sampler.repeat_count,
+            shuffle=sampler.shuffle,
+            seed=sampler.seed,
+        )
+        return self._sampler
+
+    @cached_property
+    def _prompt_stream(self) -> PromptStream:
+        """Prompts of dynamic sampling. Made at first use: a subclass's sampler may need what its `__init__` sets."""
+        args, dataset = self.args, cast(Dataset, self.train_dataset)
+        if type(self)._get_train_sampler is ResumableTrainer._get_train_sampler:
+            return PromptStream(permutations(len(dataset), seed=args.seed, shuffle=self.shuffle_dataset))
+        of_data_loader, sampler = self._sampler, self._get_train_sampler(dataset)
+        self._sampler = of_data_loader
+        order = epochs_of_sampler(
+            sampler,
+            rollout=args.generation_batch_size,
+            repeats=args.micro_steps_per_rollout,
+            num_generations=self.num_generations,
+        )
+        return PromptStream(order)
+
+    def _run_epoch(self, **named):
+        # Resumed from the last step's checkpoint, Transformers would train one step more.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        if self._sampler is not None:
+            self._sampler.epoch = named["epoch"]
+        super()._run_epoch(**named)
+
+    # The state
+
+    def rollout_state_dict(self) -> dict[str, Any]:
+        """
+        What this process needs to resume exactly, besides weights, optimizer, schedule and random states.
+
+        Returns:
+            `dict[str, Any]`: tensors, numbers and text, which `torch.load` reads with `weights_only=True`.
+        """
+        rollout, position = divmod(self._step, self.args.micro_steps_per_rollout)
+        return {
+            "rollout": rollout,
+            "position": position,
+            "split": self._split,
+            "buffer": self._buffered_inputs if position else None,
+            "pending_loss": self._tr_loss,
+            # JSON keeps floats exactly. What else a reward function may have logged becomes text: `torch.load` would
+            # reject it.
+            "plain": json.dumps(
+                {
+                    "numbers": {name: getattr(self, name) for name in self._saved_numbers},
+                    "metrics": self._metrics,
+                    "prompts": self._prompt_stream.state_dict() if self.args.max_sampling_rounds > 1 else {},
+                    "logs": self._logs if self.log_completions else {},
+                    "watches": {watch.text: watch.state() for watch in self._watches},
+                },
+                default=_plain,
+            ),
+        }
+
+    def load_rollout_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state of [`~ResumableTrainer.rollout_state_dict`]."""
+        self._step = state["rollout"] * self.args.micro_steps_per_rollout + state["position"]
+        self._buffered_inputs = send_to_device(state["buffer"], self.accelerator.device)
+        # The steps since the last log entry count in the next entry, but not in this call's mean loss.
+        self._tr_loss = state["pending_loss"].to(self.args.device)
+        self._total_loss_scalar = -self._tr_loss.item()
+        plain = json.loads(state["plain"])
+        for name, value in plain["numbers"].items():
+            setattr(self, name, value)
+        if plain["prompts"]:
+            self._prompt_stream.load_state_dict(plain["prompts"])
+        for mode, metrics in plain["metrics"].items():
+            self._metrics[mode].update(metrics)
+        self._load_logs(plain["logs"])
+        states = plain.get("watches", {})  # earlier versions saved none
+        for watch in self._watches:
+            if watch.text in states:
+                watch.restore(states[watch.text])
+
+    def _load_logs(self, saved: Mapping[str, Any]) -> None:
+        logs: Any = self._logs  # name → values of the latest rollout, or name → column → values
+        for name, kept in saved.items():
+            if isinstance(kept, dict):
+                for column, values in kept.items():
+                    logs[name][column].extend(values)
+            else:
+                logs[name].extend(kept)
+
+    @property
+    def _watches(self) -> list[Watch]:
+        found = [callback.watches for callback in self.callback_handler.callbacks if isinstance(callback, Watches)]
+        return [watch for watches in found for watch in watches]
+
+    @property
+    def _split(self) -> dict[str, int]:
+        """How a rollout is cut: into processes, micro-batches and iterations."""
+        return {"processes": self.accelerator.num_processes, **{name: getattr(self.args, name) for name in _CUT}}
+
+    def check_resumable(self, folder: str) -> None:
+        """
+        Check that this run can resume a checkpoint: inside a rollout only with the rollout cut as it was, a moving
+        reference model only in as many shards, and a model alone only in a form that this run's sharding can load.
+
+        Raises:
+            `ValueError`: names the field that differs, or says how to start from the weights.
+        """
+        place = Path(folder)
+        if checkpoint.lacking(place) is not None:
+            self._check_loads(place)
+            return
+        state = checkpoint.load_state(place, self.accelerator.process_index)
+        saved, split = state["split"], self._split
+        if self.args.sync_ref_model:
+            shards = saved["processes"] if self._reference_is_sharded else split["processes"]
+            if shards != split["processes"] or not checkpoint.reference_file(place, self._reference_shard).exists():
+                raise ValueError(
+                    f"{folder!r} holds the reference model of `sync_ref_model` as {saved['processes']} processes kept "
+                    f"it, which is not how these {split['processes']} do. Resume with as many processes and the "
+                    "sharding that it was saved with."
+                )
+        if state["position"] == 0 or saved == split:
+            return
+        name = next(name for name in split if split[name] != saved[name])
+        raise ValueError(
+            f"{folder!r} was saved in the middle of a rollout with {name}={saved[name]}, but this run has "
+            f"{name}={split[name]}. Set {name}={saved[name]}, or resume from a checkpoint at the end of a rollout."
+        )
+
+    def _check_loads(self, folder: Path) -> None:
+        """Check that a checkpoint without a rollout holds what DeepSpeed or FSDP loads."""
+        needed = {"DeepSpeed": ("global_step*", self.is_deepspeed_enabled), "FSDP": ("*fsdp*", self.is_fsdp_enabled)}
+        for name, (files, used) in needed.items():
+            if used and not any(folder.glob(files)):
+                raise ValueError(
+                    f"resume_from_checkpoint={str(folder)!r} holds nothing that {name} can resume ({files}). Set the "
+                    "model (`model_name_or_path`) to this folder to start from its weights, or launch without "
+                    f"{name}."
+                )
+
+    # A reference model that follows the policy: the base model does not give it back
+
+    @property
+    def _reference_is_sharded(self) -> bool:
+        parameters = self.ref_model.parameters()
+        return self.is_fsdp_enabled or any(hasattr(parameter, "ds_tensor") for parameter in parameters)
+
+    @property
+    def _reference_shard(self) -> int | None:
+        return self.accelerator.process_index if self._reference_is_sharded else None
+
+    # Saving and loading, in the order of Transformers
+
+    def _save_checkpoint(self, model, trial):
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        writes = self.args.should_save
+        try:
+            if writes:
+                checkpoint.make_way(folder)
+            disk.check_room(self.accelerator, folder.parent, self._expected_bytes(folder.parent) if writes else 0)
+            super()._save_checkpoint(model, trial)
+            if writes:
+                checkpoint.forget_replaced(folder.parent)
+        except (Exception, CheckpointException) as error:  # FSDP's is a `BaseException`
+            disk.give_up(folder, error, self.args, expected=self._known_bytes())
+
+    def _save_rng_state(self, output_dir: str):
+        super()._save_rng_state(output_dir)
+        folder = Path(output_dir)
+        torch.save(self.rollout_state_dict(), checkpoint.state_file(folder, self.accelerator.process_index))
+        if self.args.sync_ref_model and (self._reference_is_sharded or self.args.should_save):
+            parameters = [local_part(parameter) for parameter in self.ref_model.parameters()]
+            torch.save(parameters, checkpoint.reference_file(folder, self._reference_shard))
+        self.accelerator.wait_for_everyone()  # the manifest lists the files of all processes
+        if self.args.should_save:
+            checkpoint.finalize(folder)
+
+    def _load_optimizer_and_scheduler(self, folder: str | None):
+        if folder is None or checkpoint.lacking(Path(folder)) is not None:
+            return super()._load_optimizer_and_scheduler(folder)
+        # TRL reads its entropy controller from a file that it writes after the manifest, so a kill can cut it short.
+        # `load_rollout_state_dict` has the same numbers.
+        return super(GRPOTrainer, self)._load_optimizer_and_scheduler(folder)
+
+    @torch.no_grad()
+    def _load_rng_state(self, folder: str | None):
+        super()._load_rng_state(folder)
+        if folder is None or checkpoint.lacking(Path(folder)) is not None:
+            return
+        self.load_rollout_state_dict(checkpoint.load_state(Path(folder), self.accelerator.process_index))
+        if self.args.sync_ref_model:
+            kept = checkpoint.read(checkpoint.reference_file(Path(folder), self._reference_shard))
+            for parameter, saved in zip(self.ref_model.parameters(), kept, strict=True):
+                local_part(parameter).copy_(saved)
+
+    def _expected_bytes(self, run: Path) -> int:
+        """What a checkpoint takes: as much as the run's last one, or what this process knows that it will write."""
+        last = None if self.args.save_only_model else disk.bytes_of_last(run)
+        return self._known_bytes() if last is None else last
+
+    def _known_bytes(self) -> int:
+        reference = 0
+        if self.args.sync_ref_model and not self.args.save_only_model:
+            copies = self.accelerator.num_processes if self._reference_is_sharded else 1
+            reference = copies * sum(local_part(parameter).nbytes for parameter in self.ref_model.parameters())
+        tensors = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # Where they are sharded, each process writes its own, which DeepSpeed and FSDP hold elsewhere.
+        if not (self.args.save_only_model or self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            states = self.optimizer.state.values()
+            tensors += [value for state in states for value in state.values() if torch.is_tensor(value)]
+        return reference + sum(local_part(tensor).nbytes for tensor in tensors)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, deque):
+        return list(value)
+    return value.item() if hasattr(value, "item") else str(value)
