@@ -1,4 +1,4 @@
-"""What the pages say: their code runs, their metrics are logged, and their figures are those of the committed runs."""
+"""The pages: their code runs, their metrics are logged, and their figures match the committed runs."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from opo_trl.launch.recipe import parse
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-RESULTS = ROOT / "benchmarks" / "results"  # which other tests hold to the runs
+RESULTS = ROOT / "benchmarks" / "results"  # other tests compare these with the runs
 
 
 def code(page: str, language: str) -> str:
@@ -33,7 +33,7 @@ def script(side: str) -> str:
 
 @pytest.fixture(scope="module")
 def logs(tiny_model, tmp_path_factory) -> dict[str, dict[str, float]]:
-    """The last entry of the log of each script, with a small model and data, and for two optimizer steps."""
+    """Each script's last log entry, after two optimizer steps with a small model and dataset."""
     last = {}
     for side in "-+":
         source = script(side)
@@ -58,7 +58,7 @@ def test_both_scripts_of_the_diff_train(logs):
     assert logs["+"]["opo/off_policy_steps"] == 1
 
 
-def test_logged_metrics_are_those_of_the_page(logs):
+def test_page_lists_exactly_the_logged_metrics(logs):
     table = (DOCS / "methods" / "opo.md").read_text(encoding="utf-8").split("## Logged metrics")[1].split("\n## ")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     described = {f"opo/{name}" for cell in cells for name in re.findall(r"`([a-z_2/]+)`", cell)}
@@ -79,7 +79,7 @@ def test_report_of_the_broken_runs_is_the_committed_one(tmp_path):
 
 
 def cell(report: str, method: str, column: str) -> str:
-    """What a method's row has in the first table with this column."""
+    """A method's value in the first table with this column."""
     rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines() if line[:1] == "|")
     place = next(row.index(column) for row in rows if column in row)
     return next(row[place] for row in rows if row[0] == method)
@@ -98,15 +98,15 @@ def test_page_of_a_method_has_its_parts_and_its_committed_results(method, in_reg
         assert f"results/{name}/report.md) | {' | '.join(figures)} |" in page
     regime = (RESULTS / "regime.md").read_text(encoding="utf-8")
     accuracy = re.search(rf"^\| 16 \| {in_regime} \| (.*?) \|", regime, re.MULTILINE)[1]
-    assert f"{accuracy} % " in page.replace(",", " ")
+    assert f"{accuracy} % " in " ".join(page.replace(",", " ").split())
 
 
-def test_figures_with_an_interval_or_a_range_are_those_of_a_report():
+def test_every_figure_with_an_interval_or_a_range_is_in_a_report():
     signed, part = r"[+−][\d.]+(?: pp)?", r"\d+\.\d+"
     figure = re.compile(rf"{part}(?: %)? ± {part}|{part} \({part}–{part}\)|{signed} \[{signed}, {signed}\]")
 
     def figures(path: Path) -> set[str]:
-        # A report has a difference and its interval in two cells of a row.
+        # In a report, a difference and its interval are two cells of a row.
         return set(figure.findall(" ".join(path.read_text(encoding="utf-8").replace(" | [", " [").split())))
 
     reported = set.union(*map(figures, RESULTS.rglob("*.md")))

@@ -1,8 +1,8 @@
 """
-Extension of Griffe: docstrings in the style of TRL's as Markdown.
+Griffe extension: renders TRL-style docstrings as Markdown.
 
-Sections become headings, `name (`type`): …` an item of a list, and [`Name`] a link to the object of that name, or
-plain code where the reference does not show it.
+Sections become headings, `name (`type`): …` becomes a list item, and [`Name`] a link to that object, or plain code if
+the reference does not show it.
 """
 
 import re
@@ -18,7 +18,7 @@ _LINK = re.compile(r"\[`~?(?P<name>[\w.]+)`\](?!\()")
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites the docstrings of a package once it is loaded."""
+    """Rewrites a package's docstrings once it is loaded."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs) -> None:
         described = [thing for thing in _objects(pkg) if thing.docstring]
@@ -39,15 +39,15 @@ def _objects(thing: griffe.Object):
 
 def to_markdown(docstring: str, paths: dict[str, set[str]], module: str) -> str:
     """
-    A docstring as Markdown.
+    Convert a docstring to Markdown.
 
     Args:
         docstring (`str`):
-            Text, without indentation.
+            Dedented text.
         paths (`dict[str, set[str]]`):
-            Name → paths of the objects that may be meant.
+            Name → paths of the objects it may refer to.
         module (`str`):
-            What the paths of the docstring's own module begin with: a name means an object of it, or the only one.
+            Path prefix of the docstring's own module: a name means an object in it, or the only one of that name.
     """
     blocks: list[tuple[str, list[str]]] = [("", [])]
     for line in docstring.splitlines():

@@ -1,9 +1,8 @@
 """
-Hook of the site: links that leave `docs/` work there as they do in the repository.
+Site hook: links that leave `docs/` work on the site as they do in the repository.
 
-The README is the site's home. Any other file of the repository that a page refers to becomes a part of the site, under
-`repository/`: Markdown as a page, whose links are followed in turn, images and notebooks as they are, and text as a
-listing.
+The README is the home page. Any other file of the repository that a page links to is added to the site under
+`repository/`: Markdown as a page (its links are followed in turn), images and notebooks unchanged, text as a listing.
 """
 
 import os
@@ -18,16 +17,16 @@ HOME = "README.md"
 ELSEWHERE = "repository/"
 COPIED = {".png", ".svg", ".ipynb"}
 
-# The target of a link or image, less its anchor; not one with a scheme, nor an anchor alone.
+# The target of a link or image, without its anchor. Excludes targets with a scheme, and bare anchors.
 _TARGET = re.compile(r"(?<=\]\()(?![a-z]+:|#)(?P<path>[^)#\s]+)")
 
 
 def on_files(files: Files, config) -> Files:
-    """Add the README, and what the pages refer to."""
+    """Add the README and the files that the pages link to."""
     pages = [ROOT / HOME, *(ROOT / "docs" / file.src_uri for file in files.documentation_pages())]
     seen = set(pages)
     files.append(_file(ROOT / HOME, config))
-    for page in pages:  # which grows
+    for page in pages:  # grows while iterating
         for match in _TARGET.finditer(page.read_text(encoding="utf-8")):
             found = _resolve(page, match["path"])
             if found in seen or not found.is_file() or _uri(found).startswith("docs/"):
@@ -41,13 +40,13 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, config, files: Files) -> str:
-    """Links between places in the repository, as links between their places in the site."""
+    """Map links between files of the repository to links between their pages on the site."""
     source = _source(page.file.src_uri)
 
     def moved(match: re.Match) -> str:
         found = _resolve(source, match["path"])
         if not found.exists():
-            return match["path"]  # for the check of links to report
+            return match["path"]  # left for the link check to report
         return os.path.relpath(_uri(found), PurePosixPath(page.file.src_uri).parent)
 
     return _TARGET.sub(moved, markdown)
@@ -58,7 +57,7 @@ def _resolve(page: Path, target: str) -> Path:
 
 
 def _uri(path: Path) -> str:
-    """Where the site has a file of the repository, as the source of a page."""
+    """The site's source path of a repository file."""
     if ROOT / "docs" in path.parents:
         return path.relative_to(ROOT / "docs").as_posix()
     if path == ROOT / HOME:
