@@ -499,7 +499,11 @@ def test_rollout_without_signal_has_no_gradient_response_efficiency(tiny_model, 
     ("options", "said", "unsaid"),
     [
         ({}, ["on-policy", "the χ² term and mu = 0.3 have no effect"], ["off-policy after"]),
-        ({"chi2_radius": 0.1}, ["on-policy", "the χ² term and chi2_radius = 0.1 have no effect"], ["off-policy after"]),
+        (
+            {"chi2_radius": 0.1},
+            ["on-policy", "the χ² term and chi2_radius = 0.1 have no effect"],
+            ["off-policy after"],
+        ),
         ({"steps_per_generation": 4}, ["2 optimizer steps per rollout", "off-policy after"], ["no effect"]),
         ({"num_iterations": 3, "mu": 0.5}, ["3 optimizer steps", "off-policy after", "mu = 0.5"], ["no effect"]),
         ({"beta": 0.1}, ["beta = 0.1", "reference model"], []),
