@@ -30,13 +30,7 @@ _IGNORED_IN_LOADING = {"mirror", "_fast_init", "low_cpu_mem_usage", "from_tf", "
 
 def dry_run_model(args: GRPOConfig, model_config: ModelConfig, path: str) -> None:
     """
-    Construct the model without its weights, and the adapters on it.
-
-    Args:
-        args ([`~trl.GRPOConfig`]), model_config ([`~trl.ModelConfig`]):
-            What it is constructed with.
-        path (`str`):
-            Folder of the model, or its id on the Hub.
+    Construct a model, a folder or an id on the Hub, without its weights, and the adapters on it.
 
     Raises:
         `ValueError`: an option cannot be used, is unknown, or matches nothing in the model. The message names the

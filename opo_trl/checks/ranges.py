@@ -23,28 +23,14 @@ SMALLEST, LARGEST = 1e-30, 1e30
 
 @dataclass(frozen=True)
 class Range:
-    """
-    The allowed numbers of a field.
-
-    Args:
-        low (`float`), high (`float`):
-            Ends of the interval; an infinite end is never included.
-        ends (`str`, *optional*, defaults to `"[]"`):
-            Whether each end is included, as in `"[)"`.
-        integer (`bool`, *optional*, defaults to `False`):
-            Whether the number must be an integer.
-        also (`tuple[float, ...]`):
-            Numbers outside the interval with a special meaning.
-        text (`str`, *optional*):
-            What the message asks for, if the interval does not say it.
-    """
+    """The allowed numbers of a field."""
 
     low: float = -math.inf
-    high: float = math.inf
-    ends: str = "[]"
+    high: float = math.inf  # an infinite end is never included
+    ends: str = "[]"  # whether each end is included, as in "[)"
     integer: bool = False
-    also: tuple[float, ...] = ()
-    text: str = ""
+    also: tuple[float, ...] = ()  # numbers outside the interval with a special meaning
+    text: str = ""  # what the message asks for, if the interval does not say it
 
     def __contains__(self, value: Any) -> bool:
         # `bool` is an integer to Python, but `max_steps: true` is a mistake.

@@ -82,14 +82,7 @@ def _why_unusable(row: dict[str, Any], style: Style) -> str | None:
 
 def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
     """
-    Drop the held-out problems that are also in the training set.
-
-    Args:
-        held_out (`Dataset`): Rows with the column `problem`.
-        training (`Dataset`): Rows with the column `problem`.
-
-    Returns:
-        `Dataset`: The rows of `held_out` whose problem is not in `training`, white space aside.
+    Drop the held-out problems that are also in the training set, white space aside.
 
     Raises:
         `ValueError`: if no row is left.

@@ -15,13 +15,7 @@ from ..rollout.trainer import RolloutTrainer
 
 
 class LogFile(TrainerCallback):
-    """
-    Writes every log entry as a line of `log.jsonl`.
-
-    Args:
-        folder (`Path`):
-            Folder of the run.
-    """
+    """Writes every log entry as a line of `log.jsonl` in the run's folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -66,12 +60,8 @@ class ReportBefore(TrainerCallback):
     Args:
         summary (`dict`):
             Content of `summary.json` so far, the same on every process; `before` is filled in here.
-        measure (`Callable[[], dict]`):
-            Measures the accuracies; called on every process.
-        folder (`Path`):
-            Folder of the run.
-        show (`Callable[[dict], None]`):
-            Prints the accuracies, `{}` if they are unknown.
+        measure (`Callable[[], dict]`), show (`Callable[[dict], None]`):
+            Measures the accuracies, on every process; and prints them, `{}` if they are unknown.
 
     Attributes:
         seconds (`float`): time that this took.
@@ -100,21 +90,10 @@ class ReportBefore(TrainerCallback):
 
 class Validation(TrainerCallback):
     """
-    Measures the policy's accuracy on held-out problems before the first step and after every `steps` steps.
+    Measures the policy's accuracy on held-out problems before the first step and after every `steps` optimizer steps.
 
-    The result is logged under `validation/`: `accuracy`, `low` and `high` (95 % Wilson interval) and `unscorable`.
-
-    Args:
-        trainer ([`RolloutTrainer`]):
-            Trainer of the policy.
-        dataset (`datasets.Dataset`):
-            The problems.
-        steps (`int`):
-            Optimizer steps between two validations.
-        decoding (`str`):
-            `"greedy"` or `"sampled"`.
-        folder (`Path`):
-            Folder of the run; the first completions of each validation go to its `completions.jsonl`.
+    The result is logged under `validation/`: `accuracy`, `low` and `high` (95 % Wilson interval) and `unscorable`. The
+    first completions of each validation go to `completions.jsonl` in the run's folder.
     """
 
     kept_completions = 8

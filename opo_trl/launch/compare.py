@@ -26,10 +26,6 @@ def main(argv: Sequence[str]) -> int:
     """
     Entry point of `opo-trl compare`.
 
-    Args:
-        argv (`Sequence[str]`):
-            Command line after `opo-trl compare`.
-
     Returns:
         `int`: exit status: 1 if a run failed, 2 if something cannot be run or compared.
     """

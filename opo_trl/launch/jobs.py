@@ -30,22 +30,12 @@ _QUOTED_LINES = 12
 
 @dataclass(frozen=True)
 class Job:
-    """
-    A run of a recipe.
-
-    Args:
-        recipe (`Path`), seed (`int`):
-            Recipe and seed.
-        folder (`Path`):
-            Folder of the run.
-        fields (`tuple[str, ...]`):
-            Further `--field value` from the command line.
-    """
+    """A run of a recipe."""
 
     recipe: Path
     seed: int
     folder: Path
-    fields: tuple[str, ...]
+    fields: tuple[str, ...]  # further `--field value` of the command line
 
     @property
     def name(self) -> str:
@@ -154,18 +144,9 @@ def _typed(value: Any) -> Any:
 
 def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings]) -> list[Job]:
     """
-    Run the unfinished jobs, each in its own process, under one progress bar.
+    Run the unfinished jobs, each in its own process, under one progress bar; returns those that failed.
 
-    Args:
-        jobs (`Sequence[Job]`):
-            All requested runs.
-        at_once (`int`):
-            How many may run at the same time.
-        others (`Mapping[str, Mapping]`):
-            Settings of the finished runs to compare with, by name.
-
-    Returns:
-        `list[Job]`: those that failed.
+    `others` are the settings of the finished runs to compare with, by name.
 
     Raises:
         `ValueError`: a run is not comparable with the others, or another process is running it.

@@ -114,22 +114,9 @@ def check_model(
     field: str, name: str, *, revision: str | None, trust_remote_code: bool, pickled: bool
 ) -> PreTrainedConfig:
     """
-    Check that a model exists: its configuration, and if it is a folder also its weight files.
+    Check that a model exists: its configuration, which is returned, and if it is a folder also its weight files.
 
-    Args:
-        field (`str`):
-            Field of the recipe that names it.
-        name (`str`):
-            Folder, or id on the Hub.
-        revision (`str`, *optional*):
-            Revision on the Hub.
-        trust_remote_code (`bool`):
-            Whether the model's own code may run.
-        pickled (`bool`):
-            Whether pickled weights are allowed.
-
-    Returns:
-        `PreTrainedConfig`: the model's configuration.
+    `name` is a folder or an id on the Hub, `pickled` whether pickled weights are allowed.
     """
     folder = Path(name)
     with paths.readable(field, name):

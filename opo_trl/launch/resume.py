@@ -14,14 +14,8 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
     """
     Check that a checkpoint is resumed with the model, data and method that it was trained with.
 
-    Args:
-        folder (`str`):
-            Folder of the checkpoint. Its settings are read from the folder of its run, in which it lies. If it lies
-            elsewhere, only the base model of an adapter is known.
-        settings (`Mapping[str, Any]`):
-            Resolved settings of the run that resumes it.
-        model (`str`):
-            Base model of that run: folder, or id on the Hub.
+    Its settings are read from the folder of its run, in which it lies. If it lies elsewhere, only the base model of an
+    adapter is known; `model` is that of the run that resumes it: a folder, or an id on the Hub.
 
     Raises:
         `ValueError`: names the fields that differ.

@@ -16,16 +16,9 @@ logger = get_logger(__name__)
 
 def training_plan(trainer: Any) -> str:
     """
-    Describe the run, one line per subject.
+    Describe a run about to start, one line per subject.
 
-    Args:
-        trainer ([`RolloutTrainer`]):
-            Trainer about to train.
-
-    Returns:
-        `str`: completions and tokens per rollout, optimizer steps per rollout, whether μ has an effect, the objective,
-        and the peak memory of a process. A subject that cannot be described is left out with a warning: a plan never
-        ends a run.
+    A subject that cannot be described is left out with a warning: a plan never ends a run.
     """
     subjects = {
         "rollout": _rollout,
@@ -104,16 +97,7 @@ def _memory(trainer: Any) -> str:
 
 
 def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
-    """
-    [`memory.memory_plan`] of a trainer about to train.
-
-    Args:
-        trainer ([`RolloutTrainer`]):
-            Trainer whose model has not been wrapped yet.
-
-    Returns:
-        `dict[str, dict[str, float]]`: moment → component → bytes per process.
-    """
+    """[`memory.memory_plan`] of a trainer whose model has not been wrapped yet."""
     args, sharding = trainer.args, _sharding(trainer)
     prompt, completion = _row_tokens(trainer)
     half = trainer.accelerator.mixed_precision != "no"

@@ -72,15 +72,9 @@ class SampleReport:
 @torch.no_grad()
 def metrics_of_samples(samples: SampleReport, args: Any, *, kl: bool, bonus: bool) -> dict[str, float]:
     """
-    Metrics of an optimizer step, by their names in the log.
+    Metrics of an optimizer step, by their names in the log, from all of its samples over all processes.
 
-    Args:
-        samples ([`SampleReport`]):
-            All samples of the step, over all processes.
-        args ([`OPOConfig`]):
-            Configuration, for the form of the loss.
-        kl (`bool`), bonus (`bool`):
-            Whether the loss has a KL term and an entropy bonus.
+    `kl` and `bonus`: whether the loss has a KL term and an entropy bonus.
     """
     step = step_metrics(
         samples.log_ratio,
@@ -110,13 +104,7 @@ def count_low_ess(rollouts: int, ess: float, args: Any) -> int:
     """
     Count rollouts in a row with a low effective sample size of the escort weights; warn when there are too many.
 
-    Args:
-        rollouts (`int`):
-            Count so far.
-        ess (`float`):
-            Effective sample size of the current rollout.
-        args ([`OPOConfig`]):
-            Configuration, whose fields the warning names.
+    `rollouts` is the count so far, `ess` the effective sample size of the current rollout.
     """
     if args.num_generations <= _LOW_ESS:
         return 0

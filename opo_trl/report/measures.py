@@ -34,21 +34,11 @@ DECIMALS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """
-    All measures of the runs of some methods.
+    """All measures of the runs of some methods."""
 
-    Args:
-        methods (`dict[str, list[Run]]`):
-            Runs by label: the baseline first, the others sorted.
-        values (`dict[str, dict[str, float]]`):
-            Name of a run → measure → value, or `None`.
-        target (`float`):
-            Smoothed reward that "steps to 80 %" waits for.
-    """
-
-    methods: dict[str, list[Run]]
-    values: dict[str, Values]
-    target: float
+    methods: dict[str, list[Run]]  # by label: the baseline first, the others sorted
+    values: dict[str, Values]  # name of a run → measure → value
+    target: float  # smoothed reward that "steps to 80 %" waits for
 
     @property
     def baseline(self) -> str:

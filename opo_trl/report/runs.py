@@ -38,15 +38,9 @@ _INCIDENTAL = (
 @dataclass(frozen=True)
 class Run:
     """
-    A finished run.
+    A finished run, with the content of its files.
 
-    Args:
-        label (`str`), seed (`int`):
-            Method and seed. The label of a folder `LABEL/seed-N` is `LABEL`, of any other its name.
-        settings (`dict`), environment (`dict`), summary (`dict`):
-            Content of its `settings.json`, `environment.json` and `summary.json`.
-        log (`list[dict]`):
-            Lines of its `log.jsonl`.
+    The label of a folder `LABEL/seed-N` is `LABEL`, of any other its name.
     """
 
     label: str
@@ -149,11 +143,7 @@ def optimizer_steps_per_rollout(settings: Settings) -> float:
 
 def check_comparable(settings: Mapping[str, Settings]) -> None:
     """
-    Reject runs that differ in data, budget, base model or reward.
-
-    Args:
-        settings (`Mapping[str, Mapping]`):
-            Resolved settings of each run, by name.
+    Reject runs that differ in data, budget, base model or reward, given their resolved settings by name.
 
     Raises:
         `ValueError`: runs differ in a defining setting; the message lists each with its values.
@@ -214,17 +204,7 @@ def method_settings(settings: Settings) -> dict[str, Any]:
 
 
 def what_differs(methods: Mapping[str, list[Run]]) -> list[tuple[str, list[str]]]:
-    """
-    Settings in which methods differ.
-
-    Args:
-        methods (`Mapping[str, list[Run]]`):
-            Runs of each method.
-
-    Returns:
-        `list[tuple[str, list[str]]]`: field, and its value in each method; `–` if a method has no such field, or does
-        not use it.
-    """
+    """Settings in which methods differ, with their values; `–` if a method has no such field, or does not use it."""
     settings = [{"trainer": DEFAULT, **method_settings(runs[0].settings)} for runs in methods.values()]
     if len({own["trainer"] for own in settings}) > 1:
         settings = [_without_unused(own) for own in settings]

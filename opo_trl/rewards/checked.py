@@ -61,10 +61,6 @@ def checked(trainer: "GRPOTrainer") -> Iterator[None]:
 
     The functions are wrapped only while TRL calls them; otherwise the trainer holds the user's own objects. Reward
     models and [`IsolatedReward`] always return numbers and are not wrapped.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            Trainer whose `reward_funcs` are about to be called.
     """
     given: list[Any] = trainer.reward_funcs
     trainer.reward_funcs = [

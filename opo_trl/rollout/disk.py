@@ -30,9 +30,7 @@ def check_room(accelerator: Accelerator, run: Path, expected: int) -> None:
     """
     Let all processes agree that a checkpoint fits, and wait for each other.
 
-    Args:
-        run (`Path`): folder of the run, created if it does not exist.
-        expected (`int`): bytes that the checkpoint will take; 0 on processes that do not write it.
+    `run` is created if it does not exist; `expected` are the bytes that this process will write, possibly 0.
 
     Raises:
         `NoRoom`: on every process, if it does not fit.

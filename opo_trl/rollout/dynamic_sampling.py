@@ -36,29 +36,13 @@ _COLUMNS = (*PROMPT_COLUMNS, *COMPLETION_COLUMNS, "advantages", "rewards_per_fun
 
 @dataclass
 class DynamicSampling:
-    """
-    Fills rollouts with groups whose rewards differ.
-
-    Args:
-        stream ([`PromptStream`]):
-            Where prompts come from.
-        accelerator ([`~accelerate.Accelerator`]):
-            Of the trainer.
-        num_generations (`int`):
-            Completions of a prompt.
-        max_rounds (`int`):
-            Most rounds of generation for a rollout, at least 1.
-        reward_weights (`torch.Tensor`):
-            Weight of each reward function.
-        pad_token_id (`int`):
-            What pads the token ids of a rollout.
-    """
+    """Fills rollouts with groups whose rewards differ."""
 
     stream: PromptStream
     accelerator: Accelerator
     num_generations: int
-    max_rounds: int
-    reward_weights: Tensor
+    max_rounds: int  # of generation for a rollout, at least 1
+    reward_weights: Tensor  # of each reward function
     pad_token_id: int
     _warned: bool = field(default=False, init=False)
 

@@ -15,15 +15,8 @@ def gather_samples(rollout: Mapping[str, Any], logps: Tensor | None, accelerator
     """
     Gather what the target of a rollout depends on, in groups, by one collective call.
 
-    On the host and in float64: N numbers cost nothing there, and the target is the same on every device.
-
-    Args:
-        rollout (`Mapping[str, Any]`):
-            This process's samples.
-        logps (`torch.Tensor`, *optional*):
-            Log-probabilities of their tokens under the behaviour policy, `[B, T]`; `None` counts as 0.
-        accelerator (`Accelerator`):
-            Accelerator of the run.
+    On the host and in float64: N numbers cost nothing there, and the target is the same on every device. `logps` are
+    the log-probabilities of tokens under the behaviour policy, `[B, T]`; `None` counts as 0.
 
     Returns:
         `tuple[torch.Tensor, ...]`: advantages, number of tokens that count, log-probability of the completion, summed

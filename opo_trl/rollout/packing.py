@@ -21,11 +21,7 @@ class Packed:
 
     Without an attention mask, Transformers separates packed samples by their position ids, which restart with each
     sample. Flash attention then computes every sample by itself; other implementations compute attention between all
-    tokens, and mask that between samples.
-
-    Args:
-        model:
-            The model, or DDP's, DeepSpeed's or PEFT's wrapper around it.
+    tokens, and mask that between samples. The model may have DDP's, DeepSpeed's or PEFT's wrapper around it.
     """
 
     def __init__(self, model: Any):
@@ -51,10 +47,6 @@ class Packed:
 def check(model: PreTrainedModel) -> None:
     """
     Check that samples can be packed for a model, and warn where that saves nothing.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model to train.
 
     Raises:
         `ValueError`: the model takes images, or has layers that carry a state from token to token.

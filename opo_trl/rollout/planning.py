@@ -43,15 +43,8 @@ def trim(rows: Mapping[str, Any], multiple: int | None = None) -> Rows:
     """
     Remove the columns that are padding in every row; samples with images and token types are left as they are.
 
-    Args:
-        rows (`Mapping[str, Any]`):
-            Samples of a rollout: prompts padded on the left, completions on the right.
-        multiple (`int`, *optional*):
-            The remaining columns, of prompts and of completions, are a multiple of this number, as far as there are
-            that many.
-
-    Returns:
-        `dict[str, Any]`: the samples; entries without a column per token are left as they are.
+    Prompts are padded on the left, completions on the right; each keeps a `multiple` of columns, as far as there are
+    that many. Entries without a column per token stay.
     """
     trimmed = dict(rows)
     if rows.keys() & _WHOLE_WIDTH:
@@ -90,15 +83,11 @@ def cut(lengths: np.ndarray, *, max_rows: int, max_tokens: int | None, pass_toke
     that are filled greedily cost 2–7 % more, and up to 23 % more tokens with [`FEWEST_PASSES`] and `max_tokens`.
 
     Args:
-        lengths (`np.ndarray`):
-            Tokens of prompts and of completions, `[B, 2]`, longest first.
-        max_rows (`int`):
-            Most samples of a part.
-        max_tokens (`int`, *optional*):
-            Most tokens of a part, with padding; a single longer sample is a part by itself.
-        pass_tokens (`float`, *optional*, defaults to `PASS_TOKENS`):
-            What a part costs besides its tokens. [`FEWEST_PASSES`] gives the fewest parts, and of these the cut with
-            the least padding.
+        lengths (`np.ndarray`): tokens of prompts and of completions, `[B, 2]`, longest first.
+        max_rows (`int`), max_tokens (`int`, *optional*): most samples of a part, and most tokens, with padding; a
+            single longer sample is a part by itself.
+        pass_tokens (`float`, *optional*, defaults to `PASS_TOKENS`): what a part costs besides its tokens.
+            [`FEWEST_PASSES`] gives the fewest parts, and of these the cut with the least padding.
 
     Returns:
         `list[int]`: where each part but the first begins.
@@ -119,16 +108,7 @@ def split_further(lengths: np.ndarray, bounds: list[int], n_parts: int) -> list[
     """
     Split parts until there are `n_parts`, as many as on other processes, each time where it saves the most padding.
 
-    Args:
-        lengths (`np.ndarray`):
-            Tokens of prompts and of completions, `[B, 2]`, longest first.
-        bounds (`list[int]`):
-            Where each part but the first begins, as [`cut`] returns it.
-        n_parts (`int`):
-            Number of parts wanted, at most B.
-
-    Returns:
-        `list[int]`: where each of at least `n_parts` parts but the first begins.
+    `lengths` are those of [`cut`], and `bounds` what it returns; so is the result, for at least `n_parts` parts.
     """
     bounds = list(bounds)
     edges = [0, *bounds, len(lengths)]
@@ -171,12 +151,8 @@ def partition(lengths: np.ndarray, zero_gradient: np.ndarray, n_processes: int) 
     Partition samples among processes: equally many for each, with about as many tokens to compute.
 
     Args:
-        lengths (`np.ndarray`):
-            Tokens of prompts and of completions, `[N, 2]`; N is a multiple of `n_processes`.
-        zero_gradient (`np.ndarray`):
-            Samples that are not computed, `[N]`.
-        n_processes (`int`):
-            Number of processes.
+        lengths (`np.ndarray`): tokens of prompts and of completions, `[N, 2]`; N is a multiple of `n_processes`.
+        zero_gradient (`np.ndarray`): samples that are not computed, `[N]`.
 
     Returns:
         `np.ndarray`: the samples of each process, `[n_processes, N / n_processes]`.

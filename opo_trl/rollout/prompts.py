@@ -67,7 +67,6 @@ class PromptStream:
             Indices of an epoch's prompts, equally many in every epoch: [`permutations`] or [`epochs_of_sampler`].
 
     Attributes:
-        n_prompts (`int`): prompts of an epoch.
         position (`int`): position of the next prompt that was never drawn.
         returned (`list[int]`): heap of the positions that were given back; they are drawn first.
     """
@@ -129,12 +128,8 @@ def epochs_of_sampler(sampler: Iterable[int], *, rollout: int, repeats: int, num
             Indices, repeated as [`~trl.trainer.utils.RepeatSampler`] repeats them. It is iterated once per epoch;
             [`EpochSampler`] is told the epoch. A resumed run sees the same prompts if a new sampler gives the same
             epochs again.
-        rollout (`int`):
-            Completions of a rollout: indices that the sampler gives before it repeats them.
-        repeats (`int`):
-            How often the sampler gives each rollout's indices.
-        num_generations (`int`):
-            Completions of a prompt: how often an index occurs in a rollout.
+        rollout (`int`), repeats (`int`), num_generations (`int`):
+            Completions of a rollout; how often the sampler gives its indices; how often an index occurs in it.
 
     Returns:
         `Callable[[int], Sequence[int]]`: to be called on all processes. It raises `ValueError` if an epoch of the

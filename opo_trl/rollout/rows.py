@@ -44,23 +44,11 @@ MULTIMODAL_KEYS = (
 
 def optimizer_step_of_rows(n_rows: int, n_steps: int, *, seed: int, rollout: int) -> np.ndarray:
     """
-    Choose the optimizer step of each sample of a rollout, over all processes.
+    Choose the optimizer step, in `0 … n_steps − 1`, of each sample of a rollout, over all processes: `[n_rows]`.
 
     Every `n_steps` consecutive samples go to different steps. Each process holds consecutive samples, so it has as
     many for each step, however many processes there are; and the completions of a prompt are spread evenly.
-
-    Args:
-        n_rows (`int`):
-            Samples of the rollout, a multiple of `n_steps`.
-        n_steps (`int`):
-            Optimizer steps that share the samples of the rollout.
-        seed (`int`):
-            Seed of the run.
-        rollout (`int`):
-            Number of the rollout in the run, from 0.
-
-    Returns:
-        `np.ndarray`: `[n_rows]`, in `0 … n_steps − 1`.
+    `n_rows` is a multiple of `n_steps`; `rollout` is the number of the rollout in the run, from 0.
     """
     # The steps are permuted within each block: a permutation of all samples could give a process more samples of a
     # step than its micro-batches have places for. Seeded by the rollout, the generator has no state to save, and all
@@ -80,23 +68,11 @@ def rows_of_steps(
     processes: int,
 ) -> list[dict[str, Any]]:
     """
-    Split this process's samples of a rollout by the optimizer step that they serve.
+    Split this process's samples of a rollout by the optimizer step that they serve: equally many for each.
 
-    Args:
-        rollout (`Mapping[str, Any]`):
-            Samples of this process, in the order of the prompts: TRL's tensors and lists.
-        steps_per_generation (`int`):
-            Number of micro-batches that the rollout will be cut into.
-        gradient_accumulation_steps (`int`):
-            Micro-batches per optimizer step. Where it does not divide `steps_per_generation`, samples stay together in
-            the longest runs of micro-batches that divide both.
-        seed (`int`), index (`int`):
-            Seed of the run, and number of the rollout in it.
-        process (`int`), processes (`int`):
-            Index of this process, and their number.
-
-    Returns:
-        `list[dict[str, Any]]`: equally many samples each.
+    The samples, TRL's tensors and lists, are in the order of the prompts. Where `gradient_accumulation_steps` does not
+    divide `steps_per_generation`, samples stay together in the longest runs of micro-batches that divide both. `index`
+    is the number of the rollout in the run.
     """
     rows = split_pixel_values_by_grid(dict(rollout))
     n_local = len(rows["completion_ids"])

@@ -22,10 +22,6 @@ def watched(base_url: str) -> Iterator[None]:
     server that is gone never returns, in code that no exception reaches. So this process exits when the server has not
     answered for two minutes.
 
-    Args:
-        base_url (`str`):
-            Address of the server, such as `http://localhost:8000`.
-
     Raises:
         `RuntimeError`: the code inside failed to reach the server; TRL's client tries for a minute.
     """

@@ -28,34 +28,12 @@ T = TypeVar("T")
 
 
 def calculate(left: int, operator: str, right: int) -> int:
-    """
-    Compute one operation.
-
-    Args:
-        left (`int`), right (`int`):
-            The operands.
-        operator (`str`):
-            `"+"` or `"-"`.
-
-    Returns:
-        `int`: The exact sum or difference.
-    """
+    """Compute one operation, `"+"` or `"-"`."""
     return left + right if operator == "+" else left - right
 
 
 def draw_problem(level: str, rng: random.Random) -> str:
-    """
-    Draw one problem at random.
-
-    Args:
-        level (`str`):
-            One of `LEVELS`; the k-th has k operations.
-        rng (`random.Random`):
-            Source of randomness.
-
-    Returns:
-        `str`: The prompt, such as `"47+38-16="`.
-    """
+    """Draw a problem such as `"47+38-16="`; the k-th of `LEVELS` has k operations."""
     value = rng.randint(SMALLEST, LARGEST)
     problem = str(value)
     for _ in range(LEVELS.index(level) + 1):
@@ -70,16 +48,9 @@ def draw_problem(level: str, rng: random.Random) -> str:
 
 def work_out(problem: str, calculator: Calculator = calculate) -> str:
     """
-    Write the chain of what remains after each operation.
+    Write the chain of what remains after each operation, such as `"85-16=69"` for `"47+38-16="`.
 
-    Args:
-        problem (`str`):
-            The prompt, such as `"47+38-16="`.
-        calculator (`Callable`, *optional*, defaults to `calculate`):
-            Computes one operation. If it slips, the chain continues from the slipped result.
-
-    Returns:
-        `str`: The chain, such as `"85-16=69"`.
+    If the calculator slips, the chain continues from the slipped result.
     """
     value, *rest = re.findall(r"\d+|[+-]", problem)
     steps = []
