@@ -27,9 +27,8 @@ from . import objective
 from .config import OPOConfig
 from .metrics.opo import rollout_metrics
 from .metrics.step import SampleReport, count_low_ess, metrics_of_samples
-from .rollout.gathered import gather_samples, own_samples
 from .rollout.partitioned import PartitionedTrainer
-from .rollout.rows import completion_tokens
+from .rollout.rows import completion_tokens, gather_samples, own_samples
 from .rollout.trainer import RolloutTrainer, takes_what_grpo_takes
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from transformers import GenerationConfig
 from trl import GRPOConfig
 
-from .options import reject
-from .ranges import RANGES, Range
+from .ranges import RANGES, Range, reject
 
 
 # Key of `generation_kwargs` → the field that controls the same thing. TRL truncates, plans memory and computes

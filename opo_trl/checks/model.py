@@ -17,8 +17,7 @@ from trl import GRPOConfig, ModelConfig, get_peft_config
 
 from .. import trl_contract
 from .blame import blamed, given
-from .options import reject
-from .ranges import CHOICES
+from .ranges import CHOICES, reject
 
 
 # Fields that control how a model is constructed.

@@ -12,7 +12,7 @@ import numbers
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from ..rewards.scoring import LEAST_MEMORY
 
@@ -222,6 +222,11 @@ def require(condition: bool, name: str, value: object, wanted: object) -> None:
     """Unless a condition holds, raise a `ValueError` that names a field, its value and what to set it to."""
     if not condition:
         raise ValueError(f"{name}={value!r} is not allowed. Set `{name}` to {wanted}.")
+
+
+def reject(field: str, options: Mapping[str, Any], key: str, problem: str, fix: str) -> NoReturn:
+    """Raise a `ValueError` about one option of a field."""
+    raise ValueError(f"{field}={options!r}: {key!r} {problem}. {fix}.")
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""Callbacks of `opo_trl.train`: log file, progress bar, accuracies before training, and validation."""
+"""Accuracies of a run, and callbacks: log file, progress bar, accuracies before training, and validation."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,32 @@ from transformers.trainer_callback import ProgressCallback
 from ..evaluate import Decoding, Evaluation, evaluate
 from ..report.run_folder import COMPLETIONS, LOG, SUMMARY, append_lines, rewind, write_json
 from ..rollout.trainer import RolloutTrainer
+
+
+def measure(trainer: RolloutTrainer, data: Mapping[str, Dataset], samples: int) -> dict[str, dict[str, dict]]:
+    """Accuracy on each level's problems, greedy and sampled: level → decoding → [`Evaluation.summary`]."""
+    return {
+        level: {
+            "greedy": evaluate(trainer, problems, decoding="greedy").summary(),
+            "sampled": evaluate(trainer, problems, decoding="sampled", samples=samples).summary(),
+        }
+        for level, problems in data.items()
+    }
+
+
+def table(before: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> str:
+    """Accuracies with their intervals as text, one line per level and decoding; blank where one is not known."""
+    after = after or {}
+    rows = dict.fromkeys((level, way) for results in (before, after) for level in results for way in results[level])
+
+    def cell(results: Mapping[str, Any], level: str, decoding: str) -> str:
+        result = results.get(level, {}).get(decoding)
+        return f"{result['accuracy']:6.1%} [{result['low']:.1%}, {result['high']:.1%}]" if result else ""
+
+    lines = [f"{'accuracy (95 % interval)':<26}{'before':<26}{'after' if after else ''}"]
+    for row in rows:
+        lines.append(f"{', '.join(row):<26}{cell(before, *row):<26}{cell(after, *row)}")
+    return "\n".join(line.rstrip() for line in lines)
 
 
 class LogFile(TrainerCallback):
@@ -52,7 +78,7 @@ class ProgressBar(ProgressCallback):
 
 class ReportBefore(TrainerCallback):
     """
-    Measures the base model's accuracies before the first step, and writes them to `summary.json`.
+    Measures the base model's accuracies before the first step, writes them to `summary.json`, and prints them.
 
     This has to wait until training begins, because DeepSpeed and FSDP only then place and shard the model. A resumed
     run measures nothing: either the summary has the accuracies, or the first step is over.
@@ -60,31 +86,22 @@ class ReportBefore(TrainerCallback):
     Args:
         summary (`dict`):
             Content of `summary.json` so far, the same on every process; `before` is filled in here.
-        measure (`Callable[[], dict]`), show (`Callable[[dict], None]`):
-            Measures the accuracies, on every process; and prints them, `{}` if they are unknown.
 
     Attributes:
         seconds (`float`): time that this took.
     """
 
-    def __init__(
-        self,
-        summary: dict[str, Any],
-        *,
-        measure: Callable[[], dict[str, Any]],
-        folder: Path,
-        show: Callable[[dict[str, Any]], None],
-    ):
-        self.summary, self.measure, self.folder, self.show = summary, measure, folder, show
+    def __init__(self, trainer: RolloutTrainer, data: Mapping[str, Dataset], samples: int, summary: dict[str, Any]):
+        self.trainer, self.data, self.samples, self.summary = trainer, data, samples, summary
         self.seconds = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         started = time.perf_counter()
         if "before" not in self.summary and state.global_step == 0:
-            self.summary["before"] = self.measure()
+            self.summary["before"] = measure(self.trainer, self.data, self.samples)
         if state.is_world_process_zero:
-            write_json(self.folder / SUMMARY, self.summary)
-        self.show(self.summary.get("before", {}))
+            write_json(Path(args.output_dir) / SUMMARY, self.summary)
+        self.trainer.accelerator.print(table(self.summary.get("before", {})), flush=True)
         self.seconds = time.perf_counter() - started
 
 

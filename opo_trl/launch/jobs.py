@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from ..report.run_folder import LOG, RECIPE, is_run
-from ..report.runs import Settings, check_comparable, is_finished, read_settings
+from ..report.run_folder import LOG, RECIPE, SETTINGS, is_run, read_json
+from ..report.runs import Settings, check_comparable, is_finished
 
 
 # Fields of a run that are set here, and those that do not affect training.
@@ -213,7 +213,7 @@ def _progress(job: Job) -> str:
 
 
 def _begun(jobs: Sequence[Job]) -> dict[str, Settings]:
-    settings = {job.name: read_settings(job.folder) for job in jobs}
+    settings = {job.name: read_json(job.folder / SETTINGS) for job in jobs}
     return {name: own for name, own in settings.items() if own}
 
 

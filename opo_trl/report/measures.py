@@ -8,7 +8,7 @@ import numpy as np
 
 from ..metrics.log import Points
 from .intervals import Difference, Estimate, estimate, paired_difference
-from .runs import Run, completions_per_rollout, optimizer_steps_per_rollout
+from .runs import Run, optimizer_steps_per_rollout
 
 
 LAST_STEPS = 20  # "final": the mean over these optimizer steps
@@ -138,7 +138,7 @@ def efficiency(run: Run) -> Points:
 
 def completions(run: Run) -> Points:
     """Completions generated up to each reward, computed from the settings if the log does not count them."""
-    rollout, steps = completions_per_rollout(run.settings), optimizer_steps_per_rollout(run.settings)
+    rollout, steps = run.settings["generation_batch_size"], optimizer_steps_per_rollout(run.settings)
     key = reward_key(run)
     return [
         (row["step"], row.get("completions/generated") or math.ceil(row["step"] / steps) * rollout)

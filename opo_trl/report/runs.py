@@ -9,13 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..fields import DATA, MODEL, SAMPLING
-from ..methods import DEFAULT, by_trainer
+from ..fields import DATA, MODEL, OBJECTIVE, OPTIMIZER, REWARDS, SAMPLING, deciding
+from ..methods import DEFAULT, METHODS, by_trainer
 from .run_folder import ENVIRONMENT, LOG, RECIPE, SETTINGS, SUMMARY, is_run, read_json, read_lines
-from .settings import MODEL_PREFIX, fields_deciding
 
 
 Settings = Mapping[str, Any]
+
+# Fields of TRL and Transformers. Ours say it where they are defined: `alpha: Annotated[float, OBJECTIVE]`.
+_INHERITED = {
+    DATA: "dataset_name dataset_config dataset_train_split dataset_test_split chat_template_kwargs",
+    MODEL: "model_name_or_path model_revision dtype load_in_8bit load_in_4bit use_peft use_dora use_rslora",
+    SAMPLING: "num_generations max_completion_length temperature top_p top_k min_p repetition_penalty",
+    REWARDS: "reward_weights scale_rewards multi_objective_aggregation",
+    OBJECTIVE: "loss_type importance_sampling_level epsilon epsilon_high delta beta entropy_coef top_entropy_quantile "
+    "off_policy_mask_threshold mask_truncated_completions",
+    OPTIMIZER: "optim learning_rate lr_scheduler_type adam_beta1 adam_beta2 adam_epsilon weight_decay",
+}
+MODEL_PREFIX = "lora_"
 
 _DEFINING_PREFIXES = (MODEL_PREFIX, "validation_", "report_")
 
@@ -83,7 +94,7 @@ def read_run(folder: Path) -> Run:
     """
     if not is_finished(folder):
         raise ValueError(f"The run {str(folder)!r} is not finished. Let it finish (`--resume_from_checkpoint auto`).")
-    settings, log = read_settings(folder), _read_log(folder)
+    settings, log = read_json(folder / SETTINGS), _read_log(folder)
     if not settings or not log:
         missing = LOG if settings else SETTINGS
         raise ValueError(f"The run {str(folder)!r} lacks {missing}, or it is empty. Restore it, or repeat the run.")
@@ -103,16 +114,33 @@ def label_of(folder: Path) -> str:
     return folder.parent.name if re.fullmatch(r"seed-\d+", folder.name) else folder.name
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Resolved settings of a run; empty if not written yet."""
-    return read_json(folder / SETTINGS)
-
-
 def _read_log(folder: Path) -> list[dict[str, Any]]:
     zipped = folder / f"{LOG}.gz"
     if zipped.exists() and not (folder / LOG).exists():
         return [json.loads(line) for line in gzip.decompress(zipped.read_bytes()).decode().splitlines()]
     return read_lines(folder / LOG)
+
+
+def fields_deciding(*topics: str) -> tuple[str, ...]:
+    """Fields that decide one of these topics, of all methods. Imports TRL."""
+    return tuple(name for topic in topics for name in (*_INHERITED[topic].split(), *_ours(topic)))
+
+
+def kept_on_resume() -> tuple[str, ...]:
+    """
+    Fields that a run keeps when it resumes from a checkpoint.
+
+    The others may change: the length of the run, what it saves, logs, validates and reports, and how it is executed.
+    The optimizer's may not: a checkpoint restores the state of optimizer and scheduler, which would hide a new value.
+    """
+    return (*fields_deciding(*_INHERITED), "seed")
+
+
+def _ours(topic: str) -> tuple[str, ...]:
+    from ..arguments import OPOScriptArguments  # imports TRL, which takes seconds
+
+    kinds = (OPOScriptArguments, *(method.config_class for method in METHODS))
+    return tuple(dict.fromkeys(name for kind in kinds for name in deciding(kind, topic)))
 
 
 def defining_settings(settings: Settings) -> dict[str, Any]:
@@ -122,17 +150,11 @@ def defining_settings(settings: Settings) -> dict[str, Any]:
     values = {key: settings.get(key) for key in defining}
     if values["max_steps"] is None or values["max_steps"] <= 0:  # else the number of epochs is without effect
         values["num_train_epochs"] = settings.get("num_train_epochs")
-    values["completions per optimizer step"] = completions_per_rollout(settings) / optimizer_steps_per_rollout(
-        {**settings, "num_iterations": 1}
-    )
+    steps = optimizer_steps_per_rollout({**settings, "num_iterations": 1})
+    values["completions per optimizer step"] = settings["generation_batch_size"] / steps
     values["optimizer steps per rollout"] = optimizer_steps_per_rollout(settings)
     values["reward_funcs[0]"] = settings["reward_funcs"][0]  # the others shape the reward: part of the method
     return values
-
-
-def completions_per_rollout(settings: Settings) -> int:
-    """Completions per rollout, over all processes."""
-    return settings["generation_batch_size"]
 
 
 def optimizer_steps_per_rollout(settings: Settings) -> float:

@@ -14,6 +14,8 @@ import torch
 from accelerate import Accelerator
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
+from ..objective import token_mean
+
 
 # Entries of a rollout with a column per token: of prompts, padded on the left, and of completions, on the right.
 PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
@@ -127,3 +129,42 @@ def completion_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
     """Bool mask `[B, T]` of the tokens that the model wrote: no padding, no tool output, no truncated completion."""
     mask = inputs["completion_mask"].bool()
     return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
+
+
+def gather_samples(
+    rollout: Mapping[str, Any], logps: torch.Tensor | None, accelerator: Accelerator
+) -> tuple[torch.Tensor, ...]:
+    """
+    Gather what the target of a rollout depends on, in groups, by one collective call.
+
+    On the host and in float64: N numbers cost nothing there, and the target is the same on every device. `logps` are
+    the log-probabilities of tokens under the behaviour policy, `[B, T]`; `None` counts as 0.
+
+    Returns:
+        `tuple[torch.Tensor, ...]`: advantages, number of tokens that count, log-probability of the completion, summed
+        and per token, `[N]` each; rewards, `[N, number of reward functions]`.
+
+    Raises:
+        `ValueError`: the advantages are not one number per sample.
+    """
+    advantages = rollout["advantages"]
+    if advantages.ndim != 1:
+        raise ValueError(
+            f"The rollout has advantages of shape {tuple(advantages.shape)}, but OPO's target is one number per "
+            "completion. Return them with shape [B] from `_generate_and_score_completions`."
+        )
+    mask = completion_tokens(rollout)
+    logps = torch.zeros_like(mask, dtype=torch.float32) if logps is None else logps
+    # A rollout that an override made from scratch may have no rewards: then its advantages are all there is.
+    rewards = rollout.get("rewards_per_func", torch.zeros_like(advantages).unsqueeze(1))
+    columns = [advantages, mask.sum(dim=1), torch.where(mask, logps, 0.0).sum(dim=1), token_mean(logps, mask)]
+    table = torch.cat([torch.stack([column.float() for column in columns], dim=1), rewards.float()], dim=1)
+    gathered = accelerator.gather(table).cpu().double()
+    return (*gathered[:, : len(columns)].T, gathered[:, len(columns) :])
+
+
+def own_samples(rollout: Mapping[str, Any], column: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:
+    """Of a column of all processes' samples, `[N]`, those of this process's rollout, `[B]`; numbers in float32."""
+    n_own = len(rollout["advantages"])
+    own = column[n_own * accelerator.process_index :][:n_own]
+    return (own if own.dtype == torch.bool else own.float()).to(rollout["advantages"].device)

@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from opo_trl import OPOTrainer
 from opo_trl.data.arithmetic import base_model_path
 from opo_trl.evaluate import evaluate
-from opo_trl.launch.accuracies import table
+from opo_trl.launch.callbacks import table
 from opo_trl.launch.recipe import parse
 from opo_trl.methods import by_trainer, register
 from opo_trl.report.run_folder import read_json, read_lines, write_json
