@@ -164,12 +164,6 @@ def check(contract: Contract = CONTRACT, version: str = trl.__version__) -> None
     """
     Check the version of TRL and the names of the contract.
 
-    Args:
-        contract (`Mapping`, *optional*, defaults to `CONTRACT`):
-            Names to check.
-        version (`str`, *optional*, defaults to `trl.__version__`):
-            Version of TRL.
-
     Raises:
         `ImportError`: names everything that does not fit, and the tested range.
     """

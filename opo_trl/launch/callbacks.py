@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from ..evaluate import Decoding, Evaluation, evaluate
+from ..evaluate import Decoding, evaluate
 from ..report.run_folder import COMPLETIONS, LOG, SUMMARY, append_lines, rewind, write_json
 from ..rollout.trainer import RolloutTrainer
 
@@ -135,7 +135,5 @@ class Validation(TrainerCallback):
         # Not TRL's `log`, which would flush the training metrics of an unfinished logging interval.
         Trainer.log(self.trainer, metrics)
         if state.is_world_process_zero:
-            append_lines(self.folder / COMPLETIONS, self._lines(result, state.global_step))
-
-    def _lines(self, result: Evaluation, step: int) -> list[dict]:
-        return [{"step": step, **sample} for sample in result.samples[: self.kept_completions]]
+            kept = result.samples[: self.kept_completions]
+            append_lines(self.folder / COMPLETIONS, [{"step": state.global_step, **sample} for sample in kept])

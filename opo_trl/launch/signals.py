@@ -42,10 +42,6 @@ class StopOnSignal(TrainerCallback):
     ...     trainer.train(resume_from_checkpoint="auto")
     ```
 
-    Args:
-        trainer ([`RolloutTrainer`]):
-            Trainer to stop.
-
     Raises:
         `SystemExit`: from `trainer.train`, when the checkpoint is written, with 128 plus the signal's number.
     """

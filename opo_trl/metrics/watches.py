@@ -83,12 +83,7 @@ class Watch:
 
 
 class Watches(TrainerCallback):
-    """
-    Warn, or end the run with a checkpoint, when a metric is beyond its bound in three of ten entries of the log.
-
-    Args:
-        watches (`list[str]`): see [`Watch`].
-    """
+    """Warn, or end the run with a checkpoint, when a metric is beyond its bound in three of ten entries of the log."""
 
     def __init__(self, watches: list[str]):
         self.watches = [Watch(text) for text in watches]

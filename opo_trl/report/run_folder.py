@@ -67,13 +67,7 @@ def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """
     Check that a run may write into a folder, without writing or deleting anything.
 
-    Args:
-        folder (`Path`):
-            Folder of the run.
-        resume (`bool`):
-            Whether the run in this folder is resumed: then its files stay.
-        overwrite (`bool`):
-            Whether an earlier run in this folder may be deleted.
+    `resume`: the run in this folder is resumed, so its files stay. `overwrite`: an earlier run there may be deleted.
 
     Raises:
         `ValueError`: another run writes into the folder, its content would be overwritten, or it is not writable.

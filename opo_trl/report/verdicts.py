@@ -84,13 +84,7 @@ def trend(values: Sequence[float]) -> tuple[float, float]:
 
 def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     """
-    Verdicts on a run.
-
-    Args:
-        log (`Sequence[Mapping]`):
-            Lines of its `log.jsonl`.
-        settings (`Mapping`):
-            Its settings.
+    Verdicts on a run, from the lines of its `log.jsonl` and its settings.
 
     Returns:
         `list[Verdict]`: one for each diagnostic that was logged, one for the validation, and the slowest phase.

@@ -124,7 +124,7 @@ def score(completion: str, solution: str) -> float | None:
     ):
         return 0.0
     parsed_answer = _parse(answer_value)
-    return float(bool(parsed_answer and _verify(parsed_gold, parsed_answer)))
+    return float(bool(parsed_answer and _or_none(VERIFYING_LIMIT, _same, parsed_gold, parsed_answer)))
 
 
 def _text(completion: Completion) -> str:
@@ -152,10 +152,6 @@ def _parse(latex: str) -> list[Any]:
         return []
     boxed = f"\\boxed{{{latex}}}"
     return _or_none(PARSING_LIMIT, parse, boxed, [_LATEX], fallback_mode="no_fallback", parsing_timeout=None) or []
-
-
-def _verify(gold: list[Any], answer: list[Any]) -> bool:
-    return bool(_or_none(VERIFYING_LIMIT, _same, gold, answer))
 
 
 def _same(gold: list[Any], answer: list[Any]) -> bool:

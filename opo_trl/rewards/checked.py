@@ -25,17 +25,12 @@ _RETURN = "Return a list with one number, or None, for each completion."
 
 def reward_list(reward_funcs: Any) -> list[Any] | None:
     """
-    Normalize and check a trainer's `reward_funcs`.
+    Check a trainer's `reward_funcs`, one reward or several, and return the same objects in a new list.
 
-    Args:
-        reward_funcs:
-            A reward, or a list or tuple of rewards: functions, other callable objects, reward models or their paths.
-
-    Returns:
-        `list` or `None`: The same objects in a new list; `None` for `None`, when environments give the rewards.
+    Returns `None` for `None`, when environments give the rewards.
 
     Raises:
-        `TypeError`: if one of them is not a reward.
+        `TypeError`: if one of them is not a function, another callable object, a reward model or the path of one.
     """
     if reward_funcs is None:
         return None

@@ -53,11 +53,7 @@ def give_up(folder: Path, error: BaseException, args: RolloutConfig, *, expected
     """
     Say why a save failed, and remove what was written of an unfinished checkpoint.
 
-    Args:
-        folder (`Path`): the checkpoint.
-        error (`BaseException`): what ended the save.
-        args ([`RolloutConfig`]): of the trainer; `save_failure` says whether training ends.
-        expected (`int`): bytes that a checkpoint takes at least, where the run has none yet.
+    `expected` are the bytes that a checkpoint takes at least, where the run has none yet.
 
     Raises:
         `RuntimeError`: files could not be written, and training should not or cannot continue without them.

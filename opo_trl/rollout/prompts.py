@@ -18,7 +18,7 @@ from trl.trainer.utils import RepeatSampler
 from ..config import RolloutConfig
 
 
-# Indices of an epoch's prompts, by the epoch's number.
+# Indices of an epoch's prompts, equally many in every epoch, by the epoch's number.
 Order = Callable[[int], Sequence[int]]
 
 
@@ -61,10 +61,6 @@ class EpochSampler(RepeatSampler):
 class PromptStream:
     """
     Endless sequence of prompts, epoch after epoch. Each epoch has every prompt once, however many a rollout takes.
-
-    Args:
-        order (`Callable[[int], Sequence[int]]`):
-            Indices of an epoch's prompts, equally many in every epoch: [`permutations`] or [`epochs_of_sampler`].
 
     Attributes:
         position (`int`): position of the next prompt that was never drawn.

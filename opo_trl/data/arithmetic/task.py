@@ -147,18 +147,8 @@ def arithmetic_reward(
     the last number of the solution exactly. So anything around the number is wrong (`69 `, `69+`, `+69`, `069`), and
     so is a right number followed by another (`69=70`).
 
-    As with MATH, only the answer counts: the chain before it is not checked and may be omitted.
-
-    Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or as conversations, of which the last message counts.
-        solution (`list[str]`):
-            Worked solution of each completion's problem.
-        **kwargs:
-            Other columns and arguments from the trainer, ignored.
-
-    Returns:
-        `list[float]`: One reward per completion.
+    As with MATH, only the answer counts: the chain before it is not checked and may be omitted. Of a conversation, the
+    last message counts.
     """
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     return [float(_answer(text) == _answer(worked)) for text, worked in zip(texts, solution, strict=True)]
