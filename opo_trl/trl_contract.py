@@ -106,21 +106,10 @@ CONTRACT: Contract = {
         "_tr_loss": None,
     },
     "transformers.TrainerCallback": dict.fromkeys(
-        (
-            "on_train_begin",
-            "on_step_begin",
-            "on_optimizer_step",
-            "on_step_end",
-            "on_log",
-            "on_save",
-            "on_train_end",
-        ),
+        ("on_train_begin", "on_step_begin", "on_optimizer_step", "on_step_end", "on_log", "on_save", "on_train_end"),
         ("args", "state", "control"),
     ),
-    "transformers.trainer_callback.ProgressCallback": {
-        "__init__": (),
-        "on_log": ("args", "state", "control", "logs"),
-    },
+    "transformers.trainer_callback.ProgressCallback": {"__init__": (), "on_log": ("args", "state", "control", "logs")},
     "transformers.PreTrainedModel": {"_from_config": ("config",), "_is_stateful": None},
     "transformers.PreTrainedConfig": {"_attn_implementation": None},
     "transformers.integrations.deepspeed": {"_hf_deepspeed_config_weak_ref": None},

@@ -11,9 +11,10 @@ import math
 import numbers
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, NoReturn, Union, get_args, get_origin
 
+from ..fields import hints
 from ..rewards.scoring import LEAST_MEMORY
 
 
@@ -232,8 +233,7 @@ def reject(field: str, options: Mapping[str, Any], key: str, problem: str, fix: 
 @functools.cache
 def numeric_fields(arguments: Any) -> Mapping[str, bool]:
     """Fields of a dataclass whose type admits a number: name → whether it also admits `None`."""
-    hints = get_type_hints(arguments)
-    kinds = {field.name: _kinds(hints[field.name]) for field in fields(arguments)}
+    kinds = {name: _kinds(hint) for name, hint in hints(arguments).items()}
     return {name: type(None) in kind for name, kind in kinds.items() if kind & {int, float}}
 
 

@@ -155,10 +155,7 @@ def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings
     if not waiting:
         return []
     failed = []
-    with (
-        tqdm(total=len(jobs), initial=len(jobs) - len(waiting), unit="run") as bar,
-        _processes() as running,
-    ):
+    with tqdm(total=len(jobs), initial=len(jobs) - len(waiting), unit="run") as bar, _processes() as running:
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)

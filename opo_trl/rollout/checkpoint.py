@@ -135,10 +135,7 @@ def lacking(folder: Path) -> list[str] | None:
         json.loads((folder / TRAINER_STATE_NAME).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return None
-    held = {
-        "optimizer or learning-rate schedule": ("optimizer*", "global_step*"),
-        "random states": ("rng_state*",),
-    }
+    held = {"optimizer or learning-rate schedule": ("optimizer*", "global_step*"), "random states": ("rng_state*",)}
     return ["rollout", *(name for name, files in held.items() if not any(any(folder.glob(file)) for file in files))]
 
 
