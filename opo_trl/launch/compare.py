@@ -23,12 +23,7 @@ from .jobs import OWN_FIELDS, Job, check_earlier_run, failure, overrides, run_mi
 
 
 def main(argv: Sequence[str]) -> int:
-    """
-    Entry point of `opo-trl compare`.
-
-    Returns:
-        `int`: exit status: 1 if a run failed, 2 if something cannot be run or compared.
-    """
+    """Entry point of `opo-trl compare`; returns 1 if a run failed, 2 if something cannot be run or compared."""
     parser = _make_parser()
     arguments, fields = parser.parse_known_args(argv)
     try:

@@ -22,35 +22,23 @@ _LOW_ESS_ROLLOUTS = 10
 
 @dataclass
 class SampleReport:
-    """
-    Values of samples in an optimizer step: a float32 tensor `[B]` each, without gradient.
+    """Values of samples in an optimizer step: a float32 tensor `[B]` each, without gradient."""
 
-    Attributes:
-        log_ratio, target, mu, weights: arguments of [`opo_loss`].
-        clamped: 1 where the log-ratio was clamped.
-        age: optimizer steps since the behaviour policy was the policy.
-        sequence_log_ratio: log-ratio of the complete completion.
-        kl: KL estimate, summed over tokens.
-        policy_loss: loss without the entropy bonus.
-        tokens, entropy: number of tokens that count, and the sum of their entropies in nats.
-        bonus_tokens, bonus_entropy: of them, those that the entropy bonus acts on.
-        computed: 0 for samples that were left out because their gradient is zero.
-    """
-
+    # Arguments of `opo_loss`
     log_ratio: Tensor
     target: Tensor
     mu: Tensor
     weights: Tensor
-    clamped: Tensor
-    age: Tensor
-    sequence_log_ratio: Tensor
-    kl: Tensor
-    policy_loss: Tensor
-    tokens: Tensor
-    entropy: Tensor
-    bonus_tokens: Tensor
+    clamped: Tensor  # 1 where the log-ratio was clamped
+    age: Tensor  # optimizer steps since the behaviour policy was the policy
+    sequence_log_ratio: Tensor  # of the complete completion
+    kl: Tensor  # estimate, summed over tokens
+    policy_loss: Tensor  # without the entropy bonus
+    tokens: Tensor  # number of tokens that count
+    entropy: Tensor  # sum of their entropies in nats
+    bonus_tokens: Tensor  # of them, those that the entropy bonus acts on
     bonus_entropy: Tensor
-    computed: Tensor
+    computed: Tensor  # 0 for samples that were left out because their gradient is zero
 
     def __post_init__(self):
         for name, value in vars(self).items():

@@ -41,12 +41,11 @@ _PANELS: tuple[tuple[str, str, Callable[[Entry], bool]], ...] = (
 
 def draw_run(folder: Path) -> list[Path]:
     """
-    Draw the figures of a run into its `figures/`, as PNG and SVG.
+    Draw the figures of a run into its `figures/`, as PNG and SVG; returns the paths.
 
-    Returns:
-        `list[Path]`: the files written: `training.*` (reward, validation accuracy, entropy, gradient norm, χ² and
-        gradient response efficiency over optimizer steps), `time.*` (seconds per optimizer step, by phase) and
-        `accuracy.*` (before and after, with 95 % intervals).
+    They are `training.*` (reward, validation accuracy, entropy, gradient norm, χ² and gradient response efficiency by
+    optimizer step), `time.*` (seconds per optimizer step, by phase) and `accuracy.*` (before and after, with 95 %
+    intervals).
 
     Raises:
         `ValueError`: the folder has no log.

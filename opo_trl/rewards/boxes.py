@@ -35,8 +35,7 @@ def find_boxes(text: str) -> list[Box]:
     r"""
     Find every `\boxed{…}` and `\fbox{…}`, including nested ones, in time linear in the text.
 
-    Returns:
-        `list[Box]`: The boxes ordered by start, complete or not. `\boxed 2` is also complete.
+    They are ordered by start, complete or not. `\boxed 2` is also complete.
     """
     boxes, open_braces = [], []
     for match in _BRACES.finditer(text):
