@@ -166,9 +166,10 @@ def hint_at_field(name: str, trainer: str, further: Iterable[str] = ()) -> str:
     """What to do about a name that is not a field: use the nearest one, among the fields and `further` names."""
     if name in _RENAMED:
         return f"In Transformers 5 it is {_RENAMED[name]}."
-    other = next((other for other in methods.by_trainer() if name in _fields(other)), None)
-    if other:
-        return f"It belongs to `trainer: {other}`, and this is for `trainer: {trainer}`."
+    for other, method in methods.by_trainer().items():
+        if name in _fields(other):
+            described = f", which {method.page} describes" if method.page else ""
+            return f"It belongs to `trainer: {other}`{described}; this recipe is for `trainer: {trainer}`."
     near = difflib.get_close_matches(name, {*_fields(trainer), *further}, n=1)
     return f"Did you mean `{near[0]}`?" if near else "Remove it."
 

@@ -126,10 +126,10 @@ def test_checkpoint_is_not_resumed_with_another_value_of_its_field(runs):
         ({"volume": -1}, ["volume=-1.0 is not allowed", "Set `volume` to a positive number"]),
         ({"volume": "high"}, ["volume: invalid float value: 'high'"]),
         ({"heard": "by none"}, ["heard", "'by none'", "'by few'"]),
-        ({"alpha": 0.4}, ["alpha=0.4", "It belongs to `trainer: opo`, and this is for `trainer: louder`."]),
+        ({"alpha": 0.4}, ["alpha=0.4", "It belongs to `trainer: opo`, which docs/methods/opo.md describes; this"]),
         (
             {"trainer": "opo", "volume": 3},
-            ["volume=3", "It belongs to `trainer: louder`, and this is for `trainer: opo`"],
+            ["volume=3", "It belongs to `trainer: louder`; this recipe is for `trainer: opo`"],
         ),
         ({"trainer": "gspo"}, ["trainer='gspo' does not exist", "one of opo, grpo, louder"]),
     ],
