@@ -2,7 +2,7 @@
 Dry run of the training arguments.
 
 Optimizers, schedules, trackers and data loaders check their options when they are constructed, long after a run has
-started, and some ignore unknown options silently. Here each is constructed once from something small.
+started, and some ignore unknown options silently. Here each is constructed once, on something small.
 """
 
 import copy
@@ -34,7 +34,7 @@ _OPTIONS = (
     "liger_kernel_config",
 )
 
-_STEPS = 10_000  # stands for the length of a run that is not known yet
+_STEPS = 10_000  # stands in for the unknown length of a run
 
 # Optimizers that are constructed from a model.
 _OF_A_MODEL = ("galore", "apollo", "lomo")

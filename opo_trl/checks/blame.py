@@ -44,7 +44,7 @@ def blamed(named: Mapping[str, Any], attempt: Callable[[dict[str, Any]], object]
         named (`Mapping[str, Any]`):
             The fields that are set, with their values.
         attempt (`Callable`):
-            What runs in the context, as a function of such fields.
+            What runs in the context, as a function of the fields.
 
     Raises:
         `ValueError`: names each field without which `attempt` succeeds, its value and what the library said. An error

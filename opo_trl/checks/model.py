@@ -34,7 +34,7 @@ def dry_run_model(args: GRPOConfig, model_config: ModelConfig, path: str) -> Non
 
     Args:
         args ([`~trl.GRPOConfig`]), model_config ([`~trl.ModelConfig`]):
-            What it is constructed with.
+            The arguments that it is constructed from.
         path (`str`):
             Folder of the model, or its id on the Hub.
 
@@ -123,7 +123,7 @@ def _check_device_map(device_map: Any) -> None:
 
 
 def _check_shapes(model: Any, path: str, options: Mapping[str, Any]) -> None:
-    """Reject options that give the model other shapes than its weights, which would fail only in loading."""
+    """Reject options that give the model other shapes than its weights, which would fail only when loading."""
     changed = options.keys() & model.config.to_dict().keys() - {"dtype"}
     quantized = getattr(model.config, "quantization_config", None) is not None  # packed weights have other shapes
     if not changed or quantized or options.get("ignore_mismatched_sizes"):

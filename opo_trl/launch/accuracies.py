@@ -1,4 +1,4 @@
-"""The accuracies of a run before and after training: measured, kept in `summary.json`, and printed."""
+"""Accuracies of a run before and after training: measured, stored in `summary.json`, and printed."""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def measure(trainer: RolloutTrainer, data: Mapping[str, Dataset], samples: int) 
 
 
 def table(before: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> str:
-    """Accuracies with their intervals as text, one line per level and decoding; blank where one is not known."""
+    """Accuracies with their intervals as text, one line per level and decoding; blank where unknown."""
     after = after or {}
     rows = dict.fromkeys((level, way) for results in (before, after) for level in results for way in results[level])
 
@@ -45,7 +45,7 @@ def known(folder: Path, checkpoint: str | None) -> dict[str, Any]:
     """
     What `summary.json` holds when a run starts or resumes.
 
-    Broadcast from the first process: the others could read the file after the first one has written it.
+    Broadcast from the first process, because another one might read the file after the first has updated it.
     """
     summary = run_folder.read_json(folder / run_folder.SUMMARY)
     if checkpoint is None:  # it starts over

@@ -74,7 +74,7 @@ class ReportBefore(TrainerCallback):
             Prints the accuracies, `{}` if they are unknown.
 
     Attributes:
-        seconds (`float`): time that this took.
+        seconds (`float`): duration of the measurement.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="opo-trl compare",
-        description="Run what is missing, and report on all. Any further --field value is passed to every run.",
+        description="Run what is missing, then report on all runs. Any further --field value is passed to every run.",
         allow_abbrev=False,  # a prefix of an option may be a field of a run
     )
     parser.add_argument("inputs", nargs="+", type=Path, help="recipes (*.yaml), and folders of finished runs")

@@ -16,8 +16,8 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
 
     Args:
         folder (`str`):
-            Folder of the checkpoint. Its settings are read from the folder of its run, in which it lies. If it lies
-            elsewhere, only the base model of an adapter is known.
+            Folder of the checkpoint. Its settings are read from the run folder that contains it. Without one, only
+            the base model of an adapter is known.
         settings (`Mapping[str, Any]`):
             Resolved settings of the run that resumes it.
         model (`str`):
@@ -34,7 +34,7 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
         lines = "\n".join(f"  {name}={saved.get(name)!r} there, {name}={asked.get(name)!r} here" for name in differing)
         raise ValueError(
             f"resume_from_checkpoint={folder!r} belongs to a run with other settings:\n{lines}\n"
-            "Set the same values here, or choose another `output_dir` and start at the beginning."
+            "Set the same values here, or choose another `output_dir` and start from the beginning."
         )
     base = read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path", model)
     if not saved and os.path.realpath(base) != os.path.realpath(model):

@@ -126,7 +126,7 @@ def defining_settings(settings: Settings) -> dict[str, Any]:
     prefixed = [key for key in settings if key.startswith(_DEFINING_PREFIXES) and key != "report_to"]
     defining = (*fields_deciding(DATA, MODEL, SAMPLING), "max_steps", *sorted(prefixed))
     values = {key: settings.get(key) for key in defining}
-    if values["max_steps"] is None or values["max_steps"] <= 0:  # else the number of epochs is without effect
+    if values["max_steps"] is None or values["max_steps"] <= 0:  # otherwise the number of epochs has no effect
         values["num_train_epochs"] = settings.get("num_train_epochs")
     values["completions per optimizer step"] = completions_per_rollout(settings) / optimizer_steps_per_rollout(
         {**settings, "num_iterations": 1}

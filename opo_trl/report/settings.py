@@ -1,10 +1,10 @@
-"""Which fields of a run decide what: its data, model, sampling, rewards, objective and optimizer."""
+"""Which fields of a run determine its data, model, sampling, rewards, objective and optimizer."""
 
 from .. import methods
 from ..fields import DATA, MODEL, OBJECTIVE, OPTIMIZER, REWARDS, SAMPLING, deciding
 
 
-# Fields of TRL and Transformers. Ours say it where they are defined: `alpha: Annotated[float, OBJECTIVE]`.
+# Fields of TRL and Transformers. Ours are annotated where they are defined: `alpha: Annotated[float, OBJECTIVE]`.
 _INHERITED = {
     DATA: "dataset_name dataset_config dataset_train_split dataset_test_split chat_template_kwargs",
     MODEL: "model_name_or_path model_revision dtype load_in_8bit load_in_4bit use_peft use_dora use_rslora",
@@ -18,7 +18,7 @@ MODEL_PREFIX = "lora_"
 
 
 def fields_deciding(*topics: str) -> tuple[str, ...]:
-    """Fields that decide one of these topics, of all methods. Imports TRL."""
+    """Fields of all methods that decide one of these topics. Imports TRL."""
     return tuple(name for topic in topics for name in (*_INHERITED[topic].split(), *_ours(topic)))
 
 

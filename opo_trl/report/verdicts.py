@@ -1,4 +1,4 @@
-"""What a run's log says: a verdict for each diagnostic, and the watches that fired."""
+"""Verdicts on a run's log: one for each diagnostic, and the watches that fired."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -28,7 +28,7 @@ class NoRoom(RuntimeError):
 
 def check_room(accelerator: Accelerator, run: Path, expected: int) -> None:
     """
-    Let all processes agree that a checkpoint fits, and wait for each other.
+    Check on all processes together that a checkpoint fits, and wait for each other.
 
     Args:
         run (`Path`): folder of the run, created if it does not exist.
@@ -53,7 +53,7 @@ def bytes_of_last(run: Path) -> int | None:
 
 def give_up(folder: Path, error: BaseException, args: RolloutConfig, *, expected: int) -> None:
     """
-    Say why a save failed, and remove what was written of an unfinished checkpoint.
+    Report why a save failed, and remove the files of an unfinished checkpoint.
 
     Args:
         folder (`Path`): the checkpoint.

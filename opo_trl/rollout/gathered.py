@@ -13,7 +13,7 @@ from .rows import completion_tokens
 
 def gather_samples(rollout: Mapping[str, Any], logps: Tensor | None, accelerator: Accelerator) -> tuple[Tensor, ...]:
     """
-    Gather what the target of a rollout depends on, in groups, by one collective call.
+    Gather what the target of a rollout depends on, in complete groups, by one collective call.
 
     On the host and in float64: N numbers cost nothing there, and the target is the same on every device.
 
@@ -40,7 +40,7 @@ def gather_samples(rollout: Mapping[str, Any], logps: Tensor | None, accelerator
         )
     mask = completion_tokens(rollout)
     logps = torch.zeros_like(mask, dtype=torch.float32) if logps is None else logps
-    # A rollout that an override made from scratch may have no rewards: then its advantages are all there is.
+    # A rollout that an override made from scratch may have advantages but no rewards.
     rewards = rollout.get("rewards_per_func", torch.zeros_like(advantages).unsqueeze(1))
     columns = [advantages, mask.sum(dim=1), torch.where(mask, logps, 0.0).sum(dim=1), token_mean(logps, mask)]
     table = torch.cat([torch.stack([column.float() for column in columns], dim=1), rewards.float()], dim=1)

@@ -24,7 +24,7 @@ Order = Callable[[int], Sequence[int]]
 
 def check_enough_prompts(available: int, args: RolloutConfig) -> None:
     """
-    Check that a data set fills one rollout. TRL's sampler drops an incomplete one, and would train for no step.
+    Check that a dataset fills one rollout. TRL's sampler drops an incomplete one, and would train for zero steps.
 
     Raises:
         `ValueError`: names how many prompts are needed.
@@ -33,7 +33,7 @@ def check_enough_prompts(available: int, args: RolloutConfig) -> None:
     if available < needed:
         raise ValueError(
             f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations} needs "
-            f"{needed} prompts for one rollout, but the data set has {available}. Give at least {needed}, or lower "
+            f"{needed} prompts for one rollout, but the dataset has {available}. Provide at least {needed}, or lower "
             "`per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps`."
         )
 
@@ -122,7 +122,7 @@ def permutations(n_prompts: int, *, seed: int, shuffle: bool = True) -> Order:
 
 def epochs_of_sampler(sampler: Iterable[int], *, rollout: int, repeats: int, num_generations: int) -> Order:
     """
-    The order of a sampler: that of a subclass which overrides `_get_train_sampler`.
+    The order of a custom sampler, from a subclass that overrides `_get_train_sampler`.
 
     Args:
         sampler (`Iterable[int]`):
@@ -130,11 +130,11 @@ def epochs_of_sampler(sampler: Iterable[int], *, rollout: int, repeats: int, num
             [`EpochSampler`] is told the epoch. A resumed run sees the same prompts if a new sampler gives the same
             epochs again.
         rollout (`int`):
-            Completions of a rollout: indices that the sampler gives before it repeats them.
+            Completions per rollout: indices that the sampler gives before it repeats them.
         repeats (`int`):
             How often the sampler gives each rollout's indices.
         num_generations (`int`):
-            Completions of a prompt: how often an index occurs in a rollout.
+            Completions per prompt: how often an index occurs in a rollout.
 
     Returns:
         `Callable[[int], Sequence[int]]`: to be called on all processes. It raises `ValueError` if an epoch of the

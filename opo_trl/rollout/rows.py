@@ -1,5 +1,5 @@
 """
-Which optimizer step a completion serves, and how the samples of a rollout are taken apart.
+Which optimizer step a completion serves, and how the samples of a rollout are split.
 
 The step is a function of the seed and of the position in the run. TRL draws it from random states that depend on the
 number of processes and are lost on resumption.
@@ -80,7 +80,7 @@ def rows_of_steps(
     processes: int,
 ) -> list[dict[str, Any]]:
     """
-    Split this process's samples of a rollout by the optimizer step that they serve.
+    Split this process's samples of a rollout by optimizer step.
 
     Args:
         rollout (`Mapping[str, Any]`):
@@ -122,12 +122,12 @@ def micro_batches(rows: Mapping[str, Any], n_batches: int) -> list[dict[str, Any
 
 
 def take_rows(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:
-    """Some samples of a rollout, in a given order; values of the rollout as such stay."""
+    """Some samples of a rollout, in a given order; values that are not per sample stay."""
     return unsplit_pixel_values_by_grid(_in_order(split_pixel_values_by_grid(dict(rows)), order))
 
 
 def gather_rows(rows: Mapping[str, Any], accelerator: Accelerator) -> dict[str, Any]:
-    """The samples of all processes, which have equally many, padded to the longest of them all; lists stay."""
+    """The samples of all processes, which have equally many, padded to the longest; lists stay."""
 
     def gathered(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:

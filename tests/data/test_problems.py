@@ -138,7 +138,7 @@ class TestColumns:
         rows = self.rows(problem=["a", "b"], answer=["1", "2"], difficulty=["easy", "hard"])
         file = write(tmp_path / "some.jsonl", rows)
         assert len(load_problems(file, columns={"level": "difficulty"}, levels=["hard"])) == 1
-        with pytest.raises(ValueError, match=r"levels=\['hard'\]: the data set has no levels"):
+        with pytest.raises(ValueError, match=r"levels=\['hard'\]: the dataset has no levels"):
             load_problems(file, levels=["hard"])
 
     @pytest.mark.parametrize("columns", [{"problem": "text"}, {"question": "problem"}])
@@ -207,7 +207,7 @@ class TestNames:
 
     def test_a_file_of_another_kind(self, tmp_path: Path):
         (tmp_path / "some.csv").write_text("problem\n")
-        with pytest.raises(ValueError, match=r"some\.csv' is not in a format that can be read"):
+        with pytest.raises(ValueError, match=r"some\.csv' is not in a readable format"):
             load_problems(str(tmp_path / "some.csv"))
 
     @pytest.mark.parametrize("content", ["{nonsense", ""])
