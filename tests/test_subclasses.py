@@ -180,7 +180,7 @@ def test_loss_that_never_calls_super_is_trained(tiny_model, tmp_path, method):
     class Weighted(RecordingOPO):
         def _generate_and_score_completions(self, inputs):
             rollout = super()._generate_and_score_completions(inputs)
-            rollout["weight"] = torch.rand(rollout["completion_mask"].shape)  # an own entry with a column per token
+            rollout["weight"] = torch.rand(rollout["completion_mask"].shape)  # its own entry, with a column per token
             return rollout
 
     seen: list[dict] = []
