@@ -24,7 +24,7 @@ Several functions share these parameters:
   current policy (carries the gradient), the behaviour policy and a reference policy.
 - `mask` (`torch.Tensor`): `[B, T]`, non-zero for tokens that count. Others have no effect, even if NaN or inf.
 
-Omega, drive and target carry no gradient. This module needs only torch, and knows no trainer.
+Omega, drive and target carry no gradient. This module depends only on torch.
 """
 
 import math

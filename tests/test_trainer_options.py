@@ -33,7 +33,7 @@ from tiny import make_tokenizer
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
-SHARED = {"steps_per_generation": 4, "max_steps": 2}  # the second optimizer step is off-policy
+OFF_POLICY = {"steps_per_generation": 4, "max_steps": 2}  # the second optimizer step is off-policy
 
 EVALUATED = {"eval_dataset": Dataset.from_dict({"prompt": PROMPTS[:4]})}
 
@@ -52,7 +52,7 @@ def assert_steps_equal(trainer, script, **options):
 def test_kl_to_the_reference(tiny_model, tmp_path, reduction, corrected):
     rewards = [0.4, 1.0, None, 2.0, 0.0, 0.3, 1.5, 0.9]  # an unscored sample has no KL term either
     script = Script(rewards, truncated=(3,), tool_tokens={6: (1, 2)})
-    options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **SHARED}
+    options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **OFF_POLICY}
     trainer = trained(
         tiny_model,
         tmp_path,
@@ -114,7 +114,9 @@ def test_reference_model_follows_the_policy(tiny_model, tmp_path):
 @pytest.mark.parametrize("quantile", [1.0, 0.4])
 def test_entropy_bonus(tiny_model, tmp_path, quantile):
     script = Script([0.4, 1.0, None, 2.0, 0.0, 0.3, 1.5, 0.9], tool_tokens={1: (0, 3)})
-    trainer = trained(tiny_model, tmp_path, script=script, entropy_coef=2.0, top_entropy_quantile=quantile, **SHARED)
+    trainer = trained(
+        tiny_model, tmp_path, script=script, entropy_coef=2.0, top_entropy_quantile=quantile, **OFF_POLICY
+    )
     reference = Reference(trainer, script)
     for k, record in enumerate(trainer.steps):
         kept = high_entropy_tokens(reference, quantile)
@@ -144,7 +146,7 @@ def high_entropy_tokens(reference: Reference, quantile: float):
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_low_entropy_tokens_have_no_gradient(tiny_model, tmp_path, reduction):
     script = Script(tool_tokens={1: (0, 3)})
-    options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **SHARED}
+    options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **OFF_POLICY}
     trainer = trained(tiny_model, tmp_path, script=script, top_entropy_quantile=0.3, **options)
     reference = Reference(trainer, script)
     for k, record in enumerate(trainer.steps):
@@ -215,7 +217,7 @@ def test_off_policy_mask_drops_samples(tiny_model, tmp_path, sampler):
 
     script, threshold = Script(), 0.02
     trainer = trained(
-        tiny_model, tmp_path, script=script, inject=inject, off_policy_mask_threshold=threshold, **SHARED
+        tiny_model, tmp_path, script=script, inject=inject, off_policy_mask_threshold=threshold, **OFF_POLICY
     )
     reference = Reference(trainer, script)
     advantages = reference.drive(0).advantages
@@ -241,7 +243,7 @@ def test_off_policy_mask_drops_samples(tiny_model, tmp_path, sampler):
 def test_tokens_of_a_tool_have_no_effect(tiny_model, tmp_path, reduction):
     """The model reads them, but they count in neither the log-ratio nor its length."""
     tool_tokens = {0: (1, 2), 5: (0,), 9: range(9)}  # sample 9 consists of the tool's
-    options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **SHARED}
+    options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **OFF_POLICY}
     script = Script(tool_tokens=tool_tokens)
     options |= {"anchor_correction": "length_normalized"}
     trainer = trained(tiny_model, tmp_path, script=script, **options)
@@ -265,7 +267,7 @@ def test_importance_sampling_ratio_weights_samples(tiny_model, tmp_path, shape):
         rollout["importance_sampling_ratio"] = ratio
 
     script = Script()
-    trainer = trained(tiny_model, tmp_path, script=script, inject=inject, learning_rate=0.05, **SHARED)
+    trainer = trained(tiny_model, tmp_path, script=script, inject=inject, learning_rate=0.05, **OFF_POLICY)
     ratios = trainer.rollouts[0].importance_sampling_ratio
 
     def weight(k, i):
@@ -318,7 +320,7 @@ def test_masked_values_have_no_effect_even_if_not_finite(tiny_model, tmp_path, v
             entropy_coef=0.1,
             off_policy_mask_threshold=0.5,
             learning_rate=0.025,
-            **SHARED,
+            **OFF_POLICY,
         )
         for fill in (0.0, value)
     )
@@ -335,7 +337,7 @@ def test_masked_values_have_no_effect_even_if_not_finite(tiny_model, tmp_path, v
 @pytest.mark.parametrize("masked", [False, True])
 def test_truncated_completions_take_part_unless_masked(tiny_model, tmp_path, masked):
     script = Script(truncated=(1, 6, 7))
-    trainer = trained(tiny_model, tmp_path, script=script, mask_truncated_completions=masked, **SHARED)
+    trainer = trained(tiny_model, tmp_path, script=script, mask_truncated_completions=masked, **OFF_POLICY)
     assert_steps_equal(trainer, script)
     valid = [not (masked and i in (1, 6, 7)) for i in range(16)]
     assert trainer.rollouts[0].opo_valid.tolist() == valid
@@ -371,7 +373,7 @@ def test_generation_batch_size_sets_the_off_policy_steps(tiny_model, tmp_path):
 @pytest.mark.parametrize("size", [2, 8])
 def test_group_size(tiny_model, tmp_path, size):
     script = Script()
-    trainer = trained(tiny_model, tmp_path, script=script, num_generations=size, **SHARED)
+    trainer = trained(tiny_model, tmp_path, script=script, num_generations=size, **OFF_POLICY)
     assert_steps_equal(trainer, script)
 
 
@@ -380,7 +382,7 @@ def test_group_size(tiny_model, tmp_path, size):
 
 def test_gradient_checkpointing_changes_nothing(tiny_model, tmp_path):
     one, other = (
-        trained(tiny_model, tmp_path, gradient_checkpointing=on, beta=0.1, anchor_correction="sequence", **SHARED)
+        trained(tiny_model, tmp_path, gradient_checkpointing=on, beta=0.1, anchor_correction="sequence", **OFF_POLICY)
         for on in (False, True)
     )
     assert other.model.is_gradient_checkpointing
@@ -400,7 +402,7 @@ def test_only_the_adapter_is_trained(tiny_model, tmp_path, beta):
         beta=beta,
         learning_rate=0.25,
         trainer_arguments={"peft_config": lora},
-        **{**SHARED, "max_steps": 3},
+        **{**OFF_POLICY, "max_steps": 3},
     )
     adapter = [name for name in trainer.initial if "lora_" in name]
     moved = {
@@ -489,7 +491,7 @@ def test_half_precision_model(tiny_model, tmp_path, cast):
         script=script,
         model_init_kwargs={"dtype": "bfloat16"},
         cast_lm_head_to_fp32=cast,
-        **SHARED,
+        **OFF_POLICY,
     )
     assert trainer.model.lm_head.weight.dtype == (torch.float32 if cast else torch.bfloat16)
     assert trainer.rollouts[0].opo_target.dtype == torch.float32
@@ -521,7 +523,7 @@ def test_prompts_of_either_format(tiny_model, tmp_path, conversational):
             "reward_funcs": reward,
             "rollout_func": None,
         },
-        **SHARED,
+        **OFF_POLICY,
     )
     script.calls = [script.observed(rollout, rewards[k]) for k, rollout in enumerate(trainer.rollouts)]
     assert_steps_equal(trainer, script)
@@ -539,7 +541,7 @@ def test_evaluation(tiny_model, tmp_path, generations, options):
         beta=0.1,
         trainer_arguments=EVALUATED,
         **options,
-        **SHARED,
+        **OFF_POLICY,
     )
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(evaluated) == 2
@@ -554,7 +556,7 @@ def test_evaluation(tiny_model, tmp_path, generations, options):
         assert 1 <= entry["eval_opo/escort/ess"] <= (generations or 4)
         assert (entry["eval_opo/frac_zero_drive"] == 1) == (generations == 1)
     # Training continues as if there had been no evaluation.
-    plain = trained(tiny_model, tmp_path, beta=0.1, **options, **SHARED)
+    plain = trained(tiny_model, tmp_path, beta=0.1, **options, **OFF_POLICY)
     assert [entry["opo/off_policy_steps"] for entry in logged(trainer)] == [0, 1]
     assert relative_error(trainer.steps[1].gradient, plain.steps[1].gradient) < EXACT
 

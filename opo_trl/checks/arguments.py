@@ -48,7 +48,7 @@ def dry_run_arguments(args: GRPOConfig) -> None:
     Construct small versions of what a run constructs from its configuration.
 
     Raises:
-        One of [`~blame.LIBRARY_ERRORS`]: an option cannot be used, or has no effect.
+        One of [`~checks.blame.LIBRARY_ERRORS`]: an option cannot be used, or has no effect.
     """
     for name in _OPTIONS:
         check_options(name, getattr(args, name))

@@ -74,7 +74,7 @@ def dry_run_generation(args: GRPOConfig) -> None:
     Check the options of generation, and construct what generation will use.
 
     Raises:
-        One of [`~blame.LIBRARY_ERRORS`]: an option cannot be used, or has no effect.
+        One of [`~checks.blame.LIBRARY_ERRORS`]: an option cannot be used, or has no effect.
     """
     options: Any = args.generation_kwargs or {}
     known = _sampling_options(args.use_vllm) if options else None  # importing vLLM is slow

@@ -122,7 +122,7 @@ def _status(process: str, code: int) -> int:
 
 
 def _without(items: list[str], removed: list[str]) -> list[str]:
-    """`items` less `removed`, a subsequence of them: argparse returns what it does not know in order."""
+    """`items` less `removed`, a subsequence of them: argparse returns unknown arguments in order."""
     rest, kept = list(removed), []
     for item in items:
         if rest[:1] == [item]:

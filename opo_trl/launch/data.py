@@ -19,7 +19,7 @@ from .preflight import check_template
 
 @dataclass
 class Data:
-    """What a run trains, validates and reports on. Each set has `prompt` and the columns the rewards read."""
+    """Datasets for training, validation and report. Each has `prompt` and the columns that the rewards read."""
 
     training: Dataset
     validation: Dataset | None

@@ -39,7 +39,7 @@ class Job:
         folder (`Path`):
             Folder of the run.
         fields (`tuple[str, ...]`):
-            Further `--field value` from the command line.
+            Other `--field value` of the command line.
     """
 
     recipe: Path
@@ -194,7 +194,7 @@ def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings
 
 @contextmanager
 def _processes() -> Iterator[dict[Job, subprocess.Popen]]:
-    """Processes that end when this one leaves the block or is told to end by a signal."""
+    """Processes that end when this one leaves the block, also through a signal."""
     running: dict[Job, subprocess.Popen] = {}
     handlers = {number: signal.signal(number, signal.default_int_handler) for number in _ENDING_SIGNALS}
     try:

@@ -2,7 +2,7 @@
 The diagnostics of a run: healthy bounds, what it means to exceed one, and what to try.
 
 The bounds separate runs that learn from runs that were broken on purpose; none is a law. Bounds and sentences refer to
-facts about a metric: the attributes of [`verdicts.Facts`].
+facts about a metric: the attributes of [`report.verdicts.Facts`].
 """
 
 from collections.abc import Mapping

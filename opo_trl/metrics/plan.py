@@ -105,7 +105,7 @@ def _memory(trainer: Any) -> str:
 
 def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
     """
-    [`memory.memory_plan`] of a trainer about to train.
+    [`metrics.memory.memory_plan`] of a trainer about to train.
 
     Args:
         trainer ([`RolloutTrainer`]):

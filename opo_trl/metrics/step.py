@@ -64,7 +64,7 @@ class SampleReport:
 
     @classmethod
     def gather(cls, reports: Sequence["SampleReport"], accelerator: Accelerator) -> "SampleReport":
-        """All samples of the step, over all processes, in one collective call; processes have equally many."""
+        """All samples of the step, over all processes, in one collective call; each process has the same number."""
         table = torch.cat([torch.stack([*vars(report).values()], dim=1) for report in reports])
         return cls(*accelerator.gather(table).T)
 

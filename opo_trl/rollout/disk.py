@@ -23,7 +23,7 @@ _FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 class NoRoom(RuntimeError):
-    """Too little space for a checkpoint; every process knows before any of them has written."""
+    """Too little space for a checkpoint; raised on every process before any of them has written."""
 
 
 def check_room(accelerator: Accelerator, run: Path, expected: int) -> None:
@@ -58,7 +58,7 @@ def give_up(folder: Path, error: BaseException, args: RolloutConfig, *, expected
     Args:
         folder (`Path`): the checkpoint.
         error (`BaseException`): what ended the save.
-        args ([`RolloutConfig`]): of the trainer; `save_failure` says whether training ends.
+        args ([`RolloutConfig`]): of the trainer; `save_failure` determines whether training ends.
         expected (`int`): bytes that a checkpoint takes at least, where the run has none yet.
 
     Raises:
@@ -85,7 +85,7 @@ def give_up(folder: Path, error: BaseException, args: RolloutConfig, *, expected
         f"and {_mib(free)} are free{missing}. The last complete checkpoint is {last}."
     )
     if agreed and args.save_failure == "continue":
-        logger.warning(f"{message} Training continues, as `save_failure` says.")
+        logger.warning(f"{message} Training continues (`save_failure: continue`).")
         return
     full = missing or isinstance(error, NoRoom) or any(text in str(error) for text in _FULL)
     raise RuntimeError(

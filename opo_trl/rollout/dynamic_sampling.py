@@ -68,8 +68,8 @@ class DynamicSampling:
 
         Args:
             generate (`Callable[[list[int], bool], dict]`):
-                Generates and scores one completion for each of this process's indices of prompts. It is told whether
-                this is the first round.
+                Generates and scores one completion for each of this process's prompt indices. The second argument is
+                whether this is the first round.
             n_local (`int`):
                 Samples of this process.
 
@@ -124,7 +124,7 @@ class DynamicSampling:
         return (highest <= lowest).nonzero().flatten().tolist()
 
     def _replace(self, rollout: Rollout, further: Rollout, places: list[int], groups: list[int]) -> Rollout:
-        """The rollout with `groups` of a further one in its `places`; both count over all processes."""
+        """The rollout with `groups` of the `further` one in its `places`; both are numbered over all processes."""
         accelerator = self.accelerator
         to, of = self._samples(places), self._samples(groups)
         n_local = len(rollout["advantages"])

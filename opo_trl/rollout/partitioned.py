@@ -172,7 +172,7 @@ class PartitionedTrainer(RolloutTrainer):
         return planned
 
     def _parts(self, rows: dict[str, Any], on_policy: bool) -> list[dict[str, Any]]:
-        """The samples of an optimizer step, less the skippable ones, in parts: equally many on every process."""
+        """The samples of an optimizer step, less the skippable ones, in the same number of parts on every process."""
         if self._can_exchange(rows):
             # Completions differ in length, and the process with the longest ones would keep the others waiting. With
             # all samples gathered, every process computes the same partition, and takes its own part.

@@ -167,7 +167,7 @@ def _padded_tokens(lengths: np.ndarray, max_rows: int, max_tokens: int | None) -
 
 def partition(lengths: np.ndarray, zero_gradient: np.ndarray, n_processes: int) -> np.ndarray:
     """
-    Partition samples among processes: equally many each, with about equally many tokens to compute.
+    Partition samples among processes: the same number each, with about the same number of tokens to compute.
 
     Args:
         lengths (`np.ndarray`):

@@ -64,7 +64,7 @@ class PromptStream:
 
     Args:
         order (`Callable[[int], Sequence[int]]`):
-            Indices of an epoch's prompts, equally many in every epoch: [`permutations`] or [`epochs_of_sampler`].
+            Indices of an epoch's prompts, the same number in every epoch: [`permutations`] or [`epochs_of_sampler`].
 
     Attributes:
         n_prompts (`int`): prompts of an epoch.
@@ -127,8 +127,8 @@ def epochs_of_sampler(sampler: Iterable[int], *, rollout: int, repeats: int, num
     Args:
         sampler (`Iterable[int]`):
             Indices, repeated as [`~trl.trainer.utils.RepeatSampler`] repeats them. It is iterated once per epoch;
-            [`EpochSampler`] is told the epoch. A resumed run sees the same prompts if a new sampler gives the same
-            epochs again.
+            the epoch of an [`EpochSampler`] is set first. A resumed run sees the same prompts if a new sampler yields
+            the same epochs.
         rollout (`int`):
             Completions per rollout: indices that the sampler gives before it repeats them.
         repeats (`int`):

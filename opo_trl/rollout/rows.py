@@ -96,7 +96,7 @@ def rows_of_steps(
             Index of this process, and their number.
 
     Returns:
-        `list[dict[str, Any]]`: equally many samples each.
+        `list[dict[str, Any]]`: the same number of samples each.
     """
     rows = split_pixel_values_by_grid(dict(rollout))
     n_local = len(rows["completion_ids"])
@@ -107,7 +107,7 @@ def rows_of_steps(
     n_steps = steps_per_generation // math.gcd(steps_per_generation, gradient_accumulation_steps)
     # Drawn for the samples of all processes, so that the result does not depend on how many there are.
     step_of_row = optimizer_step_of_rows(n_local * processes, n_steps, seed=seed, rollout=index)
-    # Every step has equally many of this process's samples, so equal slices of the sorted ones are the steps. Stable:
+    # Every step has the same number of this process's samples, so equal slices of the sorted ones are the steps. Stable:
     # within a step, samples stay in the order of the prompts.
     order = np.argsort(step_of_row[process * n_local : (process + 1) * n_local], kind="stable")
     steps: list[Any] = split_tensor_dict(_in_order(rows, order), n_steps)
@@ -127,7 +127,7 @@ def take_rows(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:
 
 
 def gather_rows(rows: Mapping[str, Any], accelerator: Accelerator) -> dict[str, Any]:
-    """The samples of all processes, which have equally many, padded to the longest; lists stay."""
+    """The samples of all processes, which have the same number each, padded to the longest; lists stay."""
 
     def gathered(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:

@@ -1,8 +1,8 @@
 """
 `RolloutTrainer`: TRL's `GRPOTrainer` and its losses, with rollouts that can be reproduced.
 
-[`OPOTrainer`] is this trainer with another loss; GRPO, GSPO and DAPO are this trainer with TRL's. A comparison thus
-changes nothing but the loss. It adds to TRL's trainer:
+[`OPOTrainer`] is this trainer with another loss; GRPO, GSPO and DAPO are this trainer with TRL's losses.
+A comparison thus changes nothing but the loss. This trainer adds to TRL's:
 
 1. The order of the prompts, and the optimizer step that a completion serves, are functions of the seed (`prompts`,
    `rows`).
@@ -158,7 +158,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
-                Folder of a checkpoint, `"last"` or `"auto"`; see [`checkpoint.resolve`].
+                Folder of a checkpoint, `"last"` or `"auto"`; see [`rollout.checkpoint.resolve`].
 
         Raises:
             `ValueError`: the checkpoint is not complete, or lies inside a rollout that is cut differently in this run.
@@ -180,7 +180,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
     # 1. The optimizer step that a completion serves
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        # Called once per accumulation window. An epoch ends with a short one, so windows cannot be told from `_step`.
+        # Called once per accumulation window. An epoch ends with a short one, so `_step` cannot tell windows apart.
         self._window_start = None  # a resumed run restores `_step` only after its first window is drawn
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
