@@ -4,8 +4,8 @@ The files that exact resumption adds to a checkpoint, and which checkpoint a run
 For each process a checkpoint holds the rest of its rollout, the position in it, and what the next log entry will
 report. A resumed run is thus bitwise identical to an uninterrupted one.
 
-Two files mark a complete checkpoint: `manifest.json`, written when the last process is done, lists all files so far and
-their sizes; `trainer_state.json` is what Transformers writes last. A checkpoint that a kill cut short lacks one of
+Two files mark a complete checkpoint: `manifest.json`, written when the last process is done, lists all files so far
+and their sizes; `trainer_state.json` is what Transformers writes last. A checkpoint that a kill cut short lacks one of
 them, or a file of the manifest. Only complete checkpoints are resumed.
 
 Checkpoints of other trainers, and those saved with `save_only_model`, have no manifest but do have

@@ -107,8 +107,8 @@ def rows_of_steps(
     n_steps = steps_per_generation // math.gcd(steps_per_generation, gradient_accumulation_steps)
     # Drawn for the samples of all processes, so that the result does not depend on how many there are.
     step_of_row = optimizer_step_of_rows(n_local * processes, n_steps, seed=seed, rollout=index)
-    # Every step has the same number of this process's samples, so equal slices of the sorted ones are the steps. Stable:
-    # within a step, samples stay in the order of the prompts.
+    # Every step has the same number of this process's samples, so equal slices of the sorted ones are the steps.
+    # Stable: within a step, samples stay in the order of the prompts.
     order = np.argsort(step_of_row[process * n_local : (process + 1) * n_local], kind="stable")
     steps: list[Any] = split_tensor_dict(_in_order(rows, order), n_steps)
     return [unsplit_pixel_values_by_grid(step) for step in steps]
