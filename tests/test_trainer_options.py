@@ -206,7 +206,7 @@ def test_entropy_controller_is_saved_and_restored(tiny_model, tmp_path):
 # Samples and tokens that count
 
 
-@pytest.mark.parametrize("sampler", [False, True], ids=["anchor", "sampler"])
+@pytest.mark.parametrize("sampler", [False, True], ids=["behaviour policy", "sampler"])
 def test_off_policy_mask_drops_samples(tiny_model, tmp_path, sampler):
     """Samples of negative advantage with a large KL to the policy that sampled them: vLLM's, if there is one."""
 
