@@ -1,7 +1,7 @@
 """
-What a configuration field decides, said where the field is defined: `alpha: Annotated[float, OBJECTIVE]`.
+Topics of configuration fields, declared where a field is defined: `alpha: Annotated[float, OBJECTIVE]`.
 
-It cannot be an entry of the field's metadata: `HfArgumentParser` passes all of them on to argparse.
+They cannot be part of the field's metadata: `HfArgumentParser` passes all of it on to argparse.
 """
 
 import functools
@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
-# What a field can decide.
+# Topics: what a field can decide.
 DATA, MODEL, SAMPLING, REWARDS, OBJECTIVE, OPTIMIZER = "data", "model", "sampling", "rewards", "objective", "optimizer"
 
 

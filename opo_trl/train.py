@@ -1,5 +1,5 @@
 """
-Train a model with OPO or with another method, as a recipe says.
+Train a model with OPO or another method, from a recipe.
 
     accelerate launch [--config_file recipes/accelerate/X.yaml] -m opo_trl.train --config recipes/R.yaml [--alpha 0.3]
 
@@ -7,7 +7,7 @@ A recipe is a flat YAML file with fields of [`OPOScriptArguments`], of the metho
 [`RolloutConfig`] with `trainer: grpo`) and of [`~trl.ModelConfig`]; fields on the command line override it. The files
 of a run are listed in `opo_trl.report.run_folder`.
 
-To add a method, see `opo_trl.methods`; a reward, `opo_trl.launch.rewards`; a data set, `opo_trl.launch.data`.
+To add a method, see `opo_trl.methods`; a reward, `opo_trl.launch.rewards`; a dataset, `opo_trl.launch.data`.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def prepare(argv: Sequence[str]) -> Run:
     Do everything that comes before the first step; claim the run's folder last.
 
     Raises:
-        `ValueError`, `ImportError`: the run is impossible as asked for. No file has been touched then.
+        `ValueError`, `ImportError`: the run is impossible as requested; no file has been touched.
     """
     with _blamed_on(f"The command line {' '.join(argv)!r}"):
         script, args, model_config, recipe = parse(argv)
@@ -81,7 +81,7 @@ def prepare(argv: Sequence[str]) -> Run:
     reward_funcs = load_rewards(script, args)
     config, tokenizer = _check_models(script, args, model_config)
     with _blamed_on(f"dataset_name={script.dataset_name!r}"):
-        with args.main_process_first(desc="loading the data set"):
+        with args.main_process_first(desc="loading the dataset"):
             data = load_data(script, args, tokenizer)
         preflight.check_template_options(args, tokenizer, data.training[0]["prompt"])
         preflight.check_columns(reward_funcs, data.training)
@@ -108,7 +108,7 @@ def prepare(argv: Sequence[str]) -> Run:
 def _find_checkpoint(
     script: OPOScriptArguments, args: RolloutConfig, settings: Mapping[str, Any], model: str
 ) -> tuple[str | None, bool]:
-    """The checkpoint to resume from, if any, and whether the run that is in the folder continues."""
+    """The checkpoint to resume from, if any, and whether the run in the folder continues."""
     folder, asked = Path(args.output_dir), args.resume_from_checkpoint
     with _blamed_on(f"output_dir={args.output_dir!r} with resume_from_checkpoint={asked!r}"):
         checkpoint = find_checkpoint(asked, args.output_dir)
@@ -184,13 +184,13 @@ def _named(model_config: ModelConfig) -> str:
 
 @contextmanager
 def _blamed_on(what: str) -> Iterator[None]:
-    """Name `what` was asked for in whatever a library raises in this context; `--debug` shows where."""
+    """Name `what` in any error that a library raises in this context; `--debug` shows where."""
     try:
         yield
     except (ValueError, ImportError):
         raise
     except LIBRARY_ERRORS as error:
-        said = str(error).strip().rstrip(".") or "no more is said"
+        said = str(error).strip().rstrip(".") or "no message"
         raise ValueError(f"{what} cannot be used: {type(error).__name__}: {said}. `--debug` shows where.") from error
 
 
@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"Report: {write_report(Path(ready.trainer.args.output_dir))}")
     # `Trainer.end` has shut the process group down, but its threads and connections live as long as the wrapped model
     # refers to it. Left to the exit of the interpreter, gloo's destructor sometimes hangs. All processes have agreed
-    # to end, so nothing is pending that it could wait for. After an error others may wait, so this is not done then.
+    # to end, so nothing is pending. After an error, other processes may still wait, so this is skipped.
     del ready
     gc.collect()
     return status

@@ -299,7 +299,7 @@ def report() -> Iterator[str]:
         for method in methods(tree):
             for path in (path for path, entries in CONTRACT.items() if entries.get(method.name) is not None):
                 if method.name != "__init__" and (further := _further(path, method.name, method.args)):
-                    yield f"{path}.{method.name} has further parameters {', '.join(further)}: {module}"
+                    yield f"{path}.{method.name} has additional parameters {', '.join(further)}: {module}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 Dry run of the training arguments.
 
 Optimizers, schedules, trackers and data loaders check their options when they are constructed, long after a run has
-started, and some ignore unknown options silently. Here each is constructed once from something small.
+started, and some ignore unknown options silently. Here each is constructed once, on something small.
 """
 
 import copy
@@ -36,7 +36,7 @@ _OPTIONS = (
     "liger_kernel_config",
 )
 
-_STEPS = 10_000  # stands for the length of a run that is not known yet
+_STEPS = 10_000  # stands in for the unknown length of a run
 
 # Keys whose value may be any text.
 _TEXTS = {"stop", "bad_words", "stop_strings"}
@@ -54,7 +54,7 @@ def dry_run_arguments(args: GRPOConfig) -> None:
     Construct small versions of what a run constructs from its configuration.
 
     Raises:
-        One of [`~blame.LIBRARY_ERRORS`]: an option cannot be used, or has no effect.
+        One of [`~checks.blame.LIBRARY_ERRORS`]: an option cannot be used, or has no effect.
     """
     for name in _OPTIONS:
         check_options(name, getattr(args, name))

@@ -116,7 +116,7 @@ def _check_device_map(device_map: Any) -> None:
 
 
 def _check_shapes(model: Any, path: str, options: Mapping[str, Any]) -> None:
-    """Reject options that give the model other shapes than its weights, which would fail only in loading."""
+    """Reject options that give the model other shapes than its weights, which would fail only when loading."""
     changed = options.keys() & model.config.to_dict().keys() - {"dtype"}
     quantized = getattr(model.config, "quantization_config", None) is not None  # packed weights have other shapes
     if not changed or quantized or options.get("ignore_mismatched_sizes"):

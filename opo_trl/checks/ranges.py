@@ -2,8 +2,8 @@
 The allowed values of every numeric field of a configuration, and of every field with a fixed set of words.
 
 One table for [`OPOConfig`], the script's arguments and TRL's `ModelConfig`, including inherited fields. Transformers
-and TRL check few of theirs: a run trains silently with a meaningless value, or fails after minutes. A test goes
-through the fields of the installed versions and fails on a number without a range.
+and TRL check few of theirs: a run trains silently with a meaningless value, or fails after minutes. A test fails
+if the installed versions have a numeric field without a range.
 """
 
 import functools
@@ -18,7 +18,7 @@ from ..fields import hints
 from ..rewards.scoring import LEAST_MEMORY
 
 
-# Limits for the size of non-zero floats: beyond them a value is a typo, and its square is 0 or infinity in float32.
+# Limits for the magnitude of non-zero floats: a value beyond them is a typo, and its float32 square is 0 or infinity.
 SMALLEST, LARGEST = 1e-30, 1e30
 
 
@@ -170,7 +170,7 @@ RANGES: dict[str, Range] = {
     "report_size": _COUNT,
     "report_samples": _COUNT,
     "num_completions_to_print": _COUNT_OR_ZERO,
-    # Seeds: NumPy's global generator takes 32 bits, PyTorch's 64, that of a data set any number
+    # Seeds: NumPy's global generator takes 32 bits, PyTorch's 64, a dataset's any number
     "seed": _integer(0, 2**32 - 1),
     "data_seed": _integer(-(2**63), 2**64 - 1),
     "subset_seed": _COUNT_OR_ZERO,
@@ -249,7 +249,7 @@ def check(arguments: Any) -> None:
     Check the numbers and words of a dataclass.
 
     Raises:
-        `ValueError`: a value is out of range, not finite, or of another type. The message names the field, its value
+        `ValueError`: a value is out of range, not finite, or of the wrong type. The message names the field, its value
             and what to set it to.
     """
     kind: Any = type(arguments)
@@ -273,7 +273,7 @@ def check(arguments: Any) -> None:
 
 def _wanted(allowed: Range, value: Any) -> str:
     if isinstance(value, float) and value and math.isfinite(value) and not SMALLEST <= abs(value) <= LARGEST:
-        return f"{allowed}: 0, or between {SMALLEST:g} and {LARGEST:g} in size"
+        return f"{allowed}: 0, or between {SMALLEST:g} and {LARGEST:g} in magnitude"
     return str(allowed)
 
 

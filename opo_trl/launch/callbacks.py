@@ -26,7 +26,7 @@ def measure(trainer: RolloutTrainer, data: Mapping[str, Dataset], samples: int) 
 
 
 def table(before: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> str:
-    """Accuracies with their intervals as text, one line per level and decoding; blank where one is not known."""
+    """Accuracies with their intervals as text, one line per level and decoding; blank where unknown."""
     after = after or {}
     rows = dict.fromkeys((level, way) for results in (before, after) for level in results for way in results[level])
 
@@ -88,7 +88,7 @@ class ReportBefore(TrainerCallback):
             Content of `summary.json` so far, the same on every process; `before` is filled in here.
 
     Attributes:
-        seconds (`float`): time that this took.
+        seconds (`float`): duration of the measurement.
     """
 
     def __init__(self, trainer: RolloutTrainer, data: Mapping[str, Dataset], samples: int, summary: dict[str, Any]):

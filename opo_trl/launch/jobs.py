@@ -1,4 +1,4 @@
-"""The runs of a comparison: which are missing, and running each of those in a process."""
+"""The runs of a comparison: find the missing ones, and run each in a process."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ from ..report.run_folder import LOG, RECIPE, SETTINGS, is_run, read_json
 from ..report.runs import Settings, check_comparable, is_finished
 
 
-# Fields of a run that are set here, and those that do not affect training.
+# Fields that are set here for each run, and those that do not affect training.
 OWN_FIELDS = ("config", "output_dir", "seed", "disable_tqdm", "resume_from_checkpoint")
 _IMMATERIAL = (*OWN_FIELDS, "overwrite", "report_to", "env")
 
@@ -35,7 +35,7 @@ class Job:
     recipe: Path
     seed: int
     folder: Path
-    fields: tuple[str, ...]  # further `--field value` of the command line
+    fields: tuple[str, ...]  # other `--field value` of the command line
 
     @property
     def name(self) -> str:
@@ -116,7 +116,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def agree(asked: Any, resolved: Any) -> bool:
-    """Whether a value from a recipe or a command line equals the one that a run has resolved it to."""
+    """Whether a value from a recipe or a command line equals the resolved one of a run."""
     asked, resolved = _typed(asked), _typed(resolved)
     if isinstance(asked, Mapping) and isinstance(resolved, Mapping):  # resolved: with defaults
         return all(agree(value, resolved.get(key)) for key, value in asked.items())
@@ -172,7 +172,7 @@ def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings
 
 @contextmanager
 def _processes() -> Iterator[dict[Job, subprocess.Popen]]:
-    """Processes that are ended when this one leaves the block or receives a signal to end."""
+    """Processes that end when this one leaves the block, also through a signal."""
     running: dict[Job, subprocess.Popen] = {}
     handlers = {number: signal.signal(number, signal.default_int_handler) for number in _ENDING_SIGNALS}
     try:

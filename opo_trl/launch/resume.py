@@ -17,8 +17,8 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
     """
     Check that a checkpoint is resumed with the model, data and method that it was trained with.
 
-    Its settings are read from the folder of its run, in which it lies. If it lies elsewhere, only the base model of an
-    adapter is known; `model` is that of the run that resumes it: a folder, or an id on the Hub.
+    Its settings are read from the run folder that contains it. Without one, only the base model of an adapter is
+    known. `model` is the base model of the run that resumes it: a folder, or an id on the Hub.
 
     Raises:
         `ValueError`: names the fields that differ.
@@ -31,7 +31,7 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
         lines = "\n".join(f"  {name}={saved.get(name)!r} there, {name}={asked.get(name)!r} here" for name in differing)
         raise ValueError(
             f"resume_from_checkpoint={folder!r} belongs to a run with other settings:\n{lines}\n"
-            "Set the same values here, or choose another `output_dir` and start at the beginning."
+            "Set the same values here, or choose another `output_dir` and start from the beginning."
         )
     base = read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path", model)
     if not saved and os.path.realpath(base) != os.path.realpath(model):
@@ -45,7 +45,7 @@ def known_accuracies(folder: Path, checkpoint: str | None) -> dict[str, Any]:
     """
     What `summary.json` holds when a run starts or resumes.
 
-    Broadcast from the first process: the others could read the file after the first one has written it.
+    Broadcast from the first process, because another one might read the file after the first has updated it.
     """
     summary = read_json(folder / SUMMARY)
     if checkpoint is None:  # it starts over

@@ -85,7 +85,7 @@ class StopOnSignal(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         if self._agreed:
-            # If a process left while the first one writes, the launcher would end them all.
+            # If a process exited while the first one is still writing, the launcher would end them all.
             self.trainer.accelerator.wait_for_everyone()
             name = signal.Signals(self._agreed).name
             self.trainer.accelerator.print(

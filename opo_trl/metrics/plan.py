@@ -57,9 +57,9 @@ def _updates(trainer: Any) -> str:
     rows, micro = args.per_device_train_batch_size, args.gradient_accumulation_steps
     per_step = rows * micro * args.world_size
     steps = args.optimizer_steps_per_rollout
-    reuse = f"{steps:g} optimizer step{'' if steps == 1 else 's'} per rollout"
+    per_rollout = f"{steps:g} optimizer step{'' if steps == 1 else 's'} per rollout"
     return (
-        f"{reuse if steps >= 1 else f'{1 / steps:g} rollouts per optimizer step'}, {per_step} completions each "
+        f"{per_rollout if steps >= 1 else f'{1 / steps:g} rollouts per optimizer step'}, {per_step} completions each "
         f"(processes × micro-batches × rows: {args.world_size} × {micro} × {rows})"
     )
 
@@ -97,7 +97,7 @@ def _memory(trainer: Any) -> str:
 
 
 def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
-    """[`memory.memory_plan`] of a trainer whose model has not been wrapped yet."""
+    """[`metrics.memory.memory_plan`] of a trainer whose model has not been wrapped yet."""
     args, sharding = trainer.args, _sharding(trainer)
     prompt, completion = _row_tokens(trainer)
     half = trainer.accelerator.mixed_precision != "no"

@@ -1,4 +1,4 @@
-"""What the samples of an optimizer step report, gathered over all processes once the step is done."""
+"""Reports of the samples of an optimizer step, gathered over all processes at its end."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from .opo import step_metrics
 
 logger = get_logger(__name__)
 
-# With a smaller effective sample size in so many rollouts in a row, one completion of each group has all the weight.
+# Below this effective sample size, one completion per group has nearly all the weight; warn after this many rollouts.
 _LOW_ESS = 2.0
 _LOW_ESS_ROLLOUTS = 10
 
@@ -52,7 +52,7 @@ class SampleReport:
 
     @classmethod
     def gather(cls, reports: Sequence["SampleReport"], accelerator: Accelerator) -> "SampleReport":
-        """All samples of the step, over all processes, in one collective call; processes have equally many."""
+        """All samples of the step, over all processes, in one collective call; each process has the same number."""
         table = torch.cat([torch.stack([*vars(report).values()], dim=1) for report in reports])
         return cls(*accelerator.gather(table).T)
 
@@ -73,7 +73,7 @@ def metrics_of_samples(samples: SampleReport, args: Any, *, kl: bool, bonus: boo
         clamped=samples.clamped.bool(),
     )
     if args.log_ratio_reduction == "mean":
-        # Only the log-ratio of complete completions gives the χ² divergence of the policy.
+        # Only the log-ratio of whole completions gives the χ² divergence of the policy.
         sequence = step_metrics(samples.sequence_log_ratio, samples.target, mu=samples.mu, weights=samples.weights)
         step["sequence_chi2"] = sequence["chi2"]
     step["off_policy_steps"] = samples.age.max()
@@ -90,7 +90,7 @@ def metrics_of_samples(samples: SampleReport, args: Any, *, kl: bool, bonus: boo
 
 def count_low_ess(rollouts: int, ess: float, args: Any) -> int:
     """
-    Count rollouts in a row with a low effective sample size of the escort weights; warn when there are too many.
+    Count consecutive rollouts with a low effective sample size of the escort weights; warn when there are too many.
 
     `rollouts` is the count so far, `ess` the effective sample size of the current rollout.
     """

@@ -159,8 +159,8 @@ def seconds(run: Run) -> Points:
 
 def wall_time(run: Run) -> float | None:
     """
-    Seconds of training, with validation. A resumed run only knows those of its last part: then at least those of all
-    steps.
+    Seconds of training, including validation. A resumed run has measured only its last part; the seconds of all steps
+    are then a lower bound.
     """
     measured = [run.summary.get("train_seconds"), *(total for _, total in seconds(run)[-1:])]
     return max((value for value in measured if value is not None), default=None)

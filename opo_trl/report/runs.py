@@ -16,7 +16,7 @@ from .run_folder import ENVIRONMENT, LOG, RECIPE, SETTINGS, SUMMARY, is_run, rea
 
 Settings = Mapping[str, Any]
 
-# Fields of TRL and Transformers. Ours say it where they are defined: `alpha: Annotated[float, OBJECTIVE]`.
+# Fields of TRL and Transformers. Ours are annotated where they are defined: `alpha: Annotated[float, OBJECTIVE]`.
 _INHERITED = {
     DATA: "dataset_name dataset_config dataset_train_split dataset_test_split chat_template_kwargs",
     MODEL: "model_name_or_path model_revision dtype load_in_8bit load_in_4bit use_peft use_dora use_rslora",
@@ -122,7 +122,7 @@ def _read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def fields_deciding(*topics: str) -> tuple[str, ...]:
-    """Fields that decide one of these topics, of all methods. Imports TRL."""
+    """Fields of all methods that decide one of these topics. Imports TRL."""
     return tuple(name for topic in topics for name in (*_INHERITED[topic].split(), *_ours(topic)))
 
 
@@ -148,7 +148,7 @@ def defining_settings(settings: Settings) -> dict[str, Any]:
     prefixed = [key for key in settings if key.startswith(_DEFINING_PREFIXES) and key != "report_to"]
     defining = (*fields_deciding(DATA, MODEL, SAMPLING), "max_steps", *sorted(prefixed))
     values = {key: settings.get(key) for key in defining}
-    if values["max_steps"] is None or values["max_steps"] <= 0:  # else the number of epochs is without effect
+    if values["max_steps"] is None or values["max_steps"] <= 0:  # otherwise the number of epochs has no effect
         values["num_train_epochs"] = settings.get("num_train_epochs")
     steps = optimizer_steps_per_rollout({**settings, "num_iterations": 1})
     values["completions per optimizer step"] = settings["generation_batch_size"] / steps

@@ -143,7 +143,7 @@ def _ends_in_box(text: str) -> bool:
 
 
 def _is_set_for_tuple(gold: str, answer: str) -> bool:
-    r"""math-verify does not tell `\{1,2\}` from `(1,2)`."""
+    r"""math-verify does not distinguish `\{1,2\}` from `(1,2)`."""
     return {latex.lstrip("\\")[:1] + latex[-1:] for latex in (gold, answer)} == {"()", "{}"}
 
 
@@ -177,7 +177,7 @@ def _equivalent(gold: Basic, answer: Basic) -> bool:
     Equivalences that math-verify misses: terms in `i`, which it reads as a variable; a variable and a term; relations
     of which one is a multiple of the other, such as `x - y = 1` and `2y - 2x = -2`.
     """
-    # The parser assumes variables to be real, except next to `i`, and SymPy tells real from other variables by name.
+    # The parser assumes variables to be real, except next to `i`; to SymPy, a real `x` and another `x` differ.
     names = {symbol: Symbol(symbol.name) for symbol in gold.free_symbols | answer.free_symbols}
     units = {symbol: I for symbol in names if symbol.name == "i"}
     if isinstance(gold, Expr) and isinstance(answer, Expr):

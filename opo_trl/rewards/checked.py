@@ -1,4 +1,4 @@
-"""Rewards that run in the training process: what fails there is named ([`RewardError`])."""
+"""Rewards that run in the training process: an error names the function that failed ([`RewardError`])."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized

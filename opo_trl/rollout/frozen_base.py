@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local_part(parameter: nn.Parameter) -> Tensor:
-    """What this process holds of a parameter: its shard under ZeRO-3 and FSDP2, else all of it. Shares its memory."""
+    """This process's part of a parameter: its shard under ZeRO-3 and FSDP2, otherwise all of it. Shares its memory."""
     if hasattr(parameter, "ds_tensor"):
         return parameter.ds_tensor.data
     tensor = parameter.detach()

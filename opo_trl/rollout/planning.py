@@ -26,8 +26,8 @@ Rows = dict[str, Any]
 PASS_TOKENS = 256
 
 # Where every pass communicates, as under ZeRO-2 (gradients), ZeRO-3 and FSDP (parameters as well), its cost depends on
-# the network: from hundreds of tokens within a node to many thousands between nodes. It is not known here, so there
-# are never more passes than without a plan: this is more than any padding costs.
+# the network: from hundreds of tokens within a node to many thousands between nodes. It is unknown here, so this
+# exceeds the cost of any padding: there are never more passes than without a plan.
 FEWEST_PASSES = 1e12
 
 # Entries of models with images that have a column per token of prompt and completion together.
@@ -79,8 +79,8 @@ def cut(lengths: np.ndarray, *, max_rows: int, max_tokens: int | None, pass_toke
     """
     Cut samples, in their order, into the parts that cost the least: padded tokens, plus `pass_tokens` per part.
 
-    Dynamic programming over the samples, with `max_rows` choices for each. It earns its lines: on MATH's lengths, bins
-    that are filled greedily cost 2–7 % more, and up to 23 % more tokens with [`FEWEST_PASSES`] and `max_tokens`.
+    Dynamic programming over the samples, with `max_rows` choices for each. It is worth its lines: on MATH's
+    lengths, greedily filled bins cost 2–7 % more, and up to 23 % more tokens with [`FEWEST_PASSES`] and `max_tokens`.
 
     Args:
         lengths (`np.ndarray`): tokens of prompts and of completions, `[B, 2]`, longest first.
@@ -106,7 +106,7 @@ def cut(lengths: np.ndarray, *, max_rows: int, max_tokens: int | None, pass_toke
 
 def split_further(lengths: np.ndarray, bounds: list[int], n_parts: int) -> list[int]:
     """
-    Split parts until there are `n_parts`, as many as on other processes, each time where it saves the most padding.
+    Split parts until there are `n_parts`, as on other processes, each time where it saves the most padding.
 
     `lengths` are those of [`cut`], and `bounds` what it returns; so is the result, for at least `n_parts` parts.
     """
@@ -148,11 +148,11 @@ def _padded_tokens(lengths: np.ndarray, max_rows: int, max_tokens: int | None) -
 
 def partition(lengths: np.ndarray, zero_gradient: np.ndarray, n_processes: int) -> np.ndarray:
     """
-    Partition samples among processes: equally many for each, with about as many tokens to compute.
+    Partition samples among processes: the same number each, with about the same number of tokens to compute.
 
     Args:
         lengths (`np.ndarray`): tokens of prompts and of completions, `[N, 2]`; N is a multiple of `n_processes`.
-        zero_gradient (`np.ndarray`): samples that are not computed, `[N]`.
+        zero_gradient (`np.ndarray`): samples that need not be computed, bool `[N]`.
 
     Returns:
         `np.ndarray`: the samples of each process, `[n_processes, N / n_processes]`.

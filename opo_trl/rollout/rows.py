@@ -1,5 +1,5 @@
 """
-Which optimizer step a completion serves, and how the samples of a rollout are taken apart.
+Which optimizer step a completion serves, and how the samples of a rollout are split.
 
 The step is a function of the seed and of the position in the run. TRL draws it from random states that depend on the
 number of processes and are lost on resumption.
@@ -70,7 +70,7 @@ def rows_of_steps(
     processes: int,
 ) -> list[dict[str, Any]]:
     """
-    Split this process's samples of a rollout by the optimizer step that they serve: equally many for each.
+    Split this process's samples of a rollout by optimizer step, the same number for each.
 
     The samples, TRL's tensors and lists, are in the order of the prompts. Where `gradient_accumulation_steps` does not
     divide `steps_per_generation`, samples stay together in the longest runs of micro-batches that divide both. `index`
@@ -85,8 +85,8 @@ def rows_of_steps(
     n_steps = steps_per_generation // math.gcd(steps_per_generation, gradient_accumulation_steps)
     # Drawn for the samples of all processes, so that the result does not depend on how many there are.
     step_of_row = optimizer_step_of_rows(n_local * processes, n_steps, seed=seed, rollout=index)
-    # Every step has equally many of this process's samples, so equal slices of the sorted ones are the steps. Stable:
-    # within a step, samples stay in the order of the prompts.
+    # Every step has the same number of this process's samples, so equal slices of the sorted ones are the steps.
+    # Stable: within a step, samples stay in the order of the prompts.
     order = np.argsort(step_of_row[process * n_local : (process + 1) * n_local], kind="stable")
     steps: list[Any] = split_tensor_dict(_in_order(rows, order), n_steps)
     return [unsplit_pixel_values_by_grid(step) for step in steps]
@@ -100,12 +100,12 @@ def micro_batches(rows: Mapping[str, Any], n_batches: int) -> list[dict[str, Any
 
 
 def take_rows(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:
-    """Some samples of a rollout, in a given order; values of the rollout as such stay."""
+    """Some samples of a rollout, in a given order; values that are not per sample stay."""
     return unsplit_pixel_values_by_grid(_in_order(split_pixel_values_by_grid(dict(rows)), order))
 
 
 def gather_rows(rows: Mapping[str, Any], accelerator: Accelerator) -> dict[str, Any]:
-    """The samples of all processes, which have equally many, padded to the longest of them all; lists stay."""
+    """The samples of all processes, which have the same number each, padded to the longest; lists stay."""
 
     def gathered(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:
@@ -135,7 +135,7 @@ def gather_samples(
     rollout: Mapping[str, Any], logps: torch.Tensor | None, accelerator: Accelerator
 ) -> tuple[torch.Tensor, ...]:
     """
-    Gather what the target of a rollout depends on, in groups, by one collective call.
+    Gather what the target of a rollout depends on, in complete groups, by one collective call.
 
     On the host and in float64: N numbers cost nothing there, and the target is the same on every device. `logps` are
     the log-probabilities of tokens under the behaviour policy, `[B, T]`; `None` counts as 0.
@@ -155,7 +155,7 @@ def gather_samples(
         )
     mask = completion_tokens(rollout)
     logps = torch.zeros_like(mask, dtype=torch.float32) if logps is None else logps
-    # A rollout that an override made from scratch may have no rewards: then its advantages are all there is.
+    # A rollout that an override made from scratch may have advantages but no rewards.
     rewards = rollout.get("rewards_per_func", torch.zeros_like(advantages).unsqueeze(1))
     columns = [advantages, mask.sum(dim=1), torch.where(mask, logps, 0.0).sum(dim=1), token_mean(logps, mask)]
     table = torch.cat([torch.stack([column.float() for column in columns], dim=1), rewards.float()], dim=1)

@@ -24,7 +24,7 @@ class ScoringTrainer(GRPOTrainer):
 
     args: RolloutConfig
 
-    _reward_failures: dict[str, float]  # by kind, over all processes; whoever logs them sets them to 0
+    _reward_failures: dict[str, float]  # by kind, over all processes; logging resets them
     _reward_failure_rate = 0.0  # in training, over all processes
 
     @contextmanager

@@ -49,6 +49,6 @@ def _watch(base_url: str, done: threading.Event) -> None:
 
 def _message(base_url: str) -> str:
     return (
-        f"The vLLM server at {base_url} does not answer any more. Its own log says why; start it again, and resume "
+        f"The vLLM server at {base_url} no longer answers. Its own log says why; start it again, and resume "
         "the run with `--resume_from_checkpoint last`."
     )

@@ -71,7 +71,7 @@ def test_server_that_hangs_ends_the_waiting_process(server):
     server.RequestHandlerClass.healthy = False
     done = wait(server, "forever")
     assert done.returncode == 1
-    assert f"The vLLM server at {url(server)} does not answer any more" in done.stderr
+    assert f"The vLLM server at {url(server)} no longer answers" in done.stderr
     assert "`--resume_from_checkpoint last`" in done.stderr
 
 

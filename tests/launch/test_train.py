@@ -349,7 +349,7 @@ def small_qwen3(shared_data, tmp_path_factory) -> Path:
 
 
 def ascii_reward(completions, **kwargs):
-    """The share of the text that is ASCII: a random model can get better at that."""
+    """The fraction of ASCII text: a random model can improve it."""
     texts = [completion[0]["content"] for completion in completions]
     return [sum(character.isascii() for character in text) / max(len(text), 1) for text in texts]
 

@@ -7,7 +7,7 @@ A problem is a prompt such as `47+38-16=`. Its worked solution is the chain of w
 operand and running result lies between 10 and 99, so that all problems of a level have the same length and no number
 needs a sign.
 
-The rows have the four columns of the MATH data set (`problem`, `level`, `type`, `solution`). To print a few:
+The rows have the four columns of the MATH dataset (`problem`, `level`, `type`, `solution`). To print a few:
 
     python -c "from opo_trl.data.arithmetic import make_problems as m; print(*m('test', ['Level 3'])[:3], sep='\\n')"
 """
