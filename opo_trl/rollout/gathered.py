@@ -13,7 +13,7 @@ from .rows import completion_tokens
 
 def gather_samples(rollout: Mapping[str, Any], logps: Tensor | None, accelerator: Accelerator) -> tuple[Tensor, ...]:
     """
-    Gather what the target of a rollout depends on, in complete groups, by one collective call.
+    Gather the inputs of a rollout's target, in complete groups, by one collective call.
 
     On the host and in float64: N numbers cost nothing there, and the target is the same on every device.
 

@@ -1,4 +1,4 @@
-"""Padding-free forward passes: the samples of a micro-batch one after another, in one row without padding."""
+"""Padding-free forward passes: the samples of a micro-batch follow one another in one row, without padding."""
 
 from typing import Any
 

@@ -100,7 +100,7 @@ def rows_of_steps(
     """
     rows = split_pixel_values_by_grid(dict(rollout))
     n_local = len(rows["completion_ids"])
-    # TRL's shuffle, drawn only to advance the random state: the same seed then samples what it does in GRPOTrainer.
+    # TRL's shuffle, drawn only to advance the random state, so that the same seed samples as in GRPOTrainer.
     torch.randperm(n_local)
     # Optimizer steps of the rollout. Where they do not divide it, windows of accumulation begin at every multiple of
     # the gcd, so only runs of that length serve a single step.

@@ -180,7 +180,7 @@ def arithmetic_reward(
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or as conversations, of which the last message counts.
+            Completions, as text or as conversations, whose last message counts.
         solution (`list[str]`):
             Worked solution of each completion's problem.
         **kwargs:
