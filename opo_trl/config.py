@@ -70,9 +70,10 @@ class RolloutConfig(GRPOConfig):
             processes, the run can continue only if the lack of space was detected before the save began.
 
     Raises:
-        `ValueError`: a value is out of its range, a watch cannot be parsed, batch sizes do not divide, there are more
-        processes than devices, `max_sampling_rounds` is above 1 although advantages are normalized over groups that
-        may still be replaced, or `enable_jit_checkpoint` is set, which saves in the middle of an optimizer step.
+        `ValueError`: a value is out of its range, a watch cannot be parsed, batch sizes do not divide evenly, there
+        are more processes than devices, `max_sampling_rounds` is above 1 although advantages are normalized over
+        groups that may still be replaced, or `enable_jit_checkpoint` is set, which saves in the middle of an optimizer
+        step.
     """
 
     unused_fields: ClassVar[frozenset[str]] = frozenset()  # inherited fields without effect; reports omit them
@@ -285,12 +286,12 @@ class OPOConfig(RolloutConfig):
             Margin of `positivity="clip"`, in `(0, 1)`.
         log_ratio_reduction (`str`, *optional*, defaults to `"sum"`):
             `"sum"`: Δ is the log-ratio of the whole completion, and `opo/chi2` the χ² divergence of the policy; the
-            loss is divided by the rollout's mean completion length, so that gradient norms compare with GRPO's.
+            loss is divided by the rollout's mean completion length, so that gradient norms are comparable to GRPO's.
             `"mean"`: Δ is divided by the completion's length T, which makes the trust region T times softer at the
             same μ.
         log_ratio_clamp (`float`, *optional*):
-            Bound on |Δ|, positive. Defaults to 20 for `"sum"` and 5 for `"mean"`. A completion beyond it has no
-            gradient: `opo/frac_clamped` counts them.
+            Bound on |Δ|, positive. Defaults to 20 for `"sum"` and 5 for `"mean"`. Completions beyond it have
+            no gradient; `opo/frac_clamped` is their fraction.
         ratio_form (`str`, *optional*, defaults to `"log"`):
             Coordinate of the loss: `"log"`: u = Δ, the paper's surrogate; `"exact"`: u = π/π_k − 1.
 
@@ -314,7 +315,7 @@ class OPOConfig(RolloutConfig):
 
     Raises:
         `ValueError`: a value is out of its range, `mu` and `chi2_radius` are both set, or an inherited parameter
-        is set that the objective does not use. The message names the field, the value and what to do.
+        that the objective does not use is set. The message names the field, the value and what to do.
     """
 
     unused_fields: ClassVar[frozenset[str]] = frozenset({*REJECTED_FIELDS, "importance_sampling_level"})
@@ -355,14 +356,16 @@ class OPOConfig(RolloutConfig):
     )
     ratio_form: Annotated[RatioForm, OBJECTIVE] = field(default="log", metadata={"help": "Coordinate of the loss."})
     plan_micro_batches: bool = field(
-        default=True, metadata={"help": "Sort samples by length, and trim each micro-batch to its longest."}
+        default=True, metadata={"help": "Whether to sort samples by length, and trim each micro-batch."}
     )
     max_tokens_per_micro_batch: int | None = field(
         default=None, metadata={"help": "Maximum number of tokens in a micro-batch, including padding."}
     )
-    skip_inert_rows: bool = field(default=True, metadata={"help": "Skip samples whose gradient is exactly 0."})
+    skip_inert_rows: bool = field(
+        default=True, metadata={"help": "Whether to skip samples whose gradient is exactly 0."}
+    )
     padding_free: bool = field(
-        default=False, metadata={"help": "Pack the samples of a micro-batch into one row; for flash attention."}
+        default=False, metadata={"help": "Whether to pack a micro-batch into one row; for flash attention."}
     )
 
     def __post_init__(self):

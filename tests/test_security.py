@@ -98,7 +98,7 @@ from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from sympy import lambdify
 from sympy.core import evalf
 number = _Latex2Sympy.parse_number
-import opo_trl.rewards
+import opo_trl.rewards.accuracy
 opo_trl.rewards.accuracy.score(r"\\boxed{\\frac{1}{2} + 1}", "1.5")
 assert evalf.lambdify is lambdify and _Latex2Sympy.parse_number is number
 assert logging.getLogger("math_verify").getEffectiveLevel() == logging.WARNING

@@ -220,6 +220,6 @@ def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | N
 def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
-    if hasattr(value, "to_dict"):  # a mapping that Transformers has made an object of
+    if hasattr(value, "to_dict"):  # a mapping that Transformers has turned into an object
         value = value.to_dict()
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value

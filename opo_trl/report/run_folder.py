@@ -98,7 +98,7 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
     Create the folder of a run, or empty it, after [`check`], and lock it against other runs.
 
     Returns:
-        `IO[str]`: the open lock file. The folder stays locked until it is closed, or this process ends in any way.
+        `IO[str]`: the open lock file. The folder stays locked until it is closed, or this process ends for any reason.
     """
     check(folder, resume=resume, overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,7 @@ def accuracy_reward(completions: Sequence[Completion], solution: Sequence[str], 
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or as conversations, of which the last message counts.
+            Completions, as text or as conversations, whose last message counts.
         solution (`list[str]`):
             For each completion the gold answer, or a solution with the gold answer in its last box.
         **kwargs:
@@ -78,7 +78,7 @@ def format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[floa
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or as conversations, of which the last message counts.
+            Completions, as text or as conversations, whose last message counts.
         **kwargs:
             Columns and other arguments from the trainer, ignored.
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 # A box with its opening brace or, as in `\boxed 2`, with a bare number or letter; and the braces that open and close,
-# with escaped ones matched separately, because `\{` and `\}` are text. The look-ahead in the last line but one also
+# with escaped ones matched separately, because `\{` and `\}` are text. The look-ahead in the second-to-last line also
 # finds the box in `\\boxed{2}`, a doubly escaped answer.
 _BRACES = re.compile(
     r"""\\(?:boxed|fbox)(?![A-Za-z])\s*(?:(?P<open>\{)|(?P<bare>(?:-?\d+(?:[.,]\d+)*|[A-Za-z])(?![\w/^{}+*-]|[.,]\d))|)

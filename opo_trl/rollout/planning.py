@@ -21,7 +21,7 @@ from .rows import MULTIMODAL_KEYS, PROMPT_COLUMNS, take_rows
 
 Rows = dict[str, Any]
 
-# Cost of a pass besides its tokens, in tokens: it launches some thousand kernels and reads every parameter. An order
+# Cost of a pass besides its tokens, in tokens: it launches thousands of kernels and reads every parameter. An order
 # of magnitude: on a data-center GPU about 100 for 8B parameters, 1,000 for 0.6B.
 PASS_TOKENS = 256
 

@@ -78,7 +78,7 @@ def rows_of_steps(
     """
     rows = split_pixel_values_by_grid(dict(rollout))
     n_local = len(rows["completion_ids"])
-    # TRL's shuffle, drawn only to advance the random state: the same seed then samples what it does in GRPOTrainer.
+    # TRL's shuffle, drawn only to advance the random state, so that the same seed samples as in GRPOTrainer.
     torch.randperm(n_local)
     # Optimizer steps of the rollout. Where they do not divide it, windows of accumulation begin at every multiple of
     # the gcd, so only runs of that length serve a single step.
@@ -135,7 +135,7 @@ def gather_samples(
     rollout: Mapping[str, Any], logps: torch.Tensor | None, accelerator: Accelerator
 ) -> tuple[torch.Tensor, ...]:
     """
-    Gather what the target of a rollout depends on, in complete groups, by one collective call.
+    Gather the inputs of a rollout's target, in complete groups, by one collective call.
 
     On the host and in float64: N numbers cost nothing there, and the target is the same on every device. `logps` are
     the log-probabilities of tokens under the behaviour policy, `[B, T]`; `None` counts as 0.

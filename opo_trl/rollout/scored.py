@@ -47,7 +47,7 @@ class ScoringTrainer(GRPOTrainer):
         with checked(self):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         isolated = [reward for reward in self.reward_funcs if isinstance(reward, IsolatedReward)]
-        if isolated and self.model.training:  # what the log reports, and the limit, are of training
+        if isolated and self.model.training:  # the log and the limit cover training only
             self._count_failures(isolated, len(completions))
         return rewards
 

@@ -376,7 +376,7 @@ DATA = [
         change=write("data/train.jsonl", "".join(f"{json.dumps(row)}\n" for row in ROWS) + '{"problem": "1'),
     ),
     Case(
-        "line that is no object",
+        "line that is not an object",
         ["dataset_name=", "line 9 is [1, 2]", "Write rows as"],
         change=write_rows([*ROWS, [1, 2]]),
     ),
