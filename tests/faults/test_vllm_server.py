@@ -85,7 +85,7 @@ def test_server_that_is_gone_is_named(server):
     server.shutdown()
     server.server_close()
     with (
-        pytest.raises(RuntimeError, match=rf"The vLLM server at {address} does not answer") as raised,
+        pytest.raises(RuntimeError, match=rf"The vLLM server at {address} no longer answers") as raised,
         watched(address),
     ):
         urlopen(f"{address}/v1/models")
