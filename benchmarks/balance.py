@@ -40,13 +40,13 @@ def busiest(processes: int, dead: float, exchange: bool) -> float:
     for _ in range(TRIALS):
         problems = np.repeat(random.choice(percentiles["problem"], n // GROUP), GROUP)
         lengths = np.stack([problems, random.choice(percentiles["solution"], n)], axis=1)
-        inert = np.repeat(random.random(n // GROUP) < dead, GROUP)
-        dealt = partition(lengths, inert, processes) if exchange else np.arange(n).reshape(processes, -1)
-        active = [lengths[rows][~inert[rows]] for rows in dealt]
+        zero = np.repeat(random.random(n // GROUP) < dead, GROUP)
+        parts = partition(lengths, zero, processes) if exchange else np.arange(n).reshape(processes, -1)
+        active = [lengths[rows][~zero[rows]] for rows in parts]
         active = [rows[longest_first(rows)] for rows in active]
         n_parts = max(len(cut(rows, **LIMITS)) + 1 for rows in active)
         most += max(padded_tokens(rows, n_parts) for rows in active)
-        mean += lengths[~inert].sum() / processes
+        mean += lengths[~zero].sum() / processes
     return most / mean
 
 

@@ -42,7 +42,7 @@ _SHARED: dict[str, Any] = {
 # What is wrong with each run, as fields.
 CASES: dict[str, dict[str, Any]] = {
     "healthy": {},
-    "collapsing": {  # a reward that the same completion maximizes for every problem
+    "collapsing": {  # a reward that one completion maximizes for every problem
         "learning_rate": 5e-4,
         "steps_per_generation": 1,
         "reward_funcs": ["benchmarks.broken_on_purpose.ones", "arithmetic_reward"],
@@ -72,7 +72,7 @@ Steps = list[dict[str, float]]
 
 
 def ones(completions: list[str], **kwargs: Any) -> list[float]:
-    """A reward unrelated to the answer: the share of ones."""
+    """A reward unrelated to the answer: the fraction of ones."""
     return [completion.count("1") / max(len(completion), 1) for completion in completions]
 
 

@@ -5,7 +5,7 @@ What processes send each other in an optimizer step, with OPOTrainer and TRL's G
 
 Four processes over gloo train the same model on the same fixed rollout: 24 completions per process and optimizer
 step, with a quarter of the lengths of MATH's solutions, in micro-batches of 4, two optimizer steps per rollout.
-Counted are the numbers in the tensors that collective calls reduce, gather or scatter, relative to the model's
+The script counts the numbers in the tensors that collective calls reduce, gather or scatter, relative to the model's
 parameters. Those of exchanged samples (`rows`), which do not grow with the model, are counted separately. NCCL makes
 the same calls; their cost depends on the network.
 """

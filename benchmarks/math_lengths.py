@@ -1,5 +1,5 @@
 """
-Lengths of the MATH data set's problems and solutions in tokens of Qwen3, for the benchmarks.
+Lengths of the MATH dataset's problems and solutions in tokens of Qwen3, for the benchmarks.
 
     python -m benchmarks.math_lengths DATA/math DATA/Qwen3-1.7B      # → benchmarks/results/math_lengths.json
 """

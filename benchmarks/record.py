@@ -62,7 +62,7 @@ def begin(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 class Limit:
     """
-    A time limit, from now on.
+    A time limit that starts now.
 
     Args:
         seconds: the limit.
@@ -72,7 +72,7 @@ class Limit:
         self._seconds, self._started = seconds, time.perf_counter()
 
     def is_too_near(self, duration: float) -> bool:
-        """Whether something that takes so many seconds would end later; if so, prints it."""
+        """Whether the limit is less than `duration` seconds away; if so, print a message."""
         elapsed = time.perf_counter() - self._started
         if elapsed + duration > self._seconds:
             print(f"Stopped after {elapsed:.0f} s: the same command resumes.", flush=True)

@@ -273,7 +273,7 @@ def ratio(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, flo
     return {"median": round(middle, 3), "low": round(ratios[0], 3), "high": round(ratios[-1], 3)}
 
 
-# OPOTrainer's own work in an update phase, without passes through the model and what TRL does. The last three call the
+# OPOTrainer's own work in an update phase, without passes through the model and TRL's part. The last three call the
 # functions of `opo_trl.objective`.
 OWN_PARTS = {"planning": "_buffered", "drive": "_targets", "loss": "_compute_loss", "report": "_log_step"}
 

@@ -21,7 +21,7 @@ which was translated to LaTeX (backslashes of functions and of `\pi`, braces of 
 `\neq`). The file does not contain 22 files of math-validation, mostly on solving equations, and math-verify's lists
 with options.
 
-Both rewards are called as in training: the answer in a box, and the gold answer as a data set's column. TRL reads the
+Both rewards are called as in training: the answer in a box, and the gold answer as a dataset's column. TRL reads the
 gold answer as LaTeX between dollar signs or, if there is no other choice, without; both forms are tried on all
 verdicts, and the table has the one with which TRL agrees more often.
 """

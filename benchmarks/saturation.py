@@ -234,7 +234,7 @@ def _model_inputs(tokens: Tensor) -> dict[str, Tensor]:
 
 def _without_init(trainer_class: type, args: Any, model: BinaryPolicy, **attributes) -> Any:
     """
-    A TRL trainer only for its loss: no data, no tokenizer, one process, no output.
+    A TRL trainer with nothing but its loss: no data, no tokenizer, one process, no output.
 
     TRL's trainers keep most settings as attributes of the same name; `attributes` are the others.
     """

@@ -22,7 +22,7 @@ QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
 
 
 def small_qwen3(width: int, vocab_size: int = 1024) -> dict[str, Any]:
-    """A Qwen3 of two layers, in which the LM head has about the same share of the parameters as in Qwen3-0.6B."""
+    """A Qwen3 of two layers, whose LM head has about the same share of the parameters as that of Qwen3-0.6B."""
     return QWEN3_1_7B | {
         "vocab_size": vocab_size,
         "hidden_size": width,

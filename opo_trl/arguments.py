@@ -1,4 +1,4 @@
-"""`OPOScriptArguments`: the fields of a recipe that neither the trainer's configuration nor the model's has."""
+"""`OPOScriptArguments`: recipe fields that belong to neither the trainer's configuration nor the model's."""
 
 import json
 from collections.abc import Mapping
@@ -29,11 +29,11 @@ class OPOScriptArguments(ScriptArguments):
         reward_funcs (`list[str]`, *optional*, defaults to `["accuracy_reward"]`):
             Reward functions: `accuracy_reward`, `format_reward`, `arithmetic_reward`, TRL's
             `reasoning_accuracy_reward`, `think_format_reward` and `soft_overlong_punishment`, or dotted import paths.
-            The first one decides what counts as solved in every accuracy.
+            The first one defines what counts as correct in every accuracy.
         reward_workers (`int`, *optional*, defaults to `4`):
-            Worker processes per node that run `accuracy_reward`, shared by the node's training processes, with at
-            least one for each; 0 scores in the training processes. Other rewards always run there, except functions
-            that already are an [`IsolatedReward`].
+            Worker processes per node that run `accuracy_reward`, divided among the node's training processes, at
+            least one each; 0 scores in the training processes. Other rewards always run there, unless they already
+            are an [`IsolatedReward`].
         reward_timeout (`float`, *optional*, defaults to `30.0`):
             Seconds a worker has to score one completion. After that the completion is unscored, not wrong.
         reward_memory (`int`, *optional*, defaults to `2048`):
@@ -43,34 +43,34 @@ class OPOScriptArguments(ScriptArguments):
         reward_model_name_or_path (`str`, *optional*):
             Reward model to add to the reward functions.
         columns (`dict[str, str]`, *optional*):
-            Our name of a column → its name in the data set, such as `{problem: question, solution: answer}`; see
-            [`load_problems`]. With `prompt_style: dataset`: new name → name in the data set.
+            Maps our column names to the dataset's, such as `{problem: question, solution: answer}`; see
+            [`load_problems`]. With `prompt_style: dataset`, it renames columns: new name → old name.
         levels (`list[str]`, *optional*):
-            Levels of the training problems; `None` takes all.
+            Levels of the training problems; `None` for all.
         fraction (`float`, *optional*, defaults to `1.0`):
-            Share of these problems to train on, in `(0, 1]`.
+            Fraction of these problems to train on, in `(0, 1]`.
         subset_seed (`int`, *optional*, defaults to `42`):
-            Seed that selects this share, and the problems of the validation and the report.
+            Seed that selects this subset and the problems for validation and report.
         prompt_style (`str`, *optional*, defaults to `"chat"`):
-            `"chat"`: a user message with the problem and `instruction`; `"plain"`: the problem as it is; `"dataset"`:
-            the data set has its own `prompt` column and is used as it is.
+            `"chat"`: a user message with the problem and `instruction`; `"plain"`: the problem alone; `"dataset"`: the
+            dataset's own `prompt` column, unchanged.
         instruction (`str`, *optional*):
             Instruction that follows the problem in a chat prompt.
         max_prompt_length (`int`, *optional*):
-            Longest prompt, in tokens; longer ones are left out and counted.
+            Maximum length of a prompt in tokens; longer prompts are dropped and counted.
         validation_levels (`list[str]`, *optional*), validation_size (`int`, *optional*, defaults to `100`):
-            Levels and number of the test split's problems to solve every `validation_steps`.
+            Levels and number of test problems to solve every `validation_steps`.
         validation_steps (`int`, *optional*):
-            Optimizer steps between two validations; `None` for no validation.
+            Optimizer steps between validations; `None` for no validation.
         validation_decoding (`str`, *optional*, defaults to `"sampled"`):
             `"greedy"` or `"sampled"`.
         report_levels (`list[str]`, *optional*), report_size (`int`, *optional*, defaults to `500`):
-            Levels whose accuracies are reported before and after training, greedy and sampled, and the number of
-            problems of the test split for each level. `None` reports none.
+            Levels on which accuracy is reported before and after training, greedy and sampled, and the number of test
+            problems per level. `None` reports nothing.
         report_samples (`int`, *optional*, defaults to `1`):
-            Completions to sample for each of these problems; from 2 on, pass@k is reported as well.
+            Completions to sample per reported problem; with 2 or more, pass@k is reported as well.
         overwrite (`bool`, *optional*, defaults to `False`):
-            Delete an earlier run in `output_dir`.
+            Whether to delete an earlier run in `output_dir`.
         accelerate_config (`str`, *optional*):
             Accelerate configuration that `opo-trl train` launches with: a file, relative to the current folder or to
             the recipe's, or the name of one of TRL's (`single_gpu`, `multi_gpu`, `zero2`, …).
@@ -83,22 +83,22 @@ class OPOScriptArguments(ScriptArguments):
         default_factory=lambda: ["accuracy_reward"], metadata={"help": "Reward functions, by name or dotted path."}
     )
     reward_model_name_or_path: Annotated[str | None, REWARDS] = field(
-        default=None, metadata={"help": "Reward model to add."}
+        default=None, metadata={"help": "Reward model to add to the reward functions."}
     )
     reward_workers: int = field(default=4, metadata={"help": "Worker processes for accuracy_reward; 0 for none."})
     reward_timeout: float = field(default=30.0, metadata={"help": "Seconds a worker has to score one completion."})
-    reward_memory: int = field(default=2048, metadata={"help": "Memory of a worker in MiB."})
+    reward_memory: int = field(default=2048, metadata={"help": "Memory that a worker can allocate, in MiB."})
     overlong_cache: Annotated[int | None, REWARDS] = field(
         default=None, metadata={"help": "Tokens over which soft_overlong_punishment falls to -1."}
     )
     columns: Annotated[dict | str | None, DATA] = field(
-        default=None, metadata={"help": "Columns of the data set to use as problem, solution, level and type."}
+        default=None, metadata={"help": "Columns of the dataset to use as problem, solution, level and type."}
     )
     levels: Annotated[list[str] | None, DATA] = field(
         default=None, metadata={"help": "Levels of the training problems."}
     )
     fraction: Annotated[float, DATA] = field(
-        default=1.0, metadata={"help": "Share of the training problems, in (0, 1]."}
+        default=1.0, metadata={"help": "Fraction of the training problems, in (0, 1]."}
     )
     subset_seed: Annotated[int, DATA] = field(default=42, metadata={"help": "Seed that selects problems."})
     prompt_style: Annotated[Literal["chat", "plain", "dataset"], DATA] = field(
@@ -108,7 +108,7 @@ class OPOScriptArguments(ScriptArguments):
         default=INSTRUCTION, metadata={"help": "Instruction that follows the problem in a chat prompt."}
     )
     max_prompt_length: Annotated[int | None, DATA] = field(
-        default=None, metadata={"help": "Longest prompt in tokens."}
+        default=None, metadata={"help": "Maximum length of a prompt in tokens."}
     )
     validation_levels: list[str] | None = field(default=None, metadata={"help": "Levels of the validation problems."})
     validation_size: int = field(default=100, metadata={"help": "Number of validation problems."})
@@ -117,7 +117,7 @@ class OPOScriptArguments(ScriptArguments):
     report_levels: list[str] | None = field(default=None, metadata={"help": "Levels reported before and after."})
     report_size: int = field(default=500, metadata={"help": "Problems per reported level."})
     report_samples: int = field(default=1, metadata={"help": "Completions sampled per reported problem."})
-    overwrite: bool = field(default=False, metadata={"help": "Delete an earlier run in output_dir."})
+    overwrite: bool = field(default=False, metadata={"help": "Whether to delete an earlier run in output_dir."})
     accelerate_config: str | None = field(default=None, metadata={"help": "Accelerate configuration to launch with."})
 
     def __post_init__(self):
@@ -131,7 +131,7 @@ class OPOScriptArguments(ScriptArguments):
 
 def check_values(arguments: OPOScriptArguments | ModelConfig) -> None:
     """
-    Check each number, word and path of the script's or the model's arguments on its own.
+    Check each number, word and path of the script's or the model's arguments by itself.
 
     Raises:
         `ValueError`: names the field, its value and what to set it to.
@@ -145,7 +145,7 @@ def check_together(
     script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig, recipe: Mapping[str, Any]
 ) -> None:
     """
-    Check that the fields of a recipe fit together, and that none is without effect.
+    Check that the fields of a recipe fit together, and that each of them has an effect.
 
     Raises:
         `ValueError`: names the fields, their values and what to do.
@@ -153,33 +153,33 @@ def check_together(
     _check_data(script)
     _check_evaluation(args)
     for name, value in given(model_config).items() if not model_config.use_peft else ():
-        # A recipe that sets `use_peft: false` has switched adapters off on purpose.
+        # A recipe that sets `use_peft: false` turns adapters off on purpose.
         if (name.startswith("lora_") or name in ("use_dora", "use_rslora")) and "use_peft" not in recipe:
             raise ValueError(f"{name}={value!r} has no effect without adapters. Set `use_peft` to true, or remove it.")
     if not model_config.model_name_or_path:
         raise ValueError("model_name_or_path is not set. Set it to a model's Hub id or folder.")
     if args.sync_ref_model and model_config.use_peft:
         raise ValueError(
-            "sync_ref_model=True does not go with use_peft=True: the reference is the base model below the adapters, "
-            "which does not move. Remove one of them."
+            "sync_ref_model=True cannot be combined with use_peft=True: the reference is the base model below the "
+            "adapters, which does not move. Remove one of them."
         )
     if args.push_to_hub and (constants.HF_HUB_OFFLINE or not (args.hub_token or get_token())):
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "there is no token"
         raise ValueError(
-            f"push_to_hub=True cannot be done: {why}. Set `hub_token`, or log in with `hf auth login`, or remove "
+            f"push_to_hub=True is impossible: {why}. Set `hub_token`, or log in with `hf auth login`, or remove "
             "`push_to_hub`."
         )
     for name in ("load_in_4bit", "load_in_8bit"):
         if args.use_vllm and getattr(model_config, name):
             raise ValueError(
-                f"{name}=True does not go with use_vllm=True: TRL sends vLLM the packed weights, which vLLM rejects "
-                "(huggingface/trl#4973). Remove one of them."
+                f"{name}=True cannot be combined with use_vllm=True: TRL sends vLLM the packed weights, which vLLM "
+                "rejects (huggingface/trl#4973). Remove one of them."
             )
 
 
 def _check_data(script: OPOScriptArguments) -> None:
     if not script.dataset_name:
-        raise ValueError("dataset_name is not set. Set it to a data set's Hub id, file or folder, or to 'arithmetic'.")
+        raise ValueError("dataset_name is not set. Set it to a dataset's Hub id, file or folder, or to 'arithmetic'.")
     if script.prompt_style == "dataset":
         for name in ("levels", "fraction", "validation_levels", "report_levels"):
             value = getattr(script, name)
@@ -187,14 +187,14 @@ def _check_data(script: OPOScriptArguments) -> None:
                 raise ValueError(f"{name}={value!r} has no effect with prompt_style='dataset'. Remove `{name}`.")
     for name in ("dataset_streaming", "ignore_bias_buffers"):
         if getattr(script, name):
-            raise ValueError(f"{name}=True has no effect here: data sets are loaded completely. Remove `{name}`.")
+            raise ValueError(f"{name}=True has no effect here: datasets are loaded completely. Remove `{name}`.")
 
 
 def _check_evaluation(args: RolloutConfig) -> None:
     if args.eval_strategy != "no" or args.eval_on_start:
         asked = "eval_on_start" if args.eval_strategy == "no" else "eval_strategy"
         raise ValueError(
-            f"{asked}={getattr(args, asked)!s} needs an evaluation data set, which this command does not have. Set "
+            f"{asked}={getattr(args, asked)!s} needs an evaluation dataset, which this command does not have. Set "
             f"`validation_steps` instead, and remove `{asked}`."
         )
     for name in ("load_best_model_at_end", "metric_for_best_model"):

@@ -24,8 +24,8 @@ AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
 SaveFailure = Literal["stop", "continue"]
 
 
-# Fields of the parent that shape a loss OPO does not compute, and what to use instead. Only a value other than the
-# default is rejected: the default cannot be told from a field that is not set.
+# Parent fields that shape a loss OPO does not compute, and what to use instead. Only non-default values are rejected:
+# a field set to its default looks like one that is not set.
 REJECTED_FIELDS = {
     "loss_type": "OPO has one loss; choose its form with `ratio_form` and `log_ratio_reduction`",
     "epsilon": "OPO does not clip the ratio; bound the update with `mu` or `chi2_radius`",
@@ -50,48 +50,49 @@ class RolloutConfig(GRPOConfig):
 
     Parameters:
         max_sampling_rounds (`int`, *optional*, defaults to `1`):
-            Most rounds of generation for one rollout, at least 1. From 2 on, sampling is dynamic, as in DAPO:
-            zero-variance groups, whose completions all have the same reward, are replaced by groups of further
-            prompts, until none is left or the rounds are used up.
+            Maximum rounds of generation per rollout, at least 1. With 2 or more, sampling is dynamic, as in DAPO:
+            zero-variance groups, whose completions all have the same reward, are replaced by groups of new prompts
+            until none is left or the rounds are used up.
         max_reward_failure_rate (`float`, *optional*, defaults to `0.1`):
-            Largest share of completions, in `[0, 1]`, that an [`IsolatedReward`] may fail to score. It is a moving
-            average over all processes, in which each round of generation has the weight 0.1. Above it the run ends. 1
-            sets no limit.
+            Maximum fraction of completions, in `[0, 1]`, that an [`IsolatedReward`] may fail to score; above it, the
+            run ends. The fraction is a moving average over all processes, in which each round of generation has
+            weight 0.1. 1 sets no limit.
         max_skipped_steps (`int`, *optional*, defaults to `10`):
-            Consecutive optimizer steps with a non-finite gradient after which the run ends, with a checkpoint; at
-            least 1. Each such step is skipped on all processes, and its samples are saved in
+            Number of consecutive optimizer steps with a non-finite gradient after which the run saves a checkpoint
+            and ends, at least 1. Each such step is skipped on all processes, and its samples are saved in
             `skipped_step_{process}.pt`.
         watches (`list[str]`, *optional*):
-            Bounds on metrics of the log, such as `"warn if entropy < 0.1"` or `"stop if opo/chi2 > 2"`; see
-            [`~watches.Watches`].
+            Bounds on logged metrics, such as `"warn if entropy < 0.1"` or `"stop if opo/chi2 > 2"`; see
+            [`~metrics.watches.Watches`].
         save_failure (`str`, *optional*, defaults to `"stop"`):
             What to do when a checkpoint cannot be written, for example on a full disk: `"stop"` ends the run with an
-            error; `"continue"` trains on, with a warning. Earlier checkpoints stay intact in both cases. With several
-            processes, the run can continue only if the lack of space was noticed before the save began.
+            error; `"continue"` warns and trains on. Earlier checkpoints stay intact in both cases. With several
+            processes, the run can continue only if the lack of space was detected before the save began.
 
     Raises:
-        `ValueError`: a value is out of its range, a watch cannot be parsed, batches do not divide, there are more
-        processes than devices, `max_sampling_rounds` is above 1 although advantages are normalized over groups that
-        may still be replaced, or `enable_jit_checkpoint` is set, which saves in the middle of an optimizer step.
+        `ValueError`: a value is out of its range, a watch cannot be parsed, batch sizes do not divide evenly, there
+        are more processes than devices, `max_sampling_rounds` is above 1 although advantages are normalized over
+        groups that may still be replaced, or `enable_jit_checkpoint` is set, which saves in the middle of an optimizer
+        step.
     """
 
-    unused_fields: ClassVar[frozenset[str]] = frozenset()  # inherited ones that do not act; reports leave them out
+    unused_fields: ClassVar[frozenset[str]] = frozenset()  # inherited fields without effect; reports omit them
 
     max_sampling_rounds: Annotated[int, OBJECTIVE] = field(
         default=1,
-        metadata={"help": "Most rounds of generation per rollout; from 2 on, zero-variance groups are replaced."},
+        metadata={"help": "Maximum rounds of generation per rollout; 2 or more replace zero-variance groups."},
     )
     max_reward_failure_rate: float = field(
-        default=0.1, metadata={"help": "Largest share of completions, in [0, 1], that isolated rewards fail to score."}
+        default=0.1, metadata={"help": "Maximum fraction of completions, in [0, 1], that rewards may fail to score."}
     )
     max_skipped_steps: int = field(
         default=10, metadata={"help": "Consecutive optimizer steps with a non-finite gradient that end the run."}
     )
     watches: list[str] = field(
-        default_factory=list, metadata={"help": "Bounds on metrics, such as 'stop if opo/chi2 > 2'."}
+        default_factory=list, metadata={"help": "Bounds on logged metrics, such as 'stop if opo/chi2 > 2'."}
     )
     save_failure: SaveFailure = field(
-        default="stop", metadata={"help": "Whether to continue when a checkpoint cannot be written."}
+        default="stop", metadata={"help": "What to do when a checkpoint cannot be written."}
     )
 
     def __post_init__(self):
@@ -114,17 +115,17 @@ class RolloutConfig(GRPOConfig):
         for name, value in (("scale_rewards", "batch"), ("multi_objective_aggregation", "normalize_then_sum")):
             if rounds > 1 and getattr(self, name) == value:
                 raise ValueError(
-                    f"{name}={value!r} does not go with max_sampling_rounds={rounds}: it normalizes over groups that "
-                    f"are replaced later. Set `max_sampling_rounds` to 1, or leave `{name}` out."
+                    f"{name}={value!r} cannot be combined with max_sampling_rounds={rounds}: it normalizes over "
+                    f"groups that are replaced later. Set `max_sampling_rounds` to 1, or leave `{name}` out."
                 )
 
     def _check_values(self):
         """Check each field on its own, pairs of bounds, and paths."""
-        switches = dict.fromkeys(("true", "yes", "on"), "group")  # as command lines and recipes write it
+        switches = dict.fromkeys(("true", "yes", "on"), "group")  # as command lines and recipes spell it
         words = switches | dict.fromkeys(("false", "no", "off"), "none")
         self.scale_rewards = words.get(str(self.scale_rewards).lower(), self.scale_rewards)
         ranges.check(self)
-        for name in ("temperature", "repetition_penalty"):  # Transformers rejects whole numbers for them
+        for name in ("temperature", "repetition_penalty"):  # Transformers rejects integers for them
             value = getattr(self, name)
             setattr(self, name, value if value is None else float(value))
         for low, high in (
@@ -140,7 +141,7 @@ class RolloutConfig(GRPOConfig):
                 "model. Set `beta` to a positive number, or remove `sync_ref_model`."
             )
         weights = self.reward_weights
-        require(not weights or any(weights), "reward_weights", weights, "a list with a number other than 0")
+        require(not weights or any(weights), "reward_weights", weights, "a list with at least one number other than 0")
         require("\0" not in (self.run_name or ""), "run_name", self.run_name, "a name without a NUL")
         url = self.vllm_server_base_url
         if url is not None:
@@ -149,7 +150,7 @@ class RolloutConfig(GRPOConfig):
             require(bool(match), "vllm_server_base_url", url, "an address such as http://localhost:8000")
         processes = int(os.environ.get("WORLD_SIZE", 1))
         last = ranges.RANGES["seed"].high - processes + 1  # each process adds its rank
-        require(self.seed <= last, "seed", self.seed, f"a whole number from 0 to {last:.0f}")
+        require(self.seed <= last, "seed", self.seed, f"an integer from 0 to {last:.0f}")
         for name in ("output_dir", "resume_from_checkpoint"):
             paths.check_name(name, getattr(self, name))
         if self.output_dir is not None and os.environ.get("RANK", "0") == "0":
@@ -192,7 +193,7 @@ class RolloutConfig(GRPOConfig):
         if batch is not None:
             unit = math.lcm(self.per_device_train_batch_size * processes, group)
             nearest = " or ".join(str(unit * n) for n in (batch // unit, batch // unit + 1) if n)
-            wanted = f"a multiple of num_generations and of the samples of a pass over all processes: {nearest}"
+            wanted = f"a multiple of num_generations and of the samples per micro-step over all processes: {nearest}"
             require(batch % unit == 0, "generation_batch_size", batch, wanted)
             return
         passes = processes * (steps or self.gradient_accumulation_steps)
@@ -212,26 +213,26 @@ class RolloutConfig(GRPOConfig):
 
     @property
     def optimizer_steps_per_rollout(self) -> float:
-        """Optimizer steps per rollout; below 1 when one step takes several rollouts."""
+        """Optimizer steps per rollout; below 1 when one step spans several rollouts."""
         return self.micro_steps_per_rollout / self.gradient_accumulation_steps
 
     @property
     def is_on_policy(self) -> bool:
         """
-        Whether no rollout serves a second optimizer step, so that the log-ratio is always 0.
+        Whether every rollout serves a single optimizer step, so that the log-ratio is always 0.
 
-        TRL leaves out the log-probabilities of the behaviour policy on the same condition.
+        TRL skips the log-probabilities of the behaviour policy under the same condition.
         """
         return self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
 
     def describe_policy(self) -> str:
-        """What a run's plan says about the distance between the policy and the behaviour policy."""
+        """Line of a run's plan: whether it takes off-policy steps, and what bounds them."""
         if self.is_on_policy:
             return "on-policy: the ratio is 1 in every optimizer step"
-        return "off-policy after the first optimizer step of a rollout: from there on the clip range acts"
+        return "off-policy after the first optimizer step of a rollout: there the clip range acts"
 
     def describe_objective(self) -> str:
-        """What a run's plan says about the loss."""
+        """Line of a run's plan: the loss."""
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         return (
             f"loss type {self.loss_type}, ratio per {self.importance_sampling_level} within "
@@ -246,14 +247,14 @@ class OPOConfig(RolloutConfig):
 
     It adds the parameters of OPO to those of [`RolloutConfig`], [`~trl.GRPOConfig`] and
     [`~transformers.TrainingArguments`]. Parameters of GRPO's losses (`loss_type`, `epsilon`, `epsilon_high`, `delta`,
-    `sapo_*`, `vespo_*`) have no role in OPO's and are rejected unless they have TRL's default.
+    `sapo_*`, `vespo_*`) have no effect in OPO and are rejected unless they have TRL's default.
 
     Parameters:
         > Parameters that control the sampling geometry
 
         alpha (`float`, *optional*, defaults to `0.4`):
             Escort exponent α in `[0, 1]`. 1 gives every completion of a group the same weight, so that nothing is
-            learned; 0 gives it the weight of the oracle P\* ∝ exp(A/τ).
+            learned; 0 gives the weights of the oracle P\* ∝ exp(A/τ).
         escort_temperature (`float`, *optional*, defaults to `1.0`):
             Temperature τ of P\*, positive. Smaller is sharper. With `adaptive_temperature` this is the base τ₀.
         adaptive_temperature (`bool`, *optional*, defaults to `False`):
@@ -262,13 +263,13 @@ class OPOConfig(RolloutConfig):
         temperature_range (`list[float]`, *optional*, defaults to `[0.2, 1.5]`):
             Lowest and highest adaptive τ.
         anchor_correction (`str`, *optional*, defaults to `"absorbed"`):
-            Term for log π_k, of the behaviour policy (the paper's anchor), in the escort weight: `"absorbed"`: none,
-            since the samples come from π_k; `"length_normalized"`: the mean log-probability per token; `"sequence"`:
-            the log-probability of the whole completion, which puts all weight on the least likely completion when
-            completions are long.
+            How log π_k, under the behaviour policy (the paper's anchor), enters the escort weight: `"absorbed"`: not
+            at all, since the samples come from π_k; `"length_normalized"`: as the mean log-probability per token;
+            `"sequence"`: as the log-probability of the whole completion, which puts all weight on the least likely
+            completion when completions are long.
         drive_scaling (`str`, *optional*, defaults to `"none"`):
-            What standardizes the centred escort weight (the drive g = ω − E[ω]): its standard deviation over its
-            `"group"`, over the whole rollout (`"batch"`), or nothing (`"none"`).
+            Divisor of the centred escort weight (the drive g = ω − E[ω]): its standard deviation over the `"group"`
+            or over the rollout (`"batch"`), or nothing (`"none"`).
 
         > Parameters that control the optimization geometry
 
@@ -279,18 +280,18 @@ class OPOConfig(RolloutConfig):
         chi2_radius (`float`, *optional*):
             χ² radius ε of the target, positive: each rollout then uses μ = √(mean(g²)/ε). Excludes `mu`.
         positivity (`str`, *optional*, defaults to `"none"`):
-            How to keep 1 + v\* ≥ 0: `"none"`, `"stiffen"` (raise μ as far as needed), `"clip"` (v\* ≥ −1 +
+            How to keep 1 + v\* ≥ 0: `"none"`, `"stiffen"` (raise μ as much as needed), `"clip"` (v\* ≥ −1 +
             `positivity_epsilon`) or `"project"` (Euclidean projection on the simplex of each group).
         positivity_epsilon (`float`, *optional*, defaults to `1e-3`):
             Margin of `positivity="clip"`, in `(0, 1)`.
         log_ratio_reduction (`str`, *optional*, defaults to `"sum"`):
             `"sum"`: Δ is the log-ratio of the whole completion, and `opo/chi2` the χ² divergence of the policy; the
-            loss is divided by the rollout's mean completion length, so that gradient norms compare with GRPO's.
+            loss is divided by the rollout's mean completion length, so that gradient norms are comparable to GRPO's.
             `"mean"`: Δ is divided by the completion's length T, which makes the trust region T times softer at the
             same μ.
         log_ratio_clamp (`float`, *optional*):
-            Bound on |Δ|, positive. Defaults to 20 for `"sum"` and 5 for `"mean"`. A completion beyond it has no
-            gradient: `opo/frac_clamped` counts them.
+            Bound on |Δ|, positive. Defaults to 20 for `"sum"` and 5 for `"mean"`. Completions beyond it have
+            no gradient; `opo/frac_clamped` is their fraction.
         ratio_form (`str`, *optional*, defaults to `"log"`):
             Coordinate of the loss: `"log"`: u = Δ, the paper's surrogate; `"exact"`: u = π/π_k − 1.
 
@@ -298,23 +299,23 @@ class OPOConfig(RolloutConfig):
 
         plan_micro_batches (`bool`, *optional*, defaults to `True`):
             Whether to sort the samples of an optimizer step by length before they are cut into micro-batches, trim
-            each micro-batch to its longest sample, and exchange samples so that all processes compute equally much.
-            The number of micro-batches is the cheapest: one more is worth 256 tokens of padding. With ZeRO-2, ZeRO-3
-            and FSDP, which communicate in each micro-batch, it is the smallest possible.
+            each micro-batch to its longest sample, and exchange samples so that all processes compute about the
+            same number of tokens. The number of micro-batches minimizes the cost, counting each as 256 tokens of
+            padding. With ZeRO-2, ZeRO-3 and FSDP, which communicate in every micro-batch, it is the smallest possible.
         max_tokens_per_micro_batch (`int`, *optional*):
-            Most tokens in a micro-batch, with padding: long samples get smaller micro-batches. A sample that is longer
-            still has a micro-batch of its own. Needs `plan_micro_batches`.
+            Maximum number of tokens in a micro-batch, including padding, so long samples get smaller micro-batches. A
+            single sample above the limit gets one to itself. Needs `plan_micro_batches`.
         skip_inert_rows (`bool`, *optional*, defaults to `True`):
             Whether to skip zero-gradient samples: completions with g = 0, in an optimizer step where the log-ratio
-            is still 0. They count in every mean except `entropy`, which is then that of the other samples. No sample
+            is still 0. They count in every mean except `entropy`, which then covers only the other samples. No sample
             is skipped if a KL term or an entropy bonus acts on it, or if a later iteration needs it.
         padding_free (`bool`, *optional*, defaults to `False`):
             Whether to concatenate the samples of a micro-batch into one row without padding. For text models with
             flash attention; other attention gives the same gradient but saves nothing.
 
     Raises:
-        `ValueError`: a value is out of its range, `mu` and `chi2_radius` are both set, or a parameter of the parent
-        is set that the objective does not use. The message names the field, the value and what to do.
+        `ValueError`: a value is out of its range, `mu` and `chi2_radius` are both set, or an inherited parameter
+        that the objective does not use is set. The message names the field, the value and what to do.
     """
 
     unused_fields: ClassVar[frozenset[str]] = frozenset({*REJECTED_FIELDS, "importance_sampling_level"})
@@ -326,16 +327,16 @@ class OPOConfig(RolloutConfig):
         default=1.0, metadata={"help": "Temperature of the oracle P* ∝ exp(A/tau), positive."}
     )
     adaptive_temperature: Annotated[bool, OBJECTIVE] = field(
-        default=False, metadata={"help": "Set tau per rollout from the policy's entropy and the success rate."}
+        default=False, metadata={"help": "Whether to set tau per rollout from the policy's entropy and success."}
     )
     temperature_range: Annotated[list[float], OBJECTIVE] = field(
         default_factory=lambda: [0.2, 1.5], metadata={"help": "Lowest and highest adaptive tau."}
     )
     anchor_correction: Annotated[AnchorCorrection, OBJECTIVE] = field(
-        default="absorbed", metadata={"help": "Term for the behaviour policy in the escort weight."}
+        default="absorbed", metadata={"help": "How the behaviour policy enters the escort weight."}
     )
     drive_scaling: Annotated[DriveScaling, OBJECTIVE] = field(
-        default="none", metadata={"help": "Scope over which centred escort weights are standardized."}
+        default="none", metadata={"help": "Whether to standardize centred escort weights per group or batch."}
     )
     mu: Annotated[float | None, OBJECTIVE] = field(
         default=None, metadata={"help": "Coefficient of the chi2 term, positive. 0.3 unless `chi2_radius` is set."}
@@ -355,14 +356,16 @@ class OPOConfig(RolloutConfig):
     )
     ratio_form: Annotated[RatioForm, OBJECTIVE] = field(default="log", metadata={"help": "Coordinate of the loss."})
     plan_micro_batches: bool = field(
-        default=True, metadata={"help": "Sort samples by length, and trim each micro-batch to its longest."}
+        default=True, metadata={"help": "Whether to sort samples by length, and trim each micro-batch."}
     )
     max_tokens_per_micro_batch: int | None = field(
-        default=None, metadata={"help": "Most tokens in a micro-batch, with padding."}
+        default=None, metadata={"help": "Maximum number of tokens in a micro-batch, including padding."}
     )
-    skip_inert_rows: bool = field(default=True, metadata={"help": "Skip samples whose gradient is exactly 0."})
+    skip_inert_rows: bool = field(
+        default=True, metadata={"help": "Whether to skip samples whose gradient is exactly 0."}
+    )
     padding_free: bool = field(
-        default=False, metadata={"help": "Pack the samples of a micro-batch into one row; for flash attention."}
+        default=False, metadata={"help": "Whether to pack a micro-batch into one row; for flash attention."}
     )
 
     def __post_init__(self):
@@ -424,7 +427,7 @@ class OPOConfig(RolloutConfig):
 
 
 def check_deepspeed(asked_by: str) -> None:
-    """Check that DeepSpeed is installed, which `asked_by` needs."""
+    """Check that DeepSpeed, which `asked_by` needs, is installed."""
     if find_spec("deepspeed") is None:
         raise ValueError(
             f"{asked_by} needs deepspeed, which is not installed. `pip install 'opo_trl[deepspeed]'`, or launch "

@@ -4,7 +4,7 @@ Accuracy of the policy on problems with a checkable answer, with its confidence 
 Completions are generated and scored by the trainer's own methods, as in training: by its engine (transformers or vLLM,
 including gathered weights under ZeRO-3 and FSDP), with its tools, environments and images, and with a subclass's
 overrides. The problems are distributed over the processes. An evaluation leaves no trace in the trainer: no metric,
-counter or log entry, and training continues with the random state that it had.
+counter or log entry, and training continues from its own random state.
 """
 
 import math
@@ -43,9 +43,9 @@ class Evaluation:
         unscorable (`int`):
             Unscored completions: the reward function returned `None`. They are in neither count.
         samples (`list[dict]`):
-            Prompt, completion and reward of each completion, in the order of the data set.
+            Prompt, completion and reward of each completion, in the order of the dataset.
         per_problem (`int`, *optional*, defaults to `1`):
-            Completions of each problem.
+            Completions per problem.
     """
 
     correct: int
@@ -144,7 +144,7 @@ def evaluate(
     trainer: "GRPOTrainer", dataset: Dataset, *, decoding: Decoding = "sampled", seed: int = 0, samples: int = 1
 ) -> Evaluation:
     """
-    Let the policy solve each problem of a data set. Call it on every process.
+    Measure the policy's accuracy on the problems of a dataset. Call it on every process.
 
     Before `train()` this works on one device and under DDP. DeepSpeed and FSDP place and shard the model in `train()`;
     with them, call it in a callback's `on_train_begin` or later.
@@ -154,7 +154,7 @@ def evaluate(
             Trainer with the policy, the generation engine and the reward functions. All reward functions are called; a
             completion is correct when the first one gives it 1.0.
         dataset (`datasets.Dataset`):
-            Rows as the trainer takes them for training: `prompt` and the columns that the reward functions read.
+            Rows as for training: `prompt` and the columns that the reward functions read.
         decoding (`str`, *optional*, defaults to `"sampled"`):
             `"greedy"`, or `"sampled"` with the trainer's own temperature and truncation. A `rollout_func` decodes as
             it does in training.
@@ -162,13 +162,13 @@ def evaluate(
             Seed of the sampling, and of Python's and NumPy's random numbers, which environments, tools and rewards may
             draw. A vLLM server draws its own random numbers.
         samples (`int`, *optional*, defaults to `1`):
-            Completions of each problem.
+            Completions per problem.
 
     Returns:
         [`Evaluation`]: the same on every process.
 
     Raises:
-        `ValueError`: an empty data set, fewer than one sample, or an unknown decoding.
+        `ValueError`: an empty dataset, fewer than one sample, or an unknown decoding.
         `RuntimeError`: the model is not placed or sharded yet.
         [`RewardError`]: a reward function raises, or does not return one number, or `None`, for each completion.
     """

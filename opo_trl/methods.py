@@ -1,8 +1,8 @@
 """
-The methods: a line for each one that `opo-trl` trains with or reports on.
+The methods that `opo-trl` trains with or reports on, one line each.
 
 To add a method, write a file with its trainer and its configuration, and add a line to [`METHODS`]. Recipes then
-accept `trainer: its_name` with the fields of its configuration, and reports know its label and colour. A script
+accept `trainer: its_name` with the fields of its configuration, and reports use its label and colour. A script
 outside this package calls [`register`] instead, and then `opo_trl.train.main`.
 """
 
@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import Any
 
 
-DEFAULT = "opo"  # the `trainer` of a recipe that does not name one
-BASELINE = "grpo"  # what a comparison compares with, unless told otherwise
+DEFAULT = "opo"  # the `trainer` of a recipe that names none
+BASELINE = "grpo"  # of a comparison, by default
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ _TRL = ("opo_trl.rollout.trainer.RolloutTrainer", "opo_trl.config.RolloutConfig"
 
 _GRPO = {"loss_type": "grpo", "importance_sampling_level": "token"}
 _GSPO = {"trainer": "grpo", "loss_type": "grpo", "importance_sampling_level": "sequence"}
-# TRL's default loss is DAPO's, but a run with the rest of TRL's defaults is of none of these methods.
+# TRL's default loss is DAPO's, but a run with the rest of TRL's defaults is none of these methods.
 _DAPO = {"trainer": "grpo", "loss_type": "dapo", "mask_truncated_completions": True}
 
 # Colours of Okabe and Ito, which people with colour blindness can tell apart, and for GSPO a darker one.
@@ -82,7 +82,7 @@ METHODS = [
 
 
 def register(method: Method) -> None:
-    """Add a method, as an entry of [`METHODS`] does; one of the same name is replaced."""
+    """Add a method to [`METHODS`], replacing one of the same name."""
     METHODS[:] = [*(other for other in METHODS if other.name != method.name), method]
 
 
@@ -92,7 +92,7 @@ def by_trainer() -> dict[str, Method]:
 
 
 def method_of(settings: Mapping[str, Any]) -> Method | None:
-    """The method of a run, by its settings; `None` where they are those of no method here."""
+    """The method of a run, by its settings; `None` if they match no method."""
     for method in METHODS:
         own = {"trainer": method.name, **method.settings}
         if all(settings.get(name) == value for name, value in own.items()):

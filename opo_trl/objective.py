@@ -24,7 +24,7 @@ Several functions share these parameters:
   current policy (carries the gradient), the behaviour policy and a reference policy.
 - `mask` (`torch.Tensor`): `[B, T]`, non-zero for tokens that count. Others have no effect, even if NaN or inf.
 
-Omega, drive and target carry no gradient. This module needs only torch, and knows no trainer.
+Omega, drive and target carry no gradient. This module depends only on torch.
 """
 
 import math
@@ -86,7 +86,7 @@ def escort_weights(
         alpha (`float`): escort exponent in `[0, 1]`: 1 gives the behaviour policy (omega = 1), 0 gives P\*.
         temperature (`float` or `torch.Tensor`, *optional*, defaults to `1.0`): tau of P\* ∝ exp(A / tau), positive.
         anchor_logps (`torch.Tensor`, *optional*): correction c, the log-probability of each completion under the
-            behaviour policy, `[N]`. `None` means c = 0, which is to choose P\* ∝ pi_k · exp(A / tau).
+            behaviour policy, `[N]`. `None` means c = 0, as for P\* ∝ pi_k · exp(A / tau).
 
     Returns:
         `torch.Tensor`: omega, `[N]`, non-negative; exactly 1 on the valid rows of a group of equal log-weights.
@@ -95,7 +95,7 @@ def escort_weights(
     if anchor_logps is not None:
         log_weights = log_weights - anchor_logps.to(log_weights.dtype)
     keep = grouped(_valid_or_all(advantages, valid), num_generations)
-    # Replaced first, so that an invalid row cannot turn the maximum or sum of its group into NaN.
+    # Masked first, so that an invalid row cannot turn the maximum or sum of its group into NaN.
     log_weights = grouped((1 - alpha) * log_weights, num_generations).masked_fill(~keep, -torch.inf)
     weights = (log_weights - log_weights.amax(dim=1, keepdim=True)).exp()
     return torch.where(keep, weights / _group_mean(weights, keep), 0.0).flatten()
@@ -209,7 +209,7 @@ def admissible_target(
 
 def _project_on_simplex(target: Tensor, keep: Tensor) -> Tensor:
     """
-    Project each row of 1 + `target` on {t ≥ 0, mean(t) = 1} over its kept entries, and take 1 off again.
+    Project each row of 1 + `target` on {t ≥ 0, mean(t) = 1} over its kept entries, and subtract 1 again.
 
     Sort-based algorithm of Duchi, Shalev-Shwartz, Singer and Chandra (ICML 2008): with the entries sorted downwards,
     the threshold is `(sum of the k largest − n) / k` for the largest k whose k-th entry exceeds it.
@@ -304,7 +304,7 @@ def sequence_log_ratio(
     Log-ratio `Delta = log pi(y) − log pi_k(y)` of each completion, from the log-probabilities of its tokens.
 
     Args:
-        reduction (`str`, *optional*, defaults to `"sum"`): `"sum"` is the log-ratio of the complete completion, for
+        reduction (`str`, *optional*, defaults to `"sum"`): `"sum"` is the log-ratio of the whole completion, for
             which `mean(v²)` is the χ² divergence of the policy; `"mean"` divides it by the completion's length.
         clamp (`float`, *optional*): bound on |Delta| after the reduction. A clamped row has no gradient.
 
@@ -381,8 +381,8 @@ def loss_terms(
 
 def sequence_weights(ratio: Tensor, mask: Tensor) -> Tensor:
     """
-    Importance weight w of each sequence, `[B]`, from TRL's importance ratio of the sampler: `ratio` of its
-    sequence-level modes, `[B, 1]`, or the mean over tokens of that of its token-level ones, `[B, T]`.
+    Importance weight w of each sequence, `[B]`, from TRL's importance sampling `ratio`: `[B, 1]` in its sequence-level
+    modes is taken as it is, `[B, T]` in its token-level modes is averaged over the tokens.
     """
     return ratio.squeeze(1) if ratio.shape[1] == 1 else token_mean(ratio, mask)
 
@@ -399,8 +399,8 @@ def reference_kl(
     Estimate of each completion's KL divergence to a reference policy, as in TRL's `beta` term.
 
     Args:
-        reduction (`str`, *optional*, defaults to `"sum"`): `"sum"` or `"mean"` over the tokens: that of the
-            log-ratio, so that `beta` weighs both terms alike.
+        reduction (`str`, *optional*, defaults to `"sum"`): `"sum"` or `"mean"` over the tokens. Use the
+            log-ratio's, so that `beta` weighs both terms alike.
         anchor_logps (`torch.Tensor`, *optional*): if given, each token's term is multiplied by its ratio to the
             behaviour policy (`use_bias_correction_kl`), which makes the gradient unbiased.
 

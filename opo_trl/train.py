@@ -1,5 +1,5 @@
 """
-Train a model with OPO or with another method, as a recipe says.
+Train a model with OPO or another method, from a recipe.
 
     accelerate launch [--config_file recipes/accelerate/X.yaml] -m opo_trl.train --config recipes/R.yaml [--alpha 0.3]
 
@@ -7,7 +7,7 @@ A recipe is a flat YAML file with fields of [`OPOScriptArguments`], of the metho
 [`RolloutConfig`] with `trainer: grpo`) and of [`~trl.ModelConfig`]; fields on the command line override it. The files
 of a run are listed in `opo_trl.report.run_folder`.
 
-To add a method, see `opo_trl.methods`; a reward, `opo_trl.launch.rewards`; a data set, `opo_trl.launch.data`.
+To add a method, see `opo_trl.methods`; a reward, `opo_trl.launch.rewards`; a dataset, `opo_trl.launch.data`.
 """
 
 import dataclasses
@@ -22,28 +22,33 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-from trl import ModelConfig
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
+from . import methods
 from .arguments import OPOScriptArguments, check_together, check_values
 from .checks.blame import LIBRARY_ERRORS
 from .checks.errors import report_error
 from .checks.generation import check_tokens
 from .checks.model import dry_run_model
 from .config import RolloutConfig
-from .launch import accuracies, preflight
-from .launch.callbacks import ReportBefore
+from .data.arithmetic import base_model_path
+from .launch import preflight
+from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data
 from .launch.recipe import parse, split
-from .launch.resume import check_same_run
+from .launch.resume import check_same_run, forget_if_changed, known_accuracies
 from .launch.rewards import load_rewards
 from .launch.signals import StopOnSignal
-from .launch.trainers import make_trainer, model_path
 from .report import run_folder
 from .report.run_report import write_report
 from .rewards.checked import RewardError
 from .rollout.checkpoint import resolve as find_checkpoint
 from .rollout.prompts import check_enough_prompts
 from .rollout.trainer import RolloutTrainer
+
+
+EMBEDDED_MODEL = "arithmetic"  # name of the embedded base model in a recipe
 
 
 @dataclass
@@ -62,7 +67,7 @@ def prepare(argv: Sequence[str]) -> Run:
     Do everything that comes before the first step; claim the run's folder last.
 
     Raises:
-        `ValueError`, `ImportError`: the run is impossible as asked for. No file has been touched then.
+        `ValueError`, `ImportError`: the run is impossible as requested; no file has been touched.
     """
     with _blamed_on(f"The command line {' '.join(argv)!r}"):
         script, args, model_config, recipe = parse(argv)
@@ -76,7 +81,7 @@ def prepare(argv: Sequence[str]) -> Run:
     reward_funcs = load_rewards(script, args)
     config, tokenizer = _check_models(script, args, model_config)
     with _blamed_on(f"dataset_name={script.dataset_name!r}"):
-        with args.main_process_first(desc="loading the data set"):
+        with args.main_process_first(desc="loading the dataset"):
             data = load_data(script, args, tokenizer)
         preflight.check_template_options(args, tokenizer, data.training[0]["prompt"])
         preflight.check_columns(reward_funcs, data.training)
@@ -95,7 +100,7 @@ def prepare(argv: Sequence[str]) -> Run:
     if args.process_index == 0:
         lock = run_folder.claim(folder, resume=resume, overwrite=script.overwrite)
         if checkpoint is None:
-            accuracies.forget_if_changed(folder, settings)
+            forget_if_changed(folder, settings)
         run_folder.write_description(folder, recipe=recipe, settings=settings, seed=args.seed)
     return Run(trainer, script, data, checkpoint, lock)
 
@@ -103,7 +108,7 @@ def prepare(argv: Sequence[str]) -> Run:
 def _find_checkpoint(
     script: OPOScriptArguments, args: RolloutConfig, settings: Mapping[str, Any], model: str
 ) -> tuple[str | None, bool]:
-    """The checkpoint to resume from, if any, and whether the run that is in the folder continues."""
+    """The checkpoint to resume from, if any, and whether the run in the folder continues."""
     folder, asked = Path(args.output_dir), args.resume_from_checkpoint
     with _blamed_on(f"output_dir={args.output_dir!r} with resume_from_checkpoint={asked!r}"):
         checkpoint = find_checkpoint(asked, args.output_dir)
@@ -135,19 +140,57 @@ def _check_models(
     return config, tokenizer
 
 
+def model_path(model_config: ModelConfig) -> str:
+    """Hub id or folder of the model; for the embedded one, its folder in the installed package."""
+    name = str(model_config.model_name_or_path)
+    return base_model_path() if name == EMBEDDED_MODEL else name
+
+
+def make_trainer(
+    script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig, data: Data, reward_funcs: list
+) -> RolloutTrainer:
+    """Build the trainer of a run, with its log file, progress bar and validation."""
+    folder = Path(args.output_dir)
+    options: Any = args.model_init_kwargs or {}  # a dict, once parsed
+    args.model_init_kwargs = {
+        "revision": model_config.model_revision,
+        "attn_implementation": model_config.attn_implementation,
+        "dtype": model_config.dtype,
+        "use_safetensors": True,  # pickled weights could run code
+        **options,
+    }
+    trainer = methods.by_trainer()[script.trainer].trainer_class(
+        model=model_path(model_config),
+        reward_funcs=reward_funcs,
+        args=args,
+        train_dataset=data.training,
+        callbacks=[LogFile(folder)],
+        quantization_config=get_quantization_config(model_config),
+        peft_config=get_peft_config(model_config),
+    )
+    if data.validation is not None:
+        steps, decoding = script.validation_steps, script.validation_decoding
+        trainer.add_callback(Validation(trainer, data.validation, steps=steps, decoding=decoding, folder=folder))
+    for default in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(default)
+    if not args.disable_tqdm:
+        trainer.add_callback(ProgressBar())
+    return trainer
+
+
 def _named(model_config: ModelConfig) -> str:
     return f"model_name_or_path={model_config.model_name_or_path!r}"
 
 
 @contextmanager
 def _blamed_on(what: str) -> Iterator[None]:
-    """Name `what` was asked for in whatever a library raises in this context; `--debug` shows where."""
+    """Name `what` in any error that a library raises in this context; `--debug` shows where."""
     try:
         yield
     except (ValueError, ImportError):
         raise
     except LIBRARY_ERRORS as error:
-        said = str(error).strip().rstrip(".") or "no more is said"
+        said = str(error).strip().rstrip(".") or "no message"
         raise ValueError(f"{what} cannot be used: {type(error).__name__}: {said}. `--debug` shows where.") from error
 
 
@@ -156,13 +199,8 @@ def run(ready: Run) -> dict[str, Any]:
     trainer, script, data, checkpoint = ready.trainer, ready.script, ready.data, ready.checkpoint
     folder = Path(trainer.args.output_dir)
     is_main = trainer.accelerator.is_main_process
-    summary = accuracies.known(folder, checkpoint)
-    before = ReportBefore(
-        summary,
-        measure=lambda: accuracies.measure(trainer, data.report, script.report_samples),
-        folder=folder,
-        show=lambda measured: trainer.accelerator.print(accuracies.table(measured), flush=True),
-    )
+    summary = known_accuracies(folder, checkpoint)
+    before = ReportBefore(trainer, data.report, script.report_samples, summary)
     trainer.callback_handler.callbacks.insert(0, before)  # prints above the progress bar
     if is_main:
         (folder / run_folder.PLAN).write_text(trainer.plan + "\n")
@@ -172,12 +210,12 @@ def run(ready: Run) -> dict[str, Any]:
     summary |= {
         "optimizer_steps": trainer.state.global_step,
         "train_seconds": round(time.perf_counter() - started - before.seconds, 1),
-        "after": accuracies.measure(trainer, data.report, script.report_samples),
+        "after": measure(trainer, data.report, script.report_samples),
     }
     trainer.save_model(trainer.args.output_dir)
     if is_main:
         run_folder.write_json(folder / run_folder.SUMMARY, summary)
-    trainer.accelerator.print(accuracies.table(summary.get("before", {}), summary["after"]))
+    trainer.accelerator.print(table(summary.get("before", {}), summary["after"]))
     if trainer.args.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
     trainer.end()
@@ -212,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"Report: {write_report(Path(ready.trainer.args.output_dir))}")
     # `Trainer.end` has shut the process group down, but its threads and connections live as long as the wrapped model
     # refers to it. Left to the exit of the interpreter, gloo's destructor sometimes hangs. All processes have agreed
-    # to end, so nothing is pending that it could wait for. After an error others may wait, so this is not done then.
+    # to end, so nothing is pending. After an error, other processes may still wait, so this is skipped.
     del ready
     gc.collect()
     return status

@@ -8,7 +8,7 @@ TRL owns generation, rewards, sharding, the optimizer and checkpoints. This modu
    then travels with its sample. It sees what the outermost override of `_generate_and_score_completions` returned.
 2. `_sample_losses`: the log-ratio of each sample is regressed on its target. The loss is a plain sum over samples, so
    that it does not depend on how they are split into parts, micro-batches and processes.
-3. `_log_step`: what the samples report, under `opo/` (`metrics.step`).
+3. `_log_step`: the samples' reports are gathered and logged under `opo/` (`metrics.step`).
 
 [`RolloutTrainer`] makes rollouts and checkpoints, [`PartitionedTrainer`] cuts optimizer steps into parts.
 """
@@ -27,15 +27,14 @@ from . import objective
 from .config import OPOConfig
 from .metrics.opo import rollout_metrics
 from .metrics.step import SampleReport, count_low_ess, metrics_of_samples
-from .rollout.gathered import gather_samples, own_samples
 from .rollout.partitioned import PartitionedTrainer
-from .rollout.rows import completion_tokens
+from .rollout.rows import completion_tokens, gather_samples, own_samples
 from .rollout.trainer import RolloutTrainer, takes_what_grpo_takes
 
 
 logger = get_logger(__name__)
 
-# Bound on the log-ratio of complete completions that is only logged: keeps its exponential finite in float32.
+# Bound on the logged log-ratio of whole completions, which keeps its exponential finite in float32.
 _SEQUENCE_CLAMP = 20.0
 
 
@@ -105,7 +104,7 @@ class OPOTrainer(PartitionedTrainer):
         if self.args.is_on_policy:
             logger.warning(
                 "Every rollout serves a single optimizer step, so the log-ratio is always 0 and the χ² term (`mu`, "
-                "`chi2_radius`) has no effect: this is REINFORCE with escort weights. To reuse rollouts, set "
+                "`chi2_radius`) has no effect: this is REINFORCE with escort weights. For off-policy steps, set "
                 "`num_iterations` to 2 or more, or `steps_per_generation` to a multiple of "
                 f"gradient_accumulation_steps={self.args.gradient_accumulation_steps}."
             )
@@ -121,7 +120,7 @@ class OPOTrainer(PartitionedTrainer):
             logps, entropies = self._anchor_pass(rollout, batch_size=self.args.per_device_train_batch_size)
         rollout.update(self._targets(rollout, logps))
         if entropies is not None and self.top_entropy_quantile < 1.0:
-            # TRL's threshold is that of a micro-batch; the rollout's does not depend on how it is cut.
+            # TRL computes the threshold per micro-batch; the rollout's does not depend on how it is cut.
             mask = completion_tokens(rollout) & rollout["opo_valid"].unsqueeze(1)
             rollout["opo_steering"] = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         return rollout
@@ -176,7 +175,7 @@ class OPOTrainer(PartitionedTrainer):
 
     @profiling_decorator
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Sum of the OPO losses of some samples of an optimizer step, over the number of the step's samples."""
+        """Sum of the OPO losses of some samples of an optimizer step, divided by the number of the step's samples."""
         if return_outputs:
             raise ValueError("OPOTrainer does not support returning outputs")
         return self._compute_loss(model, inputs)  # never the parent's: that would train another loss
@@ -199,7 +198,7 @@ class OPOTrainer(PartitionedTrainer):
         return loss / (self.args.per_device_train_batch_size * self.current_gradient_accumulation_steps)
 
     def _sample_losses(self, inputs: Any, logps: Tensor, entropies: Tensor) -> tuple[Tensor, SampleReport]:
-        """From log-probabilities and entropies of tokens, `[B, T]`, to the loss of each sample, `[B]`."""
+        """Loss of each sample, `[B]`, from the log-probabilities and entropies of its tokens, `[B, T]`."""
         args, target, mu = self.args, inputs["opo_target"], inputs["opo_mu"]
         # Without a token that counts, an invalid sample has no log-ratio, no KL term and no entropy bonus.
         mask = completion_tokens(inputs) & inputs["opo_valid"].unsqueeze(1)
@@ -234,7 +233,7 @@ class OPOTrainer(PartitionedTrainer):
         )
 
     def _weights(self, inputs: Mapping[str, Any], logps: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:
-        """Importance weight of each sample, `[B]`; 0 for those that take no part."""
+        """Importance weight of each sample, `[B]`; 0 for excluded samples."""
         weights = torch.ones_like(inputs["opo_target"])
         if "importance_sampling_ratio" in inputs:
             weights = objective.sequence_weights(inputs["importance_sampling_ratio"], mask)

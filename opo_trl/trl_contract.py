@@ -106,21 +106,10 @@ CONTRACT: Contract = {
         "_tr_loss": None,
     },
     "transformers.TrainerCallback": dict.fromkeys(
-        (
-            "on_train_begin",
-            "on_step_begin",
-            "on_optimizer_step",
-            "on_step_end",
-            "on_log",
-            "on_save",
-            "on_train_end",
-        ),
+        ("on_train_begin", "on_step_begin", "on_optimizer_step", "on_step_end", "on_log", "on_save", "on_train_end"),
         ("args", "state", "control"),
     ),
-    "transformers.trainer_callback.ProgressCallback": {
-        "__init__": (),
-        "on_log": ("args", "state", "control", "logs"),
-    },
+    "transformers.trainer_callback.ProgressCallback": {"__init__": (), "on_log": ("args", "state", "control", "logs")},
     "transformers.PreTrainedModel": {"_from_config": ("config",), "_is_stateful": None},
     "transformers.PreTrainedConfig": {"_attn_implementation": None},
     "transformers.integrations.deepspeed": {"_hf_deepspeed_config_weak_ref": None},
@@ -163,12 +152,6 @@ def options_read(field: str) -> set[str]:
 def check(contract: Contract = CONTRACT, version: str = trl.__version__) -> None:
     """
     Check the version of TRL and the names of the contract.
-
-    Args:
-        contract (`Mapping`, *optional*, defaults to `CONTRACT`):
-            Names to check.
-        version (`str`, *optional*, defaults to `trl.__version__`):
-            Version of TRL.
 
     Raises:
         `ImportError`: names everything that does not fit, and the tested range.
@@ -316,7 +299,7 @@ def report() -> Iterator[str]:
         for method in methods(tree):
             for path in (path for path, entries in CONTRACT.items() if entries.get(method.name) is not None):
                 if method.name != "__init__" and (further := _further(path, method.name, method.args)):
-                    yield f"{path}.{method.name} has further parameters {', '.join(further)}: {module}"
+                    yield f"{path}.{method.name} has additional parameters {', '.join(further)}: {module}"
 
 
 if __name__ == "__main__":

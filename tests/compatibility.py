@@ -6,8 +6,9 @@ Try other releases of the libraries that the package relies on.
 Without arguments: the oldest and the newest release of TRL, Transformers, Accelerate and Datasets that `setup.cfg`
 declares and the package index has. Each release is installed without its dependencies into a temporary folder in front
 of this environment's packages, which stay as they are. `python -m opo_trl.trl_contract` lists what does not fit; if
-that is nothing, the tests run that lean most on these libraries. Prints the table of docs/compatibility.md; exits with
-status 1 if anything fails. For a TRL outside the range, widen it first, in `setup.cfg` and `opo_trl/trl_contract.py`.
+it lists nothing, the tests that rely most on these libraries run. Prints the table of docs/compatibility.md, and exits
+with status 1 if anything fails. For a TRL outside the range, widen it first, in `setup.cfg` and
+`opo_trl/trl_contract.py`.
 """
 
 import configparser

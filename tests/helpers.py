@@ -70,7 +70,7 @@ def wait_until(condition: Callable[[], object], limit: float = 240.0) -> None:
 
 
 def even_tokens(completion_ids: list[list[int]], **kwargs) -> list[float]:
-    """A reward that depends on the sampled tokens: the share of even ones."""
+    """A reward that depends on the sampled tokens: the fraction of even ones."""
     return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
 
 

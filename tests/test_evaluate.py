@@ -337,7 +337,7 @@ def test_accuracy_without_scores_is_not_zero(trainer):
     assert math.isnan(evaluate(trainer, PROBLEMS.select([0])).accuracy)
 
 
-def test_empty_data_set_and_unknown_decoding_are_rejected(trainer):
+def test_empty_dataset_and_unknown_decoding_are_rejected(trainer):
     with pytest.raises(ValueError, match="0 rows"):
         evaluate(trainer, PROBLEMS.select([]))
     with pytest.raises(ValueError, match=r"decoding='beam'.*'greedy' or 'sampled'"):

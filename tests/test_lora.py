@@ -94,7 +94,7 @@ def test_qlora_trains_the_adapter_on_a_base_of_four_bits(tiny_model, tmp_path):
 
 def test_quantized_base_with_vllm_is_rejected(tiny_model, tmp_path):
     args = OPOConfig(output_dir=str(tmp_path), use_vllm=True, use_cpu=True, bf16=False)
-    with pytest.raises(ValueError, match="use_vllm=True does not go with a quantized base model"):
+    with pytest.raises(ValueError, match="use_vllm=True cannot be combined with a quantized base model"):
         OPOTrainer(
             tiny_model, Script().reward_functions(), args, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
         )

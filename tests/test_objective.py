@@ -75,7 +75,7 @@ def test_escort_weights_are_the_definition_and_have_mean_one(alpha, correction, 
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_escort_distribution_is_the_geometric_mixture_of_anchor_and_oracle(alpha):
+def test_escort_distribution_is_the_geometric_mixture_of_behaviour_policy_and_oracle(alpha):
     """The self-normalized estimate is exact for a group that contains each outcome in proportion to pi_k."""
     counts, advantages = [1, 2, 3, 4], [0.7, -1.1, 0.2, 1.9]
     anchor = [count / 10 for count in counts]
@@ -954,7 +954,7 @@ def test_row_of_weight_zero_has_exactly_zero_loss_and_gradient(ratio_form, trash
     assert_exact(gradient[[0, 3]], torch.autograd.grad(alone.sum(), kept)[0])
 
 
-def test_exact_form_is_precise_near_the_anchor():
+def test_exact_form_is_precise_near_the_behaviour_policy():
     """exp(Delta) - 1 in two steps would lose all digits of a log-ratio of 1e-12."""
     loss = opo_loss(f64([1e-12]), f64([1.0]), mu=1.0, ratio_form="exact")
     assert_close(loss, f64([-1e-12]), rtol=1e-11, atol=0)

@@ -5,7 +5,7 @@ With alpha -> 1 the escort weights flatten, omega - 1 -> (1 - alpha)·(A - mean 
 standard deviation in the group leaves the z-scored advantage. On-policy, with the log-ratio's mean over tokens, the
 gradient of OPO is then that of `loss_type="grpo"` without clipping, up to O(1 - alpha) and the 1e-4 that TRL adds to
 the standard deviation. Both trainers generate for themselves, from the same seed, and end most completions with EOS:
-only with lengths that differ is a mean over tokens something else than a sum.
+a mean over tokens differs from a sum only if lengths differ.
 """
 
 import pytest

@@ -180,7 +180,7 @@ def test_loss_that_never_calls_super_is_trained(tiny_model, tmp_path, method):
     class Weighted(RecordingOPO):
         def _generate_and_score_completions(self, inputs):
             rollout = super()._generate_and_score_completions(inputs)
-            rollout["weight"] = torch.rand(rollout["completion_mask"].shape)  # an own entry with a column per token
+            rollout["weight"] = torch.rand(rollout["completion_mask"].shape)  # its own entry, with a column per token
             return rollout
 
     seen: list[dict] = []
@@ -212,7 +212,7 @@ def test_copy_of_a_part_trains_as_the_part_itself(tiny_model, tmp_path, seam):
     assert logged(plain)[1]["opo/log_ratio/absmax"] > 0.01
 
 
-def test_anchor_that_a_subclass_sets_is_the_anchor(tiny_model, tmp_path):
+def test_behaviour_policy_that_a_subclass_sets_is_used(tiny_model, tmp_path):
     class Anchored(RecordingOPO):
         def _generate_and_score_completions(self, inputs):
             rollout = super()._generate_and_score_completions(inputs)

@@ -43,7 +43,7 @@ from opo_trl import OPOConfig, OPOTrainer
 # `truncated`) a masked completion.
 REWARDS = [0.3, 1.7, 2.2, 0.1, 1.0, None, 0.2, 0.7, 0.5, 0.5, 0.5, 0.5, 3.0, 0.0, 0.4, 1.1]
 TWO_REWARDS = [(r, None if i in (3, 5) else math.sin(i)) for i, r in enumerate(REWARDS)]
-REUSE = {"steps_per_generation": 4, "max_steps": 3}  # two optimizer steps on the first rollout, one on the second
+OFF_POLICY = {"steps_per_generation": 4, "max_steps": 3}  # two optimizer steps on the first rollout, one on the second
 
 
 def everything(**options) -> Script:
@@ -89,7 +89,7 @@ REWARD_CASES = {
 def test_gradient_is_the_definition(tiny_model, tmp_path, case):
     options = {**CASES, **REWARD_CASES}[case]
     script = everything(rewards=TWO_REWARDS, functions=2) if case in REWARD_CASES else everything()
-    trainer = trained(tiny_model, tmp_path, script=script, mask_truncated_completions=True, **REUSE, **options)
+    trainer = trained(tiny_model, tmp_path, script=script, mask_truncated_completions=True, **OFF_POLICY, **options)
     reference = Reference(trainer, script)
     steps = [reference.step(k) for k in range(3)]
     for record, expected in zip(trainer.steps, steps, strict=True):
@@ -159,7 +159,7 @@ def test_unscored_and_truncated_completions_have_no_effect(tiny_model, tmp_path,
             tokens = super().completion(call, row, eos)
             return [77] * len(tokens) if row == 12 else [*[88] * (len(tokens) - 1), eos] if row == 5 else tokens
 
-    options = {"mask_truncated_completions": True, "log_ratio_reduction": reduction, **REUSE}
+    options = {"mask_truncated_completions": True, "log_ratio_reduction": reduction, **OFF_POLICY}
     script = everything()
     one = trained(tiny_model, tmp_path, script=script, **options)
     other = trained(tiny_model, tmp_path, script=Altered(REWARDS, truncated=(12,)), **options)
@@ -244,7 +244,7 @@ def test_equal_rewards_change_nothing(tiny_model, tmp_path, options, reward):
     # These rewards are not binary fractions, so their float32 mean may differ from them by a rounding error.
     script = Script([reward] * 24)
     sizes = {"per_device_train_batch_size": 6, "num_generations": 6}
-    trainer = trained(tiny_model, tmp_path, script=script, **sizes, **options, **REUSE)
+    trainer = trained(tiny_model, tmp_path, script=script, **sizes, **options, **OFF_POLICY)
     assert all(torch.equal(tensor, trainer.initial[name]) for name, tensor in snapshot(trainer.model).items())
     assert all(norm(step.gradient) == 0 for step in trainer.steps)
 
@@ -289,7 +289,7 @@ def test_split_into_micro_batches_changes_nothing(tiny_model, tmp_path, options)
 
 
 def test_several_rollouts_in_one_step(tiny_model, tmp_path):
-    """The opposite of reuse: a step over two rollouts, each with its own target and mu."""
+    """The opposite of off-policy steps: a step over two rollouts, each with its own target and mu."""
     script = Script()
     trainer = trained(tiny_model, tmp_path, script=script, steps_per_generation=2, gradient_accumulation_steps=4)
     expected = Reference(trainer, script).step(0)
@@ -418,7 +418,7 @@ METRICS = {
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_every_metric_is_logged_on_every_step(tiny_model, tmp_path, reduction):
-    trainer = trained(tiny_model, tmp_path, log_ratio_reduction=reduction, **REUSE)
+    trainer = trained(tiny_model, tmp_path, log_ratio_reduction=reduction, **OFF_POLICY)
     entries = logged(trainer)
     assert len(entries) == 3
     for entry in entries:
@@ -439,7 +439,7 @@ def test_every_metric_is_logged_on_every_step(tiny_model, tmp_path, reduction):
 )
 def test_metrics_are_the_definitions(tiny_model, tmp_path, options):
     script = everything()
-    trainer = trained(tiny_model, tmp_path, script=script, mask_truncated_completions=True, **REUSE, **options)
+    trainer = trained(tiny_model, tmp_path, script=script, mask_truncated_completions=True, **OFF_POLICY, **options)
     reference = Reference(trainer, script)
     entries = logged(trainer)
     for k in range(2):

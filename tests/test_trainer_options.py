@@ -33,7 +33,7 @@ from tiny import make_tokenizer
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
-REUSE = {"steps_per_generation": 4, "max_steps": 2}  # the second optimizer step is off-policy
+OFF_POLICY = {"steps_per_generation": 4, "max_steps": 2}  # the second optimizer step is off-policy
 
 EVALUATED = {"eval_dataset": Dataset.from_dict({"prompt": PROMPTS[:4]})}
 
@@ -52,7 +52,7 @@ def assert_steps_equal(trainer, script, **options):
 def test_kl_to_the_reference(tiny_model, tmp_path, reduction, corrected):
     rewards = [0.4, 1.0, None, 2.0, 0.0, 0.3, 1.5, 0.9]  # an unscored sample has no KL term either
     script = Script(rewards, truncated=(3,), tool_tokens={6: (1, 2)})
-    options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **REUSE}
+    options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **OFF_POLICY}
     trainer = trained(
         tiny_model,
         tmp_path,
@@ -114,7 +114,9 @@ def test_reference_model_follows_the_policy(tiny_model, tmp_path):
 @pytest.mark.parametrize("quantile", [1.0, 0.4])
 def test_entropy_bonus(tiny_model, tmp_path, quantile):
     script = Script([0.4, 1.0, None, 2.0, 0.0, 0.3, 1.5, 0.9], tool_tokens={1: (0, 3)})
-    trainer = trained(tiny_model, tmp_path, script=script, entropy_coef=2.0, top_entropy_quantile=quantile, **REUSE)
+    trainer = trained(
+        tiny_model, tmp_path, script=script, entropy_coef=2.0, top_entropy_quantile=quantile, **OFF_POLICY
+    )
     reference = Reference(trainer, script)
     for k, record in enumerate(trainer.steps):
         kept = high_entropy_tokens(reference, quantile)
@@ -144,7 +146,7 @@ def high_entropy_tokens(reference: Reference, quantile: float):
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_low_entropy_tokens_have_no_gradient(tiny_model, tmp_path, reduction):
     script = Script(tool_tokens={1: (0, 3)})
-    options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **REUSE}
+    options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **OFF_POLICY}
     trainer = trained(tiny_model, tmp_path, script=script, top_entropy_quantile=0.3, **options)
     reference = Reference(trainer, script)
     for k, record in enumerate(trainer.steps):
@@ -204,8 +206,8 @@ def test_entropy_controller_is_saved_and_restored(tiny_model, tmp_path):
 # Samples and tokens that count
 
 
-@pytest.mark.parametrize("sampler", [False, True], ids=["anchor", "sampler"])
-def test_off_policy_mask_drops_rows(tiny_model, tmp_path, sampler):
+@pytest.mark.parametrize("sampler", [False, True], ids=["behaviour policy", "sampler"])
+def test_off_policy_mask_drops_samples(tiny_model, tmp_path, sampler):
     """Samples of negative advantage with a large KL to the policy that sampled them: vLLM's, if there is one."""
 
     def inject(rollout, trainer):
@@ -214,7 +216,9 @@ def test_off_policy_mask_drops_rows(tiny_model, tmp_path, sampler):
             rollout["sampling_per_token_logps"] = trainer._anchor_pass(rollout)[0] + shift
 
     script, threshold = Script(), 0.02
-    trainer = trained(tiny_model, tmp_path, script=script, inject=inject, off_policy_mask_threshold=threshold, **REUSE)
+    trainer = trained(
+        tiny_model, tmp_path, script=script, inject=inject, off_policy_mask_threshold=threshold, **OFF_POLICY
+    )
     reference = Reference(trainer, script)
     advantages = reference.drive(0).advantages
 
@@ -239,7 +243,7 @@ def test_off_policy_mask_drops_rows(tiny_model, tmp_path, sampler):
 def test_tokens_of_a_tool_have_no_effect(tiny_model, tmp_path, reduction):
     """The model reads them, but they count in neither the log-ratio nor its length."""
     tool_tokens = {0: (1, 2), 5: (0,), 9: range(9)}  # sample 9 consists of the tool's
-    options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **REUSE}
+    options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **OFF_POLICY}
     script = Script(tool_tokens=tool_tokens)
     options |= {"anchor_correction": "length_normalized"}
     trainer = trained(tiny_model, tmp_path, script=script, **options)
@@ -251,7 +255,7 @@ def test_tokens_of_a_tool_have_no_effect(tiny_model, tmp_path, reduction):
 
 
 @pytest.mark.parametrize("shape", ["sequence", "token"])
-def test_importance_sampling_ratio_weighs_rows(tiny_model, tmp_path, shape):
+def test_importance_sampling_ratio_weights_samples(tiny_model, tmp_path, shape):
     """TRL's ratio is `[B, 1]` in its sequence modes, `[B, T]` in its token modes, and 0 where a `*_mask` mode cuts."""
 
     def inject(rollout, trainer):
@@ -263,7 +267,7 @@ def test_importance_sampling_ratio_weighs_rows(tiny_model, tmp_path, shape):
         rollout["importance_sampling_ratio"] = ratio
 
     script = Script()
-    trainer = trained(tiny_model, tmp_path, script=script, inject=inject, learning_rate=0.05, **REUSE)
+    trainer = trained(tiny_model, tmp_path, script=script, inject=inject, learning_rate=0.05, **OFF_POLICY)
     ratios = trainer.rollouts[0].importance_sampling_ratio
 
     def weight(k, i):
@@ -316,7 +320,7 @@ def test_masked_values_have_no_effect_even_if_not_finite(tiny_model, tmp_path, v
             entropy_coef=0.1,
             off_policy_mask_threshold=0.5,
             learning_rate=0.025,
-            **REUSE,
+            **OFF_POLICY,
         )
         for fill in (0.0, value)
     )
@@ -333,7 +337,7 @@ def test_masked_values_have_no_effect_even_if_not_finite(tiny_model, tmp_path, v
 @pytest.mark.parametrize("masked", [False, True])
 def test_truncated_completions_take_part_unless_masked(tiny_model, tmp_path, masked):
     script = Script(truncated=(1, 6, 7))
-    trainer = trained(tiny_model, tmp_path, script=script, mask_truncated_completions=masked, **REUSE)
+    trainer = trained(tiny_model, tmp_path, script=script, mask_truncated_completions=masked, **OFF_POLICY)
     assert_steps_equal(trainer, script)
     valid = [not (masked and i in (1, 6, 7)) for i in range(16)]
     assert trainer.rollouts[0].opo_valid.tolist() == valid
@@ -344,7 +348,7 @@ def test_truncated_completions_take_part_unless_masked(tiny_model, tmp_path, mas
 # Off-policy steps
 
 
-def test_num_iterations_reuses_the_rollout(tiny_model, tmp_path):
+def test_num_iterations_adds_off_policy_steps(tiny_model, tmp_path):
     script = Script()
     trainer = trained(tiny_model, tmp_path, script=script, num_iterations=2, max_steps=4)
     assert_steps_equal(trainer, script)
@@ -357,7 +361,7 @@ def test_num_iterations_reuses_the_rollout(tiny_model, tmp_path):
     assert [entry["opo/off_policy_steps"] for entry in logged(trainer)] == [0, 1, 0, 1]
 
 
-def test_generation_batch_size_sets_the_reuse(tiny_model, tmp_path):
+def test_generation_batch_size_sets_the_off_policy_steps(tiny_model, tmp_path):
     script = Script()
     trainer = trained(tiny_model, tmp_path, script=script, generation_batch_size=24, max_steps=3)
     assert len(script.calls) == 1
@@ -369,7 +373,7 @@ def test_generation_batch_size_sets_the_reuse(tiny_model, tmp_path):
 @pytest.mark.parametrize("size", [2, 8])
 def test_group_size(tiny_model, tmp_path, size):
     script = Script()
-    trainer = trained(tiny_model, tmp_path, script=script, num_generations=size, **REUSE)
+    trainer = trained(tiny_model, tmp_path, script=script, num_generations=size, **OFF_POLICY)
     assert_steps_equal(trainer, script)
 
 
@@ -378,7 +382,7 @@ def test_group_size(tiny_model, tmp_path, size):
 
 def test_gradient_checkpointing_changes_nothing(tiny_model, tmp_path):
     one, other = (
-        trained(tiny_model, tmp_path, gradient_checkpointing=on, beta=0.1, anchor_correction="sequence", **REUSE)
+        trained(tiny_model, tmp_path, gradient_checkpointing=on, beta=0.1, anchor_correction="sequence", **OFF_POLICY)
         for on in (False, True)
     )
     assert other.model.is_gradient_checkpointing
@@ -398,7 +402,7 @@ def test_only_the_adapter_is_trained(tiny_model, tmp_path, beta):
         beta=beta,
         learning_rate=0.25,
         trainer_arguments={"peft_config": lora},
-        **{**REUSE, "max_steps": 3},
+        **{**OFF_POLICY, "max_steps": 3},
     )
     adapter = [name for name in trainer.initial if "lora_" in name]
     moved = {
@@ -487,7 +491,7 @@ def test_half_precision_model(tiny_model, tmp_path, cast):
         script=script,
         model_init_kwargs={"dtype": "bfloat16"},
         cast_lm_head_to_fp32=cast,
-        **REUSE,
+        **OFF_POLICY,
     )
     assert trainer.model.lm_head.weight.dtype == (torch.float32 if cast else torch.bfloat16)
     assert trainer.rollouts[0].opo_target.dtype == torch.float32
@@ -519,7 +523,7 @@ def test_prompts_of_either_format(tiny_model, tmp_path, conversational):
             "reward_funcs": reward,
             "rollout_func": None,
         },
-        **REUSE,
+        **OFF_POLICY,
     )
     script.calls = [script.observed(rollout, rewards[k]) for k, rollout in enumerate(trainer.rollouts)]
     assert_steps_equal(trainer, script)
@@ -537,7 +541,7 @@ def test_evaluation(tiny_model, tmp_path, generations, options):
         beta=0.1,
         trainer_arguments=EVALUATED,
         **options,
-        **REUSE,
+        **OFF_POLICY,
     )
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(evaluated) == 2
@@ -552,7 +556,7 @@ def test_evaluation(tiny_model, tmp_path, generations, options):
         assert 1 <= entry["eval_opo/escort/ess"] <= (generations or 4)
         assert (entry["eval_opo/frac_zero_drive"] == 1) == (generations == 1)
     # Training continues as if there had been no evaluation.
-    plain = trained(tiny_model, tmp_path, beta=0.1, **options, **REUSE)
+    plain = trained(tiny_model, tmp_path, beta=0.1, **options, **OFF_POLICY)
     assert [entry["opo/off_policy_steps"] for entry in logged(trainer)] == [0, 1]
     assert relative_error(trainer.steps[1].gradient, plain.steps[1].gradient) < EXACT
 

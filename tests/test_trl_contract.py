@@ -111,7 +111,7 @@ def test_class_that_is_gone_is_named():
 def test_further_parameter_of_an_overridden_method_is_reported(monkeypatch):
     monkeypatch.setattr(transformers.Trainer, "_get_grad_norm", with_scaler)
     (line,) = trl_contract.report()
-    assert line.startswith("transformers.Trainer._get_grad_norm has further parameters scaler: opo_trl.")
+    assert line.startswith("transformers.Trainer._get_grad_norm has additional parameters scaler: opo_trl.")
 
 
 def test_import_that_is_gone_is_reported(monkeypatch):

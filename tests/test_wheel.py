@@ -1,4 +1,4 @@
-"""What somebody gets who installs the package and has no checkout: the wheel, in an environment of its own."""
+"""What users get who install the package without a checkout: the wheel, in a separate environment."""
 
 import json
 import re
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from a copy, as setuptools would take what an earlier build left in the checkout."""
+    """The wheel, built from a copy, because setuptools would include what an earlier build left in the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "opo_trl", folder / "source" / "opo_trl", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
@@ -71,7 +71,7 @@ def test_version_and_range_are_the_same_wherever_they_are_written(wheel):
     assert f"\n## {opo_trl.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_wheel_trains_in_an_environment_of_its_own(wheel, tmp_path):
+def test_wheel_trains_in_a_separate_environment(wheel, tmp_path):
     """Dependencies are those of this environment, the package is the wheel's."""
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"

@@ -7,7 +7,7 @@ irrelevant number. A worked solution has one equation per operation and ends in 
     Mara has 14 pears. She buys 9 more and gives 6 to Omar. How many pears has Mara now?
     14+9=23. 23-6=17. Answer: 17
 
-The rows have the four columns of the MATH data set (`problem`, `level`, `type`, `solution`). To print a few:
+The rows have the four columns of the MATH dataset (`problem`, `level`, `type`, `solution`). To print a few:
 
     python -c "from benchmarks.gpu.words import *; print(*make_problems('test', ['Level 4'])[:3], sep='\\n')"
 """

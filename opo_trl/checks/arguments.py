@@ -2,11 +2,13 @@
 Dry run of the training arguments.
 
 Optimizers, schedules, trackers and data loaders check their options when they are constructed, long after a run has
-started, and some ignore unknown options silently. Here each is constructed once from something small.
+started, and some ignore unknown options silently. Here each is constructed once, on something small.
 """
 
 import copy
+import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from .. import trl_contract
 from . import paths
 from .blame import LIBRARY_ERRORS
 from .generation import dry_run_generation
-from .options import check_options, reject
+from .ranges import reject
 
 
 _OPTIONS = (
@@ -34,7 +36,11 @@ _OPTIONS = (
     "liger_kernel_config",
 )
 
-_STEPS = 10_000  # stands for the length of a run that is not known yet
+_STEPS = 10_000  # stands in for the unknown length of a run
+
+# Keys whose value may be any text.
+_TEXTS = {"stop", "bad_words", "stop_strings"}
+_SWITCHES = {"true", "false", "yes", "no", "on", "off"}
 
 # Optimizers that are constructed from a model.
 _OF_A_MODEL = ("galore", "apollo", "lomo")
@@ -48,7 +54,7 @@ def dry_run_arguments(args: GRPOConfig) -> None:
     Construct small versions of what a run constructs from its configuration.
 
     Raises:
-        One of [`~blame.LIBRARY_ERRORS`]: an option cannot be used, or has no effect.
+        One of [`~checks.blame.LIBRARY_ERRORS`]: an option cannot be used, or has no effect.
     """
     for name in _OPTIONS:
         check_options(name, getattr(args, name))
@@ -69,6 +75,33 @@ def dry_run_arguments(args: GRPOConfig) -> None:
         known = torch.compiler.list_backends(exclude_tags=())
         if args.torch_compile_backend not in known:
             raise ValueError(f"torch.compile has no such backend, only {', '.join(known)}.")
+
+
+def check_options(field: str, options: Any) -> None:
+    """
+    Check a field that holds a mapping of options, or `None`.
+
+    Raises:
+        `ValueError`: it is not a mapping, contains NaN or infinity, or has a switch in quotes.
+    """
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise ValueError(f"{field}={options!r} is not allowed. Set `{field}` to a mapping: `{field}: {{key: value}}`.")
+    for key, value in options.items():
+        if key not in _TEXTS and isinstance(value, str) and value.lower() in _SWITCHES:  # "false" is true to Python
+            reject(field, options, key, "is text, not a switch", "Set it to true or false, without quotes")
+        if not _is_finite(value):
+            reject(field, options, key, "must be finite", "Set it to a finite number")
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether every number is finite, also inside lists and mappings."""
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _check_optimizer(args: Any) -> None:

@@ -40,11 +40,7 @@ def blamed(named: Mapping[str, Any], attempt: Callable[[dict[str, Any]], object]
     """
     Turn a library's error in this context into one about our fields.
 
-    Args:
-        named (`Mapping[str, Any]`):
-            The fields that are set, with their values.
-        attempt (`Callable`):
-            What runs in the context, as a function of such fields.
+    `named` are the fields that are set, with their values; `attempt` does what runs in the context with such fields.
 
     Raises:
         `ValueError`: names each field without which `attempt` succeeds, its value and what the library said. An error

@@ -9,20 +9,19 @@ from typing import Any
 from transformers import GenerationConfig
 from trl import GRPOConfig
 
-from .options import reject
-from .ranges import RANGES, Range
+from .ranges import RANGES, Range, reject
 
 
 # Key of `generation_kwargs` → the field that controls the same thing. TRL truncates, plans memory and computes
-# log-probabilities by the field.
+# log-probabilities with the field.
 _FIELD_OF_KEY = dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length") | {
     key: key for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")
 }
-# These affect more than generation. As TRL documents, the others may override a field that is not set.
+# These keys affect more than generation. The others may override a field that is not set, as TRL documents.
 _ALWAYS = ("temperature", "max_new_tokens", "max_tokens")
 
-# Key → its only value: TRL samples one completion per row, and beams or guidance would sample from another
-# distribution than the policy's.
+# Key → its only value: TRL samples one completion per row, and beams or guidance would not sample from the policy's
+# distribution.
 _FIXED_KEYS = {
     "do_sample": True,
     "num_return_sequences": 1,
@@ -74,7 +73,7 @@ def dry_run_generation(args: GRPOConfig) -> None:
     Check the options of generation, and construct what generation will use.
 
     Raises:
-        One of [`~blame.LIBRARY_ERRORS`]: an option cannot be used, or has no effect.
+        One of [`~checks.blame.LIBRARY_ERRORS`]: an option cannot be used, or has no effect.
     """
     options: Any = args.generation_kwargs or {}
     known = _sampling_options(args.use_vllm) if options else None  # importing vLLM is slow

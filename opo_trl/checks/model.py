@@ -17,8 +17,7 @@ from trl import GRPOConfig, ModelConfig, get_peft_config
 
 from .. import trl_contract
 from .blame import blamed, given
-from .options import reject
-from .ranges import CHOICES
+from .ranges import CHOICES, reject
 
 
 # Fields that control how a model is constructed.
@@ -30,13 +29,7 @@ _IGNORED_IN_LOADING = {"mirror", "_fast_init", "low_cpu_mem_usage", "from_tf", "
 
 def dry_run_model(args: GRPOConfig, model_config: ModelConfig, path: str) -> None:
     """
-    Construct the model without its weights, and the adapters on it.
-
-    Args:
-        args ([`~trl.GRPOConfig`]), model_config ([`~trl.ModelConfig`]):
-            What it is constructed with.
-        path (`str`):
-            Folder of the model, or its id on the Hub.
+    Construct a model, a folder or an id on the Hub, without its weights, and the adapters on it.
 
     Raises:
         `ValueError`: an option cannot be used, is unknown, or matches nothing in the model. The message names the
@@ -123,7 +116,7 @@ def _check_device_map(device_map: Any) -> None:
 
 
 def _check_shapes(model: Any, path: str, options: Mapping[str, Any]) -> None:
-    """Reject options that give the model other shapes than its weights, which would fail only in loading."""
+    """Reject options that give the model other shapes than its weights, which would fail only when loading."""
     changed = options.keys() & model.config.to_dict().keys() - {"dtype"}
     quantized = getattr(model.config, "quantization_config", None) is not None  # packed weights have other shapes
     if not changed or quantized or options.get("ignore_mismatched_sizes"):

@@ -87,7 +87,7 @@ def check_folder(field: str, folder: str | os.PathLike) -> None:
             f"{field}={str(folder)!r} cannot be written: there is no home directory {path.parts[0]!r}. Choose "
             f"another `{field}`."
         )
-    # `os.path` takes what it may not see for absent, so this ends at the folder that denies permission.
+    # `os.path` reports what it may not see as missing, so this ends at the folder that denies permission.
     place = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
     if not (os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK, effective_ids=_EFFECTIVE)):
         what = "is not a folder"

@@ -2,8 +2,8 @@
 The allowed values of every numeric field of a configuration, and of every field with a fixed set of words.
 
 One table for [`OPOConfig`], the script's arguments and TRL's `ModelConfig`, including inherited fields. Transformers
-and TRL check few of theirs: a run trains silently with a meaningless value, or fails after minutes. A test goes
-through the fields of the installed versions and fails on a number without a range.
+and TRL check few of theirs: a run trains silently with a meaningless value, or fails after minutes. A test fails
+if the installed versions have a numeric field without a range.
 """
 
 import functools
@@ -11,40 +11,27 @@ import math
 import numbers
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, NoReturn, Union, get_args, get_origin
 
+from ..fields import hints
 from ..rewards.scoring import LEAST_MEMORY
 
 
-# Limits for the size of non-zero floats: beyond them a value is a typo, and its square is 0 or infinity in float32.
+# Limits for the magnitude of non-zero floats: a value beyond them is a typo, and its float32 square is 0 or infinity.
 SMALLEST, LARGEST = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
 class Range:
-    """
-    The allowed numbers of a field.
-
-    Args:
-        low (`float`), high (`float`):
-            Ends of the interval; an infinite end is never included.
-        ends (`str`, *optional*, defaults to `"[]"`):
-            Whether each end is included, as in `"[)"`.
-        integer (`bool`, *optional*, defaults to `False`):
-            Whether the number must be an integer.
-        also (`tuple[float, ...]`):
-            Numbers outside the interval with a special meaning.
-        text (`str`, *optional*):
-            What the message asks for, if the interval does not say it.
-    """
+    """The allowed numbers of a field."""
 
     low: float = -math.inf
-    high: float = math.inf
-    ends: str = "[]"
+    high: float = math.inf  # an infinite end is never included
+    ends: str = "[]"  # whether each end is included, as in "[)"
     integer: bool = False
-    also: tuple[float, ...] = ()
-    text: str = ""
+    also: tuple[float, ...] = ()  # numbers outside the interval with a special meaning
+    text: str = ""  # what the message asks for, if the interval does not say it
 
     def __contains__(self, value: Any) -> bool:
         # `bool` is an integer to Python, but `max_steps: true` is a mistake.
@@ -183,7 +170,7 @@ RANGES: dict[str, Range] = {
     "report_size": _COUNT,
     "report_samples": _COUNT,
     "num_completions_to_print": _COUNT_OR_ZERO,
-    # Seeds: NumPy's global generator takes 32 bits, PyTorch's 64, that of a data set any number
+    # Seeds: NumPy's global generator takes 32 bits, PyTorch's 64, a dataset's any number
     "seed": _integer(0, 2**32 - 1),
     "data_seed": _integer(-(2**63), 2**64 - 1),
     "subset_seed": _COUNT_OR_ZERO,
@@ -238,11 +225,15 @@ def require(condition: bool, name: str, value: object, wanted: object) -> None:
         raise ValueError(f"{name}={value!r} is not allowed. Set `{name}` to {wanted}.")
 
 
+def reject(field: str, options: Mapping[str, Any], key: str, problem: str, fix: str) -> NoReturn:
+    """Raise a `ValueError` about one option of a field."""
+    raise ValueError(f"{field}={options!r}: {key!r} {problem}. {fix}.")
+
+
 @functools.cache
 def numeric_fields(arguments: Any) -> Mapping[str, bool]:
     """Fields of a dataclass whose type admits a number: name → whether it also admits `None`."""
-    hints = get_type_hints(arguments)
-    kinds = {field.name: _kinds(hints[field.name]) for field in fields(arguments)}
+    kinds = {name: _kinds(hint) for name, hint in hints(arguments).items()}
     return {name: type(None) in kind for name, kind in kinds.items() if kind & {int, float}}
 
 
@@ -258,7 +249,7 @@ def check(arguments: Any) -> None:
     Check the numbers and words of a dataclass.
 
     Raises:
-        `ValueError`: a value is out of range, not finite, or of another type. The message names the field, its value
+        `ValueError`: a value is out of range, not finite, or of the wrong type. The message names the field, its value
             and what to set it to.
     """
     kind: Any = type(arguments)
@@ -282,7 +273,7 @@ def check(arguments: Any) -> None:
 
 def _wanted(allowed: Range, value: Any) -> str:
     if isinstance(value, float) and value and math.isfinite(value) and not SMALLEST <= abs(value) <= LARGEST:
-        return f"{allowed}: 0, or between {SMALLEST:g} and {LARGEST:g} in size"
+        return f"{allowed}: 0, or between {SMALLEST:g} and {LARGEST:g} in magnitude"
     return str(allowed)
 
 

@@ -78,16 +78,9 @@ for _tag, _pattern in (
 
 def read(path: str | Path, kind_of: Callable[[str], Kind]) -> dict[str, Any]:
     """
-    Read a YAML file of fields.
+    Read a YAML file of fields: one mapping of names to values.
 
-    Args:
-        path (`str` or `Path`):
-            The file: one mapping of names to values.
-        kind_of (`Callable`):
-            Field → [`Kind`] of its value and of everything nested in it.
-
-    Returns:
-        `dict[str, Any]`: field → value.
+    `kind_of` gives the [`Kind`] of a field's value and of everything nested in it.
 
     Raises:
         `ValueError`: the file cannot be read or is not a single mapping, a key is a duplicate or not a name, or a

@@ -1,7 +1,7 @@
 """
-Problems, the prompts made of them, and the embedded task.
+Problems, the prompts made from them, and the embedded task.
 
-To add a data set: if it is on the Hub or in a file, map its `columns`; to embed it, see [`problems.EMBEDDED`].
+To add a dataset: if it is on the Hub or in a file, map its `columns`; to embed it, see [`data.problems.EMBEDDED`].
 """
 
 from importlib import import_module

@@ -4,7 +4,7 @@ Problems with their solutions, by level and fraction: embedded, from local files
     problems = load_problems("DigitalLearningGmbH/MATH-lighteval", levels=["Level 3"], fraction=0.1)
     prompts = drop_long_prompts(to_prompts(problems), tokenizer, max_prompt_length=512)
 
-A data set in a file or on the Hub needs no code: `columns` maps its columns. To embed another one in the package, add
+A dataset in a file or on the Hub needs no code: `columns` maps its columns. To embed another one in the package, add
 a function to [`EMBEDDED`].
 """
 
@@ -59,9 +59,9 @@ def load_problems(
         dataset_name (`str`):
             A name in [`EMBEDDED`], such as `"arithmetic"`; a local file (`.jsonl`, `.jsonl.gz`, `.json` or `.parquet`;
             `split` is then ignored); a local folder with a file `{split}` of one of these endings, tried in this
-            order; or a data set on the Hub, such as `"DigitalLearningGmbH/MATH-lighteval"` for MATH.
+            order; or a dataset on the Hub, such as `"DigitalLearningGmbH/MATH-lighteval"` for MATH.
         dataset_config (`str`, *optional*):
-            Configuration of a data set on the Hub.
+            Configuration of a dataset on the Hub.
         split (`str`, *optional*, defaults to `"train"`):
             Split to load.
         levels (`list[str]`, *optional*):
@@ -72,14 +72,14 @@ def load_problems(
         seed (`int`, *optional*, defaults to `42`):
             Seed of the random subset.
         columns (`dict[str, str]`, *optional*):
-            Maps `problem`, `solution`, `level` or `type` to columns of the data set, such as
+            Maps `problem`, `solution`, `level` or `type` to columns of the dataset, such as
             `{"problem": "question", "solution": "answer"}`. By default each is the column of the same name. Without a
             column `solution`, `answer` is used, and if the answers end in `#### 72` as in GSM8K, `question` for the
             problem. Renamed columns are logged.
 
     Returns:
         `Dataset`: Rows with the columns `problem`, `level`, `type` and `solution`; level and type are `None` where the
-        data set has none. A solution from a column of another name gets a `\boxed{}` around its answer: the text after
+        dataset has none. A solution from a column of another name gets a `\boxed{}` around its answer: the text after
         the last `####`, or all of it.
 
     Raises:
@@ -94,7 +94,7 @@ def load_problems(
 
 def load_from_hub(dataset_name: str, dataset_config: str | None, split: str) -> Dataset:
     """
-    Load a split of a data set unchanged, with [`~datasets.load_dataset`].
+    Load a split of a dataset unchanged, with [`~datasets.load_dataset`].
 
     Raises:
         `ValueError`: if it does not exist, cannot be reached or has no such split.
@@ -104,13 +104,13 @@ def load_from_hub(dataset_name: str, dataset_config: str | None, split: str) -> 
     except (OSError, ValueError, DatasetGenerationError) as error:
         raise ValueError(
             f"dataset_name={dataset_name!r} with {split=} cannot be loaded: {error.__cause__ or error}. Set "
-            "`dataset_name` to an existing folder or data set on the Hub, and the split to one of its splits."
+            "`dataset_name` to an existing folder or dataset on the Hub, and the split to one of its splits."
         ) from error
 
 
 def rename_columns(dataset: Dataset, columns: Mapping[str, str]) -> Dataset:
     """
-    Rename columns of a data set: new name → old name.
+    Rename columns of a dataset: new name → old name.
 
     Raises:
         `ValueError`: if it has no such column, or already has one of the new names.
@@ -119,7 +119,7 @@ def rename_columns(dataset: Dataset, columns: Mapping[str, str]) -> Dataset:
     for new, old in columns.items():
         if old not in names or (new in names and new not in columns.values()):
             raise ValueError(
-                f"columns={dict(columns)!r} does not fit the data set, whose columns are {', '.join(names)}. Set "
+                f"columns={dict(columns)!r} does not fit the dataset, whose columns are {', '.join(names)}. Set "
                 "`columns` to new names for some of them."
             )
     renamed = {old: new for new, old in columns.items()}
@@ -136,7 +136,7 @@ def _load(
         return _to_problems(name, load_from_hub(name, config, split), columns)
     if config is not None:
         raise ValueError(
-            f"dataset_config={config!r} is only for data sets on the Hub, and dataset_name={name!r} is not one. "
+            f"dataset_config={config!r} is only for datasets on the Hub, and dataset_name={name!r} is not one. "
             "Remove it."
         )
     if isinstance(source, Path):
@@ -147,7 +147,7 @@ def _load(
 def _sources(
     name: str | Path, names: Sequence[str], columns: Mapping[str, str], answers: Sequence[Any]
 ) -> dict[str, str]:
-    """Map [`COLUMNS`] to columns of a data set; `answers` are some of its column `answer`."""
+    """Map [`COLUMNS`] to columns of a dataset; `answers` are some of its column `answer`."""
     for ours, theirs in columns.items():
         if ours not in COLUMNS or theirs not in names:
             raise ValueError(
@@ -194,7 +194,7 @@ def _column(values: list[Any]) -> pa.Array:
     kinds = {type(value) for value in values} - {type(None)}
     if len(kinds) < 2 and not kinds & {list, dict}:
         return pa.array(values)
-    # Encoded here: `Dataset.from_list(…, on_mixed_types="use_json")` would take the text "4" for the number 4.
+    # Encoded here: `Dataset.from_list(…, on_mixed_types="use_json")` would mistake the text "4" for the number 4.
     return pa.array([None if value is None else json.dumps(value) for value in values], pa.json_())
 
 
@@ -223,12 +223,12 @@ def _local_file(name: str, split: str) -> Path | None:
             )
         if path.exists():
             raise ValueError(
-                f"dataset_name={name!r} is not in a format that can be read. Convert it to one of {list(_ENDINGS)}."
+                f"dataset_name={name!r} is not in a readable format. Convert it to one of {list(_ENDINGS)}."
             )
-    # A Hub id is `data_set` or `owner/data_set`.
+    # A Hub id is `dataset` or `owner/dataset`.
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_ENDINGS):
         raise ValueError(
-            f"dataset_name={name!r} does not exist. Give an existing file or folder, or a data set on the Hub. "
+            f"dataset_name={name!r} does not exist. Pass an existing file or folder, or a dataset on the Hub. "
             f"{hint_at_checkout(name)}".rstrip()
         )
     return None
@@ -287,7 +287,7 @@ def _json_rows(file: Path) -> dict[int, Row]:
 
 
 def _check_types(file: Path, rows: Mapping[int, Row], sources: Mapping[str, str]) -> None:
-    """A column of a data set has one type, besides `None`."""
+    """A column of a dataset has one type, apart from `None`."""
     for source in (sources[column] for column in _OPTIONAL if column in sources):
         first: dict[str, int] = {}
         for line, row in rows.items():
@@ -305,7 +305,7 @@ def _select_levels(dataset: Dataset, levels: Sequence[str]) -> Dataset:
     known = sorted({level for level in dataset["level"] if level is not None})
     if not known:
         raise ValueError(
-            f"levels={levels!r}: the data set has no levels. Leave `levels` out, or set `columns: {{level: …}}`."
+            f"levels={levels!r}: the dataset has no levels. Leave `levels` out, or set `columns: {{level: …}}`."
         )
     unknown = [level for level in levels if level not in known]
     if isinstance(levels, str) or not levels or unknown:

@@ -32,7 +32,7 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
         style (`str`, *optional*, defaults to `"chat"`):
             `"chat"`: a conversation with one user message, the problem and the instruction. A solution without a box
             cannot be used. `"plain"`: the problem unchanged, for a model without a chat template. A solution without a
-            box is kept whole.
+            box is kept unchanged.
         instruction (`str`, *optional*):
             What the user message asks for after the problem; by default step-by-step reasoning and a final answer in
             `\boxed{}`. Ignored in the style `"plain"`.
@@ -58,8 +58,8 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
     if not rows:
         first = unusable[0].strip() if unusable else "it is empty"
         raise ValueError(
-            f"dataset has no row that can be used in style={style!r}: {first}. Give other data, or for solutions "
-            "without a box style='plain'."
+            f"dataset has no row that can be used in style={style!r}: {first}. Use other data, or style='plain' for "
+            "solutions without a box."
         )
     _warn_of_dropped(unusable, len(dataset), "cannot be used")
     return Dataset.from_list(rows)
@@ -82,14 +82,7 @@ def _why_unusable(row: dict[str, Any], style: Style) -> str | None:
 
 def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
     """
-    Drop the held-out problems that are also in the training set.
-
-    Args:
-        held_out (`Dataset`): Rows with the column `problem`.
-        training (`Dataset`): Rows with the column `problem`.
-
-    Returns:
-        `Dataset`: The rows of `held_out` whose problem is not in `training`, white space aside.
+    Drop the held-out problems that are also in the training set, ignoring white space. Both have a column `problem`.
 
     Raises:
         `ValueError`: if no row is left.

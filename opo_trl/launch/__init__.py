@@ -1,1 +1,1 @@
-"""From a command line to a trainer: recipe, preflight, signals, and runs side by side."""
+"""From a command line to a trainer: recipe, preflight, signals, and comparisons of runs."""

@@ -1,7 +1,7 @@
-"""Callbacks of `opo_trl.train`: log file, progress bar, accuracies before training, and validation."""
+"""Accuracies of a run, and callbacks: log file, progress bar, accuracies before training, and validation."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +9,39 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from ..evaluate import Decoding, Evaluation, evaluate
+from ..evaluate import Decoding, evaluate
 from ..report.run_folder import COMPLETIONS, LOG, SUMMARY, append_lines, rewind, write_json
 from ..rollout.trainer import RolloutTrainer
 
 
-class LogFile(TrainerCallback):
-    """
-    Writes every log entry as a line of `log.jsonl`.
+def measure(trainer: RolloutTrainer, data: Mapping[str, Dataset], samples: int) -> dict[str, dict[str, dict]]:
+    """Accuracy on each level's problems, greedy and sampled: level → decoding → [`Evaluation.summary`]."""
+    return {
+        level: {
+            "greedy": evaluate(trainer, problems, decoding="greedy").summary(),
+            "sampled": evaluate(trainer, problems, decoding="sampled", samples=samples).summary(),
+        }
+        for level, problems in data.items()
+    }
 
-    Args:
-        folder (`Path`):
-            Folder of the run.
-    """
+
+def table(before: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> str:
+    """Accuracies with their intervals as text, one line per level and decoding; blank where unknown."""
+    after = after or {}
+    rows = dict.fromkeys((level, way) for results in (before, after) for level in results for way in results[level])
+
+    def cell(results: Mapping[str, Any], level: str, decoding: str) -> str:
+        result = results.get(level, {}).get(decoding)
+        return f"{result['accuracy']:6.1%} [{result['low']:.1%}, {result['high']:.1%}]" if result else ""
+
+    lines = [f"{'accuracy (95 % interval)':<26}{'before':<26}{'after' if after else ''}"]
+    for row in rows:
+        lines.append(f"{', '.join(row):<26}{cell(before, *row):<26}{cell(after, *row)}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+class LogFile(TrainerCallback):
+    """Writes every log entry as a line of `log.jsonl` in the run's folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -58,7 +78,7 @@ class ProgressBar(ProgressCallback):
 
 class ReportBefore(TrainerCallback):
     """
-    Measures the base model's accuracies before the first step, and writes them to `summary.json`.
+    Measures the base model's accuracies before the first step, writes them to `summary.json`, and prints them.
 
     This has to wait until training begins, because DeepSpeed and FSDP only then place and shard the model. A resumed
     run measures nothing: either the summary has the accuracies, or the first step is over.
@@ -66,55 +86,31 @@ class ReportBefore(TrainerCallback):
     Args:
         summary (`dict`):
             Content of `summary.json` so far, the same on every process; `before` is filled in here.
-        measure (`Callable[[], dict]`):
-            Measures the accuracies; called on every process.
-        folder (`Path`):
-            Folder of the run.
-        show (`Callable[[dict], None]`):
-            Prints the accuracies, `{}` if they are unknown.
 
     Attributes:
-        seconds (`float`): time that this took.
+        seconds (`float`): duration of the measurement.
     """
 
-    def __init__(
-        self,
-        summary: dict[str, Any],
-        *,
-        measure: Callable[[], dict[str, Any]],
-        folder: Path,
-        show: Callable[[dict[str, Any]], None],
-    ):
-        self.summary, self.measure, self.folder, self.show = summary, measure, folder, show
+    def __init__(self, trainer: RolloutTrainer, data: Mapping[str, Dataset], samples: int, summary: dict[str, Any]):
+        self.trainer, self.data, self.samples, self.summary = trainer, data, samples, summary
         self.seconds = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         started = time.perf_counter()
         if "before" not in self.summary and state.global_step == 0:
-            self.summary["before"] = self.measure()
+            self.summary["before"] = measure(self.trainer, self.data, self.samples)
         if state.is_world_process_zero:
-            write_json(self.folder / SUMMARY, self.summary)
-        self.show(self.summary.get("before", {}))
+            write_json(Path(args.output_dir) / SUMMARY, self.summary)
+        self.trainer.accelerator.print(table(self.summary.get("before", {})), flush=True)
         self.seconds = time.perf_counter() - started
 
 
 class Validation(TrainerCallback):
     """
-    Measures the policy's accuracy on held-out problems before the first step and after every `steps` steps.
+    Measures the policy's accuracy on held-out problems before the first step and after every `steps` optimizer steps.
 
-    The result is logged under `validation/`: `accuracy`, `low` and `high` (95 % Wilson interval) and `unscorable`.
-
-    Args:
-        trainer ([`RolloutTrainer`]):
-            Trainer of the policy.
-        dataset (`datasets.Dataset`):
-            The problems.
-        steps (`int`):
-            Optimizer steps between two validations.
-        decoding (`str`):
-            `"greedy"` or `"sampled"`.
-        folder (`Path`):
-            Folder of the run; the first completions of each validation go to its `completions.jsonl`.
+    The result is logged under `validation/`: `accuracy`, `low` and `high` (95 % Wilson interval) and `unscorable`. The
+    first completions of each validation go to `completions.jsonl` in the run's folder.
     """
 
     kept_completions = 8
@@ -139,7 +135,5 @@ class Validation(TrainerCallback):
         # Not TRL's `log`, which would flush the training metrics of an unfinished logging interval.
         Trainer.log(self.trainer, metrics)
         if state.is_world_process_zero:
-            append_lines(self.folder / COMPLETIONS, self._lines(result, state.global_step))
-
-    def _lines(self, result: Evaluation, step: int) -> list[dict]:
-        return [{"step": step, **sample} for sample in result.samples[: self.kept_completions]]
+            kept = result.samples[: self.kept_completions]
+            append_lines(self.folder / COMPLETIONS, [{"step": state.global_step, **sample} for sample in kept])

@@ -37,11 +37,11 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="opo-trl", description="Orthogonalized Policy Optimization on TRL.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("train", help="train as a recipe says, through accelerate", add_help=False)
+    commands.add_parser("train", help="train from a recipe, through accelerate", add_help=False)
     commands.add_parser("compare", help="compare methods over seeds, or finished runs", add_help=False)
     for name, text in (
-        ("figures", "draw the figures of a run again"),
-        ("report", "write the report of a run again, finished or not"),
+        ("figures", "redraw the figures of a run"),
+        ("report", "rewrite the report of a run, finished or not"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("folder", type=Path, help="folder of a run")
@@ -122,7 +122,7 @@ def _status(process: str, code: int) -> int:
 
 
 def _without(items: list[str], removed: list[str]) -> list[str]:
-    """`items` less `removed`, a subsequence of them: argparse returns what it does not know in order."""
+    """`items` less `removed`, a subsequence of them: argparse returns unknown arguments in order."""
     rest, kept = list(removed), []
     for item in items:
         if rest[:1] == [item]:

@@ -4,7 +4,7 @@ Run methods over seeds, and write a report that compares them.
     opo-trl compare recipes/arithmetic/*.yaml --seeds 1 2 3 --output runs/comparison [--jobs 2] [--field value …]
     opo-trl compare runs/a runs/b --output runs/comparison
 
-A recipe `R.yaml` runs in `OUTPUT/runs/R/seed-N`, unless that holds a finished run; any further `--field value` is
+A recipe `R.yaml` runs in `OUTPUT/runs/R/seed-N`, unless that holds a finished run; any other `--field value` is
 passed to every `opo-trl train`. A folder is a finished run, or contains some. What is computed: `docs/comparing.md`.
 """
 
@@ -23,16 +23,7 @@ from .jobs import OWN_FIELDS, Job, check_earlier_run, failure, overrides, run_mi
 
 
 def main(argv: Sequence[str]) -> int:
-    """
-    Entry point of `opo-trl compare`.
-
-    Args:
-        argv (`Sequence[str]`):
-            Command line after `opo-trl compare`.
-
-    Returns:
-        `int`: exit status: 1 if a run failed, 2 if something cannot be run or compared.
-    """
+    """Entry point of `opo-trl compare`; returns 1 if a run failed, 2 if something cannot be run or compared."""
     parser = _make_parser()
     arguments, fields = parser.parse_known_args(argv)
     try:
@@ -47,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="opo-trl compare",
-        description="Run what is missing, and report on all. Any further --field value is passed to every run.",
+        description="Run what is missing, then report on all runs. Any other --field value is passed to every run.",
         allow_abbrev=False,  # a prefix of an option may be a field of a run
     )
     parser.add_argument("inputs", nargs="+", type=Path, help="recipes (*.yaml), and folders of finished runs")

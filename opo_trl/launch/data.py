@@ -1,9 +1,8 @@
 """
-The data sets of a run.
+The datasets of a run.
 
-A recipe can name any data set: `columns` says which of its columns hold problem and solution, and with
-`prompt_style: dataset` it brings its own prompts. To add one that needs code, as the embedded task does, extend
-`opo_trl.data.problems.load_problems`.
+A recipe can name any dataset: `columns` maps its columns, and with `prompt_style: dataset` it brings its own prompts.
+To add one that needs code, as the embedded task does, see `opo_trl.data.problems.EMBEDDED`.
 """
 
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from .preflight import check_template
 
 @dataclass
 class Data:
-    """What a run trains on, validates with and reports on. Each set has `prompt` and the columns the rewards read."""
+    """Datasets for training, validation and report. Each has `prompt` and the columns that the rewards read."""
 
     training: Dataset
     validation: Dataset | None
@@ -32,7 +31,7 @@ def load_data(script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTra
     Load the problems of a run: `levels` of the training split, and held-out ones of the test split.
 
     Raises:
-        `ValueError`: the data set cannot be read, a selection leaves no row, or a chat prompt has no template.
+        `ValueError`: the dataset cannot be read, a selection leaves no row, or a chat prompt has no template.
     """
     training = _problems(script, script.dataset_train_split, script.levels, script.fraction)
     prompts = _prompts(script, training)

@@ -1,4 +1,4 @@
-"""The runs of a comparison: which are missing, and running each of those in a process."""
+"""The runs of a comparison: find the missing ones, and run each in a process."""
 
 import fcntl
 import os
@@ -15,11 +15,11 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from ..report.run_folder import LOG, RECIPE, is_run
-from ..report.runs import Settings, check_comparable, is_finished, read_settings
+from ..report.run_folder import LOG, RECIPE, SETTINGS, is_run, read_json
+from ..report.runs import Settings, check_comparable, is_finished
 
 
-# Fields of a run that are set here, and those that do not affect training.
+# Fields that are set here for each run, and those that do not affect training.
 OWN_FIELDS = ("config", "output_dir", "seed", "disable_tqdm", "resume_from_checkpoint")
 _IMMATERIAL = (*OWN_FIELDS, "overwrite", "report_to", "env")
 
@@ -30,22 +30,12 @@ _QUOTED_LINES = 12
 
 @dataclass(frozen=True)
 class Job:
-    """
-    A run of a recipe.
-
-    Args:
-        recipe (`Path`), seed (`int`):
-            Recipe and seed.
-        folder (`Path`):
-            Folder of the run.
-        fields (`tuple[str, ...]`):
-            Further `--field value` from the command line.
-    """
+    """A run of a recipe."""
 
     recipe: Path
     seed: int
     folder: Path
-    fields: tuple[str, ...]
+    fields: tuple[str, ...]  # other `--field value` of the command line
 
     @property
     def name(self) -> str:
@@ -126,7 +116,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def agree(asked: Any, resolved: Any) -> bool:
-    """Whether a value from a recipe or a command line equals the one that a run has resolved it to."""
+    """Whether a value from a recipe or a command line equals the resolved one of a run."""
     asked, resolved = _typed(asked), _typed(resolved)
     if isinstance(asked, Mapping) and isinstance(resolved, Mapping):  # resolved: with defaults
         return all(agree(value, resolved.get(key)) for key, value in asked.items())
@@ -154,18 +144,9 @@ def _typed(value: Any) -> Any:
 
 def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings]) -> list[Job]:
     """
-    Run the unfinished jobs, each in its own process, under one progress bar.
+    Run the unfinished jobs, each in its own process, under one progress bar; returns those that failed.
 
-    Args:
-        jobs (`Sequence[Job]`):
-            All requested runs.
-        at_once (`int`):
-            How many may run at the same time.
-        others (`Mapping[str, Mapping]`):
-            Settings of the finished runs to compare with, by name.
-
-    Returns:
-        `list[Job]`: those that failed.
+    `others` are the settings of the finished runs to compare with, by name.
 
     Raises:
         `ValueError`: a run is not comparable with the others, or another process is running it.
@@ -174,10 +155,7 @@ def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings
     if not waiting:
         return []
     failed = []
-    with (
-        tqdm(total=len(jobs), initial=len(jobs) - len(waiting), unit="run") as bar,
-        _processes() as running,
-    ):
+    with tqdm(total=len(jobs), initial=len(jobs) - len(waiting), unit="run") as bar, _processes() as running:
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
@@ -194,7 +172,7 @@ def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings
 
 @contextmanager
 def _processes() -> Iterator[dict[Job, subprocess.Popen]]:
-    """Processes that are ended when this one leaves the block or receives a signal to end."""
+    """Processes that end when this one leaves the block, also through a signal."""
     running: dict[Job, subprocess.Popen] = {}
     handlers = {number: signal.signal(number, signal.default_int_handler) for number in _ENDING_SIGNALS}
     try:
@@ -232,7 +210,7 @@ def _progress(job: Job) -> str:
 
 
 def _begun(jobs: Sequence[Job]) -> dict[str, Settings]:
-    settings = {job.name: read_settings(job.folder) for job in jobs}
+    settings = {job.name: read_json(job.folder / SETTINGS) for job in jobs}
     return {name: own for name, own in settings.items() if own}
 
 

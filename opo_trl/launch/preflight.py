@@ -48,7 +48,7 @@ _HTTP_SECONDS = 5.0  # time limit for an answer
 
 
 def check_installed(args: RolloutConfig, model_config: ModelConfig) -> None:
-    """Check that the optional packages which a recipe needs are installed."""
+    """Check that the optional packages that a recipe needs are installed."""
     for name, asked, package, install in (
         ("use_vllm", args.use_vllm, "vllm", "'opo_trl[vllm]'"),
         ("use_peft", model_config.use_peft, "peft", "'opo_trl[peft]'"),
@@ -114,22 +114,9 @@ def check_model(
     field: str, name: str, *, revision: str | None, trust_remote_code: bool, pickled: bool
 ) -> PreTrainedConfig:
     """
-    Check that a model exists: its configuration, and if it is a folder also its weight files.
+    Check that a model exists: its configuration, which is returned, and if it is a folder also its weight files.
 
-    Args:
-        field (`str`):
-            Field of the recipe that names it.
-        name (`str`):
-            Folder, or id on the Hub.
-        revision (`str`, *optional*):
-            Revision on the Hub.
-        trust_remote_code (`bool`):
-            Whether the model's own code may run.
-        pickled (`bool`):
-            Whether pickled weights are allowed.
-
-    Returns:
-        `PreTrainedConfig`: the model's configuration.
+    `name` is a folder or an id on the Hub, `pickled` whether pickled weights are allowed.
     """
     folder = Path(name)
     with paths.readable(field, name):
@@ -203,7 +190,7 @@ def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) 
 
 
 def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that a data set has prompts, and that the tokenizer can render them."""
+    """Check that a dataset has prompts, and that the tokenizer can render them."""
     if "prompt" not in data.column_names:
         raise ValueError(
             f"prompt_style='dataset', but dataset_name has no column 'prompt', only {data.column_names}. Rename its "
@@ -212,7 +199,7 @@ def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.chat_template is None and not isinstance(data[0]["prompt"], str):
         raise ValueError(
             f"prompt_style='chat', but the tokenizer of {tokenizer.name_or_path!r} has no chat template. Set "
-            "`prompt_style` to 'plain', or give the tokenizer a chat_template.jinja."
+            "`prompt_style` to 'plain', or add a chat_template.jinja to the tokenizer."
         )
 
 
@@ -261,7 +248,7 @@ def check_context(
 
 
 def check_columns(rewards: Sequence[Any], data: Dataset) -> None:
-    """Check that TRL can call the reward functions with the columns of a data set."""
+    """Check that TRL can call the reward functions with the columns of a dataset."""
     for reward in rewards:
         isolated = isinstance(reward, IsolatedReward)
         function = reward.reward if isolated else reward
@@ -283,6 +270,6 @@ def check_columns(rewards: Sequence[Any], data: Dataset) -> None:
         except TypeError as error:
             raise ValueError(
                 f"{named} cannot be called: {error}. It is called by keyword, with {', '.join(given)} and the columns "
-                f"{columns}. Rename a column of the data set, or set `reward_funcs` to a function such as "
+                f"{columns}. Rename a column of the dataset, or set `reward_funcs` to a function such as "
                 "`def reward(completions, **columns)`."
             ) from error

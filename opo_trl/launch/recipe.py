@@ -31,7 +31,7 @@ _RENAMED = {
     "torch_dtype": "`dtype`",
     "overwrite_output_dir": "gone: set `overwrite` to delete an earlier run",
     "logging_dir": "the variable TENSORBOARD_LOGGING_DIR: set `env: {TENSORBOARD_LOGGING_DIR: folder}`",
-    "warmup_ratio": "`warmup_steps`, with a share of all steps in (0, 1)",
+    "warmup_ratio": "`warmup_steps`, with a fraction of all steps in (0, 1)",
 }
 
 
@@ -43,7 +43,7 @@ class _Parser(TrlParser):
         raise ValueError(f"{message}. Set it to a value of its type: `{self.prog} --help` lists them.")
 
     def take(self, recipe: Mapping[str, Any]) -> list[str]:
-        """A recipe as words of a command line. What words cannot say becomes a default: mappings and empty values."""
+        """Turn a recipe into words of a command line. What they cannot express (mappings, empty) becomes a default."""
         actions = {action.dest: action for action in self._actions}
         types = {name: hint for arguments in self.dataclass_types for name, hint in hints(arguments).items()}
         words = []
@@ -51,7 +51,7 @@ class _Parser(TrlParser):
             kind = actions[name].type
             is_enum = isinstance(kind, type) and issubclass(kind, Enum)
             if value in ("", []) and (value == actions[name].default or (is_enum and value == "")):
-                continue  # no word says it, and it is what the field is anyway
+                continue  # already the default, and no word expresses it
             if isinstance(value, list) and any(item is None or isinstance(item, Mapping | list) for item in value):
                 self.error(f"{name}={value!r} is not allowed")
             elif isinstance(value, list) and actions[name].nargs == "+":
@@ -88,7 +88,7 @@ def split(argv: Sequence[str]) -> tuple[str | None, bool, list[str]]:
     """Path of the recipe, whether `--debug` asks for tracebacks, and the rest of a command line."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
-    parser.add_argument("--debug", nargs="?", const=True)  # with a value, it is the field of Transformers
+    parser.add_argument("--debug", nargs="?", const=True)  # with a value, it is Transformers' field
     own, rest = parser.parse_known_args(argv)
     if isinstance(own.debug, str):
         rest += ["--debug", own.debug]
@@ -97,7 +97,7 @@ def split(argv: Sequence[str]) -> tuple[str | None, bool, list[str]]:
 
 def read_recipe(path: str | Path | None, argv: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
     """
-    Read a recipe, and find out which trainer it is for.
+    Read a recipe, and determine which trainer it is for.
 
     Args:
         path (`str` or `Path`, *optional*):
@@ -137,7 +137,7 @@ def _variables(env: Any) -> dict[str, str | int]:
                 f"env={{{name!r}: {value!r}}} cannot be set: a variable has a name without `=`, and no NUL. Set `env` "
                 "to a mapping: `env: {NAME: value}`."
             )
-    # Whole numbers as numbers, so that the recipe in the run's folder has no quotation marks around them.
+    # Integers stay numbers, so that the recipe in the run's folder has no quotation marks around them.
     return {name: int(value) if re.fullmatch(r"0|[1-9]\d*", value) else value for name, value in env.items()}
 
 
@@ -220,6 +220,6 @@ def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | N
 def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
-    if hasattr(value, "to_dict"):  # a mapping that Transformers has made an object of
+    if hasattr(value, "to_dict"):  # a mapping that Transformers has turned into an object
         value = value.to_dict()
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value

@@ -1,4 +1,4 @@
-"""Whether a checkpoint belongs to the run that resumes it."""
+"""What an earlier run left: whether its checkpoint belongs to the run that resumes it, and its accuracies."""
 
 import json
 import os
@@ -6,22 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..report.run_folder import SETTINGS, read_json
-from ..report.settings import MODEL_PREFIX, kept_on_resume
+from accelerate.utils import broadcast_object_list
+
+from ..fields import DATA, MODEL, REWARDS, SAMPLING
+from ..report.run_folder import SETTINGS, SUMMARY, read_json
+from ..report.runs import MODEL_PREFIX, fields_deciding, kept_on_resume
 
 
 def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None:
     """
     Check that a checkpoint is resumed with the model, data and method that it was trained with.
 
-    Args:
-        folder (`str`):
-            Folder of the checkpoint. Its settings are read from the folder of its run, in which it lies. If it lies
-            elsewhere, only the base model of an adapter is known.
-        settings (`Mapping[str, Any]`):
-            Resolved settings of the run that resumes it.
-        model (`str`):
-            Base model of that run: folder, or id on the Hub.
+    Its settings are read from the run folder that contains it. Without one, only the base model of an adapter is
+    known. `model` is the base model of the run that resumes it: a folder, or an id on the Hub.
 
     Raises:
         `ValueError`: names the fields that differ.
@@ -34,7 +31,7 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
         lines = "\n".join(f"  {name}={saved.get(name)!r} there, {name}={asked.get(name)!r} here" for name in differing)
         raise ValueError(
             f"resume_from_checkpoint={folder!r} belongs to a run with other settings:\n{lines}\n"
-            "Set the same values here, or choose another `output_dir` and start at the beginning."
+            "Set the same values here, or choose another `output_dir` and start from the beginning."
         )
     base = read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path", model)
     if not saved and os.path.realpath(base) != os.path.realpath(model):
@@ -42,3 +39,26 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
             f"resume_from_checkpoint={folder!r} is an adapter for {base!r}, but model_name_or_path={model!r}. Set "
             "`model_name_or_path` to the adapter's model."
         )
+
+
+def known_accuracies(folder: Path, checkpoint: str | None) -> dict[str, Any]:
+    """
+    What `summary.json` holds when a run starts or resumes.
+
+    Broadcast from the first process, because another one might read the file after the first has updated it.
+    """
+    summary = read_json(folder / SUMMARY)
+    if checkpoint is None:  # it starts over
+        summary = {name: summary[name] for name in summary if name == "before"}
+    elif "before" not in summary:  # the checkpoint may be in the folder of another run
+        there = read_json(Path(checkpoint).resolve().parent / SUMMARY)
+        summary |= {name: there[name] for name in there if name == "before"}
+    return broadcast_object_list([summary])[0]
+
+
+def forget_if_changed(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Delete the accuracies that an earlier run has left in a folder, if they depend on other settings."""
+    asked, saved = json.loads(json.dumps(settings, default=str)), read_json(folder / SETTINGS)
+    names = (*fields_deciding(DATA, MODEL, SAMPLING, REWARDS), "report_levels", "report_size", "report_samples")
+    if any(saved.get(name) != asked.get(name) for name in names):
+        (folder / SUMMARY).unlink(missing_ok=True)

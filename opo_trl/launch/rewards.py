@@ -59,7 +59,7 @@ def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
 
     Raises:
         `ValueError`: a function does not exist, only one of `soft_overlong_punishment` and `overlong_cache` is set, or
-            the number of weights is not that of the rewards.
+            the number of weights differs from the number of rewards.
     """
     _check(script, args)
     found: list = []

@@ -42,10 +42,6 @@ class StopOnSignal(TrainerCallback):
     ...     trainer.train(resume_from_checkpoint="auto")
     ```
 
-    Args:
-        trainer ([`RolloutTrainer`]):
-            Trainer to stop.
-
     Raises:
         `SystemExit`: from `trainer.train`, when the checkpoint is written, with 128 plus the signal's number.
     """
@@ -89,7 +85,7 @@ class StopOnSignal(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         if self._agreed:
-            # If a process left while the first one writes, the launcher would end them all.
+            # If a process exited while the first one is still writing, the launcher would end them all.
             self.trainer.accelerator.wait_for_everyone()
             name = signal.Signals(self._agreed).name
             self.trainer.accelerator.print(

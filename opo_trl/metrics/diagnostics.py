@@ -1,8 +1,8 @@
 """
-The diagnostics of a run: the bounds of what is healthy, what it means to be beyond one, and what to try.
+The diagnostics of a run: healthy bounds, what it means to exceed one, and what to try.
 
 The bounds separate runs that learn from runs that were broken on purpose; none is a law. Bounds and sentences refer to
-facts about a metric: the attributes of [`verdicts.Facts`].
+facts about a metric: the attributes of [`report.verdicts.Facts`].
 """
 
 from collections.abc import Mapping

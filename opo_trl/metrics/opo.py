@@ -1,4 +1,4 @@
-"""What is measured of the objective: the target of a rollout, and an optimizer step. Logged under `opo/`."""
+"""Metrics of the objective, for a rollout and for an optimizer step. Logged under `opo/`."""
 
 import math
 
@@ -38,7 +38,7 @@ def rollout_metrics(
     Returns:
         `dict[str, torch.Tensor]`: scalars `escort/{min,max,ess}` (`ess`: mean over groups of (Σω)² / Σω², between 1
         and G), `escort/chemical_potential`, `temperature`, `mu`, `positivity_margin` (1 + min v\*),
-        `frac_target_clipped` (samples whose target positivity moved) and `frac_zero_drive` (samples without
+        `frac_target_clipped` (samples whose target `positivity` changed) and `frac_zero_drive` (samples without
         first-order signal). NaN if no sample is valid.
 
     Raises:

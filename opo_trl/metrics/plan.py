@@ -16,16 +16,9 @@ logger = get_logger(__name__)
 
 def training_plan(trainer: Any) -> str:
     """
-    Describe the run, one line per subject.
+    Describe a run about to start, one line per subject.
 
-    Args:
-        trainer ([`RolloutTrainer`]):
-            Trainer about to train.
-
-    Returns:
-        `str`: completions and tokens per rollout, optimizer steps per rollout, whether μ has an effect, the objective,
-        and the peak memory of a process. A subject that cannot be described is left out with a warning: a plan never
-        ends a run.
+    A subject that cannot be described is left out with a warning: a plan never ends a run.
     """
     subjects = {
         "rollout": _rollout,
@@ -64,9 +57,9 @@ def _updates(trainer: Any) -> str:
     rows, micro = args.per_device_train_batch_size, args.gradient_accumulation_steps
     per_step = rows * micro * args.world_size
     steps = args.optimizer_steps_per_rollout
-    reuse = f"{steps:g} optimizer step{'' if steps == 1 else 's'} per rollout"
+    per_rollout = f"{steps:g} optimizer step{'' if steps == 1 else 's'} per rollout"
     return (
-        f"{reuse if steps >= 1 else f'{1 / steps:g} rollouts per optimizer step'}, {per_step} completions each "
+        f"{per_rollout if steps >= 1 else f'{1 / steps:g} rollouts per optimizer step'}, {per_step} completions each "
         f"(processes × micro-batches × rows: {args.world_size} × {micro} × {rows})"
     )
 
@@ -104,16 +97,7 @@ def _memory(trainer: Any) -> str:
 
 
 def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
-    """
-    [`memory.memory_plan`] of a trainer about to train.
-
-    Args:
-        trainer ([`RolloutTrainer`]):
-            Trainer whose model has not been wrapped yet.
-
-    Returns:
-        `dict[str, dict[str, float]]`: moment → component → bytes per process.
-    """
+    """[`metrics.memory.memory_plan`] of a trainer whose model has not been wrapped yet."""
     args, sharding = trainer.args, _sharding(trainer)
     prompt, completion = _row_tokens(trainer)
     half = trainer.accelerator.mixed_precision != "no"

@@ -1,4 +1,4 @@
-"""What the samples of an optimizer step report, gathered over all processes once the step is done."""
+"""Reports of the samples of an optimizer step, gathered over all processes at its end."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,42 +15,30 @@ from .opo import step_metrics
 
 logger = get_logger(__name__)
 
-# With a smaller effective sample size in so many rollouts in a row, one completion of each group has all the weight.
+# Below this effective sample size, one completion per group has nearly all the weight; warn after this many rollouts.
 _LOW_ESS = 2.0
 _LOW_ESS_ROLLOUTS = 10
 
 
 @dataclass
 class SampleReport:
-    """
-    Values of samples in an optimizer step: a float32 tensor `[B]` each, without gradient.
+    """Values of samples in an optimizer step: a float32 tensor `[B]` each, without gradient."""
 
-    Attributes:
-        log_ratio, target, mu, weights: arguments of [`opo_loss`].
-        clamped: 1 where the log-ratio was clamped.
-        age: optimizer steps since the behaviour policy was the policy.
-        sequence_log_ratio: log-ratio of the complete completion.
-        kl: KL estimate, summed over tokens.
-        policy_loss: loss without the entropy bonus.
-        tokens, entropy: number of tokens that count, and the sum of their entropies in nats.
-        bonus_tokens, bonus_entropy: of them, those that the entropy bonus acts on.
-        computed: 0 for samples that were left out because their gradient is zero.
-    """
-
+    # Arguments of `opo_loss`
     log_ratio: Tensor
     target: Tensor
     mu: Tensor
     weights: Tensor
-    clamped: Tensor
-    age: Tensor
-    sequence_log_ratio: Tensor
-    kl: Tensor
-    policy_loss: Tensor
-    tokens: Tensor
-    entropy: Tensor
-    bonus_tokens: Tensor
+    clamped: Tensor  # 1 where the log-ratio was clamped
+    age: Tensor  # optimizer steps since the behaviour policy was the policy
+    sequence_log_ratio: Tensor  # of the complete completion
+    kl: Tensor  # estimate, summed over tokens
+    policy_loss: Tensor  # without the entropy bonus
+    tokens: Tensor  # number of tokens that count
+    entropy: Tensor  # sum of their entropies in nats
+    bonus_tokens: Tensor  # of them, those that the entropy bonus acts on
     bonus_entropy: Tensor
-    computed: Tensor
+    computed: Tensor  # 0 for samples that were left out because their gradient is zero
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -64,7 +52,7 @@ class SampleReport:
 
     @classmethod
     def gather(cls, reports: Sequence["SampleReport"], accelerator: Accelerator) -> "SampleReport":
-        """All samples of the step, over all processes, in one collective call; processes have equally many."""
+        """All samples of the step, over all processes, in one collective call; each process has the same number."""
         table = torch.cat([torch.stack([*vars(report).values()], dim=1) for report in reports])
         return cls(*accelerator.gather(table).T)
 
@@ -72,15 +60,9 @@ class SampleReport:
 @torch.no_grad()
 def metrics_of_samples(samples: SampleReport, args: Any, *, kl: bool, bonus: bool) -> dict[str, float]:
     """
-    Metrics of an optimizer step, by their names in the log.
+    Metrics of an optimizer step, by their names in the log, from all of its samples over all processes.
 
-    Args:
-        samples ([`SampleReport`]):
-            All samples of the step, over all processes.
-        args ([`OPOConfig`]):
-            Configuration, for the form of the loss.
-        kl (`bool`), bonus (`bool`):
-            Whether the loss has a KL term and an entropy bonus.
+    `kl` and `bonus`: whether the loss has a KL term and an entropy bonus.
     """
     step = step_metrics(
         samples.log_ratio,
@@ -91,7 +73,7 @@ def metrics_of_samples(samples: SampleReport, args: Any, *, kl: bool, bonus: boo
         clamped=samples.clamped.bool(),
     )
     if args.log_ratio_reduction == "mean":
-        # Only the log-ratio of complete completions gives the χ² divergence of the policy.
+        # Only the log-ratio of whole completions gives the χ² divergence of the policy.
         sequence = step_metrics(samples.sequence_log_ratio, samples.target, mu=samples.mu, weights=samples.weights)
         step["sequence_chi2"] = sequence["chi2"]
     step["off_policy_steps"] = samples.age.max()
@@ -108,15 +90,9 @@ def metrics_of_samples(samples: SampleReport, args: Any, *, kl: bool, bonus: boo
 
 def count_low_ess(rollouts: int, ess: float, args: Any) -> int:
     """
-    Count rollouts in a row with a low effective sample size of the escort weights; warn when there are too many.
+    Count consecutive rollouts with a low effective sample size of the escort weights; warn when there are too many.
 
-    Args:
-        rollouts (`int`):
-            Count so far.
-        ess (`float`):
-            Effective sample size of the current rollout.
-        args ([`OPOConfig`]):
-            Configuration, whose fields the warning names.
+    `rollouts` is the count so far, `ess` the effective sample size of the current rollout.
     """
     if args.num_generations <= _LOW_ESS:
         return 0

@@ -21,10 +21,6 @@ class StepClock(TrainerCallback):
 
     On a GPU, phases are marked by events in its stream, which are read only when the seconds are asked for: no phase
     waits for the device.
-
-    Args:
-        device (`torch.device`):
-            Device that trains.
     """
 
     def __init__(self, device: torch.device):

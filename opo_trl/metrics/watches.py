@@ -1,4 +1,4 @@
-"""Watches: bounds on logged metrics that warn, or end a run."""
+"""Watches: bounds on logged metrics that warn or end a run."""
 
 import difflib
 import math
@@ -62,7 +62,7 @@ class Watch:
             ) from None
 
     def fires(self, entry: Mapping[str, Any]) -> bool:
-        """Take in the next entry of the log; returns whether too many recent ones are now beyond the bound."""
+        """Record the next log entry; returns whether too many recent entries are now beyond the bound."""
         value = number(entry, self.metric)
         if math.isnan(value):  # nothing to compare
             return False
@@ -83,12 +83,7 @@ class Watch:
 
 
 class Watches(TrainerCallback):
-    """
-    Warn, or end the run with a checkpoint, when a metric is beyond its bound in three of ten entries of the log.
-
-    Args:
-        watches (`list[str]`): see [`Watch`].
-    """
+    """Warn, or end the run with a checkpoint, when a metric is beyond its bound in three of ten entries of the log."""
 
     def __init__(self, watches: list[str]):
         self.watches = [Watch(text) for text in watches]

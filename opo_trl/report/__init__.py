@@ -1,1 +1,1 @@
-"""What is read off one run folder, or several."""
+"""Reports on one run folder or several."""

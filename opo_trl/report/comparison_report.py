@@ -18,20 +18,9 @@ _HEADLINES = ("final reward", "validation accuracy")  # of the summary
 
 def write_report(comparison: Comparison, output: Path, command: str) -> list[Path]:
     """
-    Write `report.html`, `report.md` and `figures/`.
+    Write `report.html`, `report.md` and `figures/`; returns the paths of the first two.
 
-    The same runs give the same bytes: no date, no path, no random order.
-
-    Args:
-        comparison ([`Comparison`]):
-            The measures.
-        output (`Path`):
-            Folder to write into.
-        command (`str`):
-            Command that reproduces the report.
-
-    Returns:
-        `list[Path]`: the two files.
+    The same runs give the same bytes: no date, no path, no random order. `command` reproduces the report.
     """
     figures = draw(comparison, output / "figures")
     content = {**describe(comparison), "figures": figures, "command": command}

@@ -27,23 +27,13 @@ _MOST_POINTS = 400
 
 @dataclass(frozen=True)
 class Curve:
-    """
-    A figure of a comparison.
-
-    Args:
-        name (`str`), title (`str`), x_label (`str`):
-            File name, heading and label of the horizontal axis.
-        points (`Callable`):
-            Run → points (x, y).
-        smoothed (`bool`, *optional*, defaults to `True`):
-            Whether to draw the mean of each value and the nine before it.
-    """
+    """A figure of a comparison."""
 
     name: str
     title: str
     points: Callable[[Run], Points]
     x_label: str = "optimizer step"
-    smoothed: bool = True
+    smoothed: bool = True  # whether to draw the mean of each value and the nine before it
 
 
 def _against(x: Callable[[Run], Points], run: Run) -> Points:

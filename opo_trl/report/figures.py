@@ -41,16 +41,11 @@ _PANELS: tuple[tuple[str, str, Callable[[Entry], bool]], ...] = (
 
 def draw_run(folder: Path) -> list[Path]:
     """
-    Draw the figures of a run into its `figures/`, as PNG and SVG.
+    Draw the figures of a run into its `figures/`, as PNG and SVG; returns the paths.
 
-    Args:
-        folder (`Path`):
-            Folder of the run, with its `log.jsonl` and, for the accuracies, `summary.json`.
-
-    Returns:
-        `list[Path]`: the files written: `training.*` (reward, validation accuracy, entropy, gradient norm, χ² and
-        gradient response efficiency over optimizer steps), `time.*` (seconds per optimizer step, by phase) and
-        `accuracy.*` (before and after, with 95 % intervals).
+    They are `training.*` (reward, validation accuracy, entropy, gradient norm, χ² and gradient response efficiency by
+    optimizer step), `time.*` (seconds per optimizer step, by phase) and `accuracy.*` (before and after, with 95 %
+    intervals).
 
     Raises:
         `ValueError`: the folder has no log.
@@ -84,16 +79,9 @@ def write(figure: Figure, path: Path):
 
 def draw_progress(log: Sequence[Entry], max_steps: int) -> Figure:
     """
-    Draw the progress of a training: reward, entropy, χ² and gradient response efficiency.
+    Draw reward, entropy, χ² and gradient response efficiency over the `max_steps` optimizer steps of a training.
 
-    Args:
-        log (`Sequence[dict]`):
-            The entries logged so far, such as a trainer's `state.log_history`.
-        max_steps (`int`):
-            Optimizer steps of the complete training.
-
-    Returns:
-        `matplotlib.figure.Figure`: four panels over optimizer steps, to be closed by the caller.
+    `log` holds the entries so far, such as a trainer's `state.log_history`. The caller closes the figure.
     """
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(2, 2, figsize=(9, 5), layout="constrained")

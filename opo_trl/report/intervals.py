@@ -17,17 +17,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Estimate:
-    """
-    A mean over seeds.
-
-    Args:
-        mean (`float`):
-            The mean.
-        interval (`tuple[float, float]`, *optional*):
-            Its 95 % t interval; `None` for a single value.
-        n (`int`):
-            Number of values.
-    """
+    """The mean of `n` values, and its 95 % t interval; `None` for a single value."""
 
     mean: float
     interval: Interval | None
@@ -37,13 +27,8 @@ class Estimate:
 @dataclass(frozen=True)
 class Difference:
     """
-    The mean of paired differences.
-
-    Args:
-        estimate ([`Estimate`]):
-            Mean difference and its paired 95 % t interval, which decides the verdict.
-        bootstrap (`tuple[float, float]`, *optional*):
-            Percentile interval of the paired bootstrap; `None` for a single pair.
+    The mean of paired differences with its paired t interval, which decides the verdict; and the percentile interval
+    of the paired bootstrap, `None` for a single pair.
     """
 
     estimate: Estimate
@@ -80,17 +65,10 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
 
 def bootstrap_interval(values: Sequence[float]) -> Interval | None:
     """
-    Percentile interval of the mean over resamples with replacement.
+    Percentile interval (2.5 % to 97.5 %) of the mean over resamples with replacement; `None` for a single value.
 
     Enumerates all n^n resamples if there are at most 50,000; otherwise draws 20,000 with a fixed seed.
     `scipy.stats.bootstrap` always draws, so that with few seeds its bounds would depend on the draw.
-
-    Args:
-        values (`Sequence[float]`):
-            One value per seed.
-
-    Returns:
-        `tuple[float, float]` or `None`: the 2.5 % and 97.5 % quantiles; `None` for a single value.
     """
     n = len(values)
     if n < 2:

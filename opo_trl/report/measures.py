@@ -8,7 +8,7 @@ import numpy as np
 
 from ..metrics.log import Points
 from .intervals import Difference, Estimate, estimate, paired_difference
-from .runs import Run, completions_per_rollout, optimizer_steps_per_rollout
+from .runs import Run, optimizer_steps_per_rollout
 
 
 LAST_STEPS = 20  # "final": the mean over these optimizer steps
@@ -34,21 +34,11 @@ DECIMALS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """
-    All measures of the runs of some methods.
+    """All measures of the runs of some methods."""
 
-    Args:
-        methods (`dict[str, list[Run]]`):
-            Runs by label: the baseline first, the others sorted.
-        values (`dict[str, dict[str, float]]`):
-            Name of a run → measure → value, or `None`.
-        target (`float`):
-            Smoothed reward that "steps to 80 %" waits for.
-    """
-
-    methods: dict[str, list[Run]]
-    values: dict[str, Values]
-    target: float
+    methods: dict[str, list[Run]]  # by label: the baseline first, the others sorted
+    values: dict[str, Values]  # name of a run → measure → value
+    target: float  # smoothed reward that "steps to 80 %" waits for
 
     @property
     def baseline(self) -> str:
@@ -148,7 +138,7 @@ def efficiency(run: Run) -> Points:
 
 def completions(run: Run) -> Points:
     """Completions generated up to each reward, computed from the settings if the log does not count them."""
-    rollout, steps = completions_per_rollout(run.settings), optimizer_steps_per_rollout(run.settings)
+    rollout, steps = run.settings["generation_batch_size"], optimizer_steps_per_rollout(run.settings)
     key = reward_key(run)
     return [
         (row["step"], row.get("completions/generated") or math.ceil(row["step"] / steps) * rollout)
@@ -169,8 +159,8 @@ def seconds(run: Run) -> Points:
 
 def wall_time(run: Run) -> float | None:
     """
-    Seconds of training, with validation. A resumed run only knows those of its last part: then at least those of all
-    steps.
+    Seconds of training, including validation. A resumed run has measured only its last part; the seconds of all steps
+    are then a lower bound.
     """
     measured = [run.summary.get("train_seconds"), *(total for _, total in seconds(run)[-1:])]
     return max((value for value in measured if value is not None), default=None)

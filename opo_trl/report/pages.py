@@ -9,18 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
 def render(template: str, content: Mapping[str, Any]) -> str:
-    """
-    Fill a template; values are escaped in HTML.
-
-    Args:
-        template (`str`):
-            File name of the template.
-        content (`dict`):
-            Values of its variables; a missing one is an error.
-
-    Returns:
-        `str`: the page.
-    """
+    """Fill a template of this folder. Values are escaped in HTML; a missing one is an error."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=lambda name: name is not None and ".html" in name,

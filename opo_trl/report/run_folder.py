@@ -67,13 +67,7 @@ def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """
     Check that a run may write into a folder, without writing or deleting anything.
 
-    Args:
-        folder (`Path`):
-            Folder of the run.
-        resume (`bool`):
-            Whether the run in this folder is resumed: then its files stay.
-        overwrite (`bool`):
-            Whether an earlier run in this folder may be deleted.
+    `resume`: the run in this folder is resumed, so its files stay. `overwrite`: an earlier run there may be deleted.
 
     Raises:
         `ValueError`: another run writes into the folder, its content would be overwritten, or it is not writable.
@@ -104,7 +98,7 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
     Create the folder of a run, or empty it, after [`check`], and lock it against other runs.
 
     Returns:
-        `IO[str]`: the open lock file. The folder stays locked until it is closed, or this process ends in any way.
+        `IO[str]`: the open lock file. The folder stays locked until it is closed, or this process ends for any reason.
     """
     check(folder, resume=resume, overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)

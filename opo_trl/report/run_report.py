@@ -30,14 +30,7 @@ _SPARK = 100, 24, 2  # width, height and margin of a small curve
 
 def write_report(folder: Path) -> Path:
     """
-    Write the `report.html` of a run, finished or not, and its figures.
-
-    Args:
-        folder (`Path`):
-            Folder of the run.
-
-    Returns:
-        `Path`: the file.
+    Write the `report.html` of a run, finished or not, and its figures; returns its path.
 
     Raises:
         `ValueError`: the folder does not contain a run.

@@ -9,13 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..fields import DATA, MODEL, SAMPLING
-from ..methods import DEFAULT, by_trainer
+from ..fields import DATA, MODEL, OBJECTIVE, OPTIMIZER, REWARDS, SAMPLING, deciding
+from ..methods import DEFAULT, METHODS, by_trainer
 from .run_folder import ENVIRONMENT, LOG, RECIPE, SETTINGS, SUMMARY, is_run, read_json, read_lines
-from .settings import MODEL_PREFIX, fields_deciding
 
 
 Settings = Mapping[str, Any]
+
+# Fields of TRL and Transformers. Ours are annotated where they are defined: `alpha: Annotated[float, OBJECTIVE]`.
+_INHERITED = {
+    DATA: "dataset_name dataset_config dataset_train_split dataset_test_split chat_template_kwargs",
+    MODEL: "model_name_or_path model_revision dtype load_in_8bit load_in_4bit use_peft use_dora use_rslora",
+    SAMPLING: "num_generations max_completion_length temperature top_p top_k min_p repetition_penalty",
+    REWARDS: "reward_weights scale_rewards multi_objective_aggregation",
+    OBJECTIVE: "loss_type importance_sampling_level epsilon epsilon_high delta beta entropy_coef top_entropy_quantile "
+    "off_policy_mask_threshold mask_truncated_completions",
+    OPTIMIZER: "optim learning_rate lr_scheduler_type adam_beta1 adam_beta2 adam_epsilon weight_decay",
+}
+MODEL_PREFIX = "lora_"
 
 _DEFINING_PREFIXES = (MODEL_PREFIX, "validation_", "report_")
 
@@ -38,15 +49,9 @@ _INCIDENTAL = (
 @dataclass(frozen=True)
 class Run:
     """
-    A finished run.
+    A finished run, with the content of its files.
 
-    Args:
-        label (`str`), seed (`int`):
-            Method and seed. The label of a folder `LABEL/seed-N` is `LABEL`, of any other its name.
-        settings (`dict`), environment (`dict`), summary (`dict`):
-            Content of its `settings.json`, `environment.json` and `summary.json`.
-        log (`list[dict]`):
-            Lines of its `log.jsonl`.
+    The label of a folder `LABEL/seed-N` is `LABEL`, of any other its name.
     """
 
     label: str
@@ -89,7 +94,7 @@ def read_run(folder: Path) -> Run:
     """
     if not is_finished(folder):
         raise ValueError(f"The run {str(folder)!r} is not finished. Let it finish (`--resume_from_checkpoint auto`).")
-    settings, log = read_settings(folder), _read_log(folder)
+    settings, log = read_json(folder / SETTINGS), _read_log(folder)
     if not settings or not log:
         missing = LOG if settings else SETTINGS
         raise ValueError(f"The run {str(folder)!r} lacks {missing}, or it is empty. Restore it, or repeat the run.")
@@ -109,11 +114,6 @@ def label_of(folder: Path) -> str:
     return folder.parent.name if re.fullmatch(r"seed-\d+", folder.name) else folder.name
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Resolved settings of a run; empty if not written yet."""
-    return read_json(folder / SETTINGS)
-
-
 def _read_log(folder: Path) -> list[dict[str, Any]]:
     zipped = folder / f"{LOG}.gz"
     if zipped.exists() and not (folder / LOG).exists():
@@ -121,24 +121,40 @@ def _read_log(folder: Path) -> list[dict[str, Any]]:
     return read_lines(folder / LOG)
 
 
+def fields_deciding(*topics: str) -> tuple[str, ...]:
+    """Fields of all methods that decide one of these topics. Imports TRL."""
+    return tuple(name for topic in topics for name in (*_INHERITED[topic].split(), *_ours(topic)))
+
+
+def kept_on_resume() -> tuple[str, ...]:
+    """
+    Fields that a run keeps when it resumes from a checkpoint.
+
+    The others may change: the length of the run, what it saves, logs, validates and reports, and how it is executed.
+    The optimizer's may not: a checkpoint restores the state of optimizer and scheduler, which would hide a new value.
+    """
+    return (*fields_deciding(*_INHERITED), "seed")
+
+
+def _ours(topic: str) -> tuple[str, ...]:
+    from ..arguments import OPOScriptArguments  # imports TRL, which takes seconds
+
+    kinds = (OPOScriptArguments, *(method.config_class for method in METHODS))
+    return tuple(dict.fromkeys(name for kind in kinds for name in deciding(kind, topic)))
+
+
 def defining_settings(settings: Settings) -> dict[str, Any]:
     """Data, budget, base model and reward: runs that differ here answer different questions."""
     prefixed = [key for key in settings if key.startswith(_DEFINING_PREFIXES) and key != "report_to"]
     defining = (*fields_deciding(DATA, MODEL, SAMPLING), "max_steps", *sorted(prefixed))
     values = {key: settings.get(key) for key in defining}
-    if values["max_steps"] is None or values["max_steps"] <= 0:  # else the number of epochs is without effect
+    if values["max_steps"] is None or values["max_steps"] <= 0:  # otherwise the number of epochs has no effect
         values["num_train_epochs"] = settings.get("num_train_epochs")
-    values["completions per optimizer step"] = completions_per_rollout(settings) / optimizer_steps_per_rollout(
-        {**settings, "num_iterations": 1}
-    )
+    steps = optimizer_steps_per_rollout({**settings, "num_iterations": 1})
+    values["completions per optimizer step"] = settings["generation_batch_size"] / steps
     values["optimizer steps per rollout"] = optimizer_steps_per_rollout(settings)
     values["reward_funcs[0]"] = settings["reward_funcs"][0]  # the others shape the reward: part of the method
     return values
-
-
-def completions_per_rollout(settings: Settings) -> int:
-    """Completions per rollout, over all processes."""
-    return settings["generation_batch_size"]
 
 
 def optimizer_steps_per_rollout(settings: Settings) -> float:
@@ -149,11 +165,7 @@ def optimizer_steps_per_rollout(settings: Settings) -> float:
 
 def check_comparable(settings: Mapping[str, Settings]) -> None:
     """
-    Reject runs that differ in data, budget, base model or reward.
-
-    Args:
-        settings (`Mapping[str, Mapping]`):
-            Resolved settings of each run, by name.
+    Reject runs that differ in data, budget, base model or reward, given their resolved settings by name.
 
     Raises:
         `ValueError`: runs differ in a defining setting; the message lists each with its values.
@@ -214,17 +226,7 @@ def method_settings(settings: Settings) -> dict[str, Any]:
 
 
 def what_differs(methods: Mapping[str, list[Run]]) -> list[tuple[str, list[str]]]:
-    """
-    Settings in which methods differ.
-
-    Args:
-        methods (`Mapping[str, list[Run]]`):
-            Runs of each method.
-
-    Returns:
-        `list[tuple[str, list[str]]]`: field, and its value in each method; `–` if a method has no such field, or does
-        not use it.
-    """
+    """Settings in which methods differ, with their values; `–` if a method has no such field, or does not use it."""
     settings = [{"trainer": DEFAULT, **method_settings(runs[0].settings)} for runs in methods.values()]
     if len({own["trainer"] for own in settings}) > 1:
         settings = [_without_unused(own) for own in settings]

@@ -1,4 +1,4 @@
-"""What a run's log says: a verdict for each diagnostic, and the watches that fired."""
+"""Verdicts on a run's log: one for each diagnostic, and the watches that fired."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class Verdict:
 
     Args:
         metric (`str`), sentence (`str`):
-            Metric of the log, and what it says.
+            Metric of the log, and the verdict in words.
         healthy (`bool`, *optional*):
             Whether it is within its bounds; `None` for a fact without a bound.
         remedy (`str`, *optional*):
@@ -84,13 +84,7 @@ def trend(values: Sequence[float]) -> tuple[float, float]:
 
 def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     """
-    Verdicts on a run.
-
-    Args:
-        log (`Sequence[Mapping]`):
-            Lines of its `log.jsonl`.
-        settings (`Mapping`):
-            Its settings.
+    Verdicts on a run, from the lines of its `log.jsonl` and its settings.
 
     Returns:
         `list[Verdict]`: one for each diagnostic that was logged, one for the validation, and the slowest phase.

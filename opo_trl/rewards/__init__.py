@@ -1,8 +1,8 @@
 """
 Rewards: from completions to numbers, isolated from the training process.
 
-To add a reward, write a function `(completions, **columns) -> list[float | None]` in a module of its own here, and
-name it in `REWARDS` of `opo_trl/train.py` for recipes. Recipes also accept the dotted path of any function.
+To add a reward, write a function `(completions, **columns) -> list[float | None]` in its own module here, and
+add it to `REWARDS` in `opo_trl/launch/rewards.py` for recipes. Recipes also accept the dotted path of any function.
 """
 
 from typing import TYPE_CHECKING

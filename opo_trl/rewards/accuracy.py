@@ -47,7 +47,7 @@ def accuracy_reward(completions: Sequence[Completion], solution: Sequence[str], 
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or as conversations, of which the last message counts.
+            Completions, as text or as conversations, whose last message counts.
         solution (`list[str]`):
             For each completion the gold answer, or a solution with the gold answer in its last box.
         **kwargs:
@@ -78,7 +78,7 @@ def format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[floa
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or as conversations, of which the last message counts.
+            Completions, as text or as conversations, whose last message counts.
         **kwargs:
             Columns and other arguments from the trainer, ignored.
 
@@ -124,7 +124,7 @@ def score(completion: str, solution: str) -> float | None:
     ):
         return 0.0
     parsed_answer = _parse(answer_value)
-    return float(bool(parsed_answer and _verify(parsed_gold, parsed_answer)))
+    return float(bool(parsed_answer and _or_none(VERIFYING_LIMIT, _same, parsed_gold, parsed_answer)))
 
 
 def _text(completion: Completion) -> str:
@@ -143,7 +143,7 @@ def _ends_in_box(text: str) -> bool:
 
 
 def _is_set_for_tuple(gold: str, answer: str) -> bool:
-    r"""math-verify does not tell `\{1,2\}` from `(1,2)`."""
+    r"""math-verify does not distinguish `\{1,2\}` from `(1,2)`."""
     return {latex.lstrip("\\")[:1] + latex[-1:] for latex in (gold, answer)} == {"()", "{}"}
 
 
@@ -152,10 +152,6 @@ def _parse(latex: str) -> list[Any]:
         return []
     boxed = f"\\boxed{{{latex}}}"
     return _or_none(PARSING_LIMIT, parse, boxed, [_LATEX], fallback_mode="no_fallback", parsing_timeout=None) or []
-
-
-def _verify(gold: list[Any], answer: list[Any]) -> bool:
-    return bool(_or_none(VERIFYING_LIMIT, _same, gold, answer))
 
 
 def _same(gold: list[Any], answer: list[Any]) -> bool:
@@ -181,7 +177,7 @@ def _equivalent(gold: Basic, answer: Basic) -> bool:
     Equivalences that math-verify misses: terms in `i`, which it reads as a variable; a variable and a term; relations
     of which one is a multiple of the other, such as `x - y = 1` and `2y - 2x = -2`.
     """
-    # The parser assumes variables to be real, except next to `i`, and SymPy tells real from other variables by name.
+    # The parser assumes variables to be real, except next to `i`; to SymPy, a real `x` and another `x` differ.
     names = {symbol: Symbol(symbol.name) for symbol in gold.free_symbols | answer.free_symbols}
     units = {symbol: I for symbol in names if symbol.name == "i"}
     if isinstance(gold, Expr) and isinstance(answer, Expr):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 # A box with its opening brace or, as in `\boxed 2`, with a bare number or letter; and the braces that open and close,
-# with escaped ones matched separately, because `\{` and `\}` are text. The look-ahead in the last line but one also
+# with escaped ones matched separately, because `\{` and `\}` are text. The look-ahead in the second-to-last line also
 # finds the box in `\\boxed{2}`, a doubly escaped answer.
 _BRACES = re.compile(
     r"""\\(?:boxed|fbox)(?![A-Za-z])\s*(?:(?P<open>\{)|(?P<bare>(?:-?\d+(?:[.,]\d+)*|[A-Za-z])(?![\w/^{}+*-]|[.,]\d))|)
@@ -22,12 +22,8 @@ _JOINT = re.compile(r"(?:[ \t,;$]|\n(?!\s*\n)|and|or|\\text\s*\{[^{}]*\b(?:and|o
 
 class Box(NamedTuple):
     r"""
-    One `\boxed` or `\fbox` in a text.
-
-    Args:
-        start (`int`): Index of its backslash.
-        end (`int`): Index after its last character.
-        content (`str` or `None`): Its content, stripped of white space; `None` if its brace is never closed.
+    One `\boxed` or `\fbox` in a text: from its backslash to after its last character, and its content, stripped of
+    white space; `None` if its brace is never closed.
     """
 
     start: int
@@ -39,11 +35,7 @@ def find_boxes(text: str) -> list[Box]:
     r"""
     Find every `\boxed{…}` and `\fbox{…}`, including nested ones, in time linear in the text.
 
-    Args:
-        text (`str`): Any text.
-
-    Returns:
-        `list[Box]`: The boxes ordered by start, complete or not. `\boxed 2` is also complete.
+    They are ordered by start, complete or not. `\boxed 2` is also complete.
     """
     boxes, open_braces = [], []
     for match in _BRACES.finditer(text):
@@ -67,9 +59,6 @@ def final_answer(solution: str) -> str | None:
     Boxes separated only by commas, "and", "or", `$` and white space are one answer, a list: `\boxed{-2}$ and
     $\boxed{1}` is `-2, 1`, as in about 20 rows of MATH. So a completion that offers several answers does not match any
     single one of them.
-
-    Args:
-        solution (`str`): Any text.
 
     Returns:
         `str` or `None`: The contents of the boxes joined to the last complete `\boxed{…}`, `\boxed 2` or `\fbox{…}`,

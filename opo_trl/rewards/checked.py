@@ -1,4 +1,4 @@
-"""Rewards that run in the training process: what fails there is named ([`RewardError`])."""
+"""Rewards that run in the training process: an error names the function that failed ([`RewardError`])."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
@@ -25,17 +25,12 @@ _RETURN = "Return a list with one number, or None, for each completion."
 
 def reward_list(reward_funcs: Any) -> list[Any] | None:
     """
-    Normalize and check a trainer's `reward_funcs`.
+    Check a trainer's `reward_funcs`, one reward or several, and return the same objects in a new list.
 
-    Args:
-        reward_funcs:
-            A reward, or a list or tuple of rewards: functions, other callable objects, reward models or their paths.
-
-    Returns:
-        `list` or `None`: The same objects in a new list; `None` for `None`, when environments give the rewards.
+    Returns `None` for `None`, when environments give the rewards.
 
     Raises:
-        `TypeError`: if one of them is not a reward.
+        `TypeError`: if one of them is not a function, another callable object, a reward model or the path of one.
     """
     if reward_funcs is None:
         return None
@@ -61,10 +56,6 @@ def checked(trainer: "GRPOTrainer") -> Iterator[None]:
 
     The functions are wrapped only while TRL calls them; otherwise the trainer holds the user's own objects. Reward
     models and [`IsolatedReward`] always return numbers and are not wrapped.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            Trainer whose `reward_funcs` are about to be called.
     """
     given: list[Any] = trainer.reward_funcs
     trainer.reward_funcs = [

@@ -23,7 +23,7 @@ _REWRITES = [
         (r"(?<!\\)%|\\text\{\s*percent(?:age)?\s*\}|(?<=\d)\s*(?:percent(?:age)?|pct)(?![a-z])", r"\\%"),
         (r"^\(?([A-H])[.:)]\s+(?!.*\b[A-H][.:)]).*", r"\1"),  # an option with its text
         # Thousands: `10,\!000`, `10{,}000`, `10\,000`, `10,000(1 + x)`, `x + 10,000`. math-verify reads `10,000`, and
-        # tells it from the pair `(10,000)`.
+        # distinguishes it from the pair `(10,000)`.
         (r"(?<=\d)(?:\\!)*(?:,\\!\s*(?=\d)|(?:\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d)))", ""),
         (r"(?<![\d.,^])(\d{1,3}),(\d{3})(?=\s*(?:[=(]|\\cdot|\\times))", r"\1\2"),
         (r"(?<=\+)\s*(\d{1,3}),(\d{3})(?!\d)", r"\1\2"),

@@ -2,11 +2,11 @@
 The files that exact resumption adds to a checkpoint, and which checkpoint a run can be resumed from.
 
 For each process a checkpoint holds the rest of its rollout, the position in it, and what the next log entry will
-report. A resumed run is then bitwise the uninterrupted one.
+report. A resumed run is thus bitwise identical to an uninterrupted one.
 
-A checkpoint is complete when two files say so: `manifest.json`, written when the last process is done, lists what they
-have written and its size, and `trainer_state.json` is what Transformers writes last. What a killed process leaves
-behind lacks one of them, or a file that the manifest names. Only complete checkpoints are resumed.
+Two files mark a complete checkpoint: `manifest.json`, written when the last process is done, lists all files so far
+and their sizes; `trainer_state.json` is what Transformers writes last. A checkpoint that a kill cut short lacks one of
+them, or a file of the manifest. Only complete checkpoints are resumed.
 
 Checkpoints of other trainers, and those saved with `save_only_model`, have no manifest but do have
 `trainer_state.json`. Named by their path, they resume as in Transformers; they are never chosen automatically.
@@ -69,7 +69,7 @@ def make_way(folder: Path) -> None:
     """
     Empty the place of a checkpoint. A finished one of the same step is kept next to it until the new one is finished.
 
-    The same step is saved twice where something other than the schedule asks for it, such as a watch at the end of an
+    A step is saved twice if something other than the schedule also asks for it, such as a watch at the end of an
     epoch. Older checkpoints may be gone by then, so a kill during the second save must not cost the first.
     """
     if finished(folder):
@@ -91,7 +91,7 @@ def forget_replaced(run: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-# Which one is complete
+# Completeness
 
 
 def fault(folder: Path) -> str | None:
@@ -100,8 +100,8 @@ def fault(folder: Path) -> str | None:
         return "it does not exist"
     if lacks := lacking(folder):
         return (
-            f"it holds no {', no '.join(lacks)}, as another trainer, or `save_only_model`, saves it; named by its "
-            "path it is resumed without"
+            f"it holds no {', no '.join(lacks)}, because another trainer or `save_only_model` saved it; to resume "
+            "without, pass its path"
         )
     for name in (MANIFEST, TRAINER_STATE_NAME):
         try:
@@ -123,11 +123,11 @@ def lacking(folder: Path) -> list[str] | None:
     """
     What a finished checkpoint of another trainer, or one saved with `save_only_model`, does not hold.
 
-    A checkpoint of this trainer that was cut short is neither: every trainer writes `trainer_state.json` last, and
-    this one writes its rollout states and the manifest before.
+    A checkpoint of this trainer that was cut short is not mistaken for one: every trainer writes `trainer_state.json`
+    last, and this one writes its rollout states and the manifest before.
 
     Returns:
-        `list[str]` or `None`: what starts anew when it is resumed; `None` for any other folder.
+        `list[str]` or `None`: what starts afresh when it is resumed; `None` for any other folder.
     """
     if (folder / MANIFEST).exists() or any(folder.glob("rollout_state_*")):
         return None
@@ -135,10 +135,7 @@ def lacking(folder: Path) -> list[str] | None:
         json.loads((folder / TRAINER_STATE_NAME).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return None
-    held = {
-        "optimizer or learning-rate schedule": ("optimizer*", "global_step*"),
-        "random states": ("rng_state*",),
-    }
+    held = {"optimizer or learning-rate schedule": ("optimizer*", "global_step*"), "random states": ("rng_state*",)}
     return ["rollout", *(name for name, files in held.items() if not any(any(folder.glob(file)) for file in files))]
 
 
@@ -169,12 +166,12 @@ def resolve(wanted: str | bool | None, output_dir: str) -> str | None:
     Args:
         wanted (`str` or `bool`, *optional*):
             Folder of a checkpoint, complete or as [`lacking`] describes; `"last"` or `True`: the last complete one of
-            the run; `"auto"`: the same, but the run starts at the beginning if it has none.
+            the run; `"auto"`: the same, but the run starts from the beginning if it has none.
         output_dir (`str`):
             Folder of the run.
 
     Returns:
-        `str` or `None`: folder of a checkpoint; `None` to start at the beginning.
+        `str` or `None`: folder of a checkpoint; `None` to start from the beginning.
 
     Raises:
         `ValueError`: the wanted checkpoint is not complete, or there is none. The message names the last complete one.
@@ -186,11 +183,11 @@ def resolve(wanted: str | bool | None, output_dir: str) -> str | None:
         return _named(str(wanted), last)
     checkpoints = _checkpoints(output_dir)
     for path in checkpoints[checkpoints.index(last) + 1 if last else 0 :]:
-        logger.warning(f"{path} is passed over: {fault(Path(path))}.")
+        logger.warning(f"{path} is skipped: {fault(Path(path))}.")
     if last is None and wanted != "auto":
         raise ValueError(
             f"resume_from_checkpoint={wanted!r}, but output_dir={output_dir!r} holds no complete checkpoint. Remove "
-            "`resume_from_checkpoint`, or set it to `auto` to start at the beginning in that case."
+            "`resume_from_checkpoint`, or set it to `auto` to start from the beginning in that case."
         )
     return last
 
@@ -199,10 +196,10 @@ def _named(wanted: str, last: str | None) -> str:
     why, lacks = fault(Path(wanted)), lacking(Path(wanted))
     if lacks:
         logger.warning_once(
-            f"resume_from_checkpoint={wanted!r} holds no {', no '.join(lacks)}, as another trainer, or "
-            "`save_only_model`, saves it. Training resumes with its weights at its optimizer step, as in "
-            "Transformers, and starts anew what it does not hold: not exactly the run that was. To begin at step 0 "
-            "with its weights, set the model (`model_name_or_path`) to this folder."
+            f"resume_from_checkpoint={wanted!r} holds no {', no '.join(lacks)}, because another trainer or "
+            "`save_only_model` saved it. As in Transformers, training resumes with its weights at its optimizer step "
+            "and starts the rest afresh, so the run will differ from an uninterrupted one. To begin at step 0 with "
+            "its weights, set the model (`model_name_or_path`) to this folder."
         )
     if why is None or lacks:
         return wanted

@@ -23,16 +23,14 @@ _FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 class NoRoom(RuntimeError):
-    """Too little space for a checkpoint; every process knows before any of them has written."""
+    """Too little space for a checkpoint; raised on every process before any of them has written."""
 
 
 def check_room(accelerator: Accelerator, run: Path, expected: int) -> None:
     """
-    Let all processes agree that a checkpoint fits, and wait for each other.
+    Check on all processes together that a checkpoint fits, and wait for each other.
 
-    Args:
-        run (`Path`): folder of the run, created if it does not exist.
-        expected (`int`): bytes that the checkpoint will take; 0 on processes that do not write it.
+    `run` is created if it does not exist; `expected` are the bytes that this process will write, possibly 0.
 
     Raises:
         `NoRoom`: on every process, if it does not fit.
@@ -53,13 +51,9 @@ def bytes_of_last(run: Path) -> int | None:
 
 def give_up(folder: Path, error: BaseException, args: RolloutConfig, *, expected: int) -> None:
     """
-    Say why a save failed, and remove what was written of an unfinished checkpoint.
+    Report why a save failed, and remove the files of an unfinished checkpoint.
 
-    Args:
-        folder (`Path`): the checkpoint.
-        error (`BaseException`): what ended the save.
-        args ([`RolloutConfig`]): of the trainer; `save_failure` says whether training ends.
-        expected (`int`): bytes that a checkpoint takes at least, where the run has none yet.
+    `expected` are the bytes that a checkpoint takes at least, where the run has none yet.
 
     Raises:
         `RuntimeError`: files could not be written, and training should not or cannot continue without them.
@@ -85,7 +79,7 @@ def give_up(folder: Path, error: BaseException, args: RolloutConfig, *, expected
         f"and {_mib(free)} are free{missing}. The last complete checkpoint is {last}."
     )
     if agreed and args.save_failure == "continue":
-        logger.warning(f"{message} Training continues, as `save_failure` says.")
+        logger.warning(f"{message} Training continues (`save_failure: continue`).")
         return
     full = missing or isinstance(error, NoRoom) or any(text in str(error) for text in _FULL)
     raise RuntimeError(

@@ -1,12 +1,12 @@
 """
-Dynamic sampling (DAPO, section 3.2): zero-variance groups are replaced by groups of further prompts.
+Dynamic sampling (DAPO, section 3.2): zero-variance groups are replaced by groups of new prompts.
 
 A group whose rewards are all equal has no advantage: it takes a place in the batch without moving the policy. Each
-such place is offered to further prompts, for as many rounds of generation as the configuration allows:
+such place is offered to new prompts, in at most `max_sampling_rounds` rounds of generation:
 
 1. The first round generates for as many prompts as the rollout has places.
 2. Each further round generates for as many prompts as there are places left, so that no useful group is discarded.
-   (Where their completions do not divide by the number of processes, the round is a few prompts larger; surplus groups
+   (If their completions do not divide evenly among the processes, the round is a few prompts larger; surplus groups
    go back into the stream.)
 3. After the last round, places that are still left keep their zero-variance group.
 
@@ -36,40 +36,24 @@ _COLUMNS = (*PROMPT_COLUMNS, *COMPLETION_COLUMNS, "advantages", "rewards_per_fun
 
 @dataclass
 class DynamicSampling:
-    """
-    Fills rollouts with groups whose rewards differ.
-
-    Args:
-        stream ([`PromptStream`]):
-            Where prompts come from.
-        accelerator ([`~accelerate.Accelerator`]):
-            Of the trainer.
-        num_generations (`int`):
-            Completions of a prompt.
-        max_rounds (`int`):
-            Most rounds of generation for a rollout, at least 1.
-        reward_weights (`torch.Tensor`):
-            Weight of each reward function.
-        pad_token_id (`int`):
-            What pads the token ids of a rollout.
-    """
+    """Fills rollouts with groups whose rewards differ."""
 
     stream: PromptStream
     accelerator: Accelerator
     num_generations: int
-    max_rounds: int
-    reward_weights: Tensor
+    max_rounds: int  # of generation for a rollout, at least 1
+    reward_weights: Tensor  # of each reward function
     pad_token_id: int
     _warned: bool = field(default=False, init=False)
 
     def fill(self, generate: Callable[[list[int], bool], Rollout], n_local: int) -> tuple[Rollout, dict[str, float]]:
         """
-        Generate a rollout, and replace its zero-variance groups by groups of further prompts.
+        Generate a rollout, and replace its zero-variance groups by groups of new prompts.
 
         Args:
             generate (`Callable[[list[int], bool], dict]`):
-                Generates and scores one completion for each of this process's indices of prompts. It is told whether
-                this is the first round.
+                Generates and scores one completion for each of this process's prompt indices. The second argument is
+                whether this is the first round.
             n_local (`int`):
                 Samples of this process.
 
@@ -101,12 +85,12 @@ class DynamicSampling:
         }
 
     def _local_prompts(self, positions: list[int]) -> list[int]:
-        """This process's indices of prompts in a round: each prompt as often as it has completions."""
+        """This process's prompt indices in a round, each repeated for its completions."""
         prompts = np.repeat(self.stream.prompts(positions), self.num_generations)
         return np.split(prompts, self.accelerator.num_processes)[self.accelerator.process_index].tolist()
 
     def _divisible(self, n_prompts: int) -> int:
-        """The smallest number of prompts, from `n_prompts`, whose completions divide by the number of processes."""
+        """The smallest number of prompts, at least `n_prompts`, whose completions divide evenly among processes."""
         while n_prompts * self.num_generations % self.accelerator.num_processes:
             n_prompts += 1
         return n_prompts
@@ -124,7 +108,7 @@ class DynamicSampling:
         return (highest <= lowest).nonzero().flatten().tolist()
 
     def _replace(self, rollout: Rollout, further: Rollout, places: list[int], groups: list[int]) -> Rollout:
-        """The rollout with `groups` of a further one in its `places`; both count over all processes."""
+        """The rollout with `groups` of the `further` one in its `places`; both are numbered over all processes."""
         accelerator = self.accelerator
         to, of = self._samples(places), self._samples(groups)
         n_local = len(rollout["advantages"])
@@ -155,7 +139,7 @@ class DynamicSampling:
             self._warned = True
             logger.warning(
                 f"After {rounds} rounds of generation (max_sampling_rounds={self.max_rounds}), {left} of {n_prompts} "
-                "groups still have rewards without variance; they stay in the rollout without moving the policy. "
+                "groups still have zero variance; they stay in the rollout without moving the policy. "
                 "`dynamic_sampling/frac_without_spread` counts them from now on, without further warnings."
             )
 
@@ -164,8 +148,8 @@ def _check(rollout: Rollout) -> None:
     unknown = rollout.keys() - {*_COLUMNS, "num_items_in_batch"}
     if unknown:
         raise ValueError(
-            f"max_sampling_rounds does not know how to replace {', '.join(sorted(unknown))}: dynamic sampling is for "
-            "text. Set `max_sampling_rounds` to 1."
+            f"max_sampling_rounds above 1 cannot replace {', '.join(sorted(unknown))}: dynamic sampling is for text "
+            "only. Set `max_sampling_rounds` to 1."
         )
 
 

@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local_part(parameter: nn.Parameter) -> Tensor:
-    """What this process holds of a parameter: its shard under ZeRO-3 and FSDP2, else all of it. Shares its memory."""
+    """This process's part of a parameter: its shard under ZeRO-3 and FSDP2, otherwise all of it. Shares its memory."""
     if hasattr(parameter, "ds_tensor"):
         return parameter.ds_tensor.data
     tensor = parameter.detach()
@@ -15,15 +15,11 @@ def local_part(parameter: nn.Parameter) -> Tensor:
 
 class FrozenBase:
     """
-    The base weights below LoRA's adapters, kept in host memory.
+    The base weights below LoRA's adapters, kept in host memory; nothing is kept of a model without adapters.
 
     To pass its weights to vLLM, TRL merges the adapter into the base and takes it out again. In bfloat16 W + Δ − Δ is
     not W, and the error adds up with every synchronization: after a run, the saved adapter would sit on another base
     than the one it was trained on.
-
-    Args:
-        model (`nn.Module`):
-            Model whose frozen base is kept; nothing is kept of a model without adapters.
     """
 
     def __init__(self, model: nn.Module):

@@ -1,4 +1,4 @@
-"""Padding-free forward passes: the samples of a micro-batch one after another, in one row without padding."""
+"""Padding-free forward passes: the samples of a micro-batch follow one another in one row, without padding."""
 
 from typing import Any
 
@@ -21,11 +21,7 @@ class Packed:
 
     Without an attention mask, Transformers separates packed samples by their position ids, which restart with each
     sample. Flash attention then computes every sample by itself; other implementations compute attention between all
-    tokens, and mask that between samples.
-
-    Args:
-        model:
-            The model, or DDP's, DeepSpeed's or PEFT's wrapper around it.
+    tokens, and mask it between samples. The model may have DDP's, DeepSpeed's or PEFT's wrapper around it.
     """
 
     def __init__(self, model: Any):
@@ -41,8 +37,8 @@ class Packed:
             **options,
         )
         for name in {"log_probs", "entropy"} & outputs.keys():  # a reference model's head has no entropy
-            # The head has one value fewer than tokens. A sample's first token, which follows the sample before it, has
-            # no label.
+            # The head returns one value fewer than there are tokens. A sample's first token, which follows the sample
+            # before it, has no label.
             values = torch.nn.functional.pad(outputs[name], (1, 0))
             outputs[name] = values.new_zeros(real.shape).masked_scatter(real, values)[:, 1:]
         return outputs
@@ -51,10 +47,6 @@ class Packed:
 def check(model: PreTrainedModel) -> None:
     """
     Check that samples can be packed for a model, and warn where that saves nothing.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model to train.
 
     Raises:
         `ValueError`: the model takes images, or has layers that carry a state from token to token.

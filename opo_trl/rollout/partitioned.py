@@ -1,9 +1,9 @@
 """
 `PartitionedTrainer`: the samples of an optimizer step pass through the model in the parts that cost the least.
 
-`planning` says how to cut; this class sees to it that all processes cut alike, that the behaviour policy's
+`planning` decides how to cut; this class ensures that all processes cut alike, that the behaviour policy's
 log-probabilities are computed where a later step needs them, and that each part passes through `compute_loss`. None of
-this changes a gradient, provided that the loss is a sum over samples, divided by those of the optimizer step.
+this changes a gradient, provided that the loss is a sum over samples, divided by their number in the optimizer step.
 """
 
 import math
@@ -33,7 +33,7 @@ class PartitionedTrainer(RolloutTrainer):
     """
     [`RolloutTrainer`] whose micro-steps are cut into parts, and whose rollouts are scored in parts.
 
-    A subclass has the loss, and says by [`_zero_gradient`] which samples need not be computed.
+    A subclass defines the loss and, by [`_zero_gradient`], which samples need not be computed.
 
     Raises:
         `ValueError`: `padding_free` is set for a model whose samples cannot be packed.
@@ -44,8 +44,8 @@ class PartitionedTrainer(RolloutTrainer):
 
     def __init__(self, *inputs, **named):
         super().__init__(*inputs, **named)
-        self._pending: deque[dict[str, Any]] = deque()  # parts of the current micro-step still to be trained on
-        self._part: dict[str, Any] = {}  # the part that is being trained on
+        self._pending: deque[dict[str, Any]] = deque()  # parts of the current micro-step that are left
+        self._part: dict[str, Any] = {}  # the current part
         self._anchor_deferred = False  # whether to leave out TRL's next pass over the rollout
         self._early_logps: Tensor | None = None  # from TRL's pass over the rollout
         if self.args.padding_free:
@@ -85,7 +85,7 @@ class PartitionedTrainer(RolloutTrainer):
         return logps
 
     def _anchor_logps(self, inputs: Mapping[str, Any], logps: Tensor) -> Tensor:
-        """Log-probabilities `[B, T]` under the behaviour policy: those stored, or else the policy's own, `logps`."""
+        """Log-probabilities `[B, T]` under the behaviour policy: those stored, otherwise the policy's own, `logps`."""
         stored = inputs.get("old_per_token_logps")
         anchor = logps.detach() if stored is None else stored
         if self.num_iterations > 1 and self._part:
@@ -121,8 +121,8 @@ class PartitionedTrainer(RolloutTrainer):
         model = packing.Packed(model) if self.args.padding_free else model
         at_once = batch_size is None or not self.args.plan_micro_batches
         images = any(options.get(name) is not None for name in MULTIMODAL_KEYS)
-        # If one process has images, none makes parts: in parts, processes agree on a number by a collective call, and
-        # each part may be one.
+        # If any process has images, none makes parts: agreeing on their number is a collective call, and under ZeRO-3
+        # or FSDP so is the pass of each part.
         if at_once or self._of_all_processes([images]).any():
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **options
@@ -130,7 +130,7 @@ class PartitionedTrainer(RolloutTrainer):
         return self._logps_in_parts(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
 
     def _logps_in_parts(self, model, input_ids, attention_mask, logits_to_keep, batch_size, **options):
-        """Score a rollout in parts, as in training; all at once it would need more memory, as it is wider."""
+        """Score a rollout in parts, as in training: all at once, it would be wider and need more memory."""
         rows = {"row": torch.arange(len(input_ids))}
         for name, columns in (("ids", input_ids), ("mask", attention_mask)):
             rows[f"prompt_{name}"] = columns[:, :-logits_to_keep]
@@ -172,7 +172,7 @@ class PartitionedTrainer(RolloutTrainer):
         return planned
 
     def _parts(self, rows: dict[str, Any], on_policy: bool) -> list[dict[str, Any]]:
-        """The samples of an optimizer step, less the skippable ones, in parts: equally many on every process."""
+        """The samples of an optimizer step, less the skippable ones, in the same number of parts on every process."""
         if self._can_exchange(rows):
             # Completions differ in length, and the process with the longest ones would keep the others waiting. With
             # all samples gathered, every process computes the same partition, and takes its own part.
@@ -196,7 +196,7 @@ class PartitionedTrainer(RolloutTrainer):
 
     def _can_exchange(self, rows: Mapping[str, Any]) -> bool:
         """
-        Whether processes can exchange samples. They decide it together, because each entry is gathered then.
+        Whether processes can exchange samples. They decide together, because an exchange gathers every entry.
 
         TRL leaves the entries of images out on a process without an image, and lists cannot be gathered.
         """
@@ -211,8 +211,8 @@ class PartitionedTrainer(RolloutTrainer):
         """
         The largest number of parts that a process needs for its samples, of these lengths `[B, 2]`.
 
-        Every process makes as many: ZeRO and FSDP communicate in every pass, and a process with fewer passes than the
-        others would leave them waiting forever.
+        Every process makes this many: ZeRO and FSDP communicate in every pass, and a process with fewer passes than
+        the others would leave them waiting forever.
         """
         return int(self._of_all_processes([best_number(lengths, **limits)]).max())
 
@@ -233,8 +233,8 @@ class PartitionedTrainer(RolloutTrainer):
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """
-        Tokens whose entropy is at least the `threshold` quantile over all processes, as in TRL's method of this name,
-        but for more than the 2^24 tokens that `torch.quantile` takes: here it is the quantile of a rollout.
+        Tokens whose entropy is at least the `threshold` quantile over all processes, as in TRL's method of this name.
+        This one takes a rollout, which may have more than the 2^24 tokens that `torch.quantile` allows.
 
         Args:
             entropies (`torch.Tensor`): of each token in nats, `[B, T]`.
@@ -263,10 +263,10 @@ class PartitionedTrainer(RolloutTrainer):
         of Transformers, and its gradient is added to those before.
 
         Returns:
-            `torch.Tensor`: the loss of the micro-step, a scalar: the sum of its parts'.
+            `torch.Tensor`: the loss of the micro-step, a scalar: the sum over its parts.
         """
         began = time.perf_counter()
-        model.train()  # tells `_buffered` to generate for training
+        model.train()  # so that `_buffered` generates for training
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers: generate with the weights that are trained
         self._pending.clear()

@@ -21,13 +21,13 @@ from .rows import MULTIMODAL_KEYS, PROMPT_COLUMNS, take_rows
 
 Rows = dict[str, Any]
 
-# Cost of a pass besides its tokens, in tokens: it launches some thousand kernels and reads every parameter. An order
+# Cost of a pass besides its tokens, in tokens: it launches thousands of kernels and reads every parameter. An order
 # of magnitude: on a data-center GPU about 100 for 8B parameters, 1,000 for 0.6B.
 PASS_TOKENS = 256
 
 # Where every pass communicates, as under ZeRO-2 (gradients), ZeRO-3 and FSDP (parameters as well), its cost depends on
-# the network: from hundreds of tokens within a node to many thousands between nodes. It is not known here, so there
-# are never more passes than without a plan: this is more than any padding costs.
+# the network: from hundreds of tokens within a node to many thousands between nodes. It is unknown here, so this
+# exceeds the cost of any padding: there are never more passes than without a plan.
 FEWEST_PASSES = 1e12
 
 # Entries of models with images that have a column per token of prompt and completion together.
@@ -43,15 +43,8 @@ def trim(rows: Mapping[str, Any], multiple: int | None = None) -> Rows:
     """
     Remove the columns that are padding in every row; samples with images and token types are left as they are.
 
-    Args:
-        rows (`Mapping[str, Any]`):
-            Samples of a rollout: prompts padded on the left, completions on the right.
-        multiple (`int`, *optional*):
-            The remaining columns, of prompts and of completions, are a multiple of this number, as far as there are
-            that many.
-
-    Returns:
-        `dict[str, Any]`: the samples; entries without a column per token are left as they are.
+    Prompts are padded on the left, completions on the right; each keeps a `multiple` of columns, as far as there are
+    that many. Entries without a column per token stay.
     """
     trimmed = dict(rows)
     if rows.keys() & _WHOLE_WIDTH:
@@ -86,19 +79,15 @@ def cut(lengths: np.ndarray, *, max_rows: int, max_tokens: int | None, pass_toke
     """
     Cut samples, in their order, into the parts that cost the least: padded tokens, plus `pass_tokens` per part.
 
-    Dynamic programming over the samples, with `max_rows` choices for each. It earns its lines: on MATH's lengths, bins
-    that are filled greedily cost 2–7 % more, and up to 23 % more tokens with [`FEWEST_PASSES`] and `max_tokens`.
+    Dynamic programming over the samples, with `max_rows` choices for each. It is worth its lines: on MATH's
+    lengths, greedily filled bins cost 2–7 % more, and up to 23 % more tokens with [`FEWEST_PASSES`] and `max_tokens`.
 
     Args:
-        lengths (`np.ndarray`):
-            Tokens of prompts and of completions, `[B, 2]`, longest first.
-        max_rows (`int`):
-            Most samples of a part.
-        max_tokens (`int`, *optional*):
-            Most tokens of a part, with padding; a single longer sample is a part by itself.
-        pass_tokens (`float`, *optional*, defaults to `PASS_TOKENS`):
-            What a part costs besides its tokens. [`FEWEST_PASSES`] gives the fewest parts, and of these the cut with
-            the least padding.
+        lengths (`np.ndarray`): tokens of prompts and of completions, `[B, 2]`, longest first.
+        max_rows (`int`), max_tokens (`int`, *optional*): most samples of a part, and most tokens, with padding; a
+            single longer sample is a part by itself.
+        pass_tokens (`float`, *optional*, defaults to `PASS_TOKENS`): what a part costs besides its tokens.
+            [`FEWEST_PASSES`] gives the fewest parts, and of these the cut with the least padding.
 
     Returns:
         `list[int]`: where each part but the first begins.
@@ -117,18 +106,9 @@ def cut(lengths: np.ndarray, *, max_rows: int, max_tokens: int | None, pass_toke
 
 def split_further(lengths: np.ndarray, bounds: list[int], n_parts: int) -> list[int]:
     """
-    Split parts until there are `n_parts`, as many as on other processes, each time where it saves the most padding.
+    Split parts until there are `n_parts`, as on other processes, each time where it saves the most padding.
 
-    Args:
-        lengths (`np.ndarray`):
-            Tokens of prompts and of completions, `[B, 2]`, longest first.
-        bounds (`list[int]`):
-            Where each part but the first begins, as [`cut`] returns it.
-        n_parts (`int`):
-            Number of parts wanted, at most B.
-
-    Returns:
-        `list[int]`: where each of at least `n_parts` parts but the first begins.
+    `lengths` are those of [`cut`], and `bounds` what it returns; so is the result, for at least `n_parts` parts.
     """
     bounds = list(bounds)
     edges = [0, *bounds, len(lengths)]
@@ -168,15 +148,11 @@ def _padded_tokens(lengths: np.ndarray, max_rows: int, max_tokens: int | None) -
 
 def partition(lengths: np.ndarray, zero_gradient: np.ndarray, n_processes: int) -> np.ndarray:
     """
-    Partition samples among processes: equally many for each, with about as many tokens to compute.
+    Partition samples among processes: the same number each, with about the same number of tokens to compute.
 
     Args:
-        lengths (`np.ndarray`):
-            Tokens of prompts and of completions, `[N, 2]`; N is a multiple of `n_processes`.
-        zero_gradient (`np.ndarray`):
-            Samples that are not computed, `[N]`.
-        n_processes (`int`):
-            Number of processes.
+        lengths (`np.ndarray`): tokens of prompts and of completions, `[N, 2]`; N is a multiple of `n_processes`.
+        zero_gradient (`np.ndarray`): samples that need not be computed, bool `[N]`.
 
     Returns:
         `np.ndarray`: the samples of each process, `[n_processes, N / n_processes]`.

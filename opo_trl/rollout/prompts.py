@@ -18,13 +18,13 @@ from trl.trainer.utils import RepeatSampler
 from ..config import RolloutConfig
 
 
-# Indices of an epoch's prompts, by the epoch's number.
+# Indices of an epoch's prompts, the same number in every epoch, by the epoch's number.
 Order = Callable[[int], Sequence[int]]
 
 
 def check_enough_prompts(available: int, args: RolloutConfig) -> None:
     """
-    Check that a data set fills one rollout. TRL's sampler drops an incomplete one, and would train for no step.
+    Check that a dataset fills one rollout. TRL's sampler drops an incomplete one, and would train for zero steps.
 
     Raises:
         `ValueError`: names how many prompts are needed.
@@ -33,7 +33,7 @@ def check_enough_prompts(available: int, args: RolloutConfig) -> None:
     if available < needed:
         raise ValueError(
             f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations} needs "
-            f"{needed} prompts for one rollout, but the data set has {available}. Give at least {needed}, or lower "
+            f"{needed} prompts for one rollout, but the dataset has {available}. Provide at least {needed}, or lower "
             "`per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps`."
         )
 
@@ -62,12 +62,7 @@ class PromptStream:
     """
     Endless sequence of prompts, epoch after epoch. Each epoch has every prompt once, however many a rollout takes.
 
-    Args:
-        order (`Callable[[int], Sequence[int]]`):
-            Indices of an epoch's prompts, equally many in every epoch: [`permutations`] or [`epochs_of_sampler`].
-
     Attributes:
-        n_prompts (`int`): prompts of an epoch.
         position (`int`): position of the next prompt that was never drawn.
         returned (`list[int]`): heap of the positions that were given back; they are drawn first.
     """
@@ -122,19 +117,15 @@ def permutations(n_prompts: int, *, seed: int, shuffle: bool = True) -> Order:
 
 def epochs_of_sampler(sampler: Iterable[int], *, rollout: int, repeats: int, num_generations: int) -> Order:
     """
-    The order of a sampler: that of a subclass which overrides `_get_train_sampler`.
+    The order of a custom sampler, from a subclass that overrides `_get_train_sampler`.
 
     Args:
         sampler (`Iterable[int]`):
             Indices, repeated as [`~trl.trainer.utils.RepeatSampler`] repeats them. It is iterated once per epoch;
-            [`EpochSampler`] is told the epoch. A resumed run sees the same prompts if a new sampler gives the same
-            epochs again.
-        rollout (`int`):
-            Completions of a rollout: indices that the sampler gives before it repeats them.
-        repeats (`int`):
-            How often the sampler gives each rollout's indices.
-        num_generations (`int`):
-            Completions of a prompt: how often an index occurs in a rollout.
+            the epoch of an [`EpochSampler`] is set first. A resumed run sees the same prompts if a new sampler yields
+            the same epochs.
+        rollout (`int`), repeats (`int`), num_generations (`int`):
+            Completions of a rollout; how often the sampler gives its indices; how often an index occurs in it.
 
     Returns:
         `Callable[[int], Sequence[int]]`: to be called on all processes. It raises `ValueError` if an epoch of the

@@ -1,4 +1,4 @@
-"""`ResumableTrainer`: a position in the run that seed and checkpoint determine exactly."""
+"""`ResumableTrainer`: seed and checkpoint determine the position in a run exactly."""
 
 import json
 from collections import deque
@@ -26,7 +26,7 @@ _CUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per
 
 
 class ResumableTrainer(GRPOTrainer):
-    """[`~trl.GRPOTrainer`] whose resumed run is bitwise the uninterrupted one."""
+    """[`~trl.GRPOTrainer`] whose resumed run is bitwise identical to an uninterrupted one."""
 
     args: RolloutConfig
     model: Any  # a PreTrainedModel, or PEFT's wrapper around one
@@ -92,8 +92,8 @@ class ResumableTrainer(GRPOTrainer):
             "split": self._split,
             "buffer": self._buffered_inputs if position else None,
             "pending_loss": self._tr_loss,
-            # JSON keeps floats exactly. What else a reward function may have logged becomes text: `torch.load` would
-            # reject it.
+            # JSON keeps floats exactly. Anything else that a reward function has logged becomes text, because
+            # `torch.load` would reject it.
             "plain": json.dumps(
                 {
                     "numbers": {name: getattr(self, name) for name in self._saved_numbers},
@@ -147,8 +147,9 @@ class ResumableTrainer(GRPOTrainer):
 
     def check_resumable(self, folder: str) -> None:
         """
-        Check that this run can resume a checkpoint: inside a rollout only with the rollout cut as it was, a moving
-        reference model only in as many shards, and a model alone only in a form that this run's sharding can load.
+        Check that this run can resume a checkpoint: inside a rollout only if the rollout is cut in the same way, a
+        moving reference model only in as many shards, and weights alone only in a form that this run's sharding can
+        load.
 
         Raises:
             `ValueError`: names the field that differs, or says how to start from the weights.
@@ -163,9 +164,9 @@ class ResumableTrainer(GRPOTrainer):
             shards = saved["processes"] if self._reference_is_sharded else split["processes"]
             if shards != split["processes"] or not checkpoint.reference_file(place, self._reference_shard).exists():
                 raise ValueError(
-                    f"{folder!r} holds the reference model of `sync_ref_model` as {saved['processes']} processes kept "
-                    f"it, which is not how these {split['processes']} do. Resume with as many processes and the "
-                    "sharding that it was saved with."
+                    f"{folder!r} holds the reference model of `sync_ref_model` as saved by {saved['processes']} "
+                    f"processes, and this run, with {split['processes']}, holds it in another form. Resume with "
+                    "the number of processes and the sharding that it was saved with."
                 )
         if state["position"] == 0 or saved == split:
             return
@@ -186,7 +187,7 @@ class ResumableTrainer(GRPOTrainer):
                     f"{name}."
                 )
 
-    # A reference model that follows the policy: the base model does not give it back
+    # A reference model that follows the policy, which the base model cannot restore
 
     @property
     def _reference_is_sharded(self) -> bool:
@@ -242,7 +243,7 @@ class ResumableTrainer(GRPOTrainer):
                 local_part(parameter).copy_(saved)
 
     def _expected_bytes(self, run: Path) -> int:
-        """What a checkpoint takes: as much as the run's last one, or what this process knows that it will write."""
+        """Size of a checkpoint: that of the run's last one, or what this process will write at least."""
         last = None if self.args.save_only_model else disk.bytes_of_last(run)
         return self._known_bytes() if last is None else last
 

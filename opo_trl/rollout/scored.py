@@ -24,7 +24,7 @@ class ScoringTrainer(GRPOTrainer):
 
     args: RolloutConfig
 
-    _reward_failures: dict[str, float]  # by kind, over all processes; whoever logs them sets them to 0
+    _reward_failures: dict[str, float]  # by kind, over all processes; logging resets them
     _reward_failure_rate = 0.0  # in training, over all processes
 
     @contextmanager
@@ -47,7 +47,7 @@ class ScoringTrainer(GRPOTrainer):
         with checked(self):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         isolated = [reward for reward in self.reward_funcs if isinstance(reward, IsolatedReward)]
-        if isolated and self.model.training:  # what the log reports, and the limit, are of training
+        if isolated and self.model.training:  # the log and the limit cover training only
             self._count_failures(isolated, len(completions))
         return rewards
 

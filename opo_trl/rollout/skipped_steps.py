@@ -35,7 +35,7 @@ class SkippingTrainer(GRPOTrainer):
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         self._schedule_due = skipped
         if skipped:
-            model.zero_grad()  # optimizers leave parameters without a gradient alone
+            model.zero_grad()  # optimizers skip parameters without a gradient
             self._skipped_steps += 1
             kept = self._keep_samples_of_step()
             logger.warning(

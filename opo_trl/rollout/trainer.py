@@ -1,14 +1,14 @@
 """
 `RolloutTrainer`: TRL's `GRPOTrainer` and its losses, with rollouts that can be reproduced.
 
-[`OPOTrainer`] is this trainer with another loss; GRPO, GSPO and DAPO are this trainer with TRL's. A comparison thus
-differs in nothing else. It adds to TRL's trainer:
+[`OPOTrainer`] is this trainer with another loss; GRPO, GSPO and DAPO are this trainer with TRL's losses.
+A comparison thus changes nothing but the loss. This trainer adds to TRL's:
 
 1. The order of the prompts, and the optimizer step that a completion serves, are functions of the seed (`prompts`,
    `rows`).
 2. Dynamic sampling replaces zero-variance groups (`dynamic_sampling`), as DAPO does. Unscored completions are counted,
    and end the run when there are too many (`scored`).
-3. The log says where the time of a step goes (`step_clock`), and bounds on it can be watched (`watches`).
+3. The time of a step is logged by phase (`step_clock`), and bounds on logged metrics can be watched (`watches`).
 4. A step whose gradient is not finite is skipped, and its samples are kept (`skipped_steps`).
 5. A checkpoint holds all that the rest of the run depends on, including the current rollout (`resumable`).
 """
@@ -50,7 +50,7 @@ trl_contract.check()
 
 
 def takes_what_grpo_takes(config_class: type[RolloutConfig]) -> Callable[[Callable], Callable]:
-    """Decorate an `__init__` that passes its arguments on: it shows those of the installed [`~trl.GRPOTrainer`]."""
+    """Give an `__init__` that passes its arguments on the signature of the installed [`~trl.GRPOTrainer`]."""
 
     def decorate(init: Callable) -> Callable:
         parent = inspect.signature(GRPOTrainer.__init__)
@@ -73,8 +73,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             Configuration of the trainer. `None` takes the defaults, with an output folder named after the model.
 
     Raises:
-        `TypeError`: `args` is a configuration of another trainer, or one of `reward_funcs` is no reward.
-        `ValueError`: vLLM would have to generate from a quantized base model, the data set has fewer prompts than a
+        `TypeError`: `args` is a configuration of another trainer, or one of `reward_funcs` is not a reward.
+        `ValueError`: vLLM would have to generate from a quantized base model, the dataset has fewer prompts than a
             rollout needs, or `max_sampling_rounds` is above 1 and the prompts come from a stream.
         [`RewardError`]: in training, a reward function raises, or does not return one number, or `None`, for each
             completion.
@@ -104,8 +104,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         args = self._checked_args(model, args, quantized=named.get("quantization_config") is not None)
         super().__init__(model, reward_list(reward_funcs), args, *further, **named)
         self._check_dataset()
-        # TRL gathers images for its table of completions on the processes that have some, and hangs where others have
-        # none. Without the table nobody reads them.
+        # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
+        # none. Without the table they are not needed.
         self.log_multimodal = self.log_multimodal and self.log_completions
         self._window_start: int | None = None  # micro-step with which the accumulation window began
         self._advantage_range = 0.0  # of the current rollout, over all processes
@@ -134,8 +134,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             )
         if args.use_vllm and quantized:
             raise ValueError(
-                "use_vllm=True does not go with a quantized base model: TRL hands vLLM the packed weights, which it "
-                "rejects (huggingface/trl#4973). Set use_vllm=False, or train LoRA on the base as it is."
+                "use_vllm=True cannot be combined with a quantized base model: TRL sends vLLM the packed weights, "
+                "which it rejects (huggingface/trl#4973). Set use_vllm=False, or train LoRA on the base as it is."
             )
         return args
 
@@ -144,7 +144,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             check_enough_prompts(len(self.train_dataset), self.args)
         elif self.args.max_sampling_rounds > 1:
             raise ValueError(
-                f"max_sampling_rounds={self.args.max_sampling_rounds} needs a data set with random access, not a "
+                f"max_sampling_rounds={self.args.max_sampling_rounds} needs a dataset with random access, not a "
                 "stream. Load it without streaming, or set `max_sampling_rounds` to 1."
             )
 
@@ -158,7 +158,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
-                Folder of a checkpoint, `"last"` or `"auto"`; see [`checkpoint.resolve`].
+                Folder of a checkpoint, `"last"` or `"auto"`; see [`rollout.checkpoint.resolve`].
 
         Raises:
             `ValueError`: the checkpoint is not complete, or lies inside a rollout that is cut differently in this run.
@@ -174,13 +174,13 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
     @cached_property
     def plan(self) -> str:
-        """The plan that is printed when training starts."""
+        """The plan, printed when training starts."""
         return training_plan(self)
 
     # 1. The optimizer step that a completion serves
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        # Called once per accumulation window. An epoch ends with a short one, so windows cannot be told from `_step`.
+        # Called once per accumulation window. An epoch ends with a short one, so `_step` cannot tell windows apart.
         self._window_start = None  # a resumed run restores `_step` only after its first window is drawn
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
@@ -197,7 +197,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         return self._buffered(generation_batch)
 
     def _buffered(self, generation_batch: list[dict[str, Any]]) -> Any:
-        """What this micro-step trains on, of the current rollout; a new one is generated where the last is used up."""
+        """What this micro-step trains on; when the rollout is used up, a new one is generated."""
         args, until_update = self.args, self._until_update()
         rollout, position = divmod(self._step, args.micro_steps_per_rollout)
         if position == 0:
@@ -223,7 +223,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
     @contextmanager
     def _keep_mode(self) -> Iterator[None]:
-        """TRL's continuous batching, or a `rollout_func`, may leave the model in training mode, which is our mode."""
+        """TRL's continuous batching, or a `rollout_func`, may switch the model's mode, on which `_mode` relies."""
         training = self.model.training
         try:
             yield
@@ -276,8 +276,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
     def _generate_round(self, prompts: list[int], first: bool) -> dict[str, Any]:
         """
-        A round of dynamic sampling. Only the first one counts in the metrics: its prompts are as many, and drawn as
-        freely, as without dynamic sampling.
+        A round of dynamic sampling. Only the first one counts in the metrics: its prompts are those of a rollout
+        without dynamic sampling.
         """
         dataset = cast(Dataset, self.train_dataset)
         with nullcontext() if first else self._keep_metrics():

@@ -22,10 +22,6 @@ def watched(base_url: str) -> Iterator[None]:
     server that is gone never returns, in code that no exception reaches. So this process exits when the server has not
     answered for two minutes.
 
-    Args:
-        base_url (`str`):
-            Address of the server, such as `http://localhost:8000`.
-
     Raises:
         `RuntimeError`: the code inside failed to reach the server; TRL's client tries for a minute.
     """
@@ -53,6 +49,6 @@ def _watch(base_url: str, done: threading.Event) -> None:
 
 def _message(base_url: str) -> str:
     return (
-        f"The vLLM server at {base_url} does not answer any more. Its own log says why; start it again, and resume "
+        f"The vLLM server at {base_url} no longer answers. Its own log says why; start it again, and resume "
         "the run with `--resume_from_checkpoint last`."
     )

@@ -30,7 +30,7 @@ mapfile -t server_arguments <<<"$settings"
 output_dir=${server_arguments[0]} server_port=${server_arguments[1]}
 server_arguments=("${server_arguments[@]:2}")
 
-# A run that has a checkpoint resumes. One that this job started, and that has none yet, begins again.
+# A run that has a checkpoint resumes. One that this job started, and that has none yet, starts again.
 newest_checkpoint() { # trainer_state.json is written last
     find "$output_dir" -maxdepth 2 -path '*/checkpoint-*/trainer_state.json' 2>/dev/null | sort -V | tail -n 1 || true
 }

@@ -3,7 +3,7 @@ Print what the job scripts need from a recipe: `output_dir`, the server's port, 
 
     python recipes/slurm/settings.py RECIPE [--field value …]
 
-One item per line. The parser is that of `opo-trl train`, so that the job and the run cannot disagree.
+One item per line. It uses the parser of `opo-trl train`, so that the job and the run cannot disagree.
 """
 
 import contextlib

@@ -1,3 +1,5 @@
+"""Loading problems: local files, columns, levels, fractions, and dataset names."""
+
 import gzip
 import json
 import os
@@ -35,7 +37,7 @@ def write(file: Path, rows: list[dict]) -> str:
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".json", ".parquet"])
 class TestLocalFiles:
-    def test_a_file_is_read_whatever_the_split(self, tmp_path: Path, ending: str):
+    def test_a_file_is_read_for_any_split(self, tmp_path: Path, ending: str):
         file = write(tmp_path / f"some{ending}", ROWS)
         assert load_problems(file, split="test").to_list() == ROWS
 
@@ -49,7 +51,7 @@ class TestLocalFiles:
         file = write(tmp_path / f"some{ending}", [{"id": 7, **row} for row in ROWS])
         assert load_problems(file).column_names == ["problem", "level", "type", "solution"]
 
-    def test_a_replaced_file_of_the_same_age_is_read_anew(self, tmp_path: Path, ending: str):
+    def test_a_replaced_file_of_the_same_age_is_read_again(self, tmp_path: Path, ending: str):
         file = write(tmp_path / f"some{ending}", ROWS[:2])
         age = os.stat(file)
         assert load_problems(file).to_list() == ROWS[:2]
@@ -64,7 +66,7 @@ class TestLocalFiles:
 
 
 class TestContent:
-    """What is in the rows of a local file."""
+    """Content of the rows of a local file."""
 
     @pytest.mark.parametrize("column", ["level", "type"])
     def test_mixed_types_are_rejected_by_line(self, tmp_path: Path, column: str):
@@ -80,12 +82,12 @@ class TestContent:
             load_problems(str(file))
 
     @pytest.mark.parametrize("value", [2**70, "\ud800"])
-    def test_values_that_no_column_holds(self, tmp_path: Path, value):
+    def test_values_that_no_column_can_hold_are_rejected(self, tmp_path: Path, value):
         file = write(tmp_path / "some.jsonl", [{**ROWS[0], "solution": value}])
         with pytest.raises(ValueError, match=r"some\.jsonl' cannot be read: .*Write problems and solutions"):
             load_problems(file)
 
-    def test_nested_values_are_no_solutions(self, tmp_path: Path):
+    def test_nested_values_are_not_solutions(self, tmp_path: Path):
         file = write(tmp_path / "some.jsonl", [{**ROWS[0], "solution": [1, "a"]}])
         with pytest.raises(ValueError, match="its solution is of type list, not a string"):
             to_prompts(load_problems(file))
@@ -134,15 +136,15 @@ class TestColumns:
         assert to_prompts(load_problems(file))["solution"][:] == ["4"]
         assert to_prompts(load_problems(file, columns={"solution": "answer"}))["solution"][:] == ["5"]
 
-    def test_levels_of_another_name(self, tmp_path: Path):
+    def test_levels_with_another_column_name(self, tmp_path: Path):
         rows = self.rows(problem=["a", "b"], answer=["1", "2"], difficulty=["easy", "hard"])
         file = write(tmp_path / "some.jsonl", rows)
         assert len(load_problems(file, columns={"level": "difficulty"}, levels=["hard"])) == 1
-        with pytest.raises(ValueError, match=r"levels=\['hard'\]: the data set has no levels"):
+        with pytest.raises(ValueError, match=r"levels=\['hard'\]: the dataset has no levels"):
             load_problems(file, levels=["hard"])
 
     @pytest.mark.parametrize("columns", [{"problem": "text"}, {"question": "problem"}])
-    def test_columns_that_do_not_fit(self, tmp_path: Path, columns):
+    def test_unknown_columns_are_rejected(self, tmp_path: Path, columns):
         file = write(tmp_path / "some.jsonl", self.rows(problem=["a"], answer=["1"]))
         with pytest.raises(ValueError, match=r"columns=.* does not fit .*solution.*problem, answer"):
             load_problems(file, columns=columns)
@@ -201,27 +203,27 @@ class TestNames:
         with pytest.raises(ValueError, match="does not exist"):
             load_problems(name)
 
-    def test_a_folder_without_the_split(self, tmp_path: Path):
+    def test_a_folder_without_the_split_is_rejected(self, tmp_path: Path):
         with pytest.raises(ValueError, match=r"without split='test'.*test\.jsonl\.gz"):
             load_problems(str(tmp_path), split="test")
 
-    def test_a_file_of_another_kind(self, tmp_path: Path):
+    def test_an_unknown_format_is_rejected(self, tmp_path: Path):
         (tmp_path / "some.csv").write_text("problem\n")
-        with pytest.raises(ValueError, match=r"some\.csv' is not in a format that can be read"):
+        with pytest.raises(ValueError, match=r"some\.csv' is not in a readable format"):
             load_problems(str(tmp_path / "some.csv"))
 
     @pytest.mark.parametrize("content", ["{nonsense", ""])
-    def test_a_broken_file(self, tmp_path: Path, content: str):
+    def test_a_broken_file_is_rejected(self, tmp_path: Path, content: str):
         (tmp_path / "some.jsonl").write_text(content)
         with pytest.raises(ValueError, match=r"some\.jsonl' cannot be read: "):
             load_problems(str(tmp_path / "some.jsonl"))
 
-    def test_a_missing_column(self, tmp_path: Path):
+    def test_a_missing_column_is_rejected(self, tmp_path: Path):
         file = write(tmp_path / "some.jsonl", [{"question": "2 + 2", "level": "Level 1", "type": "", "answer": "4"}])
         with pytest.raises(ValueError, match=r"no column \['problem', 'solution'\], only \['question'"):
             load_problems(file)
 
-    def test_anything_else_is_a_hub_id(self, monkeypatch: pytest.MonkeyPatch):
+    def test_any_other_name_is_a_hub_id(self, monkeypatch: pytest.MonkeyPatch):
         asked = []
 
         def load_dataset(*args, **kwargs):

@@ -1,3 +1,5 @@
+"""From problems to prompts: formats, unusable rows, overlap, and long prompts."""
+
 import json
 import logging
 import statistics
@@ -29,7 +31,7 @@ class TestPrompts:
         assert "step by step" in INSTRUCTION
         assert r"\boxed{}" in INSTRUCTION
 
-    def test_the_instruction_can_be_another(self):
+    def test_the_instruction_can_be_changed(self):
         prompts = to_prompts(make(("What?", r"\boxed{2}")), instruction="Be brief.")
         assert prompts[0]["prompt"][0]["content"] == "What?\n\nBe brief."
 
@@ -38,7 +40,7 @@ class TestPrompts:
         assert prompts["prompt"][:] == ["47+38-16=", " What?\n"]
         assert prompts["solution"][:] == ["85-16=69", "2"]
 
-    def test_an_unknown_style(self):
+    def test_an_unknown_style_is_rejected(self):
         with pytest.raises(ValueError, match=r"style='Chat' must be"):
             to_prompts(make(("What?", r"\boxed{2}")), style="Chat")
 
@@ -71,7 +73,7 @@ class TestPrompts:
         file.write_text('{"problem": "2+2=", "solution": "4"}\n{"problem": "1+1=", "solution": 2}\n')
         assert to_prompts(load_problems(str(file)), style="plain")["solution"][:] == ["4"]
 
-    def test_numbers_are_no_problems(self):
+    def test_numbers_are_not_problems(self):
         with pytest.raises(ValueError, match=r"row 0 \('3'\): its problem is of type int, not a string"):
             to_prompts(make((3, r"\boxed{1}")))
 
@@ -82,13 +84,13 @@ class TestPrompts:
         assert len(lines) == 12
         assert lines[-1] == "  and 15 more"
 
-    def test_no_usable_row(self):
+    def test_no_usable_row_is_an_error(self):
         with pytest.raises(ValueError, match=r"style='chat': row 0 \('47\+1='\).*style='plain'"):
             to_prompts(make(("47+1=", "48")))
 
 
 class TestOverlap:
-    def test_it_is_dropped_ignoring_white_space(self, caplog: pytest.LogCaptureFixture):
+    def test_overlap_is_dropped_ignoring_white_space(self, caplog: pytest.LogCaptureFixture):
         training = make(("What is\n$1 +  1$?", "2"), ("Other", "1"))
         held_out = make(("New", "1"), ("What is $1 + 1$? ", "2"), ("what is $1 + 1$?", "2"))
         assert without_overlap(held_out, training)["problem"][:] == ["New", "what is $1 + 1$?"]
@@ -99,16 +101,14 @@ class TestOverlap:
         assert len(without_overlap(make(("a", "1")), make(("b", "1")))) == 1
         assert not caplog.records
 
-    def test_nothing_left(self):
+    def test_no_row_left_is_an_error(self):
         with pytest.raises(ValueError, match="held_out: all 1 rows"):
             without_overlap(make(("a", "1")), make((" a", "1")))
 
 
 class TestLongPrompts:
     @pytest.mark.parametrize("style", ["chat", "plain"])
-    def test_the_limit_is_that_of_the_prompt_as_the_model_gets_it(
-        self, style: Style, caplog: pytest.LogCaptureFixture
-    ):
+    def test_the_limit_counts_the_prompt_as_the_model_gets_it(self, style: Style, caplog: pytest.LogCaptureFixture):
         tokenizer = make_tokenizer()
         prompts = to_prompts(make(("ab", r"\boxed{1}"), ("abcdef", r"\boxed{1}")), style=style)
         # One token a byte: <|im_start|>user\n, the content, <|im_end|>\n, <|im_start|>assistant\n.
@@ -122,7 +122,7 @@ class TestLongPrompts:
         with pytest.raises(ValueError, match="max_prompt_length: all 2 rows"):
             drop_long_prompts(prompts, tokenizer, 1)
 
-    def test_the_arguments_of_the_template_count(self):
+    def test_template_arguments_change_the_length(self):
         tokenizer = make_tokenizer()
         tokenizer.chat_template += "{{ prefix }}"
         prompts = to_prompts(make(("ab", r"\boxed{1}"), ("abc", r"\boxed{1}")))

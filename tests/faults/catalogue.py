@@ -284,14 +284,14 @@ BATCHES = [
     Case("empty completions", ["max_completion_length=0", "at least 1"], {"max_completion_length": 0}),
     Case(
         "fewer prompts than a rollout needs",
-        ["generation_batch_size=32", "needs 16 prompts", "has 8", "Give at least 16"],
+        ["generation_batch_size=32", "needs 16 prompts", "has 8", "Provide at least 16"],
         {"per_device_train_batch_size": 32},
     ),
     Case("no sampling rounds", ["max_sampling_rounds=0", "at least 1"], {"max_sampling_rounds": 0}),
 ]
 
 DATA = [
-    Case("missing data", ["dataset_name='./no'", "Give an existing"], {"dataset_name": "./no"}),
+    Case("missing data", ["dataset_name='./no'", "Pass an existing"], {"dataset_name": "./no"}),
     Case("data in an unknown format", ["dataset_name='recipe.yaml'", ".jsonl"], {"dataset_name": "recipe.yaml"}),
     Case("no such split", ["dataset_name='./data'", "split='dev'", "dev.jsonl"], {"dataset_train_split": "dev"}),
     Case("config of local data", ["dataset_config='main'", "Remove it"], {"dataset_config": "main"}),
@@ -324,7 +324,7 @@ DATA = [
         {"reward_funcs": ["my_rewards.compare"]},
     ),
     Case(
-        "data set without prompts",
+        "dataset without prompts",
         ["prompt_style='dataset'", "no column 'prompt'", "'problem'", "Rename"],
         DATASET,
     ),
@@ -349,14 +349,14 @@ DATA = [
     ),
     Case(
         "solutions that are numbers",
-        ["no row that can be used", "its solution is of type int, not a string", "Give other data"],
+        ["no row that can be used", "its solution is of type int, not a string", "Use other data"],
         change=write_rows([{**row, "solution": 4} for row in ROWS]),
     ),
     Case("empty file", ["dataset_name=", "train.jsonl", "is empty"], change=write("data/train.jsonl", "")),
     Case("blank file", ["dataset_name=", "train.jsonl", "is empty"], change=write("data/train.jsonl", "\n \n")),
     Case(
         "a single row",
-        ["generation_batch_size=4", "needs 2 prompts", "has 1", "Give at least 2"],
+        ["generation_batch_size=4", "needs 2 prompts", "has 1", "Provide at least 2"],
         {"levels": ["Level 1"]},
         change=write_rows(ROWS[:1]),
     ),
@@ -376,7 +376,7 @@ DATA = [
         change=write("data/train.jsonl", "".join(f"{json.dumps(row)}\n" for row in ROWS) + '{"problem": "1'),
     ),
     Case(
-        "line that is no object",
+        "line that is not an object",
         ["dataset_name=", "line 9 is [1, 2]", "Write rows as"],
         change=write_rows([*ROWS, [1, 2]]),
     ),
@@ -671,8 +671,8 @@ PATHS = [
     Case("folder name that is too long", ["output_dir='xxx", "is too long", "Shorten"], {"output_dir": LONG}),
     Case("path that is too long", ["output_dir='x/x", "is too long", "Shorten"], {"output_dir": "x/" * 2500}),
     Case("model's name that is too long", ["model_name_or_path='xxx", "Shorten"], {"model_name_or_path": LONG}),
-    Case("data set's name that is too long", ["dataset_name='./xxx", "Shorten"], {"dataset_name": f"./{LONG}"}),
-    Case("data set's name with a NUL", ["dataset_name='da\\x00ta'", "NUL"], {"dataset_name": "da\0ta"}),
+    Case("dataset's name that is too long", ["dataset_name='./xxx", "Shorten"], {"dataset_name": f"./{LONG}"}),
+    Case("dataset's name with a NUL", ["dataset_name='da\\x00ta'", "NUL"], {"dataset_name": "da\0ta"}),
     Case(
         "checkpoint's name that is too long",
         ["resume_from_checkpoint='xxx", "Shorten"],

@@ -5,7 +5,7 @@ Kill a run with SIGKILL at random points, resume it, and compare the result with
 
 The run is the canonical one with completions that the policy samples, so that random states matter. It saves a
 checkpoint every second optimizer step and keeps two: in the middle of a rollout's first iteration, in its second one,
-and at its end. It is killed before or after any micro-step, or some time after a save began, so anywhere in it.
+and at its end. It is killed before or after any micro-step, or at any time during a save.
 
 Ends with status 1 if a resumed run differs from the uninterrupted one.
 """
@@ -107,7 +107,7 @@ class Kill:
 
 
 class Mortal(OPOTrainer):
-    """Kills itself as told."""
+    """Kills its process at the chosen moment."""
 
     kill: Kill | None = None
     saves = 0
@@ -149,7 +149,7 @@ class Mortal(OPOTrainer):
 
 
 def train(form: Form, model: str, folder: str, kill: Kill | None) -> None:
-    """In each process: resume from the last complete checkpoint, or start at the beginning."""
+    """In each process: resume from the last complete checkpoint, or start from the beginning."""
     trainer = make_trainer(form, model, Path(folder), Mortal)
     trainer.kill = kill
     trainer.train(resume_from_checkpoint="auto")

@@ -29,7 +29,7 @@ from opo_trl import OPOConfig, train
 from opo_trl.launch import cli
 from opo_trl.launch.preflight import check_vllm_server
 from opo_trl.launch.resume import check_same_run
-from opo_trl.report.settings import kept_on_resume
+from opo_trl.report.runs import kept_on_resume
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A killed and resumed run is bitwise the uninterrupted one: some moments here, more with the script's command."""
+"""A killed and resumed run is bitwise identical to an uninterrupted one: some moments here, more in the script."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -71,7 +71,7 @@ def test_server_that_hangs_ends_the_waiting_process(server):
     server.RequestHandlerClass.healthy = False
     done = wait(server, "forever")
     assert done.returncode == 1
-    assert f"The vLLM server at {url(server)} does not answer any more" in done.stderr
+    assert f"The vLLM server at {url(server)} no longer answers" in done.stderr
     assert "`--resume_from_checkpoint last`" in done.stderr
 
 
@@ -85,7 +85,7 @@ def test_server_that_is_gone_is_named(server):
     server.shutdown()
     server.server_close()
     with (
-        pytest.raises(RuntimeError, match=rf"The vLLM server at {address} does not answer") as raised,
+        pytest.raises(RuntimeError, match=rf"The vLLM server at {address} no longer answers") as raised,
         watched(address),
     ):
         urlopen(f"{address}/v1/models")

@@ -1,8 +1,8 @@
 """
 The canonical run: three rollouts of three groups, each used by six optimizer steps, in float32 on the CPU.
 
-Completions differ in length, one is truncated, one group has zero variance, and with two and four processes the groups
-lie across them. All terms act: temperature, anchor correction, KL, clipped gradients. Every optimizer step has eight
+Completions differ in length, one is truncated, one group has zero variance, and with two and four processes, groups
+span several. All terms act: temperature, anchor correction, KL, clipped gradients. Every optimizer step has eight
 completions, however it is cut into processes and micro-batches.
 """
 

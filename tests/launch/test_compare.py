@@ -1,4 +1,4 @@
-"""`opo-trl compare` as users run it: from recipes and finished runs to a report, or a message why not."""
+"""`opo-trl compare` as users run it: from recipes and finished runs to a report, or a message that says why not."""
 
 import gzip
 import re
@@ -209,7 +209,7 @@ def test_report_has_means_differences_and_verdicts(one_figure, runs, tmp_path):
 
 
 def test_shaping_rewards_are_not_counted(one_figure, runs, tmp_path):
-    """`reward` is the sum of all reward functions; the first one, which says what is solved, is compared."""
+    """`reward` is the sum of all reward functions; the first one, which defines what is correct, is compared."""
     before = report_of(tmp_path, runs)
     for log in runs.rglob("log.jsonl"):
         rows = [row | ({"reward": 100.0} if "reward" in row else {}) for row in read_lines(log)]

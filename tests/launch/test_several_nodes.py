@@ -339,7 +339,7 @@ def test_server_is_ready_before_training_and_ends_with_it(rehearsal, recipe, fie
     parsed, rest = vllm_serve_parser().parse_args_and_config(server, return_remaining_strings=True)
     assert (parsed.model, parsed.port, parsed.max_model_len) == ("arithmetic", int(port), 64)
     assert (parsed.revision, parsed.trust_remote_code) == ("main", False)
-    assert parsed.tensor_parallel_size == 2  # set on the command line; else all four GPUs
+    assert parsed.tensor_parallel_size == 2  # set on the command line; all four GPUs by default
     assert server[:2] == ["--tensor_parallel_size", "4"]
     assert rest == ["--chat-template", "a b.jinja"]
     (training,) = rehearsal.calls("opo-trl")
@@ -361,7 +361,7 @@ def test_job_with_a_server_has_the_status_of_its_training(rehearsal, recipe, fie
     [("fails at once", "ended before it was ready", 0), ("fails in training", "ended during training", 1)],
 )
 def test_server_that_dies_fails_the_job(rehearsal, recipe, fields, server, message, launchers):
-    status, errors = rehearsal.run("vllm_server.sbatch", str(recipe), *fields, SERVER=server, TRAINING="goes on")
+    status, errors = rehearsal.run("vllm_server.sbatch", str(recipe), *fields, SERVER=server, TRAINING="continues")
     assert status == 1
     assert f"error: the vLLM server {message}: see runs/slurm/{rehearsal.number}/server.log" in errors
     assert len(rehearsal.calls("opo-trl")) == launchers
@@ -414,7 +414,7 @@ def test_restarted_job_continues_the_run(rehearsal, recipe, fields, checkpoint, 
         assert argv[argv.index(str(recipe)) + 1 :] == [*added, *fields, "--vllm_mode", "colocate"]
 
 
-@pytest.mark.parametrize(("training", "requeued"), [("saves", True), ("saves when told", True), ("goes on", False)])
+@pytest.mark.parametrize(("training", "requeued"), [("saves", True), ("saves when told", True), ("continues", False)])
 @pytest.mark.parametrize("script", ["colocate.sbatch", "vllm_server.sbatch"])
 def test_job_out_of_time_is_requeued_if_it_made_progress(rehearsal, recipe, fields, script, training, requeued):
     process = rehearsal.start(script, str(recipe), *fields, TRAINING=training)

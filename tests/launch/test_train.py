@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from opo_trl import OPOTrainer
 from opo_trl.data.arithmetic import base_model_path
 from opo_trl.evaluate import evaluate
-from opo_trl.launch.accuracies import table
+from opo_trl.launch.callbacks import table
 from opo_trl.launch.recipe import parse
 from opo_trl.methods import by_trainer, register
 from opo_trl.report.run_folder import read_json, read_lines, write_json
@@ -349,7 +349,7 @@ def small_qwen3(shared_data, tmp_path_factory) -> Path:
 
 
 def ascii_reward(completions, **kwargs):
-    """The share of the text that is ASCII: a random model can get better at that."""
+    """The fraction of ASCII text: a random model can improve it."""
     texts = [completion[0]["content"] for completion in completions]
     return [sum(character.isascii() for character in text) / max(len(text), 1) for text in texts]
 

@@ -135,7 +135,7 @@ def test_operations_of_a_pass_by_architecture(model_type: str, options: dict):
     assert said == pytest.approx(probes.measure_ops(shape, **case), rel=0.03)
 
 
-def test_scoring_the_anchor_stays_below_the_update():
+def test_scoring_the_rollout_stays_below_the_update():
     lora = benchmark.plan_pass(QWEN, **benchmark.OPS["4 rows, LoRA, bfloat16 adapters (ZeRO)"])  # the least of all
     assert probes.measure_ops(QWEN, **benchmark.OPS["4 rows"], grad=False) < 0.5 * max(lora.values())
 

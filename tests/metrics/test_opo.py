@@ -1,4 +1,4 @@
-"""What is logged under `opo/`, against values computed by hand in float64."""
+"""Metrics logged under `opo/`, against values computed by hand in float64."""
 
 import math
 import statistics

@@ -1,5 +1,5 @@
 """
-The benchmarks for a GPU, as far as a CPU can test them: the word problems, the recipes, and tiny runs of everything.
+The GPU benchmarks, on a CPU: the word problems, the recipes, and tiny runs of everything.
 """
 
 import itertools

@@ -1,3 +1,5 @@
+"""`accuracy_reward` and `format_reward`: verdicts, time limits, and the answers of MATH."""
+
 import gzip
 import itertools
 import json
@@ -30,11 +32,11 @@ LATEX = st.lists(st.sampled_from(TOKENS.split())).map("".join)
 
 class TestScore:
     @pytest.mark.parametrize(("gold", "answer"), EQUAL)
-    def test_right(self, gold: str, answer: str):
+    def test_equal_answers_score_1(self, gold: str, answer: str):
         assert score(box(answer), gold) == 1.0
 
     @pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
-    def test_wrong(self, gold: str, answer: str):
+    def test_different_answers_score_0(self, gold: str, answer: str):
         assert score(box(answer), gold) == 0.0
 
     @pytest.mark.parametrize(
@@ -57,42 +59,42 @@ class TestScore:
             ("", 0.0),
         ],
     )
-    def test_the_answer_is_what_stands_in_the_last_box_of_the_answer_proper(self, completion: str, expected: float):
+    def test_the_last_box_after_the_thinking_is_the_answer(self, completion: str, expected: float):
         assert score(completion, "3") == expected
 
     @pytest.mark.parametrize("pattern", ADVERSARIAL)
-    def test_what_a_model_under_training_writes(self, pattern: str, monkeypatch: pytest.MonkeyPatch):
+    def test_completions_of_a_model_in_training(self, pattern: str, monkeypatch: pytest.MonkeyPatch):
         for limit in ("PARSING_LIMIT", "VERIFYING_LIMIT"):
-            monkeypatch.setattr(rewards, limit, 2.0)  # which some of them run into, one after the other
+            monkeypatch.setattr(rewards, limit, 2.0)  # some of them reach both limits
         scored = [
             (completion[:80], gold[:80], score(completion, gold)) for completion, gold, _ in ADVERSARIAL[pattern]
         ]
         assert scored == [(completion[:80], gold[:80], verdict) for completion, gold, verdict in ADVERSARIAL[pattern]]
 
-    def test_gold_may_be_a_whole_solution(self):
+    def test_the_gold_answer_may_be_in_a_solution(self):
         assert score(box("3"), r"Since $1 + 2 = 3$, it is $\boxed{3}$.") == 1.0
         assert score(box("1"), r"Since $1 + 2 = 3$, it is $\boxed{3}$.") == 0.0
 
     @pytest.mark.parametrize("gold", ["", "  ", r"\boxed{}", r"So \boxed{", r"\frac{", r"\text{}", "5" * 301])
     @pytest.mark.parametrize("completion", [box("3"), r"\boxed{}", "no box"])
-    def test_without_a_gold_answer_nothing_can_be_scored(self, gold: str, completion: str):
+    def test_without_a_gold_answer_the_score_is_none(self, gold: str, completion: str):
         assert score(completion, gold) is None
 
-    def test_a_long_answer_is_no_answer(self):
+    def test_a_too_long_answer_is_wrong(self):
         assert score(box("1+" * 200 + "1"), "201") == 0.0
 
-    def test_it_can_be_sent_to_a_worker(self):
+    def test_score_can_be_sent_to_a_worker(self):
         assert pickle.loads(pickle.dumps(score)) is score
 
     @given(st.text() | LATEX | LATEX.map(box), st.text() | LATEX)
     @settings(deadline=None, max_examples=300)
-    def test_it_never_raises(self, completion: str, solution: str):
+    def test_scores_never_raise(self, completion: str, solution: str):
         assert score(completion, solution) in (0.0, 1.0, None)
         assert format_reward([completion])[0] in (0.0, 1.0)
 
 
 class TestFailingMathVerify:
-    """Each replaces math-verify by one that fails; the answers differ as strings, so that it is asked."""
+    """Scores if math-verify fails; the answers differ as strings, so that it is called."""
 
     @pytest.fixture(params=[RecursionError, ValueError])
     def failure(self, request: pytest.FixtureRequest) -> type[BaseException]:
@@ -108,15 +110,15 @@ class TestFailingMathVerify:
 
         monkeypatch.setattr(rewards, "parse", parse)
 
-    def test_the_gold_answer(self, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch):
+    def test_parsing_the_gold_answer(self, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch):
         self.fail_on("77", failure, monkeypatch)
         assert [score(text, "77") for text in (box("7"), "no box", box("77"))] == [None, None, 1.0]
 
-    def test_the_answer(self, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch):
+    def test_parsing_the_answer(self, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch):
         self.fail_on("77", failure, monkeypatch)
         assert score(box("77"), "7") == 0.0
 
-    def test_the_comparison(self, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch):
+    def test_comparing(self, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch):
         def verify(*args, **kwargs):
             raise failure
 
@@ -128,7 +130,7 @@ class TestFailingMathVerify:
         ("answer", "gold"),
         [
             (r"\sum_{n=1}^{10^9} \frac{1}{n}", "5"),
-            # Endless in math-verify, and again in what is compared after it.
+            # Endless in math-verify, and again in the comparisons after it.
             (r"\lfloor" * 9 + "1" + r"\rfloor" * 9, r"\lfloor i\rfloor"),
         ],
     )
@@ -138,7 +140,7 @@ class TestFailingMathVerify:
         assert score(box(answer), gold) == 0.0
         assert 0.5 < time.process_time() - start < 5
 
-    def test_what_holds_back_an_exception_is_stopped_all_the_same(self, monkeypatch: pytest.MonkeyPatch):
+    def test_code_that_swallows_exceptions_is_stopped(self, monkeypatch: pytest.MonkeyPatch):
         def verify(*args, **kwargs):
             with suppress(BaseException):
                 spin()
@@ -169,11 +171,11 @@ class TestAccuracyReward:
     def test_each_completion_has_its_own_solution(self):
         assert accuracy_reward([box("3"), box("3"), box("3")], ["3", "", "4"]) == [1.0, None, 0.0]
 
-    def test_lengths_must_agree(self):
+    def test_different_lengths_are_an_error(self):
         with pytest.raises(ValueError, match="zip"):
             accuracy_reward([box("3")], ["3", "4"])
 
-    def test_another_thread_gets_the_same(self):
+    def test_another_thread_gets_the_same_scores(self):
         golds, answers = zip(*EQUAL[::5], *DIFFERENT[::5], strict=True)
         completions = [box(answer) for answer in answers]
         with ThreadPoolExecutor(1) as pool:
@@ -196,7 +198,7 @@ class TestFormatReward:
             "\\boxed{2}?\n</think>\n\n$\\boxed{3}$",
         ],
     )
-    def test_one_box_at_the_end(self, text: str):
+    def test_one_box_at_the_end_scores_1(self, text: str):
         assert format_reward([text, [{"role": "assistant", "content": text}]], solution=["", ""]) == [1.0, 1.0]
 
     @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ class TestFormatReward:
             r"\boxed{3}</think>",
         ],
     )
-    def test_anything_else(self, text: str):
+    def test_anything_else_scores_0(self, text: str):
         assert format_reward([text]) == [0.0]
 
 
@@ -275,7 +277,7 @@ class TestMath:
             (r"$", "."),
         ],
     )
-    def test_another_notation_changes_nothing(self, distinct: list[str], pattern: str, replacement: str):
+    def test_another_notation_is_equal(self, distinct: list[str], pattern: str, replacement: str):
         rewritten = [(gold, re.sub(pattern, replacement, gold)) for gold in distinct]
         changed = [(gold, answer) for gold, answer in rewritten if gold != answer][:60]
         assert len(changed) > 20

@@ -1,3 +1,5 @@
+"""Final answers in boxes."""
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,16 +46,16 @@ class TestFinalAnswer:
             ("", None),
         ],
     )
-    def test_it_is_what_the_last_complete_boxes_hold(self, solution: str, answer: str | None):
+    def test_final_answer_is_the_content_of_the_last_complete_boxes(self, solution: str, answer: str | None):
         assert final_answer(solution) == answer
 
-    def test_many_open_boxes_take_no_time(self):
+    def test_many_open_boxes_take_linear_time(self):
         assert final_answer("\\boxed{" * 100_000) is None
         assert final_answer("\\boxed{1} , " * 20_000) == "1"
         assert len(find_boxes("\\boxed{" * 1_000 + "}" * 500)) == 1_000
 
     @given(st.text() | st.lists(st.sampled_from(["\\boxed", "\\fbox", "{", "}", "\\", " ", "2", "x"])).map("".join))
     @settings(deadline=None)
-    def test_it_never_raises(self, text: str):
+    def test_final_answer_never_raises(self, text: str):
         answer = final_answer(text)
         assert answer is None or (answer and all(part in text for part in answer.split(", ")))

@@ -1,4 +1,4 @@
-"""What a reward function may be and return, and what names the one that fails."""
+"""What a reward function may be and return, and the error that names one that fails."""
 
 import functools
 from decimal import Decimal
@@ -96,7 +96,7 @@ def test_anything_else_is_named(tiny_model, tmp_path, scores, says):
 
 
 def length_of(completions, **columns):
-    """A reward function that keeps state of its own."""
+    """A reward function with state."""
     length_of.calls = getattr(length_of, "calls", 0) + 1
     return map(len, completions)
 

@@ -78,8 +78,8 @@ def test_last_complete_checkpoint_is_chosen_and_the_others_are_named(copy: Path,
     (copy / "checkpoint-10").mkdir()
     with caplog.at_level(logging.WARNING):
         assert resolve("last", str(copy)) == str(copy / "checkpoint-2") == last_complete(str(copy))
-    assert "checkpoint-3 is passed over: it lacks optimizer.pt" in caplog.text
-    assert "checkpoint-10 is passed over: it has no manifest.json" in caplog.text
+    assert "checkpoint-3 is skipped: it lacks optimizer.pt" in caplog.text
+    assert "checkpoint-10 is skipped: it has no manifest.json" in caplog.text
     for wanted in (True, "true", "auto"):
         assert resolve(wanted, str(copy)) == str(copy / "checkpoint-2")
 
@@ -119,7 +119,7 @@ def test_checkpoint_without_a_rollout_resumes_as_in_transformers(tiny_model: str
     writer = {"trainer_class": RecordingGRPO} if with_optimizer else {"save_only_model": True}
     trained(tiny_model, tmp_path / "first", **ADAM, save_strategy="steps", save_steps=2, **writer)
     folder = tmp_path / "first" / "checkpoint-2"
-    assert "`save_only_model`, saves it" in fault(folder)
+    assert "`save_only_model` saved it" in fault(folder)
     assert "cut short" not in fault(folder)
     trainer = make_trainer(tiny_model, tmp_path / "second", **ADAM)
     with caplog.at_level(logging.WARNING):
@@ -141,7 +141,7 @@ def test_checkpoint_without_a_rollout_is_not_chosen(tiny_model: str, tmp_path: P
     trained(tiny_model, tmp_path, save_strategy="steps", save_steps=1, **options)
     with caplog.at_level(logging.WARNING):
         assert resolve("auto", str(tmp_path)) is None
-    assert "checkpoint-1 is passed over: it holds no rollout" in caplog.text
+    assert "checkpoint-1 is skipped: it holds no rollout" in caplog.text
     with pytest.raises(ValueError, match="holds no complete checkpoint"):
         resolve("last", str(tmp_path))
 

@@ -165,10 +165,10 @@ def test_small_differences_of_large_rewards_are_variance(tiny_model, tmp_path):
     ("options", "message"),
     [
         ({"max_sampling_rounds": 0}, r"max_sampling_rounds=0 is not allowed.*at least 1"),
-        ({"max_sampling_rounds": 2, "scale_rewards": "batch"}, r"scale_rewards='batch' does not go with"),
+        ({"max_sampling_rounds": 2, "scale_rewards": "batch"}, r"scale_rewards='batch' cannot be combined with"),
         (
             {"max_sampling_rounds": 2, "multi_objective_aggregation": "normalize_then_sum"},
-            r"multi_objective_aggregation='normalize_then_sum' does not go with",
+            r"multi_objective_aggregation='normalize_then_sum' cannot be combined with",
         ),
     ],
 )
@@ -177,9 +177,9 @@ def test_incompatible_settings_are_named(tmp_path, options, message):
         OPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options)
 
 
-def test_streaming_data_set_is_rejected(tiny_model, tmp_path):
+def test_streaming_dataset_is_rejected(tiny_model, tmp_path):
     data = Dataset.from_dict({"prompt": ["1", "2"]}).to_iterable_dataset()
-    with pytest.raises(ValueError, match="max_sampling_rounds=2 needs a data set with random access"):
+    with pytest.raises(ValueError, match="max_sampling_rounds=2 needs a dataset with random access"):
         make_trainer(tiny_model, tmp_path, trainer_arguments={"train_dataset": data}, max_sampling_rounds=2)
 
 

@@ -33,7 +33,7 @@ GROUP = 2
     iterations=st.integers(1, 2),
 )
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_sample_trained_after_an_update_has_an_anchor_from_before_it(
+def test_every_sample_trained_after_an_update_has_log_probabilities_from_before_it(
     tiny_model, tmp_path, rows, accumulation, steps_per_generation, prompts, epochs, iterations
 ):
     of_rollout = rows * steps_per_generation // GROUP

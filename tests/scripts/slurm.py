@@ -4,8 +4,8 @@ pretend.
 
     python tests/scripts/slurm.py srun|scancel|scontrol|trl|opo-trl ARGUMENT …
 
-A node is an address of the loopback network, and is listed in $HOSTS. Each call is a line of the file $CALLS. How the
-server and training behave is said by $SERVER and $TRAINING.
+A node is an address of the loopback network, and is listed in $HOSTS. Each call is a line of the file $CALLS. $SERVER
+and $TRAINING set how the server and training behave.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ def scontrol(argv: list[str]) -> int:
 
 
 def trl(argv: list[str]) -> int:
-    """A server that is busy when it is asked for the first times, and then well."""
+    """A server that is busy for the first requests, and then healthy."""
     if os.environ["SERVER"] == "fails at once":
         return 3
     answers = itertools.repeat(503) if os.environ["SERVER"] == "is never ready" else iter([503] * 2)
@@ -109,7 +109,7 @@ def trl(argv: list[str]) -> int:
 
 
 def opo_trl(argv: list[str]) -> int:
-    """Training: ends with the status $TRAINING, `fails on one node`, `saves`, `saves when told`, or `goes on`."""
+    """Training: ends with the status $TRAINING, `fails on one node`, `saves`, `saves when told`, or `continues`."""
     if "--vllm_server_host" in argv:
         url = f"http://{value(argv, '--vllm_server_host')}:{value(argv, '--vllm_server_port')}/health"
         urlopen(url).close()  # raises if the server is not ready, and asks $http_proxy unless told not to

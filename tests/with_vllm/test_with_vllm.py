@@ -80,7 +80,7 @@ def test_in_trl_the_base_drifts(run):
 def test_server_that_is_killed_ends_the_run(run, place):
     result = run("killed", **place)
     assert result["step"] == 1
-    assert f"The vLLM server at http://127.0.0.1:{place['port']} does not answer any more" in result["error"]
+    assert f"The vLLM server at http://127.0.0.1:{place['port']} no longer answers" in result["error"]
     assert result["seconds"] < 120
 
 

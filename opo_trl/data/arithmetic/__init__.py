@@ -13,11 +13,5 @@ __all__ = ["arithmetic_reward", "base_model_path", "make_problems"]
 
 
 def base_model_path() -> str:
-    """
-    Locate the stored base model.
-
-    Returns:
-        `str`: Folder with the weights, the tokenizer and the measured accuracy (`ACCURACY.json`), for
-        `from_pretrained` or a trainer.
-    """
+    """Folder of the stored base model: weights, tokenizer and measured accuracy (`ACCURACY.json`)."""
     return str(files(__package__) / "base")

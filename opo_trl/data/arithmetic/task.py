@@ -7,7 +7,7 @@ A problem is a prompt such as `47+38-16=`. Its worked solution is the chain of w
 operand and running result lies between 10 and 99, so that all problems of a level have the same length and no number
 needs a sign.
 
-The rows have the four columns of the MATH data set (`problem`, `level`, `type`, `solution`). To print a few:
+The rows have the four columns of the MATH dataset (`problem`, `level`, `type`, `solution`). To print a few:
 
     python -c "from opo_trl.data.arithmetic import make_problems as m; print(*m('test', ['Level 3'])[:3], sep='\\n')"
 """
@@ -28,34 +28,12 @@ T = TypeVar("T")
 
 
 def calculate(left: int, operator: str, right: int) -> int:
-    """
-    Compute one operation.
-
-    Args:
-        left (`int`), right (`int`):
-            The operands.
-        operator (`str`):
-            `"+"` or `"-"`.
-
-    Returns:
-        `int`: The exact sum or difference.
-    """
+    """Compute one operation, `"+"` or `"-"`."""
     return left + right if operator == "+" else left - right
 
 
 def draw_problem(level: str, rng: random.Random) -> str:
-    """
-    Draw one problem at random.
-
-    Args:
-        level (`str`):
-            One of `LEVELS`; the k-th has k operations.
-        rng (`random.Random`):
-            Source of randomness.
-
-    Returns:
-        `str`: The prompt, such as `"47+38-16="`.
-    """
+    """Draw a problem such as `"47+38-16="`; the k-th of `LEVELS` has k operations."""
     value = rng.randint(SMALLEST, LARGEST)
     problem = str(value)
     for _ in range(LEVELS.index(level) + 1):
@@ -70,16 +48,9 @@ def draw_problem(level: str, rng: random.Random) -> str:
 
 def work_out(problem: str, calculator: Calculator = calculate) -> str:
     """
-    Write the chain of what remains after each operation.
+    Write the chain of what remains after each operation, such as `"85-16=69"` for `"47+38-16="`.
 
-    Args:
-        problem (`str`):
-            The prompt, such as `"47+38-16="`.
-        calculator (`Callable`, *optional*, defaults to `calculate`):
-            Computes one operation. If it slips, the chain continues from the slipped result.
-
-    Returns:
-        `str`: The chain, such as `"85-16=69"`.
+    If the calculator slips, the chain continues from the slipped result.
     """
     value, *rest = re.findall(r"\d+|[+-]", problem)
     steps = []
@@ -176,18 +147,8 @@ def arithmetic_reward(
     the last number of the solution exactly. So anything around the number is wrong (`69 `, `69+`, `+69`, `069`), and
     so is a right number followed by another (`69=70`).
 
-    As with MATH, only the answer counts: the chain before it is not checked and may be omitted.
-
-    Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, plain or as conversations, of which the last message counts.
-        solution (`list[str]`):
-            Worked solution of each completion's problem.
-        **kwargs:
-            Other columns and arguments from the trainer, ignored.
-
-    Returns:
-        `list[float]`: One reward per completion.
+    As with MATH, only the answer counts: the chain before it is not checked and may be omitted. Of a conversation, the
+    last message counts.
     """
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     return [float(_answer(text) == _answer(worked)) for text, worked in zip(texts, solution, strict=True)]
