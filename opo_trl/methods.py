@@ -3,7 +3,8 @@ The methods that `opo-trl` trains with or reports on, one line each.
 
 To add a method, write a file with its trainer and its configuration, and add a line to [`METHODS`]. Recipes then
 accept `trainer: its_name` with the fields of its configuration, and reports use its label and colour. A script
-outside this package calls [`register`] instead, and then `opo_trl.train.main`.
+outside this package calls [`register`] instead, and then `opo_trl.train.main`; `opo-trl train` starts processes that
+do not know it.
 """
 
 import functools

@@ -142,6 +142,16 @@ READ_OPTIONS: Mapping[str, tuple[Collection[str], str, str]] = {
 # What the trainers read from a rollout.
 ROLLOUT_KEYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 
+# What they read if it is there. Under another name it would be ignored silently, so the code of TRL must contain it.
+OPTIONAL_ROLLOUT_KEYS = (
+    "importance_sampling_ratio",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "sampling_per_token_logps",
+    "tool_mask",
+)
+_MAKES_ROLLOUTS = "trl.GRPOTrainer._generate_and_score_completions"
+
 
 def options_read(field: str) -> set[str]:
     """Options that Transformers reads from a field, `fsdp_config` or `model_init_kwargs`, as its source shows."""
@@ -218,6 +228,10 @@ def _mismatches(contract: Contract, version: str) -> Iterator[tuple[str, str]]:
                 yield f"{path}.{name}", "is missing"
             elif parameters and (missing := set(parameters) - inspect.signature(method).parameters.keys()):
                 yield f"{path}.{name}", f"has no parameter {', '.join(sorted(missing))}"
+    made = _resolve(_MAKES_ROLLOUTS)
+    if not isinstance(made, ImportError):
+        for key in {*OPTIONAL_ROLLOUT_KEYS} - {*inspect.unwrap(made).__code__.co_consts}:
+            yield _MAKES_ROLLOUTS, f"does not add {key!r} to a rollout"
     for field, (places, _, example) in READ_OPTIONS.items():
         if any(isinstance(_resolve(place), ImportError) for place in places) or example not in options_read(field):
             yield "trl_contract.options_read", f"finds no {example!r} in {' and '.join(places)}"

@@ -148,6 +148,16 @@ def test_check_runs_when_the_trainer_is_imported(monkeypatch):
         importlib.import_module("opo_trl.trainer")
 
 
+@pytest.mark.parametrize("key", trl_contract.OPTIONAL_ROLLOUT_KEYS)
+def test_renamed_entry_of_a_rollout_is_named(key, monkeypatch):
+    """Without it OPO would train without a correction, or on the output of tools."""
+    made = inspect.unwrap(trl.GRPOTrainer._generate_and_score_completions)
+    constants = tuple("renamed" if constant == key else constant for constant in made.__code__.co_consts)
+    monkeypatch.setattr(made, "__code__", made.__code__.replace(co_consts=constants))
+    with pytest.raises(ImportError, match=f"does not add '{key}' to a rollout"):
+        trl_contract.check()
+
+
 def test_complete_rollout_passes():
     trl_contract.check_rollout(dict.fromkeys(trl_contract.ROLLOUT_KEYS))
 

@@ -1,8 +1,8 @@
 """
 Dry run of the training arguments.
 
-Optimizers, schedules, trackers and data loaders check their options when they are constructed, long after a run has
-started, and some ignore unknown options silently. Here each is constructed once, on something small.
+Optimizers and schedules check their options when they are constructed, long after a run has started, and some ignore
+unknown options silently. Here each is constructed once, on something small; trackers only have to be installed.
 """
 
 import copy
@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from huggingface_hub.utils import validate_repo_id
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, get_scheduler
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations import integration_utils
 from trl import GRPOConfig
 
 from .. import trl_contract
@@ -42,6 +41,9 @@ _STEPS = 10_000  # stands in for the unknown length of a run
 _TEXTS = {"stop", "bad_words", "stop_strings"}
 _SWITCHES = {"true", "false", "yes", "no", "on", "off"}
 
+# Packages of trackers that are not called like their tracker.
+_TRACKER_PACKAGES = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}
+
 # Optimizers that are constructed from a model.
 _OF_A_MODEL = ("galore", "apollo", "lomo")
 
@@ -66,11 +68,11 @@ def dry_run_arguments(args: GRPOConfig) -> None:
     _check_fsdp(args.fsdp_config)
     if args.hub_model_id is not None:
         validate_repo_id(args.hub_model_id)
-    DataLoader(
-        TensorDataset(torch.ones(1)),
-        num_workers=min(args.dataloader_num_workers, 1),
-        persistent_workers=args.dataloader_persistent_workers,
-    )
+    if args.dataloader_persistent_workers and args.dataloader_num_workers == 0:
+        raise ValueError(
+            "dataloader_persistent_workers=True needs workers. Set `dataloader_num_workers` to a positive number, or "
+            "remove `dataloader_persistent_workers`."
+        )
     if args.torch_compile and args.torch_compile_backend != "inductor":
         known = torch.compiler.list_backends(exclude_tags=())
         if args.torch_compile_backend not in known:
@@ -166,8 +168,18 @@ def _check_schedule(args: Any) -> None:
 
 
 def _check_trackers(names: Any) -> None:
-    for tracker in get_reporting_integration_callbacks(names):
-        tracker()
+    for name in names:
+        if name == "none":
+            raise ValueError(f"report_to={names!r} contains none and others. Remove none, or the others.")
+        if name not in integration_utils.INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(integration_utils.INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"report_to={name!r} is not a tracker. Set `report_to` to none, or to one of {known}.")
+        package = _TRACKER_PACKAGES.get(name, name)
+        if not getattr(integration_utils, f"is_{package}_available", lambda: True)():
+            raise ValueError(
+                f"report_to={name!r} needs a package that is not installed: `pip install {package}`, or set "
+                "`report_to` to none."
+            )
     folder = os.environ.get("TENSORBOARD_LOGGING_DIR")
     if "tensorboard" in names and folder and os.environ.get("RANK", "0") == "0":
         paths.check_folder("TENSORBOARD_LOGGING_DIR", folder)

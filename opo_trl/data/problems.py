@@ -244,9 +244,9 @@ def _read(file: Path, columns: Mapping[str, str]) -> Dataset:
         if file.suffix == ".parquet":
             return _to_problems(str(file), Dataset(ParquetFile(file).read()), columns)
         rows = _json_rows(file)
-    except (ArrowInvalid, EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except (ArrowInvalid, EOFError, OSError, zlib.error) as error:
         raise ValueError(
-            f"dataset_name='{file}' cannot be read: {error}. It may be truncated: restore or replace the file."
+            f"dataset_name='{file}' cannot be read: {error}. It may be damaged: restore or replace the file."
         ) from error
     if not rows:
         raise ValueError(f"dataset_name='{file}' cannot be read: it is empty. Restore or replace the file.")

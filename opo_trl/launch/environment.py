@@ -2,10 +2,14 @@
 
 import io
 import os
+import re
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
+import torch
 from trl.scripts.env import print_env
 
 from .. import __version__
@@ -28,6 +32,9 @@ _SHOWN = (
 # May contain tokens, paths or addresses: named, without values.
 _NAMED = ("ACCELERATE_", "FSDP_", "HF_", "NCCL_", "TORCH_", "TRACKIO_", "TRANSFORMERS_", "TRL_", "VLLM_", "WANDB_")
 
+# Fields of accelerate's configuration that may contain addresses, names or paths.
+_HIDDEN = re.compile(r"(\s*- (?:main_process_ip|\w*(?:host|hostfile|rdzv|commands?|env|zone|tpu_name)\w*)): .+")
+
 
 def describe() -> str:
     """`trl env`, with this package's version and commit, and the environment variables that matter, as Markdown."""
@@ -38,9 +45,24 @@ def describe() -> str:
     return "\n".join(
         [
             f"- OPO version: {__version__}, commit {git_commit(Path(__file__).parent) or 'unknown'}",
-            *(line for line in printed.getvalue().splitlines() if line.lstrip().startswith("- ")),
+            *_facts(printed.getvalue()),
+            f"- memory: {', '.join(_memory())}",
             f"- Math-Verify version: {version('math-verify')}",
             f"- environment variables: {', '.join(shown) or 'none'}",
             f"- environment variables set, values hidden: {', '.join(named) or 'none'}",
         ]
     )
+
+
+def _facts(printed: str) -> Iterator[str]:
+    for line in printed.splitlines():
+        if line.lstrip().startswith("- "):
+            hidden = _HIDDEN.fullmatch(line)
+            yield f"{hidden[1]}: hidden" if hidden else line
+
+
+def _memory() -> Iterator[str]:
+    yield f"{os.cpu_count()} CPU cores with {psutil.virtual_memory().total / 2**30:.1f} GiB"
+    for device in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(device)
+        yield f"{properties.name} with {properties.total_memory / 2**30:.1f} GiB"

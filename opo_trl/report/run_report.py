@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..methods import method_of
+from ..methods import BASELINE, DEFAULT, method_of
 from .pages import render, versions
 from .run_folder import COMPLETIONS, ENVIRONMENT, LOG, PLAN, RECIPE, SETTINGS, SUMMARY, is_run, read_json, read_lines
 from .verdicts import Verdict, fired, judge
@@ -64,7 +64,9 @@ def describe(folder: Path) -> dict[str, Any]:
 
 def _method(settings: dict[str, Any]) -> str:
     known = method_of(settings)
-    method = known.label if known else f"TRL's loss “{settings.get('loss_type')}”"
+    trainer = settings.get("trainer", DEFAULT)
+    of_trl = f"TRL's loss “{settings.get('loss_type')}”" if trainer == BASELINE else trainer
+    method = known.label if known else of_trl
     levels = ", ".join(settings.get("levels") or [])
     data = f"{settings.get('dataset_name')}{f' ({levels})' if levels else ''}"
     return f"{method}, model {settings.get('model_name_or_path')}, data {data}, seed {settings.get('seed')}."

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -49,11 +50,11 @@ def bytes_of_last(run: Path) -> int | None:
     return _bytes(Path(last)) - sum(path.stat().st_size for path in Path(last).glob("rollout_state_*"))
 
 
-def give_up(folder: Path, error: BaseException, args: RolloutConfig, *, expected: int) -> None:
+def give_up(folder: Path, error: BaseException, args: RolloutConfig, *, expected: Callable[[], int]) -> None:
     """
     Report why a save failed, and remove the files of an unfinished checkpoint.
 
-    `expected` are the bytes that a checkpoint takes at least, where the run has none yet.
+    `expected` computes the bytes that a checkpoint takes at least, for a run without a complete one.
 
     Raises:
         `RuntimeError`: files could not be written, and training should not or cannot continue without them.
@@ -72,7 +73,7 @@ def give_up(folder: Path, error: BaseException, args: RolloutConfig, *, expected
     if not _is_of_writing(error, folder):
         error.add_note(f"It came while {folder} was saved. The last complete checkpoint is {last}.")
         raise error
-    size = _bytes(Path(last)) if last else expected
+    size = _bytes(Path(last)) if last else expected()
     missing = f": {_mib(size - written - free)} are missing" if size > written + free else ""
     message = (
         f"{folder} cannot be saved ({error}). A checkpoint takes about {_mib(size)}, {_mib(written)} were written, "

@@ -33,7 +33,8 @@ class PartitionedTrainer(RolloutTrainer):
     """
     [`RolloutTrainer`] whose micro-steps are cut into parts, and whose rollouts are scored in parts.
 
-    A subclass defines the loss and, by [`_zero_gradient`], which samples need not be computed.
+    A subclass defines the loss and, by `_zero_gradient`, which samples need not be computed. Its rollouts must contain
+    `opo_valid`, bool `[B]`; the last part of each step has those of skipped samples as `opo_skipped`.
 
     Raises:
         `ValueError`: `padding_free` is set for a model whose samples cannot be packed.

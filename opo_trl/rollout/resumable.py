@@ -211,7 +211,7 @@ class ResumableTrainer(GRPOTrainer):
             if writes:
                 checkpoint.forget_replaced(folder.parent)
         except (Exception, CheckpointException) as error:  # FSDP's is a `BaseException`
-            disk.give_up(folder, error, self.args, expected=self._known_bytes())
+            disk.give_up(folder, error, self.args, expected=self._known_bytes)
 
     def _save_rng_state(self, output_dir: str):
         super()._save_rng_state(output_dir)

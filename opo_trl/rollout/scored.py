@@ -9,6 +9,7 @@ from trl import GRPOTrainer
 
 from ..config import RolloutConfig
 from ..evaluate import temporarily
+from ..metrics.step_clock import StepClock
 from ..rewards.checked import checked
 from ..rewards.scoring import IsolatedReward
 
@@ -23,6 +24,7 @@ class ScoringTrainer(GRPOTrainer):
     """[`~trl.GRPOTrainer`] that records its rewards, and ends when isolated ones fail too often."""
 
     args: RolloutConfig
+    _clock: StepClock
 
     _reward_failures: dict[str, float]  # by kind, over all processes; logging resets them
     _reward_failure_rate = 0.0  # in training, over all processes
@@ -44,7 +46,7 @@ class ScoringTrainer(GRPOTrainer):
             yield recorded
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        with checked(self):
+        with self._clock.phase("score"), checked(self):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         isolated = [reward for reward in self.reward_funcs if isinstance(reward, IsolatedReward)]
         if isolated and self.model.training:  # the log and the limit cover training only

@@ -250,6 +250,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         if self._mode == "eval" or self.args.max_sampling_rounds == 1:
             rollout = self._generate_once(inputs)
         else:
+            self._dynamic_sampling.reward_weights = self.reward_weights  # a callback may have changed them
             rollout, metrics = self._dynamic_sampling.fill(self._generate_round, len(inputs))
             for name, value in metrics.items():
                 self._metrics["train"][f"dynamic_sampling/{name}"].append(value)
@@ -304,10 +305,6 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             self._completions_generated += len(rewards)
             self._metrics["train"]["completions/generated"] = [self._completions_generated]
         return rollout
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        with self._clock.phase("score"):
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
     def _get_per_token_logps_and_entropies(self, *inputs, **options):
         with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):

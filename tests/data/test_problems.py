@@ -259,3 +259,12 @@ class TestMath:
         assert len(problems) == 159
         assert problems.to_list() == load_problems(math, levels=["Level 3"], fraction=0.1).to_list()
         assert problems["problem"][:] != load_problems(math, levels=["Level 3"], fraction=0.1, seed=43)["problem"][:]
+
+
+def test_a_damaged_page_of_a_parquet_file(tmp_path: Path):
+    file = Path(write(tmp_path / "some.parquet", [{**ROWS[0], "problem": f"{i} + 1"} for i in range(500)]))
+    content = bytearray(file.read_bytes())
+    content[100:240] = bytes(byte ^ 0xFF for byte in content[100:240])
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"dataset_name='.*some\.parquet' cannot be read: .*restore or replace"):
+        load_problems(str(file))

@@ -814,7 +814,7 @@ KINDS = [
     ),
     Case(
         "unknown tracker",
-        ["report_to='wandbb'", "not supported, only", "wandb", "Set `report_to`"],
+        ["report_to='wandbb'", "is not a tracker", "wandb", "Set `report_to`"],
         {"report_to": "wandbb"},
     ),
     Case("tracker that is not installed", ["report_to='clearml'", "pip install clearml"], {"report_to": "clearml"}),

@@ -232,7 +232,7 @@ def job(tmp_path, remembered) -> Iterator[Job]:
 
 
 @pytest.fixture
-def rehearsal(job) -> Job:
+def stand_ins(job) -> Job:
     """A job with stand-ins for training and serving, and short sleeps."""
     python = shlex.quote(sys.executable)
     for name in ("trl", "opo-trl"):
@@ -303,38 +303,38 @@ def test_job_submitted_again_equals_a_run_without_interruption(job, recipe, fiel
     assert_same_run(one_launch, run)
 
 
-def test_training_on_all_nodes(rehearsal, recipe, fields):
-    status, errors = rehearsal.run("colocate.sbatch", str(recipe), *fields, SLURM_GPUS_ON_NODE="4")
+def test_training_on_all_nodes(stand_ins, recipe, fields):
+    status, errors = stand_ins.run("colocate.sbatch", str(recipe), *fields, SLURM_GPUS_ON_NODE="4")
     assert status == 0, errors
-    (step,) = rehearsal.calls("srun")
+    (step,) = stand_ins.calls("srun")
     assert {"--nodes=2", "--ntasks=2", "--nodelist=127.0.0.1,127.0.0.2", "--kill-on-bad-exit=1"} < set(step)
-    launchers = rehearsal.calls("opo-trl")
+    launchers = stand_ins.calls("opo-trl")
     assert len(launchers) == 2
     for node, argv in enumerate(launchers):
         assert argv == [
             *("train", "--machine_rank", str(node), "--num_machines", "2", "--num_processes", "8"),
-            *("--main_process_ip", "127.0.0.1", "--main_process_port", str(rehearsal.port)),
+            *("--main_process_ip", "127.0.0.1", "--main_process_port", str(stand_ins.port)),
             *("--config", str(recipe), *fields, "--vllm_mode", "colocate"),
         ]
 
 
-def test_training_that_fails_on_one_node_ends_on_all(rehearsal, recipe, fields):
+def test_training_that_fails_on_one_node_ends_on_all(stand_ins, recipe, fields):
     """The other nodes would wait for it until NCCL's timeout."""
-    status, errors = rehearsal.run("colocate.sbatch", str(recipe), *fields, TRAINING="fails on one node")
+    status, errors = stand_ins.run("colocate.sbatch", str(recipe), *fields, TRAINING="fails on one node")
     assert status != 0
-    assert f"error: training ended with status {status}: see runs/slurm/{rehearsal.number}/train-*.log" in errors
+    assert f"error: training ended with status {status}: see runs/slurm/{stand_ins.number}/train-*.log" in errors
 
 
-def test_server_is_ready_before_training_and_ends_with_it(rehearsal, recipe, fields):
+def test_server_is_ready_before_training_and_ends_with_it(stand_ins, recipe, fields):
     for_server = ["--tensor_parallel_size", "2", "--chat-template", "a b.jinja"]
     argv = [str(recipe), *fields, "--", *for_server]
-    status, errors = rehearsal.run("vllm_server.sbatch", *argv, SLURM_GPUS_ON_NODE="4")
+    status, errors = stand_ins.run("vllm_server.sbatch", *argv, SLURM_GPUS_ON_NODE="4")
     assert status == 0, errors
-    serve, train = rehearsal.calls("srun")
+    serve, train = stand_ins.calls("srun")
     assert {"--nodes=1", "--ntasks=1", "--nodelist=127.0.0.2"} < set(serve)
     assert {"--nodes=1", "--ntasks=1", "--nodelist=127.0.0.1"} < set(train)
     port = fields[-1]
-    ((command, *server),) = rehearsal.calls("trl")
+    ((command, *server),) = stand_ins.calls("trl")
     assert command == "vllm-serve"
     parsed, rest = vllm_serve_parser().parse_args_and_config(server, return_remaining_strings=True)
     assert (parsed.model, parsed.port, parsed.max_model_len) == ("arithmetic", int(port), 64)
@@ -342,7 +342,7 @@ def test_server_is_ready_before_training_and_ends_with_it(rehearsal, recipe, fie
     assert parsed.tensor_parallel_size == 2  # set on the command line; all four GPUs by default
     assert server[:2] == ["--tensor_parallel_size", "4"]
     assert rest == ["--chat-template", "a b.jinja"]
-    (training,) = rehearsal.calls("opo-trl")
+    (training,) = stand_ins.calls("opo-trl")
     assert training[3:7] == ["--num_machines", "1", "--num_processes", "4"]
     assert training[training.index("--config") + 2 :] == [
         *(*fields, "--use_vllm", "true", "--vllm_mode", "server"),
@@ -350,8 +350,8 @@ def test_server_is_ready_before_training_and_ends_with_it(rehearsal, recipe, fie
     ]
 
 
-def test_job_with_a_server_has_the_status_of_its_training(rehearsal, recipe, fields):
-    status, errors = rehearsal.run("vllm_server.sbatch", str(recipe), *fields, TRAINING="7")
+def test_job_with_a_server_has_the_status_of_its_training(stand_ins, recipe, fields):
+    status, errors = stand_ins.run("vllm_server.sbatch", str(recipe), *fields, TRAINING="7")
     assert status == 7
     assert "error: training ended with status 7" in errors
 
@@ -360,39 +360,39 @@ def test_job_with_a_server_has_the_status_of_its_training(rehearsal, recipe, fie
     ("server", "message", "launchers"),
     [("fails at once", "ended before it was ready", 0), ("fails in training", "ended during training", 1)],
 )
-def test_server_that_dies_fails_the_job(rehearsal, recipe, fields, server, message, launchers):
-    status, errors = rehearsal.run("vllm_server.sbatch", str(recipe), *fields, SERVER=server, TRAINING="continues")
+def test_server_that_dies_fails_the_job(stand_ins, recipe, fields, server, message, launchers):
+    status, errors = stand_ins.run("vllm_server.sbatch", str(recipe), *fields, SERVER=server, TRAINING="continues")
     assert status == 1
-    assert f"error: the vLLM server {message}: see runs/slurm/{rehearsal.number}/server.log" in errors
-    assert len(rehearsal.calls("opo-trl")) == launchers
+    assert f"error: the vLLM server {message}: see runs/slurm/{stand_ins.number}/server.log" in errors
+    assert len(stand_ins.calls("opo-trl")) == launchers
 
 
-def test_server_that_is_never_ready_fails_the_job(rehearsal, recipe, fields):
+def test_server_that_is_never_ready_fails_the_job(stand_ins, recipe, fields):
     more = {"SERVER": "is never ready", "SERVER_TIMEOUT": "1"}
-    status, errors = rehearsal.run("vllm_server.sbatch", str(recipe), *fields, **more)
+    status, errors = stand_ins.run("vllm_server.sbatch", str(recipe), *fields, **more)
     assert status == 1
     assert "error: the vLLM server is not ready after" in errors
-    assert not rehearsal.calls("opo-trl")
+    assert not stand_ins.calls("opo-trl")
 
 
-def test_server_needs_a_separate_node(rehearsal, recipe, fields):
-    status, errors = rehearsal.run("vllm_server.sbatch", str(recipe), *fields, HOSTS="127.0.0.1")
+def test_server_needs_a_separate_node(stand_ins, recipe, fields):
+    status, errors = stand_ins.run("vllm_server.sbatch", str(recipe), *fields, HOSTS="127.0.0.1")
     assert status == 1
     assert "--nodes=2 or more" in errors
 
 
 @pytest.mark.parametrize("argv", [[], ["no such.yaml"]])
-def test_missing_recipe_is_named(rehearsal, argv):
-    status, errors = rehearsal.run("colocate.sbatch", *argv)
+def test_missing_recipe_is_named(stand_ins, argv):
+    status, errors = stand_ins.run("colocate.sbatch", *argv)
     assert status == 1
-    assert f"error: no recipe '{' '.join(argv)}' in {rehearsal.folder}" in errors
+    assert f"error: no recipe '{' '.join(argv)}' in {stand_ins.folder}" in errors
 
 
-def test_arguments_for_a_server_are_rejected_without_a_server(rehearsal, recipe, fields):
-    status, errors = rehearsal.run("colocate.sbatch", str(recipe), *fields, "--", "--max_model_len", "5")
+def test_arguments_for_a_server_are_rejected_without_a_server(stand_ins, recipe, fields):
+    status, errors = stand_ins.run("colocate.sbatch", str(recipe), *fields, "--", "--max_model_len", "5")
     assert status == 1
     assert "error: arguments after '--' are for a server" in errors
-    assert not rehearsal.calls("opo-trl")
+    assert not stand_ins.calls("opo-trl")
 
 
 @pytest.mark.parametrize(
@@ -405,24 +405,24 @@ def test_arguments_for_a_server_are_rejected_without_a_server(rehearsal, recipe,
         ("checkpoint-50/model.safetensors", 0, []),
     ],
 )
-def test_restarted_job_continues_the_run(rehearsal, recipe, fields, checkpoint, restarts, added):
-    path = rehearsal.folder / "runs" / "a b" / checkpoint
+def test_restarted_job_continues_the_run(stand_ins, recipe, fields, checkpoint, restarts, added):
+    path = stand_ins.folder / "runs" / "a b" / checkpoint
     path.parent.mkdir(parents=True)
     path.touch()
-    assert rehearsal.run("colocate.sbatch", str(recipe), *fields, SLURM_RESTART_COUNT=str(restarts))[0] == 0
-    for argv in rehearsal.calls("opo-trl"):
+    assert stand_ins.run("colocate.sbatch", str(recipe), *fields, SLURM_RESTART_COUNT=str(restarts))[0] == 0
+    for argv in stand_ins.calls("opo-trl"):
         assert argv[argv.index(str(recipe)) + 1 :] == [*added, *fields, "--vllm_mode", "colocate"]
 
 
 @pytest.mark.parametrize(("training", "requeued"), [("saves", True), ("saves when told", True), ("continues", False)])
 @pytest.mark.parametrize("script", ["colocate.sbatch", "vllm_server.sbatch"])
-def test_job_out_of_time_is_requeued_if_it_made_progress(rehearsal, recipe, fields, script, training, requeued):
-    process = rehearsal.start(script, str(recipe), *fields, TRAINING=training)
+def test_job_out_of_time_is_requeued_if_it_made_progress(stand_ins, recipe, fields, script, training, requeued):
+    process = stand_ins.start(script, str(recipe), *fields, TRAINING=training)
     trainers = 2 if script == "colocate.sbatch" else 1
-    wait_until(lambda: len(rehearsal.calls("opo-trl")) == trainers)
-    wait_until((rehearsal.folder / "trains").exists)
+    wait_until(lambda: len(stand_ins.calls("opo-trl")) == trainers)
+    wait_until((stand_ins.folder / "trains").exists)
     process.send_signal(signal.SIGUSR1)
-    status, errors = rehearsal.finish(process)
-    assert (["requeue", rehearsal.number] in rehearsal.calls("scontrol")) == requeued
+    status, errors = stand_ins.finish(process)
+    assert (["requeue", stand_ins.number] in stand_ins.calls("scontrol")) == requeued
     assert status == (0 if requeued else 1)
     assert ("out of time without a new checkpoint" in errors) != requeued
