@@ -1,5 +1,6 @@
 """The report of a run: verdicts that tell a healthy run from a broken one, in a self-contained file."""
 
+import json
 import os
 import re
 import shutil
