@@ -83,7 +83,8 @@ class RolloutConfig(GRPOConfig):
         metadata={"help": "Maximum rounds of generation per rollout; 2 or more replace zero-variance groups."},
     )
     max_reward_failure_rate: float = field(
-        default=0.1, metadata={"help": "Maximum fraction of completions, in [0, 1], that rewards may fail to score."}
+        default=0.1,
+        metadata={"help": "Maximum fraction of completions, in [0, 1], that isolated rewards may fail to score."},
     )
     max_skipped_steps: int = field(
         default=10, metadata={"help": "Consecutive optimizer steps with a non-finite gradient that end the run."}
@@ -263,10 +264,10 @@ class OPOConfig(RolloutConfig):
         temperature_range (`list[float]`, *optional*, defaults to `[0.2, 1.5]`):
             Lowest and highest adaptive τ.
         anchor_correction (`str`, *optional*, defaults to `"absorbed"`):
-            How log π_k, under the behaviour policy (the paper's anchor), enters the escort weight: `"absorbed"`: not
-            at all, since the samples come from π_k; `"length_normalized"`: as the mean log-probability per token;
-            `"sequence"`: as the log-probability of the whole completion, which puts all weight on the least likely
-            completion when completions are long.
+            How log π_k, the log-probability under the behaviour policy (the paper's anchor), enters the escort weight:
+            `"absorbed"`: not at all, since the samples come from π_k; `"length_normalized"`: as the mean per token;
+            `"sequence"`: as the sum over the completion, which puts all weight on the least likely completion when
+            completions are long.
         drive_scaling (`str`, *optional*, defaults to `"none"`):
             Divisor of the centred escort weight (the drive g = ω − E[ω]): its standard deviation over the `"group"`
             or over the rollout (`"batch"`), or nothing (`"none"`).
@@ -327,7 +328,7 @@ class OPOConfig(RolloutConfig):
         default=1.0, metadata={"help": "Temperature of the oracle P* ∝ exp(A/tau), positive."}
     )
     adaptive_temperature: Annotated[bool, OBJECTIVE] = field(
-        default=False, metadata={"help": "Whether to set tau per rollout from the policy's entropy and success."}
+        default=False, metadata={"help": "Whether to set tau per rollout from the policy's entropy and success rate."}
     )
     temperature_range: Annotated[list[float], OBJECTIVE] = field(
         default_factory=lambda: [0.2, 1.5], metadata={"help": "Lowest and highest adaptive tau."}

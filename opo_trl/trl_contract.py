@@ -150,6 +150,20 @@ OPTIONAL_ROLLOUT_KEYS = (
     "sampling_per_token_logps",
     "tool_mask",
 )
+# Likewise, what the model's forward pass takes besides the tokens: images and the like.
+MULTIMODAL_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
 _MAKES_ROLLOUTS = "trl.GRPOTrainer._generate_and_score_completions"
 
 
@@ -230,11 +244,18 @@ def _mismatches(contract: Contract, version: str) -> Iterator[tuple[str, str]]:
                 yield f"{path}.{name}", f"has no parameter {', '.join(sorted(missing))}"
     made = _resolve(_MAKES_ROLLOUTS)
     if not isinstance(made, ImportError):
-        for key in {*OPTIONAL_ROLLOUT_KEYS} - {*inspect.unwrap(made).__code__.co_consts}:
+        constants = set(_flat(inspect.unwrap(made).__code__.co_consts))
+        for key in sorted({*ROLLOUT_KEYS, *OPTIONAL_ROLLOUT_KEYS, *MULTIMODAL_KEYS} - constants):
             yield _MAKES_ROLLOUTS, f"does not add {key!r} to a rollout"
     for field, (places, _, example) in READ_OPTIONS.items():
         if any(isinstance(_resolve(place), ImportError) for place in places) or example not in options_read(field):
             yield "trl_contract.options_read", f"finds no {example!r} in {' and '.join(places)}"
+
+
+def _flat(constants: tuple) -> Iterator[Any]:
+    """Constants of a function's code; keys of a dictionary are in a tuple."""
+    for constant in constants:
+        yield from _flat(constant) if isinstance(constant, tuple) else (constant,)
 
 
 # The command: where the package relies on what

@@ -148,12 +148,17 @@ def test_check_runs_when_the_trainer_is_imported(monkeypatch):
         importlib.import_module("opo_trl.trainer")
 
 
-@pytest.mark.parametrize("key", trl_contract.OPTIONAL_ROLLOUT_KEYS)
+@pytest.mark.parametrize("key", [*trl_contract.OPTIONAL_ROLLOUT_KEYS, *trl_contract.MULTIMODAL_KEYS])
 def test_renamed_entry_of_a_rollout_is_named(key, monkeypatch):
     """Without it OPO would train without a correction, or on the output of tools."""
     made = inspect.unwrap(trl.GRPOTrainer._generate_and_score_completions)
-    constants = tuple("renamed" if constant == key else constant for constant in made.__code__.co_consts)
-    monkeypatch.setattr(made, "__code__", made.__code__.replace(co_consts=constants))
+
+    def renamed(constant: Any) -> Any:
+        return (
+            tuple(map(renamed, constant)) if isinstance(constant, tuple) else "other" if constant == key else constant
+        )
+
+    monkeypatch.setattr(made, "__code__", made.__code__.replace(co_consts=renamed(made.__code__.co_consts)))
     with pytest.raises(ImportError, match=f"does not add '{key}' to a rollout"):
         trl_contract.check()
 

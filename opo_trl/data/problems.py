@@ -240,13 +240,15 @@ def _local_file(name: str, split: str) -> Path | None:
 # - counts lines from the last block of 10 MB, and names none where one is in another encoding or not an object;
 # - caches by modification time, so that a file replaced by one of the same age (`rsync -t`) comes from the cache.
 def _read(file: Path, columns: Mapping[str, str]) -> Dataset:
+    with readable("dataset_name", file):  # so that an error below is one of its content
+        file.open("rb").close()
     try:
         if file.suffix == ".parquet":
             return _to_problems(str(file), Dataset(ParquetFile(file).read()), columns)
         rows = _json_rows(file)
     except (ArrowInvalid, EOFError, OSError, zlib.error) as error:
         raise ValueError(
-            f"dataset_name='{file}' cannot be read: {error}. It may be damaged: restore or replace the file."
+            f"dataset_name='{file}' cannot be read: {error}. It may be truncated: restore or replace the file."
         ) from error
     if not rows:
         raise ValueError(f"dataset_name='{file}' cannot be read: it is empty. Restore or replace the file.")

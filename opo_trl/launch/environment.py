@@ -32,8 +32,11 @@ _SHOWN = (
 # May contain tokens, paths or addresses: named, without values.
 _NAMED = ("ACCELERATE_", "FSDP_", "HF_", "NCCL_", "TORCH_", "TRACKIO_", "TRANSFORMERS_", "TRL_", "VLLM_", "WANDB_")
 
-# Fields of accelerate's configuration that may contain addresses, names or paths.
-_HIDDEN = re.compile(r"(\s*- (?:main_process_ip|\w*(?:host|hostfile|rdzv|commands?|env|zone|tpu_name)\w*)): .+")
+# What is shown of accelerate's configuration: its other fields may contain addresses, names or paths.
+_ACCELERATE = re.compile(
+    r"compute_environment|distributed_type|mixed_precision|use_cpu|debug|num_\w+|machine_rank|rdzv_backend|same_network"
+    r"|downcast_bf16|enable_cpu_affinity|gpu_ids|main_training_function"
+)
 
 
 def describe() -> str:
@@ -56,9 +59,11 @@ def describe() -> str:
 
 def _facts(printed: str) -> Iterator[str]:
     for line in printed.splitlines():
-        if line.lstrip().startswith("- "):
-            hidden = _HIDDEN.fullmatch(line)
-            yield f"{hidden[1]}: hidden" if hidden else line
+        if line.startswith("- "):
+            yield line
+        elif line.startswith("  - "):  # a field of accelerate's configuration
+            name = line[4:].partition(":")[0]
+            yield line if _ACCELERATE.fullmatch(name) else f"  - {name}: hidden"
 
 
 def _memory() -> Iterator[str]:

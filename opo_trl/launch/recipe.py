@@ -43,7 +43,7 @@ class _Parser(TrlParser):
         raise ValueError(f"{message}. Set it to a value of its type: `{self.prog} --help` lists them.")
 
     def take(self, recipe: Mapping[str, Any]) -> list[str]:
-        """Turn a recipe into words of a command line. What they cannot express (mappings, empty) becomes a default."""
+        """Turn a recipe into words of a command line, and into defaults what they cannot express, such as mappings."""
         actions = {action.dest: action for action in self._actions}
         types = {name: hint for arguments in self.dataclass_types for name, hint in hints(arguments).items()}
         words = []

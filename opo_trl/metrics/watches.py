@@ -83,7 +83,11 @@ class Watch:
 
 
 class Watches(TrainerCallback):
-    """Warn, or end the run with a checkpoint, when a metric is beyond its bound in three of ten entries of the log."""
+    """
+    Warn, or end the run with a checkpoint, when a metric is beyond its bound in three of ten entries of the log.
+
+    `watches` are texts of the form that [`Watch`] reads.
+    """
 
     def __init__(self, watches: list[str]):
         self.watches = [Watch(text) for text in watches]

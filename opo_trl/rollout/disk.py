@@ -31,7 +31,8 @@ def check_room(accelerator: Accelerator, run: Path, expected: int) -> None:
     """
     Check on all processes together that a checkpoint fits, and wait for each other.
 
-    `run` is created if it does not exist; `expected` are the bytes that this process will write, possibly 0.
+    `run` is created if it does not exist. `expected` are the bytes that the checkpoint will take, 0 on processes that
+    do not write it.
 
     Raises:
         `NoRoom`: on every process, if it does not fit.

@@ -23,9 +23,10 @@ from trl.extras.profiling import profiling_decorator
 from trl.models.utils import disable_gradient_checkpointing
 
 from ..config import OPOConfig
+from ..trl_contract import MULTIMODAL_KEYS
 from . import packing
 from .planning import FEWEST_PASSES, PASS_TOKENS, best_number, partition, parts_of_rows, row_lengths, spread
-from .rows import MULTIMODAL_KEYS, gather_rows, micro_batches, take_rows
+from .rows import gather_rows, micro_batches, take_rows
 from .trainer import RolloutTrainer
 
 
@@ -34,7 +35,8 @@ class PartitionedTrainer(RolloutTrainer):
     [`RolloutTrainer`] whose micro-steps are cut into parts, and whose rollouts are scored in parts.
 
     A subclass defines the loss and, by `_zero_gradient`, which samples need not be computed. Its rollouts must contain
-    `opo_valid`, bool `[B]`; the last part of each step has those of skipped samples as `opo_skipped`.
+    `opo_valid`, bool `[B]`. With `plan_micro_batches`, the last part of an optimizer step holds `opo_valid` of the
+    skipped samples as `opo_skipped`.
 
     Raises:
         `ValueError`: `padding_free` is set for a model whose samples cannot be packed.

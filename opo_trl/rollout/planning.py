@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .rows import MULTIMODAL_KEYS, PROMPT_COLUMNS, take_rows
+from ..trl_contract import MULTIMODAL_KEYS
+from .rows import PROMPT_COLUMNS, take_rows
 
 
 Rows = dict[str, Any]
@@ -43,8 +44,8 @@ def trim(rows: Mapping[str, Any], multiple: int | None = None) -> Rows:
     """
     Remove the columns that are padding in every row; samples with images and token types are left as they are.
 
-    Prompts are padded on the left, completions on the right; each keeps a `multiple` of columns, as far as there are
-    that many. Entries without a column per token stay.
+    Prompts are padded on the left, completions on the right; the columns that each keeps are a multiple of `multiple`,
+    as far as there are that many. Entries without a column per token stay.
     """
     trimmed = dict(rows)
     if rows.keys() & _WHOLE_WIDTH:
@@ -108,7 +109,8 @@ def split_further(lengths: np.ndarray, bounds: list[int], n_parts: int) -> list[
     """
     Split parts until there are `n_parts`, as on other processes, each time where it saves the most padding.
 
-    `lengths` are those of [`cut`], and `bounds` what it returns; so is the result, for at least `n_parts` parts.
+    `lengths` are those of [`cut`], and `bounds` what it returns. Returns such bounds of at least `n_parts` parts, at
+    most one per row.
     """
     bounds = list(bounds)
     edges = [0, *bounds, len(lengths)]

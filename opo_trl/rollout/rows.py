@@ -29,20 +29,6 @@ COMPLETION_COLUMNS = (
     "importance_sampling_ratio",
 )
 
-# Entries that the model's forward pass takes besides the tokens: images and the like.
-MULTIMODAL_KEYS = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
-
 
 def optimizer_step_of_rows(n_rows: int, n_steps: int, *, seed: int, rollout: int) -> np.ndarray:
     """

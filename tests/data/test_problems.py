@@ -268,3 +268,11 @@ def test_a_damaged_page_of_a_parquet_file(tmp_path: Path):
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"dataset_name='.*some\.parquet' cannot be read: .*restore or replace"):
         load_problems(str(file))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_not_called_damaged(tmp_path: Path):
+    file = Path(write(tmp_path / "some.jsonl", ROWS))
+    file.chmod(0)
+    with pytest.raises(ValueError, match="Grant permission to read it"):
+        load_problems(str(file))

@@ -423,6 +423,7 @@ def test_env_prints_what_a_bug_report_needs_and_no_secret(tmp_path, monkeypatch,
     accelerate = tmp_path / "default_config.json"
     config = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "mixed_precision": "no"}
     config |= {"use_cpu": True, "debug": False, "main_process_ip": "10.1.2.3", "num_processes": 2}
+    config |= {"mpirun_config": {"mpirun_hostfile": "/home/10.1.2.3"}, "tpu_vm": ["10.1.2.3"]}
     accelerate.write_text(json.dumps(config))
     monkeypatch.setattr("accelerate.commands.config.default_config_file", str(accelerate))
     assert main(["env"]) == 0
@@ -434,7 +435,8 @@ def test_env_prints_what_a_bug_report_needs_and_no_secret(tmp_path, monkeypatch,
         assert re.match(r"\d+\.\d+", lines[f"{name} version"]), name
     assert "accelerator(s)" in lines
     assert re.match(r"\d+ CPU cores with \d+\.\d GiB", lines["memory"])
-    assert (lines["num_processes"], lines["main_process_ip"]) == ("2", "hidden")
+    assert (lines["num_processes"], lines["main_process_ip"], lines["mpirun_config"]) == ("2", "hidden", "hidden")
+    assert "10.1.2.3" not in printed
     assert "NCCL_DEBUG=INFO" in lines["environment variables"]
     assert {"HF_TOKEN", "WANDB_API_KEY"} <= set(lines["environment variables set, values hidden"].split(", "))
     assert "secret" not in printed
