@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from helpers import RecordingBaseline, RecordingOPO, Script, logged, make_trainer
 from invariance.launch import launch, logs
+from transformers import TrainerCallback
 
 from opo_trl import OPOConfig
 from opo_trl.rollout.prompts import PromptStream, permutations
@@ -181,6 +182,18 @@ def test_streaming_dataset_is_rejected(tiny_model, tmp_path):
     data = Dataset.from_dict({"prompt": ["1", "2"]}).to_iterable_dataset()
     with pytest.raises(ValueError, match="max_sampling_rounds=2 needs a dataset with random access"):
         make_trainer(tiny_model, tmp_path, trainer_arguments={"train_dataset": data}, max_sampling_rounds=2)
+
+
+def test_weights_changed_in_training_decide_which_groups_have_zero_variance(tiny_model, tmp_path):
+    class WithoutReward(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer.reward_weights = torch.zeros_like(trainer.reward_weights)
+
+    trainer, _ = run(tiny_model, tmp_path, dead=(), train=False, max_steps=2)
+    trainer.add_callback(WithoutReward())
+    trainer.train()
+    left = [entry["dynamic_sampling/frac_without_spread"] for entry in logged(trainer)]
+    assert (left[0], left[-1]) == (0, 1)
 
 
 # Several processes
