@@ -53,6 +53,12 @@ class RolloutConfig(GRPOConfig):
             Maximum rounds of generation per rollout, at least 1. With 2 or more, sampling is dynamic, as in DAPO:
             zero-variance groups, whose completions all have the same reward, are replaced by groups of new prompts
             until none is left or the rounds are used up.
+        max_staleness (`int`, *optional*, defaults to `0`):
+            Number of earlier rollouts, at least 0, from which the passes after the first (`num_iterations`) draw
+            groups besides the current one; see [`~rollout.replay`]. With 0, each pass is over the current rollout.
+        max_completions (`int`, *optional*):
+            Number of completions to generate for training, at least 1: the run ends with the first rollout that
+            reaches it, or earlier, by `max_steps` or `num_train_epochs`.
         max_reward_failure_rate (`float`, *optional*, defaults to `0.1`):
             Maximum fraction of completions, in `[0, 1]`, that an [`IsolatedReward`] may fail to score; above it, the
             run ends. The fraction is a moving average over all processes, in which each round of generation has
@@ -82,6 +88,12 @@ class RolloutConfig(GRPOConfig):
         default=1,
         metadata={"help": "Maximum rounds of generation per rollout; 2 or more replace zero-variance groups."},
     )
+    max_staleness: Annotated[int, OBJECTIVE] = field(
+        default=0, metadata={"help": "Earlier rollouts from which the passes after the first draw groups, too."}
+    )
+    max_completions: int | None = field(
+        default=None, metadata={"help": "Completions to generate for training, after which the run ends."}
+    )
     max_reward_failure_rate: float = field(
         default=0.1,
         metadata={"help": "Maximum fraction of completions, in [0, 1], that isolated rewards may fail to score."},
@@ -107,6 +119,11 @@ class RolloutConfig(GRPOConfig):
         for name, words in choices(type(self)).items():
             if name not in GRPOConfig.__dataclass_fields__:
                 require(getattr(self, name) in words, name, getattr(self, name), f"one of {', '.join(words)}")
+        if self.max_staleness and self.num_iterations == 1:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} with num_iterations=1 has no effect: the only pass over a "
+                "rollout is over its own samples. Set `num_iterations` to 2 or more, or `max_staleness` to 0."
+            )
         if self.enable_jit_checkpoint:
             raise ValueError(
                 "enable_jit_checkpoint=True is not allowed: it saves in the middle of an optimizer step, which cannot "

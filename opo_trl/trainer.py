@@ -37,6 +37,9 @@ logger = get_logger(__name__)
 # Bound on the logged log-ratio of whole completions, which keeps its exponential finite in float32.
 _SEQUENCE_CLAMP = 20.0
 
+# Bound on the weight π/π_behaviour of a completion of an earlier rollout.
+_MAX_REPLAY_WEIGHT = 2.0
+
 
 class OPOTrainer(PartitionedTrainer):
     r"""
@@ -118,6 +121,7 @@ class OPOTrainer(PartitionedTrainer):
         corrected = self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
         if (corrected and logps is None) or self.top_entropy_quantile < 1.0:
             logps, entropies = self._anchor_pass(rollout, batch_size=self.args.per_device_train_batch_size)
+        self._keep_for_reuse(rollout, logps)
         rollout.update(self._targets(rollout, logps))
         if entropies is not None and self.top_entropy_quantile < 1.0:
             # TRL computes the threshold per micro-batch; the rollout's does not depend on how it is cut.
@@ -203,6 +207,7 @@ class OPOTrainer(PartitionedTrainer):
         # Without a token that counts, an invalid sample has no log-ratio, no KL term and no entropy bonus.
         mask = completion_tokens(inputs) & inputs["opo_valid"].unsqueeze(1)
         anchor = self._anchor_logps(inputs, logps)
+        behaviour = inputs.get("opo_behaviour_logps", anchor)
         # Under `top_entropy_quantile`, the other tokens stay in the length but have no ratio.
         steering = inputs.get("opo_steering", mask)
         steered = torch.where(steering, logps, anchor)
@@ -223,6 +228,7 @@ class OPOTrainer(PartitionedTrainer):
             clamped=clamped,
             age=self.state.global_step - inputs["opo_step"],
             sequence_log_ratio=objective.sequence_log_ratio(logps.detach(), anchor, mask, clamp=_SEQUENCE_CLAMP)[0],
+            behaviour_log_ratio=objective.sequence_log_ratio(logps.detach(), behaviour, mask)[0],
             kl=kl if args.log_ratio_reduction == "sum" else kl * mask.sum(dim=1),
             policy_loss=policy_losses,
             tokens=mask.sum(dim=1),
@@ -246,6 +252,11 @@ class OPOTrainer(PartitionedTrainer):
                 off_policy_threshold=self.off_policy_mask_threshold,
             )
             weights = weights * keep.squeeze(1)
+        if "opo_behaviour_logps" in inputs:
+            since, _ = objective.sequence_log_ratio(
+                anchor, inputs["opo_behaviour_logps"], mask, reduction=self.args.log_ratio_reduction
+            )
+            weights = weights * since.exp().clamp(max=_MAX_REPLAY_WEIGHT)
         return torch.where(inputs["opo_valid"], weights, 0.0)
 
     def _reference_kl(self, inputs: Mapping[str, Any], logps: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:

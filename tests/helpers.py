@@ -498,6 +498,7 @@ class Reference:
         kept_tokens: Callable[[int, int, Tensor], Tensor] | None = None,
         entropy_coef: float = 0.0,
         reference_policy: dict[str, Tensor] | None = None,
+        taken_up_by: dict[str, Tensor] | None = None,
     ) -> SimpleNamespace:
         """
         Loss and gradient of one optimizer step, and the samples' log-ratios.
@@ -508,6 +509,7 @@ class Reference:
             kept_tokens: bool mask of a sample's tokens that steer the policy, from rollout, index and entropies.
             entropy_coef: coefficient of the entropy bonus in this step.
             reference_policy: reference of the KL term; the initial policy by default.
+            taken_up_by: policy at the beginning of a pass that replays earlier rollouts.
         """
         args, record = self.args, self.trainer.steps[step]
         policy = {name: tensor.requires_grad_() for name, tensor in in_float64(record.policy).items()}
@@ -525,13 +527,19 @@ class Reference:
                 own = torch.zeros_like(own)
             length = max(int(own.sum()), 1)
             logps, entropies = self.logps(policy, row)
-            anchor = self.anchor(k, i)
+            anchor, age = self.anchor(k, i), 1.0
+            if taken_up_by is not None:
+                with torch.no_grad():
+                    later, _ = self.logps(in_float64(taken_up_by), row)
+                since = (later - anchor)[own].sum().item()
+                age = min(math.exp(since / length if args.log_ratio_reduction == "mean" else since), 2.0)
+                anchor = later
             steered = own if kept_tokens is None else own & kept_tokens(k, i, entropies.detach())
             ratio = (logps - anchor)[steered].sum()
             delta = ratio / length if args.log_ratio_reduction == "mean" else ratio
             delta = delta.clamp(-args.log_ratio_clamp, args.log_ratio_clamp)
             u = delta.exp() - 1 if args.ratio_form == "exact" else delta
-            weight = row_weight(k, i) if drive.valid[i] else 0.0
+            weight = age * row_weight(k, i) if drive.valid[i] else 0.0
             work, dissipation = -weight * drive.mu * drive.target[i] * u, weight * drive.mu / 2 * u**2
             loss = scales[k] * (work + dissipation)
             if args.beta:

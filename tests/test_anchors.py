@@ -31,7 +31,6 @@ CASES = {
     "adaptive temperature": (RecordingOPO, {"adaptive_temperature": True}),
     "high-entropy tokens": (RecordingOPO, {"top_entropy_quantile": 0.5}),
     "vLLM": (SampledByVLLM, {}),
-    "iterations": (RecordingOPO, {"num_iterations": 2}),
 }
 
 

@@ -214,6 +214,8 @@ def test_defaults(config):
         "log_ratio_clamp": 20.0,
         "ratio_form": "log",
         "max_sampling_rounds": 1,
+        "max_staleness": 0,
+        "max_completions": None,
         "max_reward_failure_rate": 0.1,
         "max_skipped_steps": 10,
         "watches": [],
@@ -265,6 +267,8 @@ def test_ends_of_the_escort_path_are_allowed(config, alpha):
         ("positivity_epsilon", 1.0, "(0, 1)"),
         *[("max_reward_failure_rate", value, "[0, 1]") for value in (-0.1, 1.1, math.nan)],
         ("max_skipped_steps", 0, "an integer of at least 1"),
+        *[("max_staleness", value, "an integer of at least 0") for value in (-1, 0.5, math.nan)],
+        *[("max_completions", value, "an integer of at least 1") for value in (0, -1, 1.5)],
         ("save_failure", "ignore", "stop, continue"),
         ("anchor_correction", "token", "absorbed, length_normalized, sequence"),
         ("drive_scaling", "rollout", "none, group, batch"),
@@ -327,6 +331,8 @@ CHANGED = {
     "log_ratio_clamp": 3.0,
     "ratio_form": "exact",
     "max_sampling_rounds": 3,
+    "max_staleness": 4,
+    "max_completions": 1000,
     "max_reward_failure_rate": 0.3,
     "max_skipped_steps": 3,
     "watches": ["warn if entropy < 0.1", "stop if opo/chi2 > 2"],
@@ -338,6 +344,10 @@ CHANGED = {
 }
 
 
+# Values of TRL's fields that these need.
+NEEDED = {"num_iterations": 2}
+
+
 def test_these_values_change_every_field(config):
     assert sorted(CHANGED) == OWN_FIELDS
     unchanged = {name for name in OWN_FIELDS if getattr(config(), name) == CHANGED[name]}
@@ -345,15 +355,15 @@ def test_these_values_change_every_field(config):
 
 
 def test_round_trip_through_a_dictionary(config):
-    made = config(**CHANGED)
-    restored = config(**{name: made.to_dict()[name] for name in OWN_FIELDS})
+    made = config(**CHANGED, **NEEDED)
+    restored = config(**{name: made.to_dict()[name] for name in (*OWN_FIELDS, *NEEDED)})
     assert {name: getattr(restored, name) for name in OWN_FIELDS} == CHANGED
     assert {name: json.loads(made.to_json_string())[name] for name in OWN_FIELDS} == CHANGED
 
 
 def test_round_trip_through_the_command_line(tmp_path):
     words = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
-    for name, value in CHANGED.items():
+    for name, value in {**CHANGED, **NEEDED}.items():
         if value is not None:
             words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
     (parsed,) = TrlParser((OPOConfig,)).parse_args_and_config(args=words)
@@ -362,7 +372,7 @@ def test_round_trip_through_the_command_line(tmp_path):
 
 def test_round_trip_through_yaml(tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(json.dumps({"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **CHANGED}))
+    recipe.write_text(json.dumps({"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **CHANGED, **NEEDED}))
     (parsed,) = TrlParser((OPOConfig,)).parse_args_and_config(args=["--config", str(recipe)])
     assert {name: getattr(parsed, name) for name in OWN_FIELDS} == CHANGED
 

@@ -108,6 +108,8 @@ RANGES: dict[str, Range] = {
     "max_completion_length": _COUNT,
     "max_prompt_length": _COUNT,
     "max_sampling_rounds": _COUNT,
+    "max_staleness": _COUNT_OR_ZERO,
+    "max_completions": _COUNT,
     "max_tokens_per_micro_batch": _integer(1, text="a positive number of tokens"),
     "max_tool_calling_iterations": _COUNT_OR_ZERO,
     "pad_to_multiple_of": _COUNT,

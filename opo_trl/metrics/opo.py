@@ -114,6 +114,46 @@ def step_metrics(
     }
 
 
+@torch.no_grad()
+def target_fit(
+    log_ratio: Tensor, target: Tensor, *, ratio_form: RatioForm = "log", weights: Tensor | None = None
+) -> Tensor:
+    r"""
+    How much of the change that the target asks for has happened: `1 − Σ w·(u − v*)² / Σ w·v*²`, over v\* ≠ 0.
+
+    Args:
+        log_ratio, target, ratio_form, weights:
+            As in [`opo_loss`].
+
+    Returns:
+        `torch.Tensor`: scalar, at most 1: 0 while the policy is the behaviour policy, 1 at the target, below 0 when
+        the policy is further from the target than the behaviour policy is; NaN without a target.
+    """
+    u = torch.expm1(log_ratio) if ratio_form == "exact" else log_ratio
+    weights = torch.where(target == 0, 0.0, torch.ones_like(u) if weights is None else weights)
+    keep = weights != 0
+    missing = torch.where(keep, weights * (u - target).square(), 0.0).sum()
+    return 1 - missing / torch.where(keep, weights * target.square(), 0.0).sum()
+
+
+@torch.no_grad()
+def ratio_ess(log_ratio: Tensor, keep: Tensor) -> Tensor:
+    """
+    Effective sample size of the importance ratios π/π_k of whole completions, as a share of their number:
+    `(Σ r)² / (n · Σ r²)`. A low one foretells collapse (VCPO, arXiv 2602.17616).
+
+    Args:
+        log_ratio (`torch.Tensor`): Delta of the whole completion, `[B]`.
+        keep (`torch.Tensor`): bool mask of the samples that take part, `[B]`.
+
+    Returns:
+        `torch.Tensor`: scalar in `(0, 1]`, 1 while the policy is the behaviour policy; infinite if no sample takes
+        part.
+    """
+    ratio = log_ratio[keep].double().softmax(dim=0)  # its scale cancels
+    return 1 / (len(ratio) * ratio.square().sum())
+
+
 def gradient_response_efficiency(gradient_norm: float, advantage_range: float) -> float:
     """
     The paper's ‖∇‖ / (½ AdvRange): gradient norm per unit of advantage signal; NaN without any signal.

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from .opo import step_metrics
+from .opo import ratio_ess, step_metrics, target_fit
 
 
 logger = get_logger(__name__)
@@ -31,7 +31,8 @@ class SampleReport:
     weights: Tensor
     clamped: Tensor  # 1 where the log-ratio was clamped
     age: Tensor  # optimizer steps since the behaviour policy was the policy
-    sequence_log_ratio: Tensor  # of the complete completion
+    sequence_log_ratio: Tensor  # of the complete completion, to the anchor
+    behaviour_log_ratio: Tensor  # of the complete completion, to the behaviour policy; replay moves the anchor on
     kl: Tensor  # estimate, summed over tokens
     policy_loss: Tensor  # without the entropy bonus
     tokens: Tensor  # number of tokens that count
@@ -76,6 +77,10 @@ def metrics_of_samples(samples: SampleReport, args: Any, *, kl: bool, bonus: boo
         # Only the log-ratio of whole completions gives the χ² divergence of the policy.
         sequence = step_metrics(samples.sequence_log_ratio, samples.target, mu=samples.mu, weights=samples.weights)
         step["sequence_chi2"] = sequence["chi2"]
+    step["target_fit"] = target_fit(
+        samples.log_ratio, samples.target, ratio_form=args.ratio_form, weights=samples.weights
+    )
+    step["ratio/ess"] = ratio_ess(samples.behaviour_log_ratio, samples.weights != 0)
     step["off_policy_steps"] = samples.age.max()
     step["frac_skipped"] = 1 - samples.computed.mean()
     metrics = {f"opo/{name}": value for name, value in step.items()}

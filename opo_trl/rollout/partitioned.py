@@ -48,7 +48,7 @@ class PartitionedTrainer(RolloutTrainer):
     def __init__(self, *inputs, **named):
         super().__init__(*inputs, **named)
         self._pending: deque[dict[str, Any]] = deque()  # parts of the current micro-step that are left
-        self._part: dict[str, Any] = {}  # the current part
+        self._anchor_is_own = False  # whether the rollout's behaviour policy is the policy that its samples come from
         self._anchor_deferred = False  # whether to leave out TRL's next pass over the rollout
         self._early_logps: Tensor | None = None  # from TRL's pass over the rollout
         if self.args.padding_free:
@@ -82,19 +82,34 @@ class PartitionedTrainer(RolloutTrainer):
         same sample in a micro-batch of another shape. An override's are the user's choice, and stay.
         """
         logps = rollout.get("old_per_token_logps")
-        if logps is self._early_logps:
+        self._anchor_is_own = logps is self._early_logps
+        if self._anchor_is_own:
             rollout.pop("old_per_token_logps", None)
         self._early_logps = None
         return logps
 
+    def _keep_for_reuse(self, rollout: dict[str, Any], logps: Tensor | None) -> None:
+        """
+        Store the behaviour policy's log-probabilities `[B, T]` in a rollout that is passed over more than once.
+
+        Each pass has other micro-batches, so there is no shape in which a log-ratio would be free of rounding.
+        """
+        if self._mode == "train" and self.num_iterations > 1 and "old_per_token_logps" not in rollout:
+            if logps is None:
+                logps, _ = self._anchor_pass(rollout, batch_size=self.args.per_device_train_batch_size)
+            rollout["old_per_token_logps"] = logps
+
+    def _rows_of_pass(self, index: int, passed: int) -> dict[str, Any]:
+        rows = dict(super()._rows_of_pass(index, passed))
+        if passed and self.args.max_staleness:
+            # The behaviour policies are of different ages: the policy that takes the samples up becomes their anchor.
+            rows["opo_behaviour_logps"] = rows.pop("old_per_token_logps")
+        return rows
+
     def _anchor_logps(self, inputs: Mapping[str, Any], logps: Tensor) -> Tensor:
         """Log-probabilities `[B, T]` under the behaviour policy: those stored, otherwise the policy's own, `logps`."""
         stored = inputs.get("old_per_token_logps")
-        anchor = logps.detach() if stored is None else stored
-        if self.num_iterations > 1 and self._part:
-            # Stored for the next iteration in the buffered part: `inputs` may be a subclass's copy of it.
-            self._part["old_per_token_logps"] = anchor
-        return anchor
+        return logps.detach() if stored is None else stored
 
     @torch.no_grad()
     def _anchor_pass(self, rows: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
@@ -161,6 +176,8 @@ class PartitionedTrainer(RolloutTrainer):
         planned = []
         for number, rows in enumerate(steps):
             on_policy = (number + 1) * n_batches <= until_update
+            if on_policy and self._anchor_is_own:  # the log-ratio is exactly 0
+                rows = {name: value for name, value in rows.items() if name != "old_per_token_logps"}
             parts = self._parts(rows, on_policy) if args.plan_micro_batches else micro_batches(rows, n_batches)
             if not on_policy and "old_per_token_logps" not in rows:
                 # Now, because the policy is still the behaviour policy; a step before the next update needs no pass,
@@ -192,9 +209,9 @@ class PartitionedTrainer(RolloutTrainer):
         return parts
 
     def _skippable(self, rows: Mapping[str, Any], on_policy: bool) -> np.ndarray:
-        """Samples, bool `[B]`, with zero gradient in this optimizer step that no later step needs."""
-        # A later iteration needs the log-probabilities of this one; and an override's may be those of another policy.
-        possible = on_policy and "old_per_token_logps" not in rows and self.num_iterations == 1
+        """Samples, bool `[B]`, with zero gradient in this optimizer step."""
+        # Log-probabilities of an override may be those of another policy.
+        possible = on_policy and "old_per_token_logps" not in rows
         return self._zero_gradient(rows).cpu().numpy() & (self.args.skip_inert_rows and possible)
 
     def _can_exchange(self, rows: Mapping[str, Any]) -> bool:
@@ -285,7 +302,6 @@ class PartitionedTrainer(RolloutTrainer):
                 loss += super(GRPOTrainer, self).training_step(model, inputs, num_items_in_batch)
         self._current_train_step_time += time.perf_counter() - began
         loss += super().training_step(model, inputs, num_items_in_batch)
-        self._part = {}
         return loss
 
     @contextmanager
@@ -312,5 +328,4 @@ class PartitionedTrainer(RolloutTrainer):
             return super()._prepare_inputs(generation_batch)
         if not self._pending:  # called directly, outside `training_step`
             self._pending.extend(self._buffered(generation_batch))
-        self._part = self._pending.popleft()
-        return self._part
+        return self._pending.popleft()

@@ -22,7 +22,13 @@ from .prompts import EpochSampler, PromptStream, epochs_of_sampler, permutations
 
 
 # Fields that cut a rollout.
-_CUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
+_CUT = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "num_iterations",
+    "max_staleness",
+)
 
 
 class ResumableTrainer(GRPOTrainer):
@@ -69,12 +75,20 @@ class ResumableTrainer(GRPOTrainer):
 
     def _run_epoch(self, **named):
         # Resumed from the last step's checkpoint, Transformers would train one step more.
-        if self.state.global_step >= self.state.max_steps:
+        if self.state.global_step >= self.state.max_steps or self._has_spent_budget(named["resume_from_checkpoint"]):
             self.control.should_training_stop = True
             return
         if self._sampler is not None:
             self._sampler.epoch = named["epoch"]
         super()._run_epoch(**named)
+
+    def _has_spent_budget(self, folder: str | None) -> bool:
+        """Whether a checkpoint ends a run that has generated `max_completions`."""
+        limit = self.args.max_completions
+        if limit is None or folder is None or checkpoint.lacking(Path(folder)) is not None:
+            return False
+        state = checkpoint.load_state(Path(folder), self.accelerator.process_index)
+        return state["position"] == 0 and json.loads(state["plain"])["numbers"]["_completions_generated"] >= limit
 
     # The state
 
@@ -86,11 +100,14 @@ class ResumableTrainer(GRPOTrainer):
             `dict[str, Any]`: tensors, numbers and text, which `torch.load` reads with `weights_only=True`.
         """
         rollout, position = divmod(self._step, self.args.micro_steps_per_rollout)
+        replays = self.args.max_staleness > 0 or position > 0
         return {
             "rollout": rollout,
             "position": position,
             "split": self._split,
-            "buffer": self._buffered_inputs if position else None,
+            # Later passes are cut from the samples; this one has been cut.
+            "replay": self._replay.state_dict() if self.num_iterations > 1 and replays else {},
+            "buffer": self._buffered_inputs if position % self.args.steps_per_generation else None,
             "pending_loss": self._tr_loss,
             # JSON keeps floats exactly. Anything else that a reward function has logged becomes text, because
             # `torch.load` would reject it.
@@ -110,6 +127,8 @@ class ResumableTrainer(GRPOTrainer):
         """Resume from a state of [`~ResumableTrainer.rollout_state_dict`]."""
         self._step = state["rollout"] * self.args.micro_steps_per_rollout + state["position"]
         self._buffered_inputs = send_to_device(state["buffer"], self.accelerator.device)
+        if state.get("replay"):
+            self._replay.load_state_dict(send_to_device(state["replay"], self.accelerator.device))
         # The steps since the last log entry count in the next entry, but not in this call's mean loss.
         self._tr_loss = state["pending_loss"].to(self.args.device)
         self._total_loss_scalar = -self._tr_loss.item()
@@ -159,7 +178,7 @@ class ResumableTrainer(GRPOTrainer):
             self._check_loads(place)
             return
         state = checkpoint.load_state(place, self.accelerator.process_index)
-        saved, split = state["split"], self._split
+        saved, split = {"max_staleness": 0, **state["split"]}, self._split  # earlier versions had no replay
         if self.args.sync_ref_model:
             shards = saved["processes"] if self._reference_is_sharded else split["processes"]
             if shards != split["processes"] or not checkpoint.reference_file(place, self._reference_shard).exists():
@@ -168,6 +187,11 @@ class ResumableTrainer(GRPOTrainer):
                     f"processes, and this run, with {split['processes']}, holds it in another form. Resume with "
                     "the number of processes and the sharding that it was saved with."
                 )
+        if state["position"] and self.num_iterations > 1 and "replay" not in state:
+            raise ValueError(
+                f"{folder!r} was saved between two passes over a rollout by an earlier version, which cut every pass "
+                "alike. Resume from a checkpoint at the end of a rollout."
+            )
         if state["position"] == 0 or saved == split:
             return
         name = next(name for name in split if split[name] != saved[name])

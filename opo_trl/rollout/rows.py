@@ -30,19 +30,20 @@ COMPLETION_COLUMNS = (
 )
 
 
-def optimizer_step_of_rows(n_rows: int, n_steps: int, *, seed: int, rollout: int) -> np.ndarray:
+def optimizer_step_of_rows(n_rows: int, n_steps: int, *, seed: int, rollout: int, passed: int = 0) -> np.ndarray:
     """
     Choose the optimizer step, in `0 … n_steps − 1`, of each sample of a rollout, over all processes: `[n_rows]`.
 
     Every `n_steps` consecutive samples go to different steps. Each process holds consecutive samples, so it has as
     many for each step, however many processes there are; and the completions of a prompt are spread evenly.
-    `n_rows` is a multiple of `n_steps`; `rollout` is the number of the rollout in the run, from 0.
+    `n_rows` is a multiple of `n_steps`; `rollout` is the number of the rollout in the run, `passed` that of the passes
+    over it so far, both from 0.
     """
     # The steps are permuted within each block: a permutation of all samples could give a process more samples of a
     # step than its micro-batches have places for. Seeded by the rollout, the generator has no state to save, and all
     # processes draw the same steps without communication.
     blocks = np.tile(np.arange(n_steps), (n_rows // n_steps, 1))
-    return np.random.default_rng((seed, rollout)).permuted(blocks, axis=1).reshape(-1)
+    return np.random.default_rng((seed, rollout, passed)).permuted(blocks, axis=1).reshape(-1)
 
 
 def rows_of_steps(
@@ -52,6 +53,7 @@ def rows_of_steps(
     gradient_accumulation_steps: int,
     seed: int,
     index: int,
+    passed: int,
     process: int,
     processes: int,
 ) -> list[dict[str, Any]]:
@@ -60,17 +62,15 @@ def rows_of_steps(
 
     The samples, TRL's tensors and lists, are in the order of the prompts. Where `gradient_accumulation_steps` does not
     divide `steps_per_generation`, samples stay together in the longest runs of micro-batches that divide both. `index`
-    is the number of the rollout in the run.
+    is the number of the rollout in the run, `passed` that of the passes over it so far.
     """
     rows = split_pixel_values_by_grid(dict(rollout))
     n_local = len(rows["completion_ids"])
-    # TRL's shuffle, drawn only to advance the random state, so that the same seed samples as in GRPOTrainer.
-    torch.randperm(n_local)
     # Optimizer steps of the rollout. Where they do not divide it, windows of accumulation begin at every multiple of
     # the gcd, so only runs of that length serve a single step.
     n_steps = steps_per_generation // math.gcd(steps_per_generation, gradient_accumulation_steps)
     # Drawn for the samples of all processes, so that the result does not depend on how many there are.
-    step_of_row = optimizer_step_of_rows(n_local * processes, n_steps, seed=seed, rollout=index)
+    step_of_row = optimizer_step_of_rows(n_local * processes, n_steps, seed=seed, rollout=index, passed=passed)
     # Every step has the same number of this process's samples, so equal slices of the sorted ones are the steps.
     # Stable: within a step, samples stay in the order of the prompts.
     order = np.argsort(step_of_row[process * n_local : (process + 1) * n_local], kind="stable")

@@ -14,6 +14,7 @@ A comparison thus changes nothing but the loss. This trainer adds to TRL's:
 """
 
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,8 @@ from typing import Any, cast
 import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset
+from torch import Tensor
+from transformers.trainer_utils import SaveStrategy
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import get_config_model_id
@@ -34,19 +37,24 @@ from ..metrics.opo import gradient_response_efficiency
 from ..metrics.plan import training_plan
 from ..metrics.step_clock import StepClock
 from ..metrics.watches import Watches
+from ..objective import sequence_log_ratio
 from ..rewards.checked import reward_list
 from . import checkpoint
 from .dynamic_sampling import DynamicSampling
 from .frozen_base import FrozenBase
 from .prompts import check_enough_prompts
+from .replay import ReplayBuffer
 from .resumable import ResumableTrainer
-from .rows import micro_batches, rows_of_steps
+from .rows import completion_tokens, micro_batches, rows_of_steps
 from .scored import ScoringTrainer
 from .skipped_steps import SkippingTrainer
 from .vllm_server import watched
 
 
 trl_contract.check()
+
+# Bound on the log-ratio of whole completions, which keeps the square of its exponential finite.
+_SEQUENCE_CLAMP = 20.0
 
 
 def takes_what_grpo_takes(config_class: type[RolloutConfig]) -> Callable[[Callable], Callable]:
@@ -108,9 +116,17 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         # none. Without the table they are not needed.
         self.log_multimodal = self.log_multimodal and self.log_completions
         self._window_start: int | None = None  # micro-step with which the accumulation window began
+        self._replay = ReplayBuffer(
+            max_staleness=args.max_staleness,
+            num_generations=self.num_generations,
+            seed=args.seed,
+            process=self.accelerator.process_index,
+        )
         self._advantage_range = 0.0  # of the current rollout, over all processes
         self._completions_generated = 0  # for training, over all processes
         self._reward_failures: dict[str, float] = {}  # by kind, since the last log
+        self._trained_logps: Tensor | None = None  # of the latest forward pass with a gradient
+        self._ratio_sums: Tensor | None = None  # of the optimizer step: Σ r, Σ r² and number, r = π/π_k
         self._frozen_base: FrozenBase | None = None
         self._clock = StepClock(self.accelerator.device)
         self.add_callback(self._clock)
@@ -199,25 +215,59 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
     def _buffered(self, generation_batch: list[dict[str, Any]]) -> Any:
         """What this micro-step trains on; when the rollout is used up, a new one is generated."""
         args, until_update = self.args, self._until_update()
-        rollout, position = divmod(self._step, args.micro_steps_per_rollout)
+        index, position = divmod(self._step, args.micro_steps_per_rollout)
+        if position == 0:
+            rollout = self._finish_rollout(self._generate_and_score_completions(generation_batch))
+            # TRL's shuffle, drawn only to advance the random state, so that the same seed samples as in GRPOTrainer.
+            torch.randperm(len(rollout["advantages"]))
+            self._replay.add(rollout, self.accelerator.gather(rollout["advantages"]))
+        passed, position = divmod(position, args.steps_per_generation)
         if position == 0:
             steps = rows_of_steps(
-                self._finish_rollout(self._generate_and_score_completions(generation_batch)),
+                self._rows_of_pass(index, passed),
                 steps_per_generation=args.steps_per_generation,
                 gradient_accumulation_steps=args.gradient_accumulation_steps,
                 seed=args.seed,
-                index=rollout,
+                index=index,
+                passed=passed,
                 process=self.accelerator.process_index,
                 processes=self.accelerator.num_processes,
             )
-            self._buffered_inputs = self._micro_batches(steps, until_update)
+            has_moved = passed > 0 and args.max_staleness == 0  # since the log-probabilities in the rollout
+            self._buffered_inputs = self._micro_batches(steps, 0 if has_moved else until_update)
+        if args.num_iterations > 1:
+            self._metrics["train"]["opo/pass"].append(passed + 1)
         buffered: Any = self._buffered_inputs
-        return buffered[self._step % args.steps_per_generation]
+        return buffered[position]
+
+    def _rows_of_pass(self, index: int, passed: int) -> dict[str, Any]:
+        """This process's samples in a pass over the rollout of this index, after `passed` passes over it."""
+        return self._replay.rows_of_pass(index, passed)
 
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
-        """One entry per micro-step, from the samples of each optimizer step; the policy moves after `until_update`."""
+        """
+        One entry per micro-step, from the samples of each optimizer step of a pass. The policy moves after
+        `until_update`; 0 if it has moved already.
+        """
         n_batches = self.args.steps_per_generation // len(steps)
         return [batch for rows in steps for batch in micro_batches(rows, n_batches)]
+
+    @property
+    def completions_generated(self) -> int:
+        """Completions generated for training so far, over all processes."""
+        return self._completions_generated
+
+    @property
+    def rollout_is_used_up(self) -> bool:
+        """Whether the next micro-step needs a new rollout."""
+        return self._step % self.args.micro_steps_per_rollout == 0
+
+    def _maybe_log_save_evaluate(self, *args, **named):
+        limit = self.args.max_completions
+        if limit is not None and self.rollout_is_used_up and self._completions_generated >= limit:
+            self.control.should_training_stop = self.control.should_log = True
+            self.control.should_save |= self.args.save_strategy != SaveStrategy.NO
+        super()._maybe_log_save_evaluate(*args, **named)
 
     # 2. A rollout
 
@@ -308,9 +358,31 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
     def _get_per_token_logps_and_entropies(self, *inputs, **options):
         with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
-            return super()._get_per_token_logps_and_entropies(*inputs, **options)
+            found = super()._get_per_token_logps_and_entropies(*inputs, **options)
+        self._trained_logps = found[0] if torch.is_grad_enabled() else None
+        return found
 
     # 3. What is logged
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        logps, behaviour = self._trained_logps, inputs.get("old_per_token_logps")
+        self._trained_logps = None
+        if self._mode == "train" and logps is not None and behaviour is not None:
+            mask = completion_tokens(inputs)
+            log_ratio, _ = sequence_log_ratio(logps.detach(), behaviour, mask, clamp=_SEQUENCE_CLAMP)
+            ratio = log_ratio.double().exp()[mask.any(dim=1)]
+            sums = torch.stack([ratio.sum(), ratio.square().sum(), ratio.new_tensor(len(ratio))])
+            self._ratio_sums = sums if self._ratio_sums is None else self._ratio_sums + sums
+        return loss
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.sync_gradients and self._ratio_sums is not None:
+            total, squares, count = self.accelerator.gather(self._ratio_sums[None]).sum(dim=0).tolist()
+            self._metrics["train"]["opo/ratio/ess"].append(total**2 / (count * squares) if count else math.nan)
+            self._ratio_sums = None
+        return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "grad_norm" in logs:

@@ -41,14 +41,15 @@ def test_finished_checkpoint_is_complete(run: Path):
 
 def test_format_of_the_state_is_that_of_earlier_checkpoints(run: Path):
     state = torch.load(run / "checkpoint-1" / "rollout_state_0.pt", weights_only=True)
-    assert state.keys() == {"rollout", "position", "split", "buffer", "pending_loss", "plain"}
-    assert (state["rollout"], state["position"], len(state["buffer"])) == (0, 2, 2)
+    assert state.keys() == {"rollout", "position", "split", "replay", "buffer", "pending_loss", "plain"}
+    assert (state["rollout"], state["position"], len(state["replay"]["rollouts"])) == (0, 2, 1)
     assert state["split"].keys() == {
         "processes",
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "steps_per_generation",
         "num_iterations",
+        "max_staleness",
     }
     plain = json.loads(state["plain"])
     assert plain.keys() == {"numbers", "metrics", "prompts", "logs", "watches"}

@@ -25,7 +25,8 @@ def test_seed_and_rollout_choose_the_steps():
     def steps(**named):
         return optimizer_step_of_rows(48, 4, **{"seed": 0, "rollout": 0, **named}).tolist()
 
-    assert len({tuple(s) for s in (steps(), steps(seed=1), steps(rollout=1), steps(rollout=2))}) == 4
+    drawn = (steps(), steps(seed=1), steps(rollout=1), steps(rollout=2), steps(passed=1), steps(passed=2))
+    assert len({tuple(s) for s in drawn}) == 6
 
 
 def test_every_sample_is_equally_likely_in_every_step():
@@ -54,6 +55,7 @@ def cut(n_rows: int, process: int, processes: int, steps_per_generation: int, ac
         gradient_accumulation_steps=accumulation,
         seed=3,
         index=5,
+        passed=0,
         process=process,
         processes=processes,
     )
@@ -101,7 +103,7 @@ def test_images_stay_with_their_sample():
         "pixel_values": torch.cat([torch.full((n, 2), row) for row, n in [(0, 2), (2, 4), (2, 1), (3, 3)]]).float(),
     }
     steps = rows_of_steps(
-        batch, steps_per_generation=2, gradient_accumulation_steps=1, seed=0, index=0, process=0, processes=1
+        batch, steps_per_generation=2, gradient_accumulation_steps=1, seed=0, index=0, passed=0, process=0, processes=1
     )
     for micro_batch in [*steps, *micro_batches(batch, 2), take_rows(batch, np.array([3, 0]))]:
         grid, start = micro_batch["image_grid_thw"].prod(1).tolist(), 0

@@ -1,0 +1,86 @@
+"""
+Reuse of completions: which samples a pass trains on.
+
+The first pass over a rollout trains on its samples. With `max_staleness: 0`, so does each further pass. Otherwise a
+further pass draws as many samples from the latest `max_staleness` + 1 rollouts: each place of a group in a rollout is
+served by the group that one of these rollouts has there, among those whose advantages differ. So every process draws
+as many samples of its own, and the same groups are drawn whatever the number of processes.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from .rows import PROMPT_COLUMNS, take_rows
+
+
+Rows = dict[str, Any]
+
+
+class ReplayBuffer:
+    """
+    The latest rollouts of this process, and of each which groups, over all processes, carry a learning signal.
+
+    Args:
+        max_staleness (`int`): rollouts that are kept besides the current one.
+        num_generations (`int`): group size.
+        seed (`int`): seed of the draws.
+        process (`int`): index of this process.
+    """
+
+    def __init__(self, *, max_staleness: int, num_generations: int, seed: int, process: int):
+        self.num_generations, self.seed, self.process = num_generations, seed, process
+        self.rollouts: deque[Rows] = deque(maxlen=max_staleness + 1)  # the oldest first
+        self.useful: deque[list[bool]] = deque(maxlen=max_staleness + 1)
+
+    def add(self, rollout: Rows, advantages: torch.Tensor) -> None:
+        """Add a rollout of this process, with the advantages of all processes, `[N]`; the oldest one is dropped."""
+        groups = advantages.view(-1, self.num_generations)
+        self.rollouts.append(rollout)
+        self.useful.append((groups.amax(dim=1) > groups.amin(dim=1)).tolist())
+
+    def rows_of_pass(self, rollout: int, passed: int) -> Rows:
+        """This process's samples in a pass over the `rollout`, of this index in the run, after `passed` passes."""
+        latest = self.rollouts[-1]
+        if passed == 0 or len(self.rollouts) == 1:
+            return latest
+        useful = np.array(self.useful)
+        draws = np.random.default_rng((self.seed, rollout, passed, 1)).random(useful.shape)
+        # A place without a useful group is served by the current rollout.
+        draws[-1] += 2 * ~useful.any(axis=0)
+        chosen = np.where(useful | (draws > 1), draws, -1).argmax(axis=0)
+        n_local = len(latest["advantages"])
+        places = np.arange(n_local)
+        of_rollout = chosen[(self.process * n_local + places) // self.num_generations]
+        return take_rows(_concatenated(self.rollouts), of_rollout * n_local + places)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and text, for [`~ReplayBuffer.load_state_dict`]."""
+        return {"rollouts": list(self.rollouts), "useful": list(self.useful)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state of [`~ReplayBuffer.state_dict`]."""
+        self.rollouts.extend(state["rollouts"])
+        self.useful.extend(state["useful"])
+
+
+def _concatenated(rollouts: Sequence[Rows]) -> Rows:
+    """The samples of several rollouts, padded to the widest."""
+    rows = {}
+    for name, value in rollouts[-1].items():
+        columns = [rollout[name] for rollout in rollouts]
+        if isinstance(value, torch.Tensor) and value.ndim > 1:
+            width = max(column.size(1) for column in columns)
+            missing = [width - column.size(1) for column in columns]
+            left = name in PROMPT_COLUMNS
+            columns = [pad(c, (n, 0) if left else (0, n)) for c, n in zip(columns, missing, strict=True)]
+        if isinstance(value, torch.Tensor) and value.ndim:
+            rows[name] = torch.cat(columns)
+        else:
+            rows[name] = list(itertools.chain(*columns)) if isinstance(value, list) else value
+    return rows

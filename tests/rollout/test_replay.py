@@ -1,0 +1,246 @@
+"""Passes over a rollout, and replay of earlier rollouts: which samples, which loss, and exact resumption."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    RecordingBaseline,
+    RecordingOPO,
+    Reference,
+    Script,
+    assert_step_equals,
+    even_tokens,
+    logged,
+    make_trainer,
+    relative_error,
+    snapshot,
+    trained,
+    without_times,
+)
+
+from opo_trl.rollout.replay import ReplayBuffer
+
+
+# Two optimizer steps per pass, three passes per rollout.
+PASSES = {"steps_per_generation": 4, "num_iterations": 3}
+
+
+def members(step) -> list[tuple[int, int]]:
+    """Rollout and row of each sample of an optimizer step."""
+    return [(int(k), int(i)) for b in step.batches for k, i in zip(b["rollout"], b["row"], strict=True)]
+
+
+# Passes
+
+
+@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+@pytest.mark.parametrize("planned", [True, False])
+def test_each_pass_has_every_sample_once_in_other_steps(tiny_model, tmp_path, trainer_class, planned):
+    options = {"plan_micro_batches": planned} if trainer_class is RecordingOPO else {"loss_type": "grpo"}
+    trainer = trained(tiny_model, tmp_path, trainer_class=trainer_class, max_steps=12, **PASSES, **options)
+    steps = [set(members(step)) for step in trainer.steps]
+    passes = [(steps[i], steps[i + 1]) for i in range(0, 12, 2)]
+    for number, (first, second) in enumerate(passes):
+        assert len(first) == len(second) == 8
+        assert first | second == {(number // 3, row) for row in range(16)}
+    assert len({frozenset(first) for first, _ in passes}) == 6
+    assert [entry["opo/pass"] for entry in logged(trainer)] == [1, 1, 2, 2, 3, 3] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"ratio_form": "exact"}, {"log_ratio_reduction": "mean"}, {"beta": 0.1}])
+def test_gradient_of_every_pass_is_the_definition(tiny_model, tmp_path, options):
+    script = Script()
+    trainer = trained(tiny_model, tmp_path, script=script, max_steps=7, learning_rate=0.02, **PASSES, **options)
+    reference = Reference(trainer, script)
+    for number, step in enumerate(trainer.steps):
+        assert_step_equals(step, reference.step(number))
+    # The behaviour policy stays the one that wrote the rollout.
+    ages = [entry["opo/off_policy_steps"] for entry in logged(trainer)]
+    assert ages == [0, 1, 2, 3, 4, 5, 0]
+
+
+def test_zero_gradient_samples_are_skipped_before_the_policy_moves_and_only_then(tiny_model, tmp_path):
+    script = Script(rewards=[float(row % 3) if row < 8 else 1.0 for row in range(16)])
+    options = {"script": script, "max_steps": 4, "skip_inert_rows": True, **PASSES}
+    trainer = trained(tiny_model, tmp_path, **options)
+    skipped = [entry["opo/frac_skipped"] for entry in logged(trainer)]
+    assert skipped[0] > 0
+    assert skipped[1:] == [0, 0, 0]
+    every = trained(
+        tiny_model, tmp_path, **{**options, "script": Script(rewards=script.rewards), "skip_inert_rows": False}
+    )
+    one, other = snapshot(trainer.model), snapshot(every.model)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-6)
+
+
+# Replay
+
+
+@pytest.mark.parametrize("options", [{}, {"log_ratio_reduction": "mean"}, {"ratio_form": "exact"}])
+def test_gradient_of_a_replaying_pass_is_the_definition(tiny_model, tmp_path, options):
+    script = Script()
+    trainer = trained(
+        tiny_model, tmp_path, script=script, max_steps=16, max_staleness=2, learning_rate=0.02, **PASSES, **options
+    )
+    reference = Reference(trainer, script)
+    replayed = 0
+    for number, step in enumerate(trainer.steps):
+        first_pass = number % 6 < 2
+        taken_up_by = None if first_pass else trainer.steps[number - number % 2].policy
+        expected = reference.step(number, taken_up_by=taken_up_by)
+        assert_step_equals(step, expected)
+        stale = {k for k, _ in members(step)} - {number // 6}
+        assert not (first_pass and stale)
+        replayed += bool(stale)
+        if stale and not options:
+            assert relative_error(step.gradient, reference.step(number).gradient) > 0.01, "the anchor did not matter"
+            assert len({round(weight, 6) for weight in expected.weights}) > 2
+    assert replayed > 3
+
+
+def test_a_baseline_replays_with_the_ratio_to_the_policy_that_wrote_the_completion(tiny_model, tmp_path):
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        trainer_class=RecordingBaseline,
+        loss_type="grpo",
+        max_steps=14,
+        max_staleness=1,
+        **PASSES,
+    )
+    seen = 0
+    for step in trainer.steps:
+        for batch in step.batches:
+            for k, row, mask, old in zip(
+                batch["rollout"], batch["row"], batch["completion_mask"], batch["old_per_token_logps"], strict=True
+            ):
+                written = trainer.rollouts[int(k)].old_per_token_logps[int(row)]
+                width = int(mask.sum())
+                assert torch.equal(old[:width], written[:width])
+                seen += int(k) < trainer._step // 12
+    assert seen
+
+
+def rollout(number: int, n: int, width: int = 3) -> dict:
+    ids = torch.arange(n)
+    return {
+        "prompt_ids": (100 * number + ids)[:, None].repeat(1, width),
+        "completion_ids": (100 * number + ids)[:, None].repeat(1, width + number),
+        "advantages": torch.zeros(n),
+        "place": ids,
+        "of": torch.full((n,), number),
+        "names": [f"{number} {i}" for i in range(n)],
+    }
+
+
+def buffer(process: int = 0, processes: int = 1, useful=((1, 1, 1, 1),) * 3, seed: int = 0) -> ReplayBuffer:
+    """Rollouts of 4 groups of 2, of which some are useful."""
+    made = ReplayBuffer(max_staleness=2, num_generations=2, seed=seed, process=process)
+    n = 8 // processes
+    for number, flags in enumerate(useful):
+        advantages = torch.tensor([[-1.0, 1.0] if flag else [0.5, 0.5] for flag in flags]).flatten()
+        rows = rollout(number, 8)
+        own = slice(process * n, (process + 1) * n)
+        made.add({name: value[own] for name, value in rows.items()}, advantages)
+    return made
+
+
+def test_a_pass_draws_whole_useful_groups_in_their_places():
+    useful = [(1, 0, 1, 0), (1, 1, 0, 0), (0, 1, 1, 0), (1, 0, 1, 0)]
+    drawn = [buffer(useful=useful).rows_of_pass(3, passed) for passed in range(1, 200)]
+    for rows in drawn:
+        assert rows["place"].tolist() == list(range(8))
+        of = rows["of"].view(4, 2)
+        assert (of[:, 0] == of[:, 1]).all()
+        assert rows["names"] == [f"{k} {i}" for i, k in enumerate(rows["of"].tolist())]
+        assert rows["completion_ids"][:, 0].tolist() == [100 * k + i for i, k in enumerate(rows["of"].tolist())]
+    chosen = [{int(rows["of"][2 * group]) for rows in drawn} for group in range(4)]
+    # Rollout 0 is too old; a place without a useful group is served by the current rollout.
+    assert chosen == [{1, 3}, {1, 2}, {2, 3}, {3}]
+
+
+def test_the_first_pass_is_over_the_rollout_itself():
+    assert buffer().rows_of_pass(2, 0)["of"].tolist() == [2] * 8
+
+
+def test_all_processes_draw_the_same_groups():
+    for passed in range(1, 20):
+        alone = buffer().rows_of_pass(2, passed)["of"].tolist()
+        together = [buffer(process, 4).rows_of_pass(2, passed)["of"].tolist() for process in range(4)]
+        assert [of for own in together for of in own] == alone
+
+
+def test_groups_of_a_place_are_equally_likely():
+    counts = np.zeros(3)
+    for passed in range(1, 3001):
+        counts[buffer().rows_of_pass(2, passed)["of"][0]] += 1
+    assert np.abs(counts - 1000).max() < 120  # 1000 ± 26 each
+
+
+def test_draws_depend_on_seed_rollout_and_pass():
+    def draw(seed, rollout, passed):
+        return tuple(buffer(seed=seed).rows_of_pass(rollout, passed)["of"].tolist())
+
+    assert len({draw(s, r, p) for s in range(3) for r in range(3) for p in range(1, 4)}) > 9
+
+
+@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_run_resumes_bitwise_in_the_middle_of_a_pass_and_of_a_buffer(tiny_model, tmp_path, trainer_class, staleness):
+    options = {"max_steps": 15, "max_staleness": staleness, "trainer_class": trainer_class, "optim": "adamw_torch"}
+    options |= {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3, **PASSES}
+    options |= {"trainer_arguments": {"reward_funcs": even_tokens, "rollout_func": None}}
+    whole = trained(tiny_model, tmp_path, **options)
+    expected = snapshot(whole.model)
+    for step in (2, 7, 9, 12):  # the end of a pass, the middle of two, the end of a rollout
+        resumed = make_trainer(tiny_model, tmp_path / "resumed", **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        own = snapshot(resumed.model)
+        assert all(own[name].equal(expected[name]) for name in expected), step
+        one, other = ([without_times(entry) for entry in t.state.log_history] for t in (whole, resumed))
+        assert json.dumps(one[:15], sort_keys=True) == json.dumps(other[:15], sort_keys=True)
+
+
+def test_replay_without_a_second_pass_is_rejected(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match=r"max_staleness=3 with num_iterations=1 has no effect.*`num_iterations`"):
+        make_trainer(tiny_model, tmp_path, max_staleness=3)
+
+
+# The budget
+
+
+def test_a_run_ends_with_the_rollout_that_spends_its_completions(tiny_model, tmp_path):
+    options = {"max_steps": 100, "max_completions": 40, "save_strategy": "steps", "save_steps": 50, **PASSES}
+    trainer = trained(tiny_model, tmp_path, **options)  # rollouts of 16
+    assert trainer.state.global_step == 18
+    assert trainer.completions_generated == 48
+    assert (tmp_path / "checkpoint-18").is_dir()
+    resumed = make_trainer(tiny_model, tmp_path, **options)
+    resumed.train(resume_from_checkpoint="last")
+    assert resumed.state.global_step == 18
+    assert resumed.steps == []
+    further = make_trainer(tiny_model, tmp_path, **{**options, "max_completions": 50})
+    further.train(resume_from_checkpoint="last")
+    assert further.state.global_step == 24
+
+
+# What is logged
+
+
+def test_fit_rises_pass_by_pass_and_a_clipped_loss_logs_the_ratios(tiny_model, tmp_path):
+    options = {"learning_rate": 0.02, "num_iterations": 12, "max_steps": 12}
+    fits = [entry["opo/target_fit"] for entry in logged(trained(tiny_model, tmp_path, **options))]
+    assert fits[0] == 0
+    assert all(after > before for before, after in itertools.pairwise(fits))
+    assert 0.05 < fits[-1] < 1
+    entries = logged(trained(tiny_model, tmp_path, trainer_class=RecordingBaseline, loss_type="grpo", **options))
+    sizes = [entry["opo/ratio/ess"] for entry in entries]
+    assert sizes[0] == pytest.approx(1)
+    assert 0 < sizes[-1] < 0.999
+    assert "opo/target_fit" not in entries[-1]
+    assert not math.isnan(sizes[-1])
