@@ -13,8 +13,8 @@ states only what differs between problems.
 - `palindrome_generation`: make a palindrome of all letters of `x g o x o`. Nothing is worked out in writing, and n
   different pairs of letters have n! right answers.
 
-As in `benchmarks/base_models.py`, the base models learn from solutions with mistakes. One mistake per task is more
-likely than the right habit, so that greedy decoding makes it too; the others are rare.
+As in `benchmarks/base_models.py`, the base models learn from solutions with mistakes. One mistake per task is as
+likely as the right habit, or more, so that greedy decoding makes it too; the other is rarer.
 
 The output folder gets the model, the problems in `data/`, and accuracies in `base.json`. A recipe needs
 
@@ -120,6 +120,7 @@ class Task(ABC):
         return reasoning_gym.create_dataset(self.name, seed=seed, size=2**31, **self.settings)
 
     def build_tokenizer(self) -> PreTrainedTokenizerFast:
+        """Build the tokenizer: exactly the tokens that problems and solutions need."""
         return build_tokenizer(self.pieces, self.pattern, max_length=128)
 
     def score(self, completions: list[Any], solution: list[str]) -> list[float]:
