@@ -121,6 +121,33 @@ def draw_slipping(
             return solution
 
 
+def pad_batch(
+    tokenizer: PreTrainedTokenizerBase, examples: list[tuple[str, str]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Turn problems with their solutions into a batch, padded on the right, where causal attention needs no mask.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer.
+        examples (`list[tuple[str, str]]`):
+            Problems and solutions. A solution gets the end of the text.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Token ids and labels `[B, T]`; the labels leave the problems out.
+    """
+    problems = tokenizer([problem for problem, _ in examples])["input_ids"]
+    solutions = tokenizer([solution + tokenizer.eos_token for _, solution in examples])["input_ids"]
+    width = max(len(problem) + len(solution) for problem, solution in zip(problems, solutions, strict=True))
+    ids = torch.full((len(examples), width), tokenizer.pad_token_id)
+    labels = torch.full((len(examples), width), -100)
+    for row, (problem, solution) in enumerate(zip(problems, solutions, strict=True)):
+        end = len(problem) + len(solution)
+        ids[row, :end] = torch.tensor(problem + solution)
+        labels[row, len(problem) : end] = torch.tensor(solution)
+    return ids, labels
+
+
 def build_optimizer(model: Qwen3ForCausalLM, learning_rate: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalL
 
 from opo_trl.evaluate import wilson_interval
 
-from ..base_models import build_model, build_optimizer, complete, draw_slipping, train_step
+from ..base_models import build_model, build_optimizer, complete, draw_slipping, pad_batch, train_step
 from .words import (
     LARGEST,
     LEVELS,
@@ -88,17 +88,9 @@ class SlippingSolutions(IterableDataset):
             problem = draw_problem(level, rng)
             if problem.text not in self.held_out:
                 problems.append(problem)
-        prompts = self.tokenizer([problem.text for problem in problems])["input_ids"]
-        worked = [draw_slipping_solution(problem, rng) + self.tokenizer.eos_token for problem in problems]
-        solutions = self.tokenizer(worked)["input_ids"]
-        width = max(len(prompt) + len(solution) for prompt, solution in zip(prompts, solutions, strict=True))
-        # Padded on the right, where causal attention needs no mask.
-        ids = torch.full((self.rows, width), self.tokenizer.pad_token_id)
-        labels = torch.full((self.rows, width), -100)
-        for row, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
-            ids[row, : len(prompt) + len(solution)] = torch.tensor(prompt + solution)
-            labels[row, len(prompt) : len(prompt) + len(solution)] = torch.tensor(solution)
-        return ids, labels
+        return pad_batch(
+            self.tokenizer, [(problem.text, draw_slipping_solution(problem, rng)) for problem in problems]
+        )
 
 
 def train(
