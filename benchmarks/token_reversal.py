@@ -1,377 +1,111 @@
 r"""
-Token reversal with a terminal reward: OPO next to published figures of GRPO and TPO, with a loop of its own.
+Token reversal with a terminal reward: OPO next to published figures of GRPO and TPO.
 
     python -m benchmarks.token_reversal run --lengths 7 8 9 10 --seeds 20 --device cuda    # the published setting
-    python -m benchmarks.token_reversal run          # a small part of it on one core: see the options' defaults
-    python -m benchmarks.token_reversal trials       # the fields of OPO, GRPO and TPO, on seeds of their own
+    python -m benchmarks.token_reversal run          # a smaller task, on one core
+    python -m benchmarks.token_reversal trials       # fields of each method compared, on seeds of their own
     python -m benchmarks.token_reversal report       # results/token_reversal.json → token_reversal.md and .png
 
-The task is Table 3, "prompt-matched", of "Target Policy Optimization" (Kaddour, arXiv 2604.06159): a prompt of H random
-bits, to be completed by the same bits in reverse; reward 1 if all H are right, otherwise 0. Each of 2,000 episodes
-samples 8 completions at temperature 1 for each of 100 new prompts and takes 4 optimizer steps on all of them. The error
-is the share of wrong completions among the 800 of the last episode, so that nothing is measured greedily or on held-out
-prompts. The objectives of OPO are `opo_trl.objective`'s.
+A cell is a method with its fields on prompts of one length, all seeds side by side; it is saved when it is finished,
+and the same command trains what is missing.
 
-What the paper leaves open is its public code's (`JeanKaddour/tpo`): pre-norm causal transformer of 2 layers, width 64,
-2 heads (the paper says 4), feed-forward width 256, GELU by tanh, learned positions; initialization as in Flax; Optax's
-`muon` with learning rate 1e-3, which applies Muon to every parameter of two axes, to the biases of queries, keys and
-values (heads × width) too, and Adam with Nesterov momentum to the others, also to attention's kernels, which have three
-axes there; no weight decay, no gradient clipping, constant rate; standard deviation of a group by K, not K − 1;
-log-ratio of the whole completion. GRPO: one clipped ratio per completion, ε = 0.2, with 0.04 × a KL penalty to the
-policy that sampled.
+The task is the prompt-matched one of Table 3 of "Target Policy Optimization" (Kaddour, arXiv 2604.06159): a prompt of H
+random bits, to be completed by the same bits in reverse; reward 1 if all H are right, otherwise 0. Each of 2,000
+episodes samples 8 completions at temperature 1 for each of 100 new prompts and takes 4 optimizer steps on all of them.
+The error is the share of wrong completions among the 800 of the last episode: nothing is decoded greedily.
 
-Equal prompts and equal completions of a rollout are computed once: late in training this is most of the work. It
-changes nothing but the rounding.
+What the paper leaves open is as in its public code (`JeanKaddour/tpo`): causal pre-norm transformer of 2 layers, width
+64, 2 heads (the paper says 4), feed-forward width 256, GELU by tanh, learned positions; Flax's initialization; Optax's
+`muon` at learning rate 1e-3, constant, without weight decay or gradient clipping. It gives every parameter of two axes
+to Muon, also the biases of queries, keys and values (heads × width), and the others to Adam with Nesterov momentum,
+also attention's kernels, which have three axes in Flax. The standard deviation of a group's rewards divides by 8, not
+7; the ratio is that of a whole completion. GRPO clips it at 1 ± 0.2 and adds 0.04 × a KL penalty to the policy that
+sampled. Four optimizer steps of TPO and of GRPO on one rollout agree with that code's to float32 rounding (Optax 0.2.8).
+Random numbers differ, so that seeds cannot be compared one by one.
 """
 
 import argparse
 import itertools
-import math
+import json
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.func import functional_call, grad, stack_module_state, vmap
 
-from opo_trl.objective import (
-    admissible_target,
-    escort_weights,
-    grouped,
-    opo_loss,
-    project,
-    sequence_log_ratio,
-    stiffness_for_radius,
-)
+from opo_trl.methods import METHODS
+from opo_trl.report.figures import STYLE, write
+from opo_trl.report.intervals import estimate
 from opo_trl.report.run_folder import read_json, write_json
 
+from .pages import table
 from .record import origin
+from .token_reversal_training import Training
 
 
-RECORD = Path(__file__).resolve().parent / "results" / "token_reversal.json"
-PROMPTS, GENERATIONS, VOCABULARY, RATE = 100, 8, 2, 1e-3
+Cell = dict[str, Any]
+RESULTS = Path(__file__).resolve().parent / "results"
+RECORD = RESULTS / "token_reversal.json"
 POINT = 20  # episodes of a point of the curves
-# The first are GRPO's and TPO's published fields, and OPOConfig's defaults.
+PUBLISHED_EPISODES, FEW_EPISODES = 2_000, 300
+# Error, %, in Table 3 of the paper; no more than 5 % of PPO's completions were right at H = 10.
+PUBLISHED = {
+    "GRPO": {7: 14.5, 8: 27.6, 9: 30.0, 10: 50.4},
+    "TPO": {7: 6.9, 8: 8.6, 9: 6.1, 10: 7.4},
+    "PPO": {7: 12.0, 8: 26.3, 9: 90.6},
+}
+# The first ones are published for GRPO and TPO, and OPOConfig's defaults for OPO.
 TRIALS: dict[str, list[dict[str, Any]]] = {
-    "GRPO": [{"epsilon": 0.2, "beta": b, "epochs": 4} for b in (0.04, 0.01, 0.16)],
+    "GRPO": [{"epsilon": 0.2, "beta": beta, "epochs": 4} for beta in (0.04, 0.01, 0.16)],
     "TPO": [{"eta": eta, "epochs": 4} for eta in (1.0, 0.5, 2.0)],
-    "OPO": [{"alpha": a, "mu": mu, "epochs": 4} for a, mu in ((0.4, 0.3), (0.4, 1.0), (0.0, 1.0))],
+    "OPO": [
+        {"alpha": 0.4, "mu": 0.3, "epochs": 4},
+        {"alpha": 0.0, "mu": 1.0, "epochs": 4},
+        {"alpha": 0.4, "chi2_radius": 1.0, "epochs": 4},
+    ],
 }
 FIELDS = {"GRPO": TRIALS["GRPO"][0], "TPO": TRIALS["TPO"][0], "OPO": TRIALS["OPO"][0]}
 TRIAL_SEEDS = 1000  # and following: used for nothing but the choice of fields
-Past = list[tuple[Tensor, Tensor]]
-Params = dict[str, Tensor]
 
 
-# The policy
+def cells_of(chosen: argparse.Namespace) -> Iterator[Cell]:
+    """The cells of a command."""
+    first = TRIAL_SEEDS if chosen.command == "trials" else 0
+    for length, method in itertools.product(chosen.lengths, chosen.methods):
+        for fields in TRIALS[method] if chosen.command == "trials" else [FIELDS[method]]:
+            yield {
+                "method": method,
+                "fields": fields,
+                "length": length,
+                "episodes": chosen.episodes or (PUBLISHED_EPISODES if length >= 7 else FEW_EPISODES),
+                "seeds": list(range(first, first + chosen.seeds)),
+            }
 
 
-class Policy(nn.Module):
-    """
-    Causal transformer, initialized and laid out (inputs × outputs) as in Flax.
-
-    Args:
-        length (`int`): H, half of the longest sequence.
-    """
-
-    def __init__(self, length: int, width: int = 64, heads: int = 2, layers: int = 2):
-        super().__init__()
-        self.heads, self.layers = heads, layers
-
-        def kernel(fan_in: int, fan_out: int) -> nn.Parameter:  # LeCun's, truncated at two standard deviations
-            std = 1 / math.sqrt(fan_in) / 0.87962566103423978
-            return nn.Parameter(nn.init.trunc_normal_(torch.empty(fan_in, fan_out), std=std, a=-2 * std, b=2 * std))
-
-        weights = {"embedding": nn.Parameter(torch.randn(VOCABULARY, width) / math.sqrt(width))}
-        weights["positions"] = nn.Parameter(0.02 * torch.randn(2 * length, width))
-        for i in range(layers):
-            for name in "qkvo":
-                weights[f"{i}_{name}_kernel"] = kernel(width, width)
-                shape = (width,) if name == "o" else (heads, width // heads)
-                weights[f"{i}_{name}_bias"] = nn.Parameter(torch.zeros(shape))
-            weights[f"{i}_up"], weights[f"{i}_up_bias"] = kernel(width, 4 * width), nn.Parameter(torch.zeros(4 * width))
-            weights[f"{i}_down"], weights[f"{i}_down_bias"] = kernel(4 * width, width), nn.Parameter(torch.zeros(width))
-            for name in (f"{i}_attention_norm", f"{i}_mlp_norm"):
-                weights[name] = nn.Parameter(torch.ones(width))
-                weights[name + "_bias"] = nn.Parameter(torch.zeros(width))
-        weights["norm"], weights["norm_bias"] = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
-        weights["head"], weights["head_bias"] = kernel(width, VOCABULARY), nn.Parameter(torch.zeros(VOCABULARY))
-        for name, weight in weights.items():
-            self.register_parameter("w" + name, weight)
-
-    def forward(self, tokens: Tensor, past: Past) -> tuple[Tensor, Past]:
-        """Log-probabilities after each of the `tokens` `[R, T]`, `[R, T, V]`; keys and values, with the past's."""
-        w = {name[1:]: weight for name, weight in self.named_parameters()}
-
-        def norm(x: Tensor, name: str) -> Tensor:
-            return F.layer_norm(x, x.shape[-1:], w[name], w[name + "_bias"], eps=1e-6)
-
-        begin = past[0][0].shape[1] if past else 0
-        end = begin + tokens.shape[1]
-        causal = torch.ones(tokens.shape[1], end, dtype=torch.bool, device=tokens.device).tril(begin)
-        x = w["embedding"][tokens] + w["positions"][begin:end]
-        present = []
-        for i in range(self.layers):
-            y = norm(x, f"{i}_attention_norm")
-            q, k, v = ((y @ w[f"{i}_{n}_kernel"]).unflatten(-1, (self.heads, -1)) + w[f"{i}_{n}_bias"] for n in "qkv")
-            if past:
-                k, v = torch.cat([past[i][0], k], 1), torch.cat([past[i][1], v], 1)
-            present.append((k, v))
-            scores = torch.einsum("rthd,rshd->rhts", q, k) / math.sqrt(q.shape[-1])
-            weights = scores.masked_fill(~causal, -torch.inf).softmax(-1)
-            y = torch.einsum("rhts,rshd->rthd", weights, v).flatten(-2)
-            x = x + y @ w[f"{i}_o_kernel"] + w[f"{i}_o_bias"]
-            y = F.gelu(norm(x, f"{i}_mlp_norm") @ w[f"{i}_up"] + w[f"{i}_up_bias"], approximate="tanh")
-            x = x + y @ w[f"{i}_down"] + w[f"{i}_down_bias"]
-        return (norm(x, "norm") @ w["head"] + w["head_bias"]).log_softmax(-1), present
-
-
-class Muon:
-    """
-    Optax's `muon` with its defaults, on stacked parameters `[seeds, …]`, which it changes in place.
-
-    Muon: Nesterov momentum, orthogonalized by five steps of Newton and Schulz, times √max(1, outputs ÷ inputs).
-    """
-
-    def __init__(self, params: Params, rate: float = RATE):
-        self._params, self._rate, self._count = params, rate, 0
-        is_kernel = {n for n, p in params.items() if n.endswith("_kernel")}  # three axes in Flax
-        self._matrices = [n for n, p in params.items() if p.dim() == 3 and n not in is_kernel]
-        self._others = [n for n in params if n not in self._matrices]
-        self._first = {n: torch.zeros_like(p) for n, p in params.items()}
-        self._second = {n: torch.zeros_like(params[n]) for n in self._others}
-
-    @torch.no_grad()
-    def step(self, grads: Params) -> None:
-        self._count += 1
-        for names, beta in ((self._matrices, 0.95), (self._others, 0.9)):
-            gradient, first = [grads[n] for n in names], [self._first[n] for n in names]
-            torch._foreach_lerp_(first, gradient, 1 - beta)
-            ahead = torch._foreach_mul(first, beta / (1 - beta ** (self._count + 1)))
-            torch._foreach_add_(ahead, torch._foreach_mul(gradient, (1 - beta) / (1 - beta**self._count)))
-            if names is self._others:
-                second = [self._second[n] for n in names]
-                torch._foreach_mul_(second, 0.999)
-                torch._foreach_addcmul_(second, gradient, gradient, 1 - 0.999)
-                scale = torch._foreach_sqrt(torch._foreach_div(second, 1 - 0.999**self._count))
-                torch._foreach_add_(scale, 1e-8)
-                torch._foreach_div_(ahead, scale)
-            else:
-                ahead = orthogonalized(ahead)
-            torch._foreach_add_([self._params[n] for n in names], ahead, alpha=-self._rate)
-
-
-def orthogonalized(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Each of the stacked matrices `[seeds, inputs, outputs]` with singular values near √max(1, outputs ÷ inputs)."""
-    wide = [m if m.shape[1] <= m.shape[2] else m.mT for m in matrices]
-    done: list[Tensor] = [torch.empty(0)] * len(wide)
-    for shape in {m.shape for m in wide}:  # matrices of one shape together
-        chosen = [i for i, m in enumerate(wide) if m.shape == shape]
-        x = torch.stack([wide[i] for i in chosen])
-        x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-8)
-        for _ in range(5):
-            a = x @ x.mT
-            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-        for i, result in zip(chosen, x, strict=True):
-            inputs, outputs = matrices[i].shape[1:]
-            result = result if wide[i] is matrices[i] else result.mT
-            done[i] = result * math.sqrt(max(1, outputs / inputs))
-    return done
-
-
-# The objectives: what a method keeps of a rollout, `[N]` each, and its loss of the log-ratios, `[N]`
-
-
-def standardized(rewards: Tensor) -> Tensor:
-    """Rewards less their group's mean, over its standard deviation; 0 in a group of equal rewards."""
-    group = grouped(rewards, GENERATIONS)
-    centred = group - group.mean(1, keepdim=True)
-    std = centred.square().mean(1, keepdim=True).sqrt()
-    return (centred / torch.where(std > 1e-6, std, 1.0)).flatten()
-
-
-def grpo_keeps(rewards: Tensor, old: Tensor, fields: dict[str, Any]) -> tuple[Tensor, ...]:
-    return (standardized(rewards),)
-
-
-def grpo_loss(log_ratio: Tensor, kept: tuple[Tensor, ...], fields: dict[str, Any]) -> Tensor:
-    advantages, log_ratio = kept[0], log_ratio.clamp(-20, 20)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - fields["epsilon"], 1 + fields["epsilon"])
-    penalty = torch.expm1(-log_ratio) + log_ratio
-    losses = fields["beta"] * penalty - torch.minimum(ratio * advantages, clipped * advantages)
-    return grouped(losses, GENERATIONS).sum(1).mean()
-
-
-def tpo_keeps(rewards: Tensor, old: Tensor, fields: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The target q ∝ p_old · exp(u / η) over the group, and log p_old up to a constant."""
-    return grouped(old + standardized(rewards) / fields["eta"], GENERATIONS).softmax(1), old
-
-
-def tpo_loss(log_ratio: Tensor, kept: tuple[Tensor, ...], fields: dict[str, Any]) -> Tensor:
-    target, old = kept
-    return -(target * grouped(old + log_ratio, GENERATIONS).log_softmax(1)).sum(1).mean()
-
-
-def opo_keeps(rewards: Tensor, old: Tensor, fields: dict[str, Any]) -> tuple[Tensor, ...]:
-    """v* and μ; advantages as the other methods'."""
-    omega = escort_weights(standardized(rewards), alpha=fields["alpha"], num_generations=GENERATIONS)
-    drive, _ = project(omega, num_generations=GENERATIONS)
-    mu = fields["mu"] if "mu" in fields else stiffness_for_radius(drive, fields["chi2_radius"])
-    return admissible_target(drive, mu=mu, num_generations=GENERATIONS)
-
-
-def opo_mean_loss(log_ratio: Tensor, kept: tuple[Tensor, ...], fields: dict[str, Any]) -> Tensor:
-    target, mu = kept
-    return opo_loss(log_ratio, target, mu=mu).mean()
-
-
-Keeps = Callable[[Tensor, Tensor, dict[str, Any]], tuple[Tensor, ...]]
-Loss = Callable[[Tensor, tuple[Tensor, ...], dict[str, Any]], Tensor]
-OBJECTIVES: dict[str, tuple[Keeps, Loss]] = {
-    "GRPO": (grpo_keeps, grpo_loss),
-    "TPO": (tpo_keeps, tpo_loss),
-    "OPO": (opo_keeps, opo_mean_loss),
-}
-
-
-# Training
-
-
-def distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """
-    Of each row of the `keys` `[seeds, N]`, the position of one of each value, `[seeds, U]` (U of the row with most;
-    others are padded with position 0), and of each key its place among them, `[seeds, N]`.
-    """
-    values, order = keys.sort(dim=1)
-    place = torch.cat([torch.zeros_like(values[:, :1]), (values[:, 1:] != values[:, :-1]).long()], 1).cumsum(1)
-    positions = torch.zeros_like(keys[:, : int(place[:, -1].max()) + 1]).scatter(1, place, order)
-    return positions, torch.empty_like(keys).scatter(1, order, place)
-
-
-def take(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows `[seeds, R]` of x, `[seeds, N, …]`."""
-    return x[torch.arange(len(x), device=x.device)[:, None], rows]
-
-
-class Training:
-    """
-    Several seeds of one method at once, with stacked parameters.
-
-    Args:
-        method (`str`): key of `OBJECTIVES`.
-        fields (`dict[str, Any]`): the method's, with `epochs`, optimizer steps per rollout.
-        length (`int`): H.
-        seeds (`Sequence[int]`): each determines initialization, prompts and samples.
-        device (`str`), dtype (`torch.dtype`): of the policy.
-    """
-
-    def __init__(
-        self,
-        method: str,
-        fields: dict[str, Any],
-        length: int,
-        seeds: Sequence[int],
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ):
-        self._keeps, self._loss = OBJECTIVES[method]
-        self._fields, self._length, self._device, self._dtype = fields, length, device, dtype
-        policies = []
-        for seed in seeds:
-            torch.manual_seed(seed)
-            policies.append(Policy(length).to(device, dtype))
-        self._policy = policies[0]
-        self.params = {n: p.detach() for n, p in stack_module_state(policies)[0].items()}
-        self._optimizer = Muon(self.params)
-        # On the CPU whatever the device, so that a seed draws the same everywhere.
-        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self._forward = vmap(lambda params, tokens, past: functional_call(self._policy, params, (tokens, past)))
-        self._gradient = vmap(grad(self.loss))
-
-    def episode(self) -> Tensor:
-        """Sample and train; the error of each seed's samples."""
-        rollout, kept, error = self.rollout()
-        for _ in range(self._fields["epochs"]):
-            self._optimizer.step(self._gradient(self.params, rollout, kept))
-        return error
-
-    @torch.no_grad()
-    def rollout(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """Prompts and completions, each once, with their places among the samples; what the method keeps; error."""
-        draws = [
-            (
-                torch.randint(VOCABULARY, (PROMPTS, self._length), generator=generator),
-                torch.rand(PROMPTS * GENERATIONS, self._length, generator=generator),
-            )
-            for generator in self._generators
-        ]
-        prompts, uniform = (torch.stack(drawn).to(self._device) for drawn in zip(*draws, strict=True))
-        digits = VOCABULARY ** torch.arange(self._length, device=self._device)
-        rows, place = distinct((prompts * digits).sum(-1))
-        target = prompts.flip(-1).repeat_interleave(GENERATIONS, 1)
-        prompts, owner = take(prompts, rows), place.repeat_interleave(GENERATIONS, 1)
-        log_probs, past = self._forward(self.params, prompts, [])
-        log_probs, place, key = log_probs[:, :, -1], owner, owner
-        tokens, logps = [], []
-        for t in range(self._length):
-            if t > 0:  # each distinct beginning once, with the keys and values of what it continues
-                before = take(place, rows)
-                past = [(take(k, before), take(v, before)) for k, v in past]
-                place = begun
-                log_probs, past = self._forward(self.params, take(token, rows)[..., None], past)
-                log_probs = log_probs[:, :, -1]
-            chances = take(log_probs, place)
-            token = (chances.exp().cumsum(-1)[..., :-1] < uniform[..., t : t + 1]).sum(-1)
-            tokens.append(token)
-            logps.append(chances.gather(-1, token[..., None])[..., 0])
-            key = key * VOCABULARY + token
-            rows, begun = distinct(key)
-        completions, old = torch.stack(tokens, -1), torch.stack(logps, -1)
-        rewards = (completions == target).all(-1).to(self._dtype)
-        kept = vmap(lambda r, o: self._keeps(r, o, self._fields))(rewards, old.sum(-1))
-        rollout = (prompts, take(completions, rows), take(owner, rows), begun, old)
-        return rollout, kept, 1 - rewards.mean(1)
-
-    def loss(self, params: Params, rollout: tuple[Tensor, ...], kept: tuple[Tensor, ...]) -> Tensor:
-        """Loss of one seed's rollout."""
-        prompts, completions, owner, place, old = rollout
-        first, past = functional_call(self._policy, params, (prompts, []))
-        past = [(k[owner], v[owner]) for k, v in past]
-        rest, _ = functional_call(self._policy, params, (completions[:, :-1], past))
-        log_probs = torch.cat([first[:, -1:][owner], rest], 1)
-        logps = log_probs.gather(-1, completions[..., None])[..., 0][place]
-        log_ratio, _ = sequence_log_ratio(logps, old, torch.ones_like(old))
-        return self._loss(log_ratio, kept, self._fields)
-
-
-# Runs
-
-
-def train(cell: dict[str, Any], device: str) -> dict[str, Any]:
-    """Train a cell (method, fields, length, episodes, seeds); errors of each seed, and seconds per episode."""
+def train(cell: Cell, device: str) -> dict[str, Any]:
+    """Train a cell; the error of each seed, in the last episode and as a curve, and seconds per episode."""
     training = Training(cell["method"], cell["fields"], cell["length"], cell["seeds"], device)
     began, errors = time.perf_counter(), []
-    for episode in range(cell["episodes"]):
+    for episode in range(1, cell["episodes"] + 1):
         errors.append(training.episode())
-        if episode % 100 == 99:
-            recent = ", ".join(f"{e:.1%}" for e in torch.stack(errors[-POINT:]).mean(0).tolist())
-            seconds = (time.perf_counter() - began) / (episode + 1)
-            print(f"{cell['method']}, H = {cell['length']}, {episode + 1}: {recent}, {seconds:.2f} s", flush=True)
+        if episode % 100 == 0:
+            recent = ", ".join(f"{error:.1%}" for error in torch.stack(errors[-POINT:]).mean(0).tolist())
+            seconds = (time.perf_counter() - began) / episode
+            print(f"{cell['method']}, H = {cell['length']}, {episode}: {recent}, {seconds:.2f} s", flush=True)
     history = torch.stack(errors, 1).double().cpu()  # [seeds, episodes]
     points = history[:, : history.shape[1] // POINT * POINT].unflatten(1, (-1, POINT)).mean(2)
     return {
-        "final": [round(e, 5) for e in history[:, -1].tolist()],
-        "curve": [[round(e, 4) for e in curve] for curve in points.tolist()],
+        "final": [round(error, 5) for error in history[:, -1].tolist()],
+        "curve": [[round(error, 4) for error in curve] for curve in points.tolist()],
         "seconds_per_episode": round((time.perf_counter() - began) / cell["episodes"], 3),
     }
 
 
-def run_missing(cells: Sequence[dict[str, Any]], device: str) -> None:
+def run_missing(cells: Sequence[Cell], device: str) -> None:
     """Train the cells that the record lacks, one by one; each is saved when it is finished."""
     runs = read_json(RECORD) or []
     for cell in cells:
@@ -380,28 +114,126 @@ def run_missing(cells: Sequence[dict[str, Any]], device: str) -> None:
             write_json(RECORD, runs)
 
 
-def cells_of(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The cells of a command."""
-    trials = chosen.command == "trials"
-    seeds = list(range(TRIAL_SEEDS if trials else 0, (TRIAL_SEEDS if trials else 0) + chosen.seeds))
-    for length, method in itertools.product(chosen.lengths, chosen.methods):
-        episodes = chosen.episodes or (2_000 if length >= 7 else 300)
-        for fields in TRIALS[method] if trials else [FIELDS[method]]:
-            yield {"method": method, "fields": fields, "length": length, "episodes": episodes, "seeds": seeds}
+# The page
+
+
+def percent(errors: Sequence[float]) -> str:
+    """Mean error in percent, its 95 % interval and the number of seeds."""
+    found = estimate([100 * error for error in errors])
+    low, high = found.interval or (None, None)
+    interval = "" if low is None else f" [{max(low, 0):.1f}, {min(high, 100):.1f}]"
+    return f"{found.mean:.1f}{interval} ({found.n})"
+
+
+def over_episodes(run: Cell) -> list[float]:
+    """Mean error of each seed over all episodes."""
+    return [statistics.fmean(curve) for curve in run["curve"]]
+
+
+def report(runs: Sequence[Cell]) -> str:
+    """The page."""
+    trials = [run for run in runs if run["seeds"][0] >= TRIAL_SEEDS]
+    others = chosen_runs(runs)
+    lengths = sorted(PUBLISHED["TPO"])
+    rows = []
+    for method in ("GRPO", "TPO", "PPO", "OPO"):
+        if method in PUBLISHED:
+            published = (PUBLISHED[method].get(length) for length in lengths)
+            rows.append([f"{method}, the paper's", *("> 95" if x is None else f"{x:.1f}" for x in published)])
+        if method in FIELDS:
+            found = (others.get((length, PUBLISHED_EPISODES, method)) for length in lengths)
+            rows.append([f"{method}, ours", *("–" if run is None else percent(run["final"]) for run in found)])
+    smaller = [
+        [method, str(length), f"{episodes:,}", percent(run["final"]), percent(over_episodes(run))]
+        for (length, episodes, method), run in sorted(others.items())
+        if length not in lengths or episodes != PUBLISHED_EPISODES
+    ]
+    tried = [
+        [run["method"], fields_of(run), str(run["length"]), f"{run['episodes']:,}", percent(over_episodes(run))]
+        for run in trials
+    ]
+    speeds = ", ".join(
+        f"{method} at H = {length} {run['seconds_per_episode']:.2f} s for {len(run['seeds'])} seeds on "
+        f"{'one core' if run['device'] == 'cpu' else run['device']}"
+        for (length, _, method), run in sorted(others.items())
+    )
+    dates = sorted(run["date"][:10] for run in runs)
+    versions = {f"torch {run['versions']['torch']}" for run in runs}
+    return (
+        "# Token reversal with a terminal reward\n\n"
+        "`python -m benchmarks.token_reversal report` makes this page from `token_reversal.json`; the script's\n"
+        "docstring says what is measured and where the settings come from. Errors in percent: mean over seeds, 95 %\n"
+        "interval, number of seeds.\n\n"
+        "## The published setting\n\n"
+        f"Error of the last of 2,000 episodes. The paper's rows are quoted from arXiv 2604.06159, Table 3\n"
+        "(prompt-matched, 20 seeds); it gives no intervals. In the per-seed results of its repository, H = 10 has\n"
+        "standard errors of 4.0 (TPO) and 9.9 points (GRPO): most seeds end near 0 or near 100, and few seeds say\n"
+        "little.\n\n"
+        f"{table(('method', *(f'H = {length}' for length in lengths)), rows)}\n\n"
+        f"Fields: {'; '.join(f'{method} {fields_of({"fields": fields})}' for method, fields in FIELDS.items())}.\n\n"
+        "## A smaller task\n\n"
+        "Not the published setting: shorter prompts and fewer episodes, all else equal.\n\n"
+        f"{table(('method', 'H', 'episodes', 'error, last episode', 'error, mean of all episodes'), smaller)}\n\n"
+        "![Error over episodes](token_reversal.png)\n\n"
+        "## The choice of fields\n\n"
+        f"Three trials per method, on seeds from {TRIAL_SEEDS} on, which nothing else uses. GRPO and TPO keep their\n"
+        "published fields in the tables above; OPO has those with the lowest mean error here.\n\n"
+        f"{table(('method', 'fields', 'H', 'episodes', 'error, mean of all episodes'), tried)}\n\n"
+        f"An episode takes, of {speeds}.\n\n"
+        f"Measured {dates[0]} to {dates[-1]} with {', '.join(sorted(versions))}.\n"
+    )
+
+
+def chosen_runs(runs: Sequence[Cell]) -> dict[tuple[int, int, str], Cell]:
+    """By length, episodes and method: the run with the method's fields on most seeds."""
+    fitting = [run for run in runs if run["seeds"][0] < TRIAL_SEEDS and run["fields"] == FIELDS[run["method"]]]
+    fitting.sort(key=lambda run: len(run["seeds"]))
+    return {(run["length"], run["episodes"], run["method"]): run for run in fitting}
+
+
+def fields_of(run: Cell) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in run["fields"].items())
+
+
+def draw(runs: Sequence[Cell], path: Path) -> None:
+    """Error over episodes: a panel per task, each seed thin, the mean thick."""
+    others = chosen_runs(runs)
+    tasks = sorted({(length, episodes) for length, episodes, _ in others})
+    colors = {method.label: method.color for method in METHODS} | {"TPO": "#009e73"}
+    plt.switch_backend("Agg")
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.2), layout="constrained", squeeze=False)
+        for axis, task in zip(axes[0], tasks, strict=True):
+            for method in FIELDS:
+                if run := others.get((*task, method)):
+                    episodes = [POINT * (i + 0.5) for i in range(len(run["curve"][0]))]
+                    for curve in run["curve"]:
+                        axis.plot(episodes, curve, color=colors[method], linewidth=0.6, alpha=0.5)
+                    mean = [statistics.fmean(point) for point in zip(*run["curve"], strict=True)]
+                    axis.plot(
+                        episodes, mean, color=colors[method], linewidth=2, label=f"{method} ({len(run['seeds'])})"
+                    )
+            axis.set(title=f"H = {task[0]}", xlabel="episode", ylabel="exact-match error", ylim=(0, 1))
+            axis.legend(title="method (seeds)", frameon=False)
+        write(figure, path)
+        plt.close(figure)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "trials", "report"])
     parser.add_argument("--methods", nargs="+", default=list(FIELDS), choices=list(FIELDS))
-    parser.add_argument("--lengths", nargs="+", type=int, default=[5], help="lengths H of the prompt")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[5], metavar="H", help="bits of a prompt")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, trained side by side")
     parser.add_argument("--episodes", type=int, help="2,000 from H = 7 on, otherwise 300")
     parser.add_argument("--device", default="cpu")
     chosen = parser.parse_args()
     if chosen.command == "report":
-        return 0
-    run_missing(list(cells_of(chosen)), chosen.device)
+        runs = json.loads(RECORD.read_text())
+        RECORD.with_suffix(".md").write_text(report(runs))
+        draw(runs, RECORD.with_suffix(".png"))
+    else:
+        run_missing(list(cells_of(chosen)), chosen.device)
     return 0
 
 
