@@ -9,8 +9,8 @@ Token reversal with a terminal reward: OPO next to published figures of GRPO and
 A cell is a method with its fields on prompts of one length, all seeds side by side; it is saved when it is finished,
 and the same command trains what is missing.
 
-The task is the prompt-matched one of Table 3 of "Target Policy Optimization" (Kaddour, arXiv 2604.06159): a prompt of H
-random bits, to be completed by the same bits in reverse; reward 1 if all H are right, otherwise 0. Each of 2,000
+The task is the prompt-matched one of Table 3 of "Target Policy Optimization" (Kaddour, arXiv 2604.06159): a prompt of
+H random bits, to be completed by the same bits in reverse; reward 1 if all H are right, otherwise 0. Each of 2,000
 episodes samples 8 completions at temperature 1 for each of 100 new prompts and takes 4 optimizer steps on all of them.
 The error is the share of wrong completions among the 800 of the last episode: nothing is decoded greedily.
 
@@ -20,8 +20,8 @@ What the paper leaves open is as in its public code (`JeanKaddour/tpo`): causal 
 to Muon, also the biases of queries, keys and values (heads × width), and the others to Adam with Nesterov momentum,
 also attention's kernels, which have three axes in Flax. The standard deviation of a group's rewards divides by 8, not
 7; the ratio is that of a whole completion. GRPO clips it at 1 ± 0.2 and adds 0.04 × a KL penalty to the policy that
-sampled. Four optimizer steps of TPO and of GRPO on one rollout agree with that code's to float32 rounding (Optax 0.2.8).
-Random numbers differ, so that seeds cannot be compared one by one.
+sampled. Four optimizer steps of TPO and of GRPO on one rollout agree with that code's, with Optax 0.2.8, to the
+rounding of float32. Random numbers differ, so that seeds cannot be compared one by one.
 """
 
 import argparse
@@ -149,7 +149,13 @@ def report(runs: Sequence[Cell]) -> str:
         if length not in lengths or episodes != PUBLISHED_EPISODES
     ]
     tried = [
-        [run["method"], fields_of(run), str(run["length"]), f"{run['episodes']:,}", percent(over_episodes(run))]
+        [
+            run["method"],
+            described(run["fields"]),
+            str(run["length"]),
+            str(run["episodes"]),
+            percent(over_episodes(run)),
+        ]
         for run in trials
     ]
     speeds = ", ".join(
@@ -170,7 +176,7 @@ def report(runs: Sequence[Cell]) -> str:
         "standard errors of 4.0 (TPO) and 9.9 points (GRPO): most seeds end near 0 or near 100, and few seeds say\n"
         "little.\n\n"
         f"{table(('method', *(f'H = {length}' for length in lengths)), rows)}\n\n"
-        f"Fields: {'; '.join(f'{method} {fields_of({"fields": fields})}' for method, fields in FIELDS.items())}.\n\n"
+        f"Fields: {'; '.join(f'{method} {described(fields)}' for method, fields in FIELDS.items())}.\n\n"
         "## A smaller task\n\n"
         "Not the published setting: shorter prompts and fewer episodes, all else equal.\n\n"
         f"{table(('method', 'H', 'episodes', 'error, last episode', 'error, mean of all episodes'), smaller)}\n\n"
@@ -191,8 +197,8 @@ def chosen_runs(runs: Sequence[Cell]) -> dict[tuple[int, int, str], Cell]:
     return {(run["length"], run["episodes"], run["method"]): run for run in fitting}
 
 
-def fields_of(run: Cell) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in run["fields"].items())
+def described(fields: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in fields.items())
 
 
 def draw(runs: Sequence[Cell], path: Path) -> None:
@@ -210,9 +216,8 @@ def draw(runs: Sequence[Cell], path: Path) -> None:
                     for curve in run["curve"]:
                         axis.plot(episodes, curve, color=colors[method], linewidth=0.6, alpha=0.5)
                     mean = [statistics.fmean(point) for point in zip(*run["curve"], strict=True)]
-                    axis.plot(
-                        episodes, mean, color=colors[method], linewidth=2, label=f"{method} ({len(run['seeds'])})"
-                    )
+                    label = f"{method} ({len(run['seeds'])})"
+                    axis.plot(episodes, mean, color=colors[method], linewidth=2, label=label)
             axis.set(title=f"H = {task[0]}", xlabel="episode", ylabel="exact-match error", ylim=(0, 1))
             axis.legend(title="method (seeds)", frameon=False)
         write(figure, path)

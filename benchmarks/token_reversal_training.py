@@ -56,14 +56,9 @@ class Policy(nn.Module):
                 weights[f"{i}_{name}_kernel"] = kernel(width, width)
                 shape = (width,) if name == "o" else (heads, width // heads)
                 weights[f"{i}_{name}_bias"] = nn.Parameter(torch.zeros(shape))
-            weights[f"{i}_up"], weights[f"{i}_up_bias"] = (
-                kernel(width, 4 * width),
-                nn.Parameter(torch.zeros(4 * width)),
-            )
-            weights[f"{i}_down"], weights[f"{i}_down_bias"] = (
-                kernel(4 * width, width),
-                nn.Parameter(torch.zeros(width)),
-            )
+            for name, fan_in, fan_out in (("up", width, 4 * width), ("down", 4 * width, width)):
+                weights[f"{i}_{name}"] = kernel(fan_in, fan_out)
+                weights[f"{i}_{name}_bias"] = nn.Parameter(torch.zeros(fan_out))
             for name in (f"{i}_attention_norm", f"{i}_mlp_norm"):
                 weights[name] = nn.Parameter(torch.ones(width))
                 weights[name + "_bias"] = nn.Parameter(torch.zeros(width))
@@ -285,20 +280,19 @@ class Training:
         target = prompts.flip(-1).repeat_interleave(GENERATIONS, 1)
         prompts, owner = take(prompts, rows), place.repeat_interleave(GENERATIONS, 1)
         log_probs, past = self._forward(self.params, prompts, [])
-        log_probs, place, key = log_probs[:, :, -1], owner, owner
+        key = place = begun = owner
         tokens, logps = [], []
-        for t in range(self._length):
-            if t > 0:  # each distinct beginning once, with the keys and values of what it continues
+        for _ in range(self._length):
+            if tokens:  # each distinct beginning once, with the keys and values of what it continues
                 before = take(place, rows)
                 past = [(take(k, before), take(v, before)) for k, v in past]
+                log_probs, past = self._forward(self.params, take(tokens[-1], rows)[..., None], past)
                 place = begun
-                log_probs, past = self._forward(self.params, take(token, rows)[..., None], past)
-                log_probs = log_probs[:, :, -1]
-            chances = take(log_probs, place)
-            token = (chances.exp().cumsum(-1)[..., :-1] < uniform[..., t : t + 1]).sum(-1)
-            tokens.append(token)
-            logps.append(chances.gather(-1, token[..., None])[..., 0])
-            key = key * VOCABULARY + token
+            chances = take(log_probs[:, :, -1], place)
+            sample = uniform[..., len(tokens), None]
+            tokens.append((chances.exp().cumsum(-1)[..., :-1] < sample).sum(-1))
+            logps.append(chances.gather(-1, tokens[-1][..., None])[..., 0])
+            key = key * VOCABULARY + tokens[-1]
             rows, begun = distinct(key)
         completions, old = torch.stack(tokens, -1), torch.stack(logps, -1)
         rewards = (completions == target).all(-1).to(self._dtype)

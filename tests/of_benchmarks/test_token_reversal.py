@@ -1,11 +1,14 @@
 """Token reversal: the gradients, the work that is shared, seeds side by side, and the page."""
 
 import itertools
+import json
+import statistics
 
 import pytest
 import torch
 from torch.func import functional_call
 
+from benchmarks import token_reversal
 from benchmarks import token_reversal_training as tr
 from benchmarks.token_reversal import FIELDS
 
@@ -54,7 +57,8 @@ def test_gradient_is_the_formula_on_every_completion(method, moved):
     run = training(method)
     for _ in range(3):  # a policy with some right answers
         run.episode()
-    (prompts, completions, owner, place, old), kept, error = rollout = run.rollout()
+    rollout, kept, error = run.rollout()
+    prompts, completions, owner, place, old = rollout
     assert 0 < error < 1
     if moved:  # off the policy that sampled, beyond the clip range
         run.params = {n: p + 0.05 * torch.randn_like(p) for n, p in run.params.items()}
@@ -68,7 +72,7 @@ def test_gradient_is_the_formula_on_every_completion(method, moved):
     by_hand = weights(method, rewards, old, logps.detach() - old)
     assert moved or torch.allclose(old, logps)  # sampled from these very probabilities
     (-(by_hand * logps).mean()).backward()
-    gradient = run._gradient(run.params, *rollout[:2])
+    gradient = run._gradient(run.params, rollout, kept)
     for name, parameter in params.items():
         torch.testing.assert_close(gradient[name][0], parameter.grad, rtol=1e-9, atol=1e-12)
 
@@ -95,13 +99,11 @@ def test_distinct_keys_are_named_once():
 
 
 def test_samples_follow_the_policy():
-    run = training("TPO", seeds=range(300))
+    run = training("TPO", seeds=range(150))
     run.params = {n: p[:1].expand_as(p) for n, p in run.params.items()}  # one policy
     prompts, completions, owner, place, _ = run.rollout()[0]
-    prompts, completions = (
-        tr.take(tr.take(prompts, owner), place).flatten(0, 1),
-        tr.take(completions, place).flatten(0, 1),
-    )
+    prompts = tr.take(tr.take(prompts, owner), place).flatten(0, 1)
+    completions = tr.take(completions, place).flatten(0, 1)
     prompt = torch.tensor([0, 1, 1])
     mine = completions[(prompts == prompt).all(1)]
     one = {n: p[0] for n, p in run.params.items()}
@@ -133,3 +135,37 @@ def test_muon_takes_optax_steps():
     first = 0.9 * (0.1 * 0.9 * g["x_kernel"] + 0.1 * h["x_kernel"]) / (1 - 0.9**3) + 0.1 * h["x_kernel"] / (1 - 0.9**2)
     second = (0.001 * 0.999 * g["x_kernel"] ** 2 + 0.001 * h["x_kernel"] ** 2) / (1 - 0.999**2)
     torch.testing.assert_close(after_one["x_kernel"] - params["x_kernel"], first / (second.sqrt() + 1e-8))
+
+
+# The record and the page
+
+
+def test_finished_cells_are_not_trained_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(token_reversal, "RECORD", tmp_path / "record.json")
+    cell = {"method": "TPO", "fields": FIELDS["TPO"], "length": LENGTH, "episodes": 20, "seeds": [0]}
+    token_reversal.run_missing([cell], "cpu")
+    before = json.loads(token_reversal.RECORD.read_text())
+    token_reversal.run_missing([cell, {**cell, "seeds": [1]}], "cpu")
+    after = json.loads(token_reversal.RECORD.read_text())
+    assert after[:1] == before
+    assert [run["seeds"] for run in after] == [[0], [1]]
+    assert [len(run["curve"][0]) for run in after] == [1, 1]
+
+
+def test_page_is_made_from_the_record():
+    runs = json.loads(token_reversal.RECORD.read_text())
+    assert token_reversal.RECORD.with_suffix(".md").read_text() == token_reversal.report(runs)
+
+
+def test_opo_has_the_fields_of_its_best_trial_and_the_others_the_published_ones():
+    runs = json.loads(token_reversal.RECORD.read_text())
+    trials = [run for run in runs if run["seeds"][0] >= token_reversal.TRIAL_SEEDS]
+    assert {run["method"]: run["fields"] for run in trials}.keys() == FIELDS.keys()
+    for method, fields in token_reversal.TRIALS.items():
+        tried = [run for run in trials if run["method"] == method]
+        assert [run["fields"] for run in tried] == fields
+    best = min(tried, key=lambda run: statistics.fmean(token_reversal.over_episodes(run)))
+    assert FIELDS == {**{name: tried[0] for name, tried in token_reversal.TRIALS.items()}, "OPO": best["fields"]}
+    assert not {seed for run in trials for seed in run["seeds"]} & {
+        s for r in runs if r not in trials for s in r["seeds"]
+    }
