@@ -140,16 +140,17 @@ def test_muon_takes_optax_steps():
 # The record and the page
 
 
-def test_finished_cells_are_not_trained_again(monkeypatch, tmp_path):
+def test_only_missing_seeds_are_trained(monkeypatch, tmp_path):
     monkeypatch.setattr(token_reversal, "RECORD", tmp_path / "record.json")
     cell = {"method": "TPO", "fields": FIELDS["TPO"], "length": LENGTH, "episodes": 20, "seeds": [0]}
     token_reversal.run_missing([cell], "cpu")
     before = json.loads(token_reversal.RECORD.read_text())
-    token_reversal.run_missing([cell, {**cell, "seeds": [1]}], "cpu")
+    token_reversal.run_missing([cell, {**cell, "seeds": [0, 1]}], "cpu")
     after = json.loads(token_reversal.RECORD.read_text())
     assert after[:1] == before
     assert [run["seeds"] for run in after] == [[0], [1]]
-    assert [len(run["curve"][0]) for run in after] == [1, 1]
+    both = token_reversal.merged(after)
+    assert [(run["seeds"], len(run["final"]), len(run["curve"])) for run in both] == [([0, 1], 2, 2)]
 
 
 def test_page_is_made_from_the_record():
@@ -165,7 +166,7 @@ def test_opo_has_the_fields_of_its_best_trial_and_the_others_the_published_ones(
         tried = [run for run in trials if run["method"] == method]
         assert [run["fields"] for run in tried] == fields
     best = min(tried, key=lambda run: statistics.fmean(token_reversal.over_episodes(run)))
-    assert FIELDS == {**{name: tried[0] for name, tried in token_reversal.TRIALS.items()}, "OPO": best["fields"]}
+    assert {**{name: tried[0] for name, tried in token_reversal.TRIALS.items()}, "OPO": best["fields"]} == FIELDS
     assert not {seed for run in trials for seed in run["seeds"]} & {
         s for r in runs if r not in trials for s in r["seeds"]
     }
