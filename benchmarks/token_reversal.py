@@ -160,9 +160,9 @@ def report(runs: Sequence[Cell]) -> str:
         row = (run["method"], described(run["fields"]), str(run["length"]), str(run["episodes"]))
         tried.append([*row, f"{statistics.fmean(errors):.1f} ({each})"])
     speeds = "; ".join(
-        f"{run['method']}, H = {run['length']}, {len(run['seeds'])} on {run['device']}: {run['seconds_per_episode']:.2f} s"
-        for run in runs
-        if run["seeds"][0] < TRIAL_SEEDS and run["fields"] == FIELDS[run["method"]]
+        f"{run['method']}, H = {run['length']}, {len(run['seeds'])} on {run['device']}, "
+        f"{run['seconds_per_episode']:.2f} s"
+        for run in with_fields(runs)
     )
     dates = sorted(run["date"][:10] for run in runs)
     versions = {f"torch {run['versions']['torch']}" for run in runs}
@@ -174,8 +174,8 @@ def report(runs: Sequence[Cell]) -> str:
         "## The published setting\n\n"
         "Error of the last of 2,000 episodes. The paper's rows are quoted from arXiv 2604.06159, Table 3\n"
         "(prompt-matched, 20 seeds), which gives no intervals. Seeds differ by much: in the per-seed results of the\n"
-        "paper's repository, H = 10, they range from 0 to 77 for TPO and from 0 to 100 for GRPO, with standard errors\n"
-        "of 4.0 and 9.9. A row with few seeds reproduces nothing.\n\n"
+        "paper's repository, H = 10, they range from 0 to 77 for TPO and from 0 to 100 for GRPO, with standard\n"
+        "errors of 4.0 and 9.9. A row with few seeds reproduces nothing.\n\n"
         f"{table(('method', *(f'H = {length}' for length in lengths)), rows)}\n\n"
         f"Fields: {'; '.join(f'{method} {described(fields)}' for method, fields in FIELDS.items())}.\n\n"
         "## Over all episodes\n\n"
@@ -206,8 +206,12 @@ def merged(runs: Sequence[Cell]) -> list[Cell]:
 
 def chosen_runs(runs: Sequence[Cell]) -> dict[tuple[int, int, str], Cell]:
     """By length, episodes and method: the runs with the method's fields that are no trials."""
-    fitting = [run for run in runs if run["seeds"][0] < TRIAL_SEEDS and run["fields"] == FIELDS[run["method"]]]
-    return {(run["length"], run["episodes"], run["method"]): run for run in merged(fitting)}
+    return {(run["length"], run["episodes"], run["method"]): run for run in merged(with_fields(runs))}
+
+
+def with_fields(runs: Sequence[Cell]) -> list[Cell]:
+    """The runs with their method's fields that are no trials."""
+    return [run for run in runs if run["seeds"][0] < TRIAL_SEEDS and run["fields"] == FIELDS[run["method"]]]
 
 
 def described(fields: dict[str, Any]) -> str:
