@@ -3,7 +3,7 @@ Token reversal with a terminal reward: OPO next to published figures of GRPO and
 
     python -m benchmarks.token_reversal run --lengths 7 8 9 10 --seeds 20 --device cuda    # the published setting
     python -m benchmarks.token_reversal run          # a smaller task, on one core
-    python -m benchmarks.token_reversal trials       # fields of each method compared, on seeds of their own
+    python -m benchmarks.token_reversal trials --seeds 2 --episodes 100    # fields compared, on seeds of their own
     python -m benchmarks.token_reversal report       # results/token_reversal.json → token_reversal.md and .png
 
 A cell is a method with its fields on prompts of one length, all seeds side by side; it is saved when it is finished,
@@ -21,7 +21,8 @@ to Muon, also the biases of queries, keys and values (heads × width), and the o
 also attention's kernels, which have three axes in Flax. The standard deviation of a group's rewards divides by 8, not
 7; the ratio is that of a whole completion. GRPO clips it at 1 ± 0.2 and adds 0.04 × a KL penalty to the policy that
 sampled. Four optimizer steps of TPO and of GRPO on one rollout agree with that code's, with Optax 0.2.8, to the
-rounding of float32. Random numbers differ, so that seeds cannot be compared one by one.
+rounding of float32, but for the biases of keys: these have no effect, and Muon scales their gradient up, which is
+nothing but rounding. Random numbers differ, so that seeds cannot be compared one by one.
 """
 
 import argparse
@@ -180,13 +181,14 @@ def report(runs: Sequence[Cell]) -> str:
         f"Fields: {'; '.join(f'{method} {described(fields)}' for method, fields in FIELDS.items())}.\n\n"
         "## Over the episodes\n\n"
         "The mean over episodes says how fast a method learns. It is taken over whole stretches of 20: of 150\n"
-        "episodes, over the first 140. Prompts of 5 bits and 150 episodes are not the published setting, all else is.\n\n"
+        "episodes, over the first 140. Prompts of 5 bits and 150 episodes are not the published setting, all else\n"
+        "is.\n\n"
         f"{table(('method', 'H', 'episodes', 'error, last episode', 'error, mean over episodes'), ours)}\n\n"
         "![Error over episodes](token_reversal.png)\n\n"
         "## The choice of fields\n\n"
         f"Three trials per method, on seeds from {TRIAL_SEEDS} on, which nothing else uses. Mean error over\n"
-        "the episodes: mean over the seeds, and each. GRPO and TPO keep their published fields in the tables above, so\n"
-        "that they can be checked; OPO has its best.\n\n"
+        "the episodes: mean over the seeds, and each. GRPO and TPO keep their published fields in the tables above,\n"
+        "so that they can be checked; OPO has its best.\n\n"
         f"{table(('method', 'fields', 'H', 'episodes', 'error, mean over episodes'), tried)}\n\n"
         f"Time per episode, seeds side by side: {speeds}.\n\n"
         f"Measured {dates[0]} to {dates[-1]} with {', '.join(sorted(versions))}.\n"
