@@ -155,12 +155,12 @@ def _metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]
     }
 
 
-def run_missing(runs: Sequence[CurveRun], jobs: int) -> int:
-    """Train what is not finished. Returns the exit status."""
+def run_missing(runs: Sequence[CurveRun], jobs: int, preload: Sequence[str] = ()) -> int:
+    """Train what is not finished, with these modules imported, which may register methods. Returns the exit status."""
     missing = [run for run in runs if not run.is_done]
     # Importing takes longer than some of the runs: the server does it once for all.
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["opo_trl.train"])
+    context.set_forkserver_preload(["opo_trl.train", *preload])
     with context.Pool(jobs, maxtasksperchild=1) as pool:
         for _ in tqdm(pool.imap_unordered(train, missing), total=len(missing), desc="runs"):
             pass
