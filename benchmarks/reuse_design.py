@@ -144,7 +144,7 @@ _DYNAMIC: Fields = {"max_sampling_rounds": 4}
 FIGURE = (
     Row("GRPO", "GRPO", budget=3000),
     Row("DAPO", "DAPO", budget=3600),
-    Row("OPO", "OPO", budget=1500),
+    Row("OPO", "OPO", budget=2400),
 )
 # Is it the loss, the replay or the sampling?
 PARTS = (
