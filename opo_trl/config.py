@@ -247,7 +247,10 @@ class RolloutConfig(GRPOConfig):
         """Line of a run's plan: whether it takes off-policy steps, and what bounds them."""
         if self.is_on_policy:
             return "on-policy: the ratio is 1 in every optimizer step"
-        return "off-policy after the first optimizer step of a rollout: there the clip range acts"
+        return f"off-policy after the first optimizer step of a rollout{self._and_replay()}: there the clip range acts"
+
+    def _and_replay(self) -> str:
+        return ", and in every pass that replays earlier rollouts" if self.max_staleness else ""
 
     def describe_objective(self) -> str:
         """Line of a run's plan: the loss."""
@@ -402,7 +405,8 @@ class OPOConfig(RolloutConfig):
                 f"on-policy: the log-ratio is 0 in every optimizer step, so the χ² term and {term} have no effect; "
                 "raise steps_per_generation or num_iterations to take off-policy steps"
             )
-        return f"off-policy after the first optimizer step of a rollout: there the χ² term acts, with {term}"
+        of = "pass" if self.max_staleness else "rollout"  # in replay, the policy that begins a pass is its anchor
+        return f"off-policy after the first optimizer step of a {of}: there the χ² term acts, with {term}"
 
     def describe_objective(self) -> str:
         temperature = f"in {self.temperature_range} from {self.escort_temperature:g}"
