@@ -124,6 +124,13 @@ class RolloutConfig(GRPOConfig):
                 f"max_staleness={self.max_staleness} with num_iterations=1 has no effect: the only pass over a "
                 "rollout is over its own samples. Set `num_iterations` to 2 or more, or `max_staleness` to 0."
             )
+        if self.max_staleness and self.is_on_policy:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} cannot be combined with gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}, which accumulates all num_iterations={self.num_iterations} "
+                "passes over a rollout in one optimizer step: no earlier rollout would be off-policy. Lower "
+                f"`gradient_accumulation_steps` to {self.steps_per_generation} or less, or set `max_staleness` to 0."
+            )
         if self.enable_jit_checkpoint:
             raise ValueError(
                 "enable_jit_checkpoint=True is not allowed: it saves in the middle of an optimizer step, which cannot "
