@@ -241,21 +241,20 @@ class OPOTrainer(PartitionedTrainer):
     def _weights(self, inputs: Mapping[str, Any], logps: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:
         """Importance weight of each sample, `[B]`; 0 for excluded samples."""
         weights = torch.ones_like(inputs["opo_target"])
+        behaviour = inputs.get("opo_behaviour_logps", anchor)
         if "importance_sampling_ratio" in inputs:
             weights = objective.sequence_weights(inputs["importance_sampling_ratio"], mask)
         if self.off_policy_mask_threshold is not None:
             keep = self.get_off_policy_mask(
                 advantages=inputs["advantages"].unsqueeze(1),
                 per_token_logps=logps,
-                sampling_per_token_logps=inputs.get("sampling_per_token_logps", anchor),
+                sampling_per_token_logps=inputs.get("sampling_per_token_logps", behaviour),
                 mask=mask,
                 off_policy_threshold=self.off_policy_mask_threshold,
             )
             weights = weights * keep.squeeze(1)
         if "opo_behaviour_logps" in inputs:
-            since, _ = objective.sequence_log_ratio(
-                anchor, inputs["opo_behaviour_logps"], mask, reduction=self.args.log_ratio_reduction
-            )
+            since, _ = objective.sequence_log_ratio(anchor, behaviour, mask, reduction=self.args.log_ratio_reduction)
             weights = weights * since.exp().clamp(max=_MAX_REPLAY_WEIGHT)
         return torch.where(inputs["opo_valid"], weights, 0.0)
 
