@@ -12,7 +12,8 @@ from .reuse_design import TASK
 
 RUNS = Path("runs/anchored")
 SEEDS = (61, 62, 63)
-BUDGET = 1152
+BUDGET = 1152  # completions: 6 rollouts of 192, or 24 of 48
+LEARNING_RATE = 1e-4
 RADIUS = 3.0
 
 Fields = Mapping[str, Any]
@@ -43,8 +44,8 @@ class Cell:
 
     def run(self, seed: int) -> CurveRun:
         """Its run of a seed."""
-        words = "".join(c if c.isalnum() else "_" for c in self.name)
-        fields = {**TASK, "learning_rate": 1e-4, **REGIMES[self.regime], **self.fields, "seed": seed}
+        words = "".join(c if c.isalnum() else "_" for c in self.name.replace("−", "less").replace("+", "plus"))
+        fields = {**TASK, "learning_rate": LEARNING_RATE, **REGIMES[self.regime], **self.fields, "seed": seed}
         return CurveRun(RUNS / f"{self.regime}_{words}_seed{seed}", fields, BUDGET, points=2)
 
 
