@@ -28,8 +28,8 @@ _INTRODUCTION = """\
 
 Embedded arithmetic task, Level 3, {budget:,} completions and {steps} optimizer steps of 48 completions in every run,
 learning rate {rate:g}, constant, no gradient clipping, no dynamic sampling; seeds {seeds}. No method is tuned here:
-μ = 0.3 is OPO's default, and Kimi's τ, OAPL's β and REBEL's η have the same value, so that these three ask for the same
-differences of log-ratios in a group. TPO's u is the standardized reward, M2PO's threshold 0.04, CISPO's upper bound 5.
+μ = 0.3 is OPO's default, and Kimi's τ, OAPL's β and REBEL's η have the same value, so that these three ask for the
+same differences of log-ratios in a group. TPO's u is the standardized reward, M2PO's threshold 0.04, CISPO's upper bound 5.
 
 Accuracies in % on 250 test problems (before: sampled {before:.1f}): two samples each at temperature 1 ("sampled") and
 0.6, and greedy; "half-way" is the sampled accuracy after {half:,} completions. ± is half of the 95 % t interval.
@@ -48,8 +48,8 @@ over 16 steps, and the regression acts.""",
 A pass is one optimizer step, and OPO's anchor is the policy that takes a completion up: Δ is 0 in every step *by
 construction*. So μ and the form of the ratio have no effect there; only the drive acts, times the weight
 min(π/π_behaviour, 2). With two-valued rewards, drives of zero mean differ only in how much each group counts
-([group_weights.md](group_weights.md)). Kimi k1.5, OAPL, REBEL, TPO and the rows "behaviour policy" keep the policy that
-wrote a completion as its anchor, up to 64 steps later: there the regression acts.""",
+([group_weights.md](group_weights.md)). Kimi k1.5, OAPL, REBEL, TPO and the rows "behaviour policy" keep the policy
+that wrote a completion as its anchor, up to 64 steps later: there the regression acts.""",
 }
 
 
