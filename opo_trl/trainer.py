@@ -141,11 +141,9 @@ class OPOTrainer(PartitionedTrainer):
         omega = objective.escort_weights(
             advantages, alpha=args.alpha, temperature=temperature, anchor_logps=correction, **groups
         )
-        drive, potential = objective.project(omega, scaling=args.drive_scaling, **groups)
+        drive, potential = self._drive(omega, advantages, groups)
         mu = args.mu or objective.stiffness_for_radius(drive, args.chi2_radius, valid=valid)
-        target, mu = objective.admissible_target(
-            drive, mu=mu, positivity=args.positivity, epsilon=args.positivity_epsilon, **groups
-        )
+        target, mu = self._target(drive, mu, groups)
         metrics = rollout_metrics(
             omega, drive, target, chemical_potential=potential, mu=mu, temperature=temperature, **groups
         )
@@ -159,6 +157,17 @@ class OPOTrainer(PartitionedTrainer):
         columns = {"opo_target": target, "opo_valid": valid, "opo_mu": mu, "opo_scale": scale, "opo_step": step}
         expanded = {name: column.expand_as(target) for name, column in columns.items()}
         return {name: own_samples(rollout, column, self.accelerator) for name, column in expanded.items()}
+
+    def _drive(self, omega: Tensor, advantages: Tensor, groups: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Drive `[N]` and chemical potential `[N // G]` of a rollout; `groups` has `num_generations` and `valid`."""
+        return objective.project(omega, scaling=self.args.drive_scaling, **groups)
+
+    def _target(self, drive: Tensor, mu: float | Tensor, groups: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Target `[N]` of a rollout, and the μ it is reached with."""
+        args = self.args
+        return objective.admissible_target(
+            drive, mu=mu, positivity=args.positivity, epsilon=args.positivity_epsilon, **groups
+        )
 
     def _temperature(self, logp_mean: Tensor, rewards_per_func: Tensor, valid: Tensor) -> float | Tensor:
         args = self.args

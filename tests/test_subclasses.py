@@ -125,6 +125,19 @@ def test_example_of_advantages(tiny_model, tmp_path):
         assert len(target[rows][below].unique()) == 1  # all that are not better are treated alike
 
 
+# The target
+
+
+def test_example_of_the_target(tiny_model, tmp_path):
+    rewards = [0.0, 1.0, None, 0.5, 2.0, 2.0, 2.0, 2.0]
+    lower, plain = (
+        trained(tiny_model, tmp_path / kind.__name__, kind, rewards=rewards).rollouts[0]
+        for kind in (example("Pessimistic"), RecordingOPO)
+    )
+    torch.testing.assert_close(lower.opo_target, plain.opo_target - 0.1 * plain.opo_valid)
+    assert lower.opo_target[2] == 0
+
+
 # The loss
 
 

@@ -229,8 +229,9 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             self._replay.add(rollout, self.accelerator.gather(rollout["advantages"]))
         passed, position = divmod(position, args.steps_per_generation)
         if position == 0:
+            rows = self._rows_of_pass(index, passed)
             steps = rows_of_steps(
-                self._rows_of_pass(index, passed),
+                rows,
                 steps_per_generation=args.steps_per_generation,
                 gradient_accumulation_steps=args.gradient_accumulation_steps,
                 seed=args.seed,
@@ -239,7 +240,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
                 process=self.accelerator.process_index,
                 processes=self.accelerator.num_processes,
             )
-            has_moved = passed > 0 and args.max_staleness == 0  # since the log-probabilities in the rollout
+            has_moved = passed > 0 and "old_per_token_logps" in rows  # since these log-probabilities
             self._buffered_inputs = self._micro_batches(steps, 0 if has_moved else until_update)
         if args.num_iterations > 1:
             self._metrics["train"]["opo/pass"].append(passed + 1)

@@ -1,0 +1,101 @@
+"""The runs of the benchmark of anchored regressions (see anchored_regressions.py)."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import anchored_methods  # noqa: F401 (registers the methods that the cells name)
+from .learning_curves import CurveRun
+from .reuse_design import TASK
+
+
+RUNS = Path("runs/anchored")
+SEEDS = (61, 62, 63)
+BUDGET = 1152  # completions: 6 rollouts of 192, or 24 of 48
+LEARNING_RATE = 1e-4
+RADIUS = 3.0
+
+Fields = Mapping[str, Any]
+
+REGIMES: dict[str, Fields] = {
+    "passes": {"steps_per_generation": 4, "num_iterations": 4},
+    "replay": {"steps_per_generation": 1, "num_iterations": 4, "max_staleness": 16},
+}
+BASELINE = "OPO"  # of the differences in each regime
+
+
+@dataclass(frozen=True)
+class Cell:
+    """
+    A row of a table.
+
+    Args:
+        regime (`str`): of [`REGIMES`].
+        part (`str`): heading of the rows that it belongs to.
+        name (`str`): what the page calls it.
+        fields (`Mapping[str, Any]`): its fields.
+    """
+
+    regime: str
+    part: str
+    name: str
+    fields: Fields
+
+    def run(self, seed: int) -> CurveRun:
+        """Its run of a seed."""
+        words = "".join(c if c.isalnum() else "_" for c in self.name.replace("−", "less").replace("+", "plus"))
+        fields = {**TASK, "learning_rate": LEARNING_RATE, **REGIMES[self.regime], **self.fields, "seed": seed}
+        return CurveRun(RUNS / f"{self.regime}_{words}_seed{seed}", fields, BUDGET, points=2)
+
+
+def _opo(trainer: str = "opo", **fields: Any) -> Fields:
+    return {"trainer": trainer, "skip_inert_rows": False, **fields}
+
+
+_UNSCALED = {"scale_rewards": "none"}
+_WHOLE = {"plan_micro_batches": False}  # groups
+_AT_RADIUS = {"chi2_radius": RADIUS}
+_CISPO = {"trainer": "grpo", "loss_type": "cispo", "epsilon_high": 5.0}
+_M2PO = _opo("M2PO", **_WHOLE)
+
+_FAMILY = "The family"
+_TARGET = "OPO taken apart: the target"
+_RATIO = "OPO taken apart: the ratio"
+_ANCHOR = "OPO taken apart: anchor and weight"
+
+CELLS = (
+    Cell("passes", _FAMILY, BASELINE, _opo()),
+    Cell("passes", _FAMILY, "Kimi k1.5, τ = 0.3", _opo("Kimi", **_UNSCALED)),
+    Cell("passes", _FAMILY, "OAPL, β = 0.3", _opo("OAPL", **_UNSCALED)),
+    Cell("passes", _FAMILY, "Algorithm 1, without projection", _opo("WithoutProjection")),
+    Cell("passes", _FAMILY, "M2PO", _M2PO),
+    Cell("passes", _FAMILY, "CISPO", _CISPO),
+    Cell("passes", _TARGET, "χ² radius 3", _opo(**_AT_RADIUS)),
+    Cell("passes", _TARGET, "χ² radius 3, normalized in the log", _opo("LogNormalized", **_AT_RADIUS)),
+    Cell("passes", _TARGET, "χ² radius 3, linear weights", _opo("Linear", **_AT_RADIUS, **_UNSCALED)),
+    Cell("passes", _TARGET, "target − 0.5", _opo("Lowered")),
+    Cell("passes", _TARGET, "target + 0.5", _opo("Raised")),
+    Cell("passes", _RATIO, "exact ratio", _opo(ratio_form="exact")),
+    Cell("passes", _ANCHOR, "behaviour policy, weight ≤ 2", _opo("WeightedBehaviourAnchor")),
+    Cell("passes", _ANCHOR, "latest policy, weight ≤ 2", _opo("LatestAnchor")),
+    Cell("replay", _FAMILY, BASELINE, _opo()),
+    Cell("replay", _FAMILY, "Kimi k1.5, τ = 0.3", _opo("Kimi", **_UNSCALED)),
+    Cell("replay", _FAMILY, "OAPL, β = 0.3", _opo("OAPL", **_UNSCALED)),
+    Cell("replay", _FAMILY, "REBEL, η = 0.3", _opo("REBEL", **_UNSCALED, **_WHOLE)),
+    Cell("replay", _FAMILY, "TPO", _opo("TPO", mu=1.0, **_WHOLE)),
+    Cell("replay", _FAMILY, "Algorithm 1, without projection", _opo("WithoutProjection")),
+    Cell("replay", _FAMILY, "M2PO", _M2PO),
+    Cell("replay", _FAMILY, "CISPO", _CISPO),
+    Cell("replay", _TARGET, "linear weights", _opo("Linear", **_UNSCALED)),
+    Cell("replay", _ANCHOR, "behaviour policy, weight 1", _opo("BehaviourAnchor")),
+    Cell("replay", _ANCHOR, "behaviour policy, weight ≤ 2", _opo("WeightedBehaviourAnchor")),
+    Cell("replay", _ANCHOR, "latest policy, weight 1", _opo("UnweightedLatestAnchor")),
+)
+
+
+def runs() -> Iterator[CurveRun]:
+    """All runs, seed by seed."""
+    for seed in SEEDS:
+        for cell in CELLS:
+            yield cell.run(seed)
