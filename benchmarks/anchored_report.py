@@ -29,7 +29,8 @@ _INTRODUCTION = """\
 Embedded arithmetic task, Level 3, {budget:,} completions and {steps} optimizer steps of 48 completions in every run,
 learning rate {rate:g}, constant, no gradient clipping, no dynamic sampling; seeds {seeds}. No method is tuned here:
 μ = 0.3 is OPO's default, and Kimi's τ, OAPL's β and REBEL's η have the same value, so that these three ask for the
-same differences of log-ratios in a group. TPO's u is the standardized reward, M2PO's threshold 0.04, CISPO's upper bound 5.
+same differences of log-ratios in a group. TPO's u is the standardized reward, M2PO's threshold 0.04, CISPO's upper
+bound 5.
 
 Accuracies in % on 250 test problems (before: sampled {before:.1f}): two samples each at temperature 1 ("sampled") and
 0.6, and greedy; "half-way" is the sampled accuracy after {half:,} completions. ± is half of the 95 % t interval.
