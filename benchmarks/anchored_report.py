@@ -47,7 +47,9 @@ weight min(π/π_behaviour, 2) both anchors work, and without it the latest poli
 policy as anchor falls back to what its neighbours reach.** A completion that the policy has left behind then no longer
 pushes; without the weight only the χ² term can hold it, and only towards the behaviour policy.
 
-These are directions: few seeds, one or two in most rows. As far as they go:
+These are directions, not results: passes have two seeds, replay has *one*, and of the sampled differences only those of
+OAPL and of normalization in the log exclude 0. What replay says of weight and anchor rests on a single seed. As far as
+it goes:
 
 - *Weight and anchor.* The weight decides, not the anchor. With it, the behaviour policy as anchor is as good as the
   latest one in both regimes, and in both it is ahead of OPO's defaults for passes, which have no weight.
@@ -74,7 +76,7 @@ A pass is one optimizer step, and OPO's anchor is the policy that takes a comple
 construction*. So μ and the form of the ratio have no effect there; only the drive acts, times the weight
 min(π/π_behaviour, 2). With two-valued rewards, drives of zero mean differ only in how much each group counts
 ([group_weights.md](group_weights.md)). Kimi k1.5, OAPL, REBEL, TPO and the rows "behaviour policy" keep the policy
-that wrote a completion as its anchor, up to 64 steps later: there the regression acts.""",
+that wrote a completion as its anchor, up to some 64 steps later: there the regression acts.""",
 }
 
 
