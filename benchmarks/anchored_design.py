@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from . import anchored_methods  # noqa: F401 (registers the methods that the cells name)
+from .anchored_report import BASELINE
 from .learning_curves import CurveRun
 from .reuse_design import TASK
 
@@ -22,7 +23,6 @@ REGIMES: dict[str, Fields] = {
     "passes": {"steps_per_generation": 4, "num_iterations": 4},
     "replay": {"steps_per_generation": 1, "num_iterations": 4, "max_staleness": 16},
 }
-BASELINE = "OPO"  # of the differences in each regime
 
 
 @dataclass(frozen=True)
