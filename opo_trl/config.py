@@ -412,8 +412,10 @@ class OPOConfig(RolloutConfig):
                 f"on-policy: the log-ratio is 0 in every optimizer step, so the χ² term and {term} have no effect; "
                 "raise steps_per_generation or num_iterations to take off-policy steps"
             )
-        of = "pass" if self.max_staleness else "rollout"  # in replay, the policy that begins a pass is its anchor
-        return f"off-policy after the first optimizer step of a {of}: there the χ² term acts, with {term}"
+        return (
+            f"off-policy after the first optimizer step of a rollout{self._and_replay()}: there the χ² term acts, "
+            f"with {term}"
+        )
 
     def describe_objective(self) -> str:
         temperature = f"in {self.temperature_range} from {self.escort_temperature:g}"
