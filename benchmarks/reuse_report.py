@@ -40,8 +40,8 @@ def write_report(record: Mapping[str, Any], folder: Path) -> None:
         "Each method with its best trial, on ten seeds that no choice was based on.\n\n" + _goals(FIGURE, rows),
         "## What does it\n\nFive of these seeds. Only OPO's and GRPO's own rows were tuned; the others change what "
         "their name says.\n\n" + _goals(PARTS, rows),
-        "## Does it hold\n\nAccuracies after 1,500 completions. Below the first six rows, three of these seeds, and one "
-        "thing differs from the tuned\nfields.\n\n" + _ends((*FIGURE[::2], *PARTS, *CHECKS), rows, 1500),
+        "## Does it hold\n\nAccuracies after 1,500 completions. Below the first six rows, three of these seeds, and "
+        "one thing differs from the\ntuned fields.\n\n" + _ends((*FIGURE[::2], *PARTS, *CHECKS), rows, 1500),
         *(
             f"## Somebody else's task: {task}\n\nOf reasoning-gym (`benchmarks/gym_tasks.py`), with the fields tuned "
             f"on arithmetic, five seeds; accuracies after 750\nand 1,500 completions. {_catches_up(task, rows)}"
@@ -183,7 +183,7 @@ def _greedy_difference(name: str, curves: Curves, rows: Rows, goal: float) -> st
     ]
     found = paired_difference(*sides).estimate
     low, high = found.interval or (found.mean, found.mean)
-    return f"{found.mean:+.1f} [{low:+.1f}, {high:+.1f}]"
+    return f"{found.mean:+.1f} [{low:+.1f}, {high:+.1f}]".replace("-", "−")
 
 
 def _ends(rows: Sequence[Row], all_rows: Rows, completions: int) -> str:

@@ -159,7 +159,7 @@ def test_plan_says_how_often_completions_serve(tiny_model, tmp_path, options, sa
 def test_plan_names_where_the_policy_is_off_policy(tiny_model, tmp_path):
     replay = {**REUSE, "num_iterations": 3, "max_staleness": 2}
     assert "step of a rollout: there the χ²" in make(tiny_model, tmp_path, **REUSE).plan
-    assert "step of a pass: there the χ²" in make(tiny_model, tmp_path, **replay).plan
+    assert "and in every pass that replays earlier rollouts: there the χ²" in make(tiny_model, tmp_path, **replay).plan
     baseline = RolloutConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, **replay)
     assert "and in every pass that replays" in baseline.describe_policy()
 

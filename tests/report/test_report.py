@@ -304,7 +304,7 @@ def test_report_is_self_contained(broken_run, page):
     images = page.named("img")
     assert len(images) == 3
     assert all(image["src"].startswith("data:image/png;base64,iVBOR") and image["alt"] for image in images)
-    assert len(page.named("polyline")) == 16
+    assert len(page.named("polyline")) == 18
     for points in (element["points"].split() for element in page.named("polyline")):
         assert all(0 <= float(x) <= 100 and 0 <= float(y) <= 24 for x, y in (point.split(",") for point in points))
     without = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "", html)
@@ -318,7 +318,7 @@ def test_report_has_every_part(page):
         "Run: a <b>run",
         "OPO, model arithmetic",
         "Finished: 40 optimizer steps in 61 seconds.",
-        "14 of 15 diagnostics are healthy.",
+        "16 of 17 diagnostics are healthy.",
         "8 prompts × 6 completions = 48",
         "50.0% [40.0%, 60.0%]",
         "87.5%",
@@ -358,7 +358,7 @@ def test_interrupted_run_has_a_report(without_matplotlib, tmp_path):
     assert "Set validation_steps" in page.text
     assert [row[1:] for row in describe(run)["accuracies"]["rows"]] == [["50.0% [40.0%, 60.0%]", "–"]]
     assert not page.named("img")
-    assert len(page.named("polyline")) == 15
+    assert len(page.named("polyline")) == 17
 
 
 def test_run_that_has_logged_nothing_has_a_report(tmp_path):
