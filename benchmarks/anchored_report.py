@@ -47,8 +47,8 @@ weight min(π/π_behaviour, 2) both anchors work, and without it the latest poli
 policy as anchor falls back to what its neighbours reach.** A completion that the policy has left behind then no longer
 pushes; without the weight only the χ² term can hold it, and only towards the behaviour policy.
 
-These are directions, not results: passes have two seeds, replay has *one*, and of the sampled differences only those of
-OAPL and of normalization in the log exclude 0. What replay says of weight and anchor rests on a single seed. As far as
+These are directions, not results: passes have two seeds, replay has *one*, and of the sampled differences only those
+of OAPL and of normalization in the log exclude 0. What replay says of weight and anchor rests on a single seed. As far as
 it goes:
 
 - *Weight and anchor.* The weight decides, not the anchor. With it, the behaviour policy as anchor is as good as the
