@@ -48,8 +48,8 @@ policy as anchor falls back to what its neighbours reach.** A completion that th
 pushes; without the weight only the χ² term can hold it, and only towards the behaviour policy.
 
 These are directions, not results: passes have two seeds, replay has *one*, and of the sampled differences only those
-of OAPL and of normalization in the log exclude 0. What replay says of weight and anchor rests on a single seed. As far as
-it goes:
+of OAPL and of normalization in the log exclude 0. What replay says of weight and anchor rests on a single seed.
+As far as it goes:
 
 - *Weight and anchor.* The weight decides, not the anchor. With it, the behaviour policy as anchor is as good as the
   latest one in both regimes, and in both it is ahead of OPO's defaults for passes, which have no weight.
