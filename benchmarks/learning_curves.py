@@ -5,6 +5,7 @@ Each run ends once it has generated a budget of completions. Accuracies are meas
 completion counted has been trained on, and their time is not counted.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -14,10 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.optimize import isotonic_regression
 from tqdm import tqdm
 from transformers import TrainerCallback
 
 from opo_trl.evaluate import evaluate, temporarily
+from opo_trl.metrics.step_clock import PHASES
 
 from .many_runs import options
 
@@ -87,6 +91,30 @@ class Curve(TrainerCallback):
         self.measuring += time.perf_counter() - began
 
 
+def smoothed(points: Sequence[Mapping[str, Any]]) -> list[float]:
+    """
+    Sampled accuracy at the points of a curve, by isotonic regression: the nearest curve that never falls. Crossings of
+    the raw curve would come too early, the more so the more points it has.
+    """
+    return isotonic_regression([point["sampled"] for point in points]).x.tolist()
+
+
+def completions_to(goal: float, points: Sequence[Mapping[str, Any]]) -> float | None:
+    """Completions after which the smoothed curve, linear between its points, reaches an accuracy; `None` if never."""
+    heights = smoothed(points)
+    for i, (before, after) in enumerate(itertools.pairwise(heights)):
+        if after >= goal:
+            share = (goal - before) / (after - before) if after > before else 0.0
+            first, last = (point["completions"] for point in points[i : i + 2])
+            return first + share * (last - first)
+    return None
+
+
+def at(completions: float, points: Sequence[Mapping[str, Any]], name: str) -> float:
+    """A measurement after some completions, between the points of a curve by linear interpolation."""
+    return float(np.interp(completions, [p["completions"] for p in points], [p[name] for p in points]))
+
+
 def train(run: CurveRun) -> CurveRun:
     """Train in this process, which must be a new one; its output goes to a file next to the run's folder."""
     from opo_trl.train import prepare
@@ -102,17 +130,23 @@ def train(run: CurveRun) -> CurveRun:
     ready.trainer.add_callback(curve)
     with ready.lock:
         ready.trainer.train()
-    log_lines = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
-    (run.folder / "curve.json").write_text(json.dumps({"points": curve.points, "steps": _steps(log_lines)}))
+    log = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
+    steps = [entry for entry in log if "grad_norm" in entry]
+    found = {"points": curve.points, "phases": _seconds(steps), "steps": _metrics(steps)}
+    (run.folder / "curve.json").write_text(json.dumps(found))
     return run
 
 
-_KEPT = ("entropy", "opo/pass", "opo/target_fit", "opo/held_out_fit", "opo/ratio/ess", "completions/generated")
+_KEPT = ("entropy", "opo/pass", "opo/target_fit", "opo/ratio/ess", "completions/generated")
 
 
-def _steps(log: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Metrics of the optimizer steps, to four digits."""
-    steps = [entry for entry in log if "grad_norm" in entry]
+def _seconds(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds of all optimizer steps, by phase."""
+    return {phase: round(sum(entry[f"opo/time/{phase}"] for entry in steps), 3) for phase in PHASES}
+
+
+def _metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+    """Metrics of each optimizer step, to four digits."""
     found = {name: [entry.get(name) for entry in steps] for name in _KEPT}
     return {
         name: [None if value is None else float(f"{value:.4g}") for value in values]
@@ -121,12 +155,12 @@ def _steps(log: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     }
 
 
-def run_missing(runs: Sequence[CurveRun], jobs: int) -> int:
-    """Train what is not finished. Returns the exit status."""
+def run_missing(runs: Sequence[CurveRun], jobs: int, preload: Sequence[str] = ()) -> int:
+    """Train what is not finished, with these modules imported, which may register methods. Returns the exit status."""
     missing = [run for run in runs if not run.is_done]
     # Importing takes longer than some of the runs: the server does it once for all.
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["opo_trl.train"])
+    context.set_forkserver_preload(["opo_trl.train", *preload])
     with context.Pool(jobs, maxtasksperchild=1) as pool:
         for _ in tqdm(pool.imap_unordered(train, missing), total=len(missing), desc="runs"):
             pass

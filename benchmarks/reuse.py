@@ -1,35 +1,62 @@
 """
-Reuse of completions: accuracy over completions generated, for OPO with replay and for GRPO, DAPO and CISPO.
+Reuse of completions: accuracy over completions generated, for OPO with replay and for tuned GRPO and DAPO.
 
-    python -m benchmarks.reuse run --jobs 2         # all missing runs, into runs/reuse
+    python -m benchmarks.reuse tune --jobs 2        # trials of each method, into runs/reuse
+    python -m benchmarks.reuse run --jobs 2         # every row of the page that is missing
+    python -m benchmarks.reuse time                 # seconds, one run at a time, beside TRL's own GRPOTrainer
     python -m benchmarks.reuse collect              # runs/reuse → benchmarks/results/reuse.json.gz
-    python -m benchmarks.reuse report               # results/reuse.json.gz → results/reuse.md and reuse_*.png
+    python -m benchmarks.reuse report               # results/reuse.json.gz → results/reuse.md and reuse.png
+
+The rows on reasoning-gym need its base models: `python -m benchmarks.gym_tasks ab --output runs/gym/ab`, and the same
+for `palindrome_generation`.
+
+Tuning minimizes the completions to both goals together. Each trial runs on one seed, the best of each method on two
+more; the rows are on other seeds. `reuse_design` has the fields of each run.
 """
 
 import argparse
-import itertools
+import gzip
 import json
+import multiprocessing
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from pathlib import Path
 from typing import Any
 
-from .learning_curves import CurveRun, run_missing
-from .reuse_design import CONTENDERS, FINALISTS, GOALS, TUNING_SEEDS, Contender, first_trials, trial
+from .learning_curves import CurveRun, completions_to, run_missing
+from .many_runs import options
+from .record import origin
+from .reuse_design import (
+    CONTENDERS,
+    FINALISTS,
+    GOALS,
+    ROWS,
+    TASK,
+    TIMED_COMPLETIONS,
+    TIMED_SEEDS,
+    TUNING_SEEDS,
+    Contender,
+    Row,
+    first_trials,
+    trial,
+)
+from .reuse_report import write_report
 
 
-def completions_to(goal: float, points: Sequence[Mapping[str, Any]], axis: str = "completions") -> float | None:
-    """Where a curve first reaches a sampled accuracy, between its points by linear interpolation; `None` if never."""
-    for before, after in itertools.pairwise(points):
-        if after["sampled"] >= goal:
-            share = (goal - before["sampled"]) / (after["sampled"] - before["sampled"])
-            return before[axis] + share * (after[axis] - before[axis])
-    return None
+RESULTS = Path(__file__).resolve().parent / "results"
+RECORD = RESULTS / "reuse.json.gz"
+TIMES = Path("runs/reuse/times.json")
+
+
+def curve_of(run: CurveRun) -> dict[str, Any]:
+    """What a finished run has measured."""
+    return json.loads((run.folder / "curve.json").read_text())
 
 
 def cost(run: CurveRun) -> float:
     """What tuning minimizes: completions to both goals together; a goal that is not reached counts 1.5 budgets."""
-    points = json.loads((run.folder / "curve.json").read_text())["points"]
+    points = curve_of(run)["points"]
     reached = [completions_to(goal, points) for goal in GOALS]
     return sum(1.5 * run.budget if at is None else at for at in reached)
 
@@ -48,6 +75,12 @@ def best_trial(contender: Contender) -> int:
     return min(costs, key=lambda n: costs[n])
 
 
+def tuned(name: str) -> dict[str, Any]:
+    """Fields of a contender, with those of its best trial."""
+    contender = next(contender for contender in CONTENDERS if contender.name == name)
+    return {**contender.fields, **contender.trials[best_trial(contender)]}
+
+
 def tune(jobs: int) -> int:
     """Run the trials, then the finalists on further seeds."""
     if status := run_missing(list(first_trials()), jobs):
@@ -56,12 +89,94 @@ def tune(jobs: int) -> int:
     return run_missing(further, jobs)
 
 
+def runs_of(row: Row) -> dict[int, CurveRun]:
+    """Seed → run of a row."""
+    return {seed: row.run(tuned(row.method), seed) for seed in row.seeds}
+
+
+def seconds_per_completion(name: str, seed: int) -> float:
+    """Seconds of training per completion generated; TRL's own trainer runs GRPO's fields."""
+    from trl import GRPOTrainer
+
+    from opo_trl.train import prepare
+
+    fields = TASK | tuned("GRPO" if name == "TRL" else name)
+    fields |= {"output_dir": f"runs/reuse/times/{name}", "seed": seed, "overwrite": True}
+    steps = TIMED_COMPLETIONS // 48 * fields["num_iterations"]
+    ready = prepare(options({**fields, "max_steps": steps}))
+    trainer: Any = ready.trainer
+    if name == "TRL":
+        trainer = GRPOTrainer(
+            model=trainer.model,
+            reward_funcs=trainer.reward_funcs,
+            args=trainer.args,
+            train_dataset=ready.data.training,
+        )
+    began = time.perf_counter()
+    with ready.lock:
+        trainer.train()
+    seconds = time.perf_counter() - began
+    generated = TIMED_COMPLETIONS if name == "TRL" else ready.trainer.completions_generated
+    return seconds / generated
+
+
+def measure_times() -> int:
+    """Measure the seconds of each method, one run at a time, each in a process of its own."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["opo_trl.train"])
+    cases = [(name, seed) for seed in TIMED_SEEDS for name in ("TRL", "GRPO", "DAPO", "OPO")]
+    with context.Pool(1, maxtasksperchild=1) as pool:
+        found = pool.starmap(seconds_per_completion, cases, chunksize=1)
+    TIMES.parent.mkdir(parents=True, exist_ok=True)
+    times = [{"name": name, "seed": seed, "seconds": s} for (name, seed), s in zip(cases, found, strict=True)]
+    TIMES.write_text(json.dumps(times))
+    return 0
+
+
+def collect() -> None:
+    """Write the record; rows without a finished run are left out, and named."""
+    rows, missing = {}, []
+    for row in ROWS:
+        done = {seed: curve_of(run) for seed, run in runs_of(row).items() if run.is_done}
+        missing += [] if len(done) == len(row.seeds) else [row.name]
+        if len(done) == len(row.seeds):
+            rows[row.name] = {str(seed): curve for seed, curve in done.items()}
+    tuning = {
+        contender.name: {
+            "best": best_trial(contender),
+            "costs": [
+                {
+                    str(seed): round(cost(trial(contender, n, seed)))
+                    for seed in TUNING_SEEDS
+                    if trial(contender, n, seed).is_done
+                }
+                for n in range(len(contender.trials))
+            ],
+        }
+        for contender in CONTENDERS
+    }
+    times = json.loads(TIMES.read_text()) if TIMES.exists() else []
+    text = json.dumps({**origin(), "tuning": tuning, "times": times, "rows": rows})
+    RECORD.write_bytes(gzip.compress(text.encode(), mtime=0))
+    print(f"{len(rows)} rows; without a finished run for each seed: {', '.join(missing) or 'none'}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["run", "collect", "report"])
+    parser.add_argument("command", choices=["tune", "run", "time", "collect", "report"])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     arguments = parser.parse_args()
-    return tune(arguments.jobs)
+    if arguments.command == "tune":
+        return tune(arguments.jobs)
+    if arguments.command == "run":
+        return run_missing([run for row in ROWS for run in runs_of(row).values()], arguments.jobs)
+    if arguments.command == "time":
+        return measure_times()
+    if arguments.command == "collect":
+        collect()
+    else:
+        write_report(json.loads(gzip.decompress(RECORD.read_bytes())), RESULTS)
+    return 0
 
 
 if __name__ == "__main__":

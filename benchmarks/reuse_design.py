@@ -16,6 +16,7 @@ FINALISTS = 2
 SEEDS = tuple(range(101, 111))  # that no choice was based on
 FEW_SEEDS = SEEDS[:5]  # of the robustness checks
 GOALS = (0.82, 0.88)  # sampled accuracies
+TIMED_COMPLETIONS, TIMED_SEEDS = 960, (201, 202, 203)
 
 Fields = Mapping[str, Any]
 
@@ -78,9 +79,6 @@ CONTENDERS = (
         "#56b4e9",
     ),
     Contender(
-        "CISPO", {"trainer": "grpo", "loss_type": "cispo"}, _clipped("epsilon_high", (2.0, 5.0)), 3000, "#009e73"
-    ),
-    Contender(
         "OPO",
         # Zero-gradient samples are computed for their entropy.
         {"trainer": "opo", "skip_inert_rows": False},
@@ -112,3 +110,88 @@ def first_trials() -> Iterator[CurveRun]:
     for contender in CONTENDERS:
         for number in range(len(contender.trials)):
             yield trial(contender, number, TUNING_SEEDS[0])
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    A row of the page: runs that differ only in the seed.
+
+    Args:
+        name (`str`): what the page calls it.
+        method (`str`): of [`CONTENDERS`], whose tuned fields it has.
+        fields (`Mapping[str, Any]`): its other fields.
+        budget (`int`): completions of a run.
+        seeds (`tuple[int, ...]`): its seeds.
+        points (`int`): points of a curve, at most.
+    """
+
+    name: str
+    method: str
+    fields: Fields = field(default_factory=dict)
+    budget: int = 1500
+    seeds: tuple[int, ...] = SEEDS
+    points: int = 8
+
+    def run(self, tuned: Fields, seed: int) -> CurveRun:
+        """A run, with the tuned fields of its method."""
+        return run_of(self.name, {**tuned, **self.fields}, self.budget, seed, points=self.points)
+
+
+_ONE_PASS: Fields = {"num_iterations": 1, "max_staleness": 0}
+_DYNAMIC: Fields = {"max_sampling_rounds": 4}
+
+FIGURE = (
+    Row("GRPO", "GRPO", budget=3000),
+    Row("DAPO", "DAPO", budget=3600),
+    Row("OPO", "OPO", budget=2400),
+)
+# Is it the loss, the replay or the sampling?
+PARTS = (
+    Row("OPO, one pass", "OPO", _ONE_PASS | {"learning_rate": 1e-4}, 2400, FEW_SEEDS),
+    Row("OPO, passes over the current rollout only", "OPO", {"max_staleness": 0}, 1500, FEW_SEEDS),
+    Row("OPO, dynamic sampling", "OPO", _DYNAMIC, 2000, FEW_SEEDS),
+    Row("GRPO, replay as OPO's", "GRPO", {"num_iterations": 4, "max_staleness": 32}, 1500, FEW_SEEDS),
+)
+
+
+def _checks() -> Iterator[Row]:
+    """Robustness checks: one thing differs from the figure's runs."""
+    for rate in (2.5e-5, 2e-4):
+        for method in ("GRPO", "OPO"):
+            yield Row(
+                f"{method}, learning rate {rate:g}", method, {"learning_rate": rate}, seeds=FEW_SEEDS[:3], points=3
+            )
+    yield Row("OPO, 8 passes", "OPO", {"num_iterations": 8}, seeds=FEW_SEEDS[:3], points=3)
+    yield Row("OPO, 4 earlier rollouts", "OPO", {"max_staleness": 4}, seeds=FEW_SEEDS[:3], points=3)
+    for name, fields in {
+        "gradients clipped at norm 1": {"max_grad_norm": 1.0},
+        "graded rewards": {"reward_funcs": "benchmarks.reuse_rewards.share_of_digits"},
+        "64 prompts": {"fraction": 64 / 2048},
+    }.items():
+        for method in ("GRPO", "OPO"):
+            yield Row(f"{method}, {name}", method, fields, seeds=FEW_SEEDS[:3], points=3)
+
+
+CHECKS = (*_checks(),)
+
+# Tasks of benchmarks/gym_tasks.py, built into runs/gym, with the settings that were tuned on arithmetic.
+GYM = {"ab": ("ab_reward", 56), "palindrome_generation": ("palindrome_reward", 16)}
+
+
+def _gym_rows() -> Iterator[Row]:
+    for task, (reward, length) in GYM.items():
+        fields = {
+            "model_name_or_path": f"runs/gym/{task}",
+            "dataset_name": f"runs/gym/{task}/data",
+            "reward_funcs": f"benchmarks.gym_tasks.{reward}",
+            "max_completion_length": length,
+            "report_levels": task,
+            "levels": task,
+        }
+        for method in ("GRPO", "OPO"):
+            yield Row(f"{task}, {method}", method, fields, 1500, FEW_SEEDS, points=4)
+
+
+GYM_ROWS = (*_gym_rows(),)
+ROWS = (*FIGURE, *PARTS, *GYM_ROWS, *CHECKS)

@@ -124,6 +124,13 @@ class RolloutConfig(GRPOConfig):
                 f"max_staleness={self.max_staleness} with num_iterations=1 has no effect: the only pass over a "
                 "rollout is over its own samples. Set `num_iterations` to 2 or more, or `max_staleness` to 0."
             )
+        if self.max_staleness and self.is_on_policy:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} cannot be combined with gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}, which accumulates all num_iterations={self.num_iterations} "
+                "passes over a rollout in one optimizer step: no earlier rollout would be off-policy. Lower "
+                f"`gradient_accumulation_steps` to {self.steps_per_generation} or less, or set `max_staleness` to 0."
+            )
         if self.enable_jit_checkpoint:
             raise ValueError(
                 "enable_jit_checkpoint=True is not allowed: it saves in the middle of an optimizer step, which cannot "
@@ -247,7 +254,10 @@ class RolloutConfig(GRPOConfig):
         """Line of a run's plan: whether it takes off-policy steps, and what bounds them."""
         if self.is_on_policy:
             return "on-policy: the ratio is 1 in every optimizer step"
-        return "off-policy after the first optimizer step of a rollout: there the clip range acts"
+        return f"off-policy after the first optimizer step of a rollout{self._and_replay()}: there the clip range acts"
+
+    def _and_replay(self) -> str:
+        return ", and in every pass that replays earlier rollouts" if self.max_staleness else ""
 
     def describe_objective(self) -> str:
         """Line of a run's plan: the loss."""
@@ -402,7 +412,10 @@ class OPOConfig(RolloutConfig):
                 f"on-policy: the log-ratio is 0 in every optimizer step, so the χ² term and {term} have no effect; "
                 "raise steps_per_generation or num_iterations to take off-policy steps"
             )
-        return f"off-policy after the first optimizer step of a rollout: there the χ² term acts, with {term}"
+        return (
+            f"off-policy after the first optimizer step of a rollout{self._and_replay()}: there the χ² term acts, "
+            f"with {term}"
+        )
 
     def describe_objective(self) -> str:
         temperature = f"in {self.temperature_range} from {self.escort_temperature:g}"

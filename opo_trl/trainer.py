@@ -37,8 +37,8 @@ logger = get_logger(__name__)
 # Bound on the logged log-ratio of whole completions, which keeps its exponential finite in float32.
 _SEQUENCE_CLAMP = 20.0
 
-# Bound on the weight π/π_behaviour of a completion of an earlier rollout.
-_MAX_REPLAY_WEIGHT = 2.0
+# Bound on the weight π/π_k of a completion that several passes train on.
+_MAX_WEIGHT = 2.0
 
 
 class OPOTrainer(PartitionedTrainer):
@@ -216,7 +216,6 @@ class OPOTrainer(PartitionedTrainer):
         # Without a token that counts, an invalid sample has no log-ratio, no KL term and no entropy bonus.
         mask = completion_tokens(inputs) & inputs["opo_valid"].unsqueeze(1)
         anchor = self._anchor_logps(inputs, logps)
-        behaviour = inputs.get("opo_behaviour_logps", anchor)
         # Under `top_entropy_quantile`, the other tokens stay in the length but have no ratio.
         steering = inputs.get("opo_steering", mask)
         steered = torch.where(steering, logps, anchor)
@@ -237,7 +236,6 @@ class OPOTrainer(PartitionedTrainer):
             clamped=clamped,
             age=self.state.global_step - inputs["opo_step"],
             sequence_log_ratio=objective.sequence_log_ratio(logps.detach(), anchor, mask, clamp=_SEQUENCE_CLAMP)[0],
-            behaviour_log_ratio=objective.sequence_log_ratio(logps.detach(), behaviour, mask)[0],
             kl=kl if args.log_ratio_reduction == "sum" else kl * mask.sum(dim=1),
             policy_loss=policy_losses,
             tokens=mask.sum(dim=1),
@@ -261,11 +259,11 @@ class OPOTrainer(PartitionedTrainer):
                 off_policy_threshold=self.off_policy_mask_threshold,
             )
             weights = weights * keep.squeeze(1)
-        if "opo_behaviour_logps" in inputs:
-            since, _ = objective.sequence_log_ratio(
-                anchor, inputs["opo_behaviour_logps"], mask, reduction=self.args.log_ratio_reduction
-            )
-            weights = weights * since.exp().clamp(max=_MAX_REPLAY_WEIGHT)
+        if self.num_iterations > 1:
+            # A completion that the policy has left behind no longer pushes, nor is it pulled back to the anchor.
+            reduction = self.args.log_ratio_reduction
+            log_ratio, _ = objective.sequence_log_ratio(logps.detach(), anchor, mask, reduction=reduction)
+            weights = weights * log_ratio.exp().clamp(max=_MAX_WEIGHT)
         return torch.where(inputs["opo_valid"], weights, 0.0)
 
     def _reference_kl(self, inputs: Mapping[str, Any], logps: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:

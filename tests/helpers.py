@@ -498,7 +498,6 @@ class Reference:
         kept_tokens: Callable[[int, int, Tensor], Tensor] | None = None,
         entropy_coef: float = 0.0,
         reference_policy: dict[str, Tensor] | None = None,
-        taken_up_by: dict[str, Tensor] | None = None,
     ) -> SimpleNamespace:
         """
         Loss and gradient of one optimizer step, and the samples' log-ratios.
@@ -509,7 +508,6 @@ class Reference:
             kept_tokens: bool mask of a sample's tokens that steer the policy, from rollout, index and entropies.
             entropy_coef: coefficient of the entropy bonus in this step.
             reference_policy: reference of the KL term; the initial policy by default.
-            taken_up_by: policy at the beginning of a pass that replays earlier rollouts.
         """
         args, record = self.args, self.trainer.steps[step]
         policy = {name: tensor.requires_grad_() for name, tensor in in_float64(record.policy).items()}
@@ -528,12 +526,9 @@ class Reference:
             length = max(int(own.sum()), 1)
             logps, entropies = self.logps(policy, row)
             anchor, age = self.anchor(k, i), 1.0
-            if taken_up_by is not None:
-                with torch.no_grad():
-                    later, _ = self.logps(in_float64(taken_up_by), row)
-                since = (later - anchor)[own].sum().item()
-                age = min(math.exp(since / length if args.log_ratio_reduction == "mean" else since), 2.0)
-                anchor = later
+            if args.num_iterations > 1:
+                moved = (logps - anchor)[own].sum().item()
+                age = min(math.exp(moved / length if args.log_ratio_reduction == "mean" else moved), 2.0)
             steered = own if kept_tokens is None else own & kept_tokens(k, i, entropies.detach())
             ratio = (logps - anchor)[steered].sum()
             delta = ratio / length if args.log_ratio_reduction == "mean" else ratio

@@ -164,6 +164,33 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
             off_policy=True,
         ),
         Diagnostic(
+            "Effective sample size of the ratios to the behaviour policy",
+            ("opo/ratio/ess",),
+            "low",
+            "was above {low:.0%} of the completions in nine of ten optimizer steps",
+            low=Bound(
+                # Replay bounds the weights of old completions, and healthy runs have 0.2 (docs/reuse.md).
+                0.1 if settings.get("max_staleness") else 0.5,
+                "was below {low:.0%} of the completions in a tenth of the optimizer steps: a few completions dominate "
+                "because the policy is far from the one that wrote them",
+                "Use completions for fewer passes (`num_iterations`), less old ones (`max_staleness`), or a lower "
+                "`learning_rate`. In OPO, raise `mu`, too.",
+            ),
+        ),
+        Diagnostic(
+            "Target fit",
+            ("opo/target_fit",),
+            "median",
+            "was {median:.2g} in off-policy steps: that share of the change that the target asks for has happened",
+            low=Bound(
+                0,
+                "was {median:.2g} in off-policy steps: adrift, the policy is further from the target than the "
+                "behaviour policy is",
+                "Lower `learning_rate`. If gradient norms of off-policy steps are large, lower `mu`, too.",
+            ),
+            off_policy=True,
+        ),
+        Diagnostic(
             "Completions at the clamp of the log-ratio",
             ("opo/frac_clamped",),
             "most",

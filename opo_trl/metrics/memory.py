@@ -128,6 +128,7 @@ def memory_plan(
     vllm: float = 0.0,
     vllm_sleeps: bool = False,
     generated_rows: int = 0,
+    replayed: float = 0.0,
 ) -> dict[str, dict[str, float]]:
     """
     Bytes that one process holds at each moment that can be the peak of a run.
@@ -159,6 +160,8 @@ def memory_plan(
             Bytes of a colocated vLLM, and whether it sleeps during the update.
         generated_rows (`int`, *optional*):
             Completions that Transformers generates at once on this process, if vLLM does not.
+        replayed (`float`, *optional*):
+            Bytes of the rollouts that are kept for replay.
 
     Returns:
         `dict[str, dict[str, float]]`: moment → component → bytes. The moments are `"generation"`, `"optimizer step"`,
@@ -170,6 +173,7 @@ def memory_plan(
     held, update, step = _states(sharding, processes, trained, b=b, c=c, moments=moments, bucket=bucket)
     held["weights"] = total / processes if split else total
     held["reference model"] = held["weights"] if reference else 0.0
+    held["kept rollouts"] = replayed
     awake, asleep = {"vLLM": vllm}, {"vLLM": vllm * (_ASLEEP if vllm_sleeps else 1)}
     plan: dict[str, dict[str, float]] = {"generation": held | awake, "optimizer step": held | step | asleep}
     if shape is not None:

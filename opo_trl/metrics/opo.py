@@ -147,11 +147,10 @@ def ratio_ess(log_ratio: Tensor, keep: Tensor) -> Tensor:
         keep (`torch.Tensor`): bool mask of the samples that take part, `[B]`.
 
     Returns:
-        `torch.Tensor`: scalar in `(0, 1]`, 1 while the policy is the behaviour policy; infinite if no sample takes
-        part.
+        `torch.Tensor`: scalar in `(0, 1]`, 1 while the policy is the behaviour policy; NaN if no sample takes part.
     """
     ratio = log_ratio[keep].double().softmax(dim=0)  # its scale cancels
-    return 1 / (len(ratio) * ratio.square().sum())
+    return 1 / (len(ratio) * ratio.square().sum()) if len(ratio) else ratio.new_tensor(math.nan)
 
 
 def gradient_response_efficiency(gradient_norm: float, advantage_range: float) -> float:

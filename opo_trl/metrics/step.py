@@ -31,8 +31,7 @@ class SampleReport:
     weights: Tensor
     clamped: Tensor  # 1 where the log-ratio was clamped
     age: Tensor  # optimizer steps since the behaviour policy was the policy
-    sequence_log_ratio: Tensor  # of the complete completion, to the anchor
-    behaviour_log_ratio: Tensor  # of the complete completion, to the behaviour policy; replay moves the anchor on
+    sequence_log_ratio: Tensor  # of the complete completion
     kl: Tensor  # estimate, summed over tokens
     policy_loss: Tensor  # without the entropy bonus
     tokens: Tensor  # number of tokens that count
@@ -80,7 +79,7 @@ def metrics_of_samples(samples: SampleReport, args: Any, *, kl: bool, bonus: boo
     step["target_fit"] = target_fit(
         samples.log_ratio, samples.target, ratio_form=args.ratio_form, weights=samples.weights
     )
-    step["ratio/ess"] = ratio_ess(samples.behaviour_log_ratio, samples.weights != 0)
+    step["ratio/ess"] = ratio_ess(samples.sequence_log_ratio, samples.weights != 0)
     step["off_policy_steps"] = samples.age.max()
     step["frac_skipped"] = 1 - samples.computed.mean()
     metrics = {f"opo/{name}": value for name, value in step.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from .curves import draw
 from .intervals import Difference, Interval
-from .measures import DECIMALS, LAST_STEPS, SHARE, WINDOW, Comparison
+from .measures import DECIMALS, SHARE, WINDOW, Comparison
 from .pages import render, versions
 from .runs import what_differs
 
@@ -44,7 +44,9 @@ def describe(comparison: Comparison) -> dict[str, Any]:
         "target": f"{target:.3f}" if math.isfinite(target) else None,
         "share": f"{SHARE:.0%}".replace("%", " %"),
         "window": WINDOW,
-        "last_steps": LAST_STEPS,
+        "last": f"{comparison.window:,.0f}",
+        "unit": comparison.unit,
+        "over_completions": comparison.over_completions,
         "settings": {
             "head": ["setting", *comparison.methods],
             "rows": [[name, *values] for name, values in what_differs(comparison.methods)],

@@ -15,7 +15,7 @@ from ..methods import method_of
 from ..metrics.log import Points
 from .figures import STYLE
 from .intervals import estimate
-from .measures import WINDOW, Comparison, completions, efficiency, reward, seconds, series, smooth
+from .measures import WINDOW, Comparison, clock, completions, efficiency, reward, seconds, series, smooth
 from .runs import Run
 
 
@@ -32,7 +32,7 @@ class Curve:
     name: str
     title: str
     points: Callable[[Run], Points]
-    x_label: str = "optimizer step"
+    x_label: str | None = None  # if the points are not by optimizer step
     smoothed: bool = True  # whether to draw the mean of each value and the nine before it
 
 
@@ -42,6 +42,12 @@ def _against(x: Callable[[Run], Points], run: Run) -> Points:
     return [(at_step[step], value) for step, value in reward(run) if step in at_step]
 
 
+_OVER_COMPLETIONS = Curve(
+    "reward_over_completions",
+    "Reward against completions generated",
+    lambda run: _against(completions, run),
+    "completions generated",
+)
 CURVES = (
     Curve("reward", "Reward", reward),
     Curve("validation", "Validation accuracy", lambda run: series(run, "validation/accuracy"), smoothed=False),
@@ -49,12 +55,7 @@ CURVES = (
     Curve("gradient_response_efficiency", "Gradient response efficiency", efficiency),
     Curve("entropy", "Entropy per token (nats)", lambda run: series(run, "entropy")),
     Curve("completion_length", "Completion length (tokens)", lambda run: series(run, "completions/mean_length")),
-    Curve(
-        "reward_over_completions",
-        "Reward against completions generated",
-        lambda run: _against(completions, run),
-        "completions generated",
-    ),
+    _OVER_COMPLETIONS,
     Curve("reward_over_time", "Reward against time", lambda run: _against(seconds, run), "seconds of training steps"),
 )
 
@@ -74,7 +75,8 @@ def draw(comparison: Comparison, folder: Path) -> list[Figure]:
     plt.switch_backend("Agg")  # files only: no display is needed
     folder.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
-        figures = [_draw(curve, comparison, folder / f"{curve.name}.png") for curve in CURVES]
+        shown = [curve for curve in CURVES if not (comparison.over_completions and curve is _OVER_COMPLETIONS)]
+        figures = [_draw(curve, comparison, folder / f"{curve.name}.png") for curve in shown]
     return [figure for figure in figures if figure is not None]
 
 
@@ -82,11 +84,12 @@ def _draw(curve: Curve, comparison: Comparison, path: Path) -> Figure | None:
     figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
     lines = zip(colors(comparison), cycle(_LINES), strict=False)
     bands = [
-        _plot(axis, label, line, [curve.points(run) for run in runs], curve.smoothed)
+        _plot(axis, label, line, [_points(curve, run) for run in runs], curve.smoothed)
         for (label, runs), line in zip(comparison.methods.items(), lines, strict=False)
     ]
     if any(bands):
-        axis.set(xlabel=curve.x_label, title=curve.title)
+        of_clock = "completions generated" if comparison.over_completions else "optimizer step"
+        axis.set(xlabel=curve.x_label or of_clock, title=curve.title)
         if curve.name == "validation":
             axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axis.legend(frameon=False)
@@ -97,6 +100,20 @@ def _draw(curve: Curve, comparison: Comparison, path: Path) -> Figure | None:
     smoothed = f"Trailing mean of {WINDOW} entries. " if curve.smoothed else ""
     shown = "; ".join(dict.fromkeys(band for band in bands if band))
     return Figure(curve.name, curve.title, f"{smoothed}Line: mean over seeds. Band: {shown}.", path.read_bytes())
+
+
+def _points(curve: Curve, run: Run) -> Points:
+    """
+    The points of a curve over the clock of the run.
+
+    Several optimizer steps on the same completions make one point: their mean, and of a validation the last.
+    """
+    if curve.x_label is not None:
+        return curve.points(run)
+    at, found = clock(run), {}
+    for step, value in curve.points(run):
+        found.setdefault(at(step), []).append(value)
+    return [(x, float(np.mean(values)) if curve.smoothed else values[-1]) for x, values in found.items()]
 
 
 def colors(comparison: Comparison) -> list[str]:

@@ -4,7 +4,8 @@ Figures of a run, drawn from its log alone.
     opo-trl figures runs/arithmetic
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from ..metrics.log import Entry, Points, finite, off_policy, validations
+from ..metrics.log import Entry, Points, finite, number, off_policy, validations
 from .run_folder import LOG, SUMMARY, read_json, read_lines
 
 
@@ -44,8 +46,8 @@ def draw_run(folder: Path) -> list[Path]:
     Draw the figures of a run into its `figures/`, as PNG and SVG; returns the paths.
 
     They are `training.*` (reward, validation accuracy, entropy, gradient norm, χ² and gradient response efficiency by
-    optimizer step), `time.*` (seconds per optimizer step, by phase) and `accuracy.*` (before and after, with 95 %
-    intervals).
+    optimizer step), `passes.*` (target fit by pass over a rollout, if there are several), `time.*` (seconds per
+    optimizer step, by phase) and `accuracy.*` (before and after, with 95 % intervals).
 
     Raises:
         `ValueError`: the folder has no log.
@@ -56,6 +58,8 @@ def draw_run(folder: Path) -> list[Path]:
     plt.switch_backend("Agg")  # files only: no display is needed
     with plt.rc_context(STYLE):
         figures = {"training": _training_figure(log)}
+        if len(fits := fits_by_pass(log)) > 1:
+            figures["passes"] = _passes_figure(fits)
         if finite(log, "opo/time/update"):
             figures["time"] = _time_figure(log)
         summary = read_json(folder / SUMMARY)
@@ -129,6 +133,31 @@ def _validation_curve(axis: Axes, log: Sequence[Entry]):
     axis.fill_between(steps, low, high, color=_SECOND, alpha=0.2, linewidth=0)
     axis.plot(steps, accuracy, color=_SECOND, marker="o", markersize=3, linewidth=1.5)
     axis.set_ylim(0, 1.02)
+
+
+def fits_by_pass(log: Sequence[Entry]) -> dict[int, list[float]]:
+    """By pass, the target fit at its end in each rollout; entries over several passes are left out."""
+    found: dict[int, list[float]] = {}
+    before = math.nan
+    for entry in log:
+        passed = number(entry, "opo/pass")
+        if "grad_norm" not in entry or not passed.is_integer():
+            continue
+        values = found.setdefault(int(passed), [])
+        if passed == before:  # a later step of the same pass
+            values.pop()
+        values.append(number(entry, "opo/target_fit"))
+        before = passed
+    finite_ones = {passed: [value for value in values if math.isfinite(value)] for passed, values in found.items()}
+    return {passed: values for passed, values in sorted(finite_ones.items()) if values}
+
+
+def _passes_figure(fits: Mapping[int, Sequence[float]]) -> Figure:
+    figure, axis = plt.subplots(figsize=(5, 2.6), layout="constrained")
+    axis.plot([*fits], [np.mean(values) for values in fits.values()], color=_COLOR, marker="o", markersize=3)
+    axis.set(xlabel="pass over a rollout", title="target fit at the end of a pass (mean over rollouts)")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
 
 
 def _time_figure(log: Sequence[Entry]) -> Figure:

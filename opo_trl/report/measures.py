@@ -1,17 +1,18 @@
 """Measures of a run and of several: tables of estimates over seeds, and of differences from a baseline."""
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..metrics.log import Points
 from .intervals import Difference, Estimate, estimate, paired_difference
-from .runs import Run, optimizer_steps_per_rollout
+from .runs import Run, completions_per_optimizer_step, has_budget_of_completions, optimizer_steps_per_rollout
 
 
-LAST_STEPS = 20  # "final": the mean over these optimizer steps
+LAST_STEPS = 20  # "final": the mean over these optimizer steps, or over as many completions as they have in one pass
 WINDOW = 10  # log entries that a smoothed curve averages
 SHARE = 0.8  # of the way from the base model's reward to the best final one
 
@@ -26,6 +27,7 @@ DECIMALS = {
     "entropy": 4,
     "completion length": 1,
     "steps to 80 %": 0,
+    "completions to 80 %": 0,
     "wall time (s)": 0,
     "tokens": 0,
     "completions": 0,
@@ -44,6 +46,21 @@ class Comparison:
     def baseline(self) -> str:
         """Label of the method that the others are compared with."""
         return next(iter(self.methods))
+
+    @property
+    def over_completions(self) -> bool:
+        """Whether the budget of the runs, and so the axis that they share, is in completions, not optimizer steps."""
+        return has_budget_of_completions(self.methods[self.baseline][0].settings)
+
+    @property
+    def unit(self) -> str:
+        """Unit of that axis."""
+        return "completions" if self.over_completions else "optimizer steps"
+
+    @property
+    def window(self) -> float:
+        """How much of that axis "final" covers."""
+        return _window(self.methods[self.baseline][0])
 
     def estimate(self, label: str, measure: str) -> Estimate | None:
         """Mean over the method's seeds; `None` unless all of them have a value."""
@@ -69,14 +86,15 @@ class Comparison:
     def tables(self) -> dict[str, list[str]]:
         """The tables of a report: heading → measures, without those that no run has."""
         present = [name for values in self.values.values() for name, value in values.items() if value is not None]
-        present = list(dict.fromkeys([*present, "steps to 80 %"]))  # never reaching it is a result, too
+        reached = f"{'completions' if self.over_completions else 'steps'} to 80 %"
+        present = list(dict.fromkeys([*present, reached]))  # never reaching it is a result, too
         accuracies = [name for name in present if name not in DECIMALS and name != "validation accuracy"]
         policy = ["gradient norm", "gradient response efficiency", "entropy", "completion length"]
         tables = {
             "Reward": ["final reward", "mean reward", "validation accuracy"],
             "Accuracy after training": accuracies,
-            f"Policy and gradient, last {LAST_STEPS} optimizer steps": policy,
-            "Cost": ["steps to 80 %", "wall time (s)", "tokens", "completions"],
+            f"Policy and gradient, last {self.window:,.0f} {self.unit}": policy,
+            "Cost": [reached, "wall time (s)", "tokens", "completions"],
         }
         kept = {title: [name for name in measures if name in present] for title, measures in tables.items()}
         return {title: measures for title, measures in kept.items() if measures}
@@ -91,6 +109,11 @@ def compare(methods: dict[str, list[Run]]) -> Comparison:
 
 def measure(run: Run, target: float) -> Values:
     """All measures of a run; `target` is the reward that "steps to 80 %" waits for."""
+    step = first_step_at(target, reward(run))
+    if has_budget_of_completions(run.settings):
+        reached = {"completions to 80 %": step and clock(run)(step)}
+    else:
+        reached = {"steps to 80 %": step}
     return {
         "final reward": final(reward(run), run),
         "mean reward": mean(reward(run)),
@@ -99,7 +122,7 @@ def measure(run: Run, target: float) -> Values:
         "gradient response efficiency": final(efficiency(run), run),
         "entropy": final(series(run, "entropy"), run),
         "completion length": final(series(run, "completions/mean_length"), run),
-        "steps to 80 %": first_step_at(target, reward(run)),
+        **reached,
         "wall time (s)": wall_time(run),
         "tokens": next((value for _, value in reversed(series(run, "num_tokens"))), None),
         "completions": next((value for _, value in reversed(completions(run))), None),
@@ -147,6 +170,20 @@ def completions(run: Run) -> Points:
     ]
 
 
+def clock(run: Run) -> Callable[[float], float]:
+    """What is compared at equal amounts: optimizer steps, or the completions generated up to one."""
+    if not has_budget_of_completions(run.settings):
+        return lambda step: step
+    steps, generated = zip(*completions(run), strict=True)
+    return lambda step: ([0, *generated])[bisect_right(steps, step)]
+
+
+def _window(run: Run) -> float:
+    """How much of the clock "final" covers."""
+    budget = has_budget_of_completions(run.settings)
+    return LAST_STEPS * (completions_per_optimizer_step(run.settings) if budget else 1)
+
+
 def seconds(run: Run) -> Points:
     """Seconds of training steps, without validation, up to each entry."""
     points, total, previous = [], 0.0, 0.0
@@ -177,9 +214,9 @@ def accuracies(run: Run) -> Values:
 
 
 def final(points: Points, run: Run) -> float | None:
-    """Mean of the values in the last optimizer steps of the run."""
-    last = max(row["step"] for row in run.log)
-    return mean([point for point in points if point[0] > last - LAST_STEPS] or points[-1:])
+    """Mean of the values at the end of the run."""
+    at, last = clock(run), max(row["step"] for row in run.log)
+    return mean([point for point in points if at(point[0]) > at(last) - _window(run)] or points[-1:])
 
 
 def mean(points: Points) -> float | None:

@@ -20,6 +20,7 @@ REPORT = "report.html"
 
 _CAPTIONS = {
     "training": "Thin: every entry of the log. Thick: moving mean over a tenth of the run.",
+    "passes": "How much of the change that the target asks for has happened, by pass over a rollout.",
     "time": "Mean seconds per optimizer step, by phase.",
     "accuracy": "Accuracy before and after training, with 95 % intervals.",
 }

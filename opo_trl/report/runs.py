@@ -144,17 +144,32 @@ def _ours(topic: str) -> tuple[str, ...]:
 
 
 def defining_settings(settings: Settings) -> dict[str, Any]:
-    """Data, budget, base model and reward: runs that differ here answer different questions."""
+    """
+    Data, budget, base model and reward: runs that differ here answer different questions.
+
+    Where the budget is a number of completions, what a method makes of them is its own: passes and optimizer steps.
+    """
     prefixed = [key for key in settings if key.startswith(_DEFINING_PREFIXES) and key != "report_to"]
-    defining = (*fields_deciding(DATA, MODEL, SAMPLING), "max_steps", *sorted(prefixed))
+    defining = (*fields_deciding(DATA, MODEL, SAMPLING), "max_completions", *sorted(prefixed))
     values = {key: settings.get(key) for key in defining}
-    if values["max_steps"] is None or values["max_steps"] <= 0:  # otherwise the number of epochs has no effect
-        values["num_train_epochs"] = settings.get("num_train_epochs")
-    steps = optimizer_steps_per_rollout({**settings, "num_iterations": 1})
-    values["completions per optimizer step"] = settings["generation_batch_size"] / steps
-    values["optimizer steps per rollout"] = optimizer_steps_per_rollout(settings)
+    if not has_budget_of_completions(settings):
+        values["max_steps"] = steps = settings.get("max_steps")
+        if steps is None or steps <= 0:  # otherwise the number of epochs has no effect
+            values["num_train_epochs"] = settings.get("num_train_epochs")
+        values["optimizer steps per rollout"] = optimizer_steps_per_rollout(settings)
+    values["completions per optimizer step"] = completions_per_optimizer_step(settings)
     values["reward_funcs[0]"] = settings["reward_funcs"][0]  # the others shape the reward: part of the method
     return values
+
+
+def has_budget_of_completions(settings: Settings) -> bool:
+    """Whether a run ends with the completions that it generates (`max_completions`)."""
+    return settings.get("max_completions") is not None
+
+
+def completions_per_optimizer_step(settings: Settings) -> float:
+    """Completions of an optimizer step."""
+    return settings["generation_batch_size"] / optimizer_steps_per_rollout({**settings, "num_iterations": 1})
 
 
 def optimizer_steps_per_rollout(settings: Settings) -> float:

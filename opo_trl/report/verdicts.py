@@ -59,6 +59,7 @@ class Facts:
         self.first, self.last = float(np.median(values[:tenth])), float(np.median(values[-tenth:]))
         self.ratio = _ratio(self.last, self.first)
         self.mean, self.median = float(np.mean(values)), float(np.median(values))
+        self.low = float(np.quantile(values, 0.1))
         self.most, self.total = max(values), sum(values)
         self.share = self.total / generated
         self.over_on_policy = _ratio(self.median, float(np.median(on_policy))) if len(on_policy) else math.nan

@@ -99,13 +99,6 @@ class PartitionedTrainer(RolloutTrainer):
                 logps, _ = self._anchor_pass(rollout, batch_size=self.args.per_device_train_batch_size)
             rollout["old_per_token_logps"] = logps
 
-    def _rows_of_pass(self, index: int, passed: int) -> dict[str, Any]:
-        rows = dict(super()._rows_of_pass(index, passed))
-        if passed and self.args.max_staleness:
-            # The behaviour policies are of different ages: the policy that takes the samples up becomes their anchor.
-            rows["opo_behaviour_logps"] = rows.pop("old_per_token_logps")
-        return rows
-
     def _anchor_logps(self, inputs: Mapping[str, Any], logps: Tensor) -> Tensor:
         """Log-probabilities `[B, T]` under the behaviour policy: those stored, otherwise the policy's own, `logps`."""
         stored = inputs.get("old_per_token_logps")

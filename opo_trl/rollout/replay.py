@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from ..trl_contract import MULTIMODAL_KEYS
 from .rows import PROMPT_COLUMNS, take_rows
 
 
@@ -34,15 +35,31 @@ class ReplayBuffer:
     """
 
     def __init__(self, *, max_staleness: int, num_generations: int, seed: int, process: int):
-        self.num_generations, self.seed, self.process = num_generations, seed, process
+        self.max_staleness, self.num_generations = max_staleness, num_generations
+        self.seed, self.process = seed, process
         self.rollouts: deque[Rows] = deque(maxlen=max_staleness + 1)  # the oldest first
         self.useful: deque[list[bool]] = deque(maxlen=max_staleness + 1)
 
     def add(self, rollout: Rows, advantages: torch.Tensor) -> None:
         """Add a rollout of this process, with the advantages of all processes, `[N]`; the oldest one is dropped."""
+        if self.max_staleness:
+            self._check_entries(rollout)
         groups = advantages.view(-1, self.num_generations)
         self.rollouts.append(rollout)
         self.useful.append((groups.amax(dim=1) > groups.amin(dim=1)).tolist())
+
+    def _check_entries(self, rollout: Rows) -> None:
+        if images := sorted(rollout.keys() & set(MULTIMODAL_KEYS)):
+            raise ValueError(
+                f"max_staleness={self.max_staleness} cannot replay samples with {', '.join(images)}. Set "
+                "`max_staleness` to 0."
+            )
+        other = rollout.keys() ^ self.rollouts[-1].keys() if self.rollouts else ()
+        if other:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} needs the same entries in every rollout, but only some "
+                f"have {', '.join(sorted(other))}. Return them always, or set `max_staleness` to 0."
+            )
 
     def rows_of_pass(self, rollout: int, passed: int) -> Rows:
         """This process's samples in a pass over the `rollout`, of this index in the run, after `passed` passes."""
@@ -65,8 +82,9 @@ class ReplayBuffer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state of [`~ReplayBuffer.state_dict`]."""
-        self.rollouts.extend(state["rollouts"])
-        self.useful.extend(state["useful"])
+        for kept, saved in ((self.rollouts, state["rollouts"]), (self.useful, state["useful"])):
+            kept.clear()  # an earlier call of `train` may have left some
+            kept.extend(saved)
 
 
 def _concatenated(rollouts: Sequence[Rows]) -> Rows:

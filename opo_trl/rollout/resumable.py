@@ -187,18 +187,36 @@ class ResumableTrainer(GRPOTrainer):
                     f"processes, and this run, with {split['processes']}, holds it in another form. Resume with "
                     "the number of processes and the sharding that it was saved with."
                 )
-        if state["position"] and self.num_iterations > 1 and "replay" not in state:
+        if state["position"] and saved["num_iterations"] > 1 and "replay" not in state:
             raise ValueError(
-                f"{folder!r} was saved between two passes over a rollout by an earlier version, which cut every pass "
-                "alike. Resume from a checkpoint at the end of a rollout."
+                f"{folder!r} was saved in the middle of a rollout by an earlier version, which cut all "
+                f"num_iterations={saved['num_iterations']} passes alike. Resume from a checkpoint at the end of a "
+                "rollout."
             )
-        if state["position"] == 0 or saved == split:
+        if saved == split:
+            return
+        if state["position"] == 0:
+            self._check_replays(folder, state, saved["processes"])
             return
         name = next(name for name in split if split[name] != saved[name])
         raise ValueError(
             f"{folder!r} was saved in the middle of a rollout with {name}={saved[name]}, but this run has "
             f"{name}={split[name]}. Set {name}={saved[name]}, or resume from a checkpoint at the end of a rollout."
         )
+
+    def _check_replays(self, folder: str, state: Mapping[str, Any], processes: int) -> None:
+        """Check that earlier rollouts in a checkpoint have as many samples per process as this run's."""
+        args, replay = self.args, state.get("replay")
+        if not (args.max_staleness and replay):
+            return
+        saved = processes, len(replay["rollouts"][-1]["advantages"])
+        own = self.accelerator.num_processes, args.per_device_train_batch_size * args.steps_per_generation
+        if saved != own:
+            raise ValueError(
+                f"{folder!r} holds earlier rollouts for max_staleness={args.max_staleness}, of {saved[1]} samples on "
+                f"each of {saved[0]} processes, but this run has {own[1]} samples on each of {own[0]}. Resume with "
+                "the processes and batch sizes that it was saved with, or set `max_staleness` to 0."
+            )
 
     def _check_loads(self, folder: Path) -> None:
         """Check that a checkpoint without a rollout holds what DeepSpeed or FSDP loads."""

@@ -96,7 +96,9 @@ def gather_rows(rows: Mapping[str, Any], accelerator: Accelerator) -> dict[str, 
     def gathered(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:
             return value
-        return accelerator.gather(accelerator.pad_across_processes(value, dim=1, pad_first=name in PROMPT_COLUMNS))
+        padded = accelerator.pad_across_processes(value, dim=1, pad_first=name in PROMPT_COLUMNS)
+        # Accelerate's padding makes bools integers, but only on the processes that need any.
+        return accelerator.gather(padded.to(value.dtype))
 
     # Sorted: each entry is a collective call, and processes may have inserted the entries in different orders.
     return {name: gathered(name, rows[name]) for name in sorted(rows)}

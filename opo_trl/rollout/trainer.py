@@ -83,7 +83,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
     Raises:
         `TypeError`: `args` is a configuration of another trainer, or one of `reward_funcs` is not a reward.
         `ValueError`: vLLM would have to generate from a quantized base model, the dataset has fewer prompts than a
-            rollout needs, or `max_sampling_rounds` is above 1 and the prompts come from a stream.
+            rollout needs, `max_sampling_rounds` is above 1 and the prompts come from a stream, or `max_staleness` is
+            above 0 and the prompts have images.
         [`RewardError`]: in training, a reward function raises, or does not return one number, or `None`, for each
             completion.
         `RuntimeError`: in training, isolated rewards fail to score more than `max_reward_failure_rate`, too many
@@ -158,6 +159,11 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
     def _check_dataset(self) -> None:
         if isinstance(self.train_dataset, Dataset):
             check_enough_prompts(len(self.train_dataset), self.args)
+            if self.args.max_staleness and {"image", "images"} & {*self.train_dataset.column_names}:
+                raise ValueError(
+                    f"max_staleness={self.args.max_staleness} cannot replay samples with images, which the dataset "
+                    "has. Set `max_staleness` to 0."
+                )
         elif self.args.max_sampling_rounds > 1:
             raise ValueError(
                 f"max_sampling_rounds={self.args.max_sampling_rounds} needs a dataset with random access, not a "
@@ -243,7 +249,12 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
     def _rows_of_pass(self, index: int, passed: int) -> dict[str, Any]:
         """This process's samples in a pass over the rollout of this index, after `passed` passes over it."""
-        return self._replay.rows_of_pass(index, passed)
+        rows = self._replay.rows_of_pass(index, passed)
+        if passed and self.args.max_staleness:
+            # TRL divides losses per token by the number of tokens of all processes' samples: here, of those drawn.
+            tokens = self.accelerator.gather(completion_tokens(rows).sum()).sum()
+            rows = {**rows, "num_items_in_batch": tokens}
+        return rows
 
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
         """

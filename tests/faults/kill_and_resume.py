@@ -61,6 +61,8 @@ DYNAMIC = replace(
     name="dynamic sampling, 1 process",
     options={**SAVING, "max_sampling_rounds": 3, "num_generations": 4, "max_completion_length": 1},
 )
+# Three passes over each rollout, the later ones over groups of it and the one before: nine steps per rollout.
+REPLAY = replace(ONE, name="replay, 1 process", options={**SAVING, "num_iterations": 3, "max_staleness": 1})
 ZERO3 = Form("zero3, 4 processes", rows=2, processes=4, config="zero3", sampled=True, options=SAVING)
 FORMS = (
     ONE,
@@ -71,6 +73,8 @@ FORMS = (
     replace(ZERO3, name="zero2, 4 processes", config="zero2"),
     replace(ZERO3, name="fsdp2, 4 processes", config="fsdp2"),
     replace(ZERO3, name="multi_gpu, 4 processes", config="multi_gpu"),
+    REPLAY,
+    replace(ZERO3, name="replay, zero3, 4 processes", options=REPLAY.options),
 )
 
 

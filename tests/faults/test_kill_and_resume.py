@@ -7,7 +7,19 @@ import pytest
 
 from opo_trl.rollout.checkpoint import fault, last_complete
 
-from .kill_and_resume import DYNAMIC, LORA, ONE, PLACES, SAVING, ZERO3, Kill, differences, start, train_without_state
+from .kill_and_resume import (
+    DYNAMIC,
+    LORA,
+    ONE,
+    PLACES,
+    REPLAY,
+    SAVING,
+    ZERO3,
+    Kill,
+    differences,
+    start,
+    train_without_state,
+)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +100,24 @@ def test_every_moment_of_a_save_leaves_a_complete_checkpoint(uninterrupted, tiny
 )
 def test_other_forms(uninterrupted, tiny_model: str, tmp_path: Path, form):
     assert start(form, tiny_model, tmp_path, Kill(micro_step=11)) == [-9]
+    start(form, tiny_model, tmp_path)
+    assert differences(tmp_path, uninterrupted(form)) == []
+
+
+# Nine optimizer steps of two micro-steps per rollout, three in each pass. Checkpoint 8 is inside the first rollout's
+# last pass, 10 inside the second rollout's first, 12 between that and the pass that replays, 14 inside the latter.
+@pytest.mark.parametrize("micro_step", [17, 21, 25, 29])
+def test_inside_a_pass_and_a_replay_buffer(uninterrupted, tiny_model: str, tmp_path: Path, micro_step: int):
+    assert start(REPLAY, tiny_model, tmp_path, Kill(micro_step=micro_step)) == [-9]
+    start(REPLAY, tiny_model, tmp_path)
+    assert differences(tmp_path, uninterrupted(REPLAY)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["zero3", "fsdp2"])
+def test_replay_of_four_processes(uninterrupted, tiny_model: str, tmp_path: Path, config: str):
+    form = replace(ZERO3, name=f"replay, {config}", config=config, options=REPLAY.options)
+    assert -9 in start(form, tiny_model, tmp_path, Kill(micro_step=14, process=2))
     start(form, tiny_model, tmp_path)
     assert differences(tmp_path, uninterrupted(form)) == []
 

@@ -36,6 +36,11 @@ DYNAMIC = replace(ONE, name="dynamic sampling, 8 × 1", options={"max_sampling_r
 _SKIPPING = {"beta": 0.0, "num_iterations": 1}
 UNPLANNED = replace(ONE, name="unplanned, 8 × 1", options={**_SKIPPING, "plan_micro_batches": False})
 
+# Three passes of three optimizer steps over each rollout; the second and third draw groups from the latest two.
+REPLAY = {"num_iterations": 3, "max_staleness": 1}
+REPLAYED = replace(ONE, name="replay, 8 × 1", options=REPLAY)
+REPLAYED_LORA = replace(LORA, name="replay, LoRA", options=REPLAY)
+
 FURTHER = replace(
     ONE,
     name="all terms, 8 × 1",
@@ -159,6 +164,63 @@ CLASSES = (
         quick=(0, 4, 5),
     ),
     EquivalenceClass("LoRA", LORA, (replace(LORA, name="2 × 4", rows=2), *_sharded(lora=True)), quick=(0, 4)),
+    EquivalenceClass(
+        "replay",
+        REPLAYED,
+        (
+            Form("2 × 4, unplanned", rows=2, options={**REPLAY, "plan_micro_batches": False}),
+            Form("2 processes, 4 × 1", rows=4, processes=2, config="multi_gpu", options=REPLAY),
+            *_sharded(options=REPLAY),
+        ),
+        quick=(0, 1, 5),
+    ),
+    EquivalenceClass(
+        "replay, LoRA",
+        REPLAYED_LORA,
+        _sharded(lora=True, options=REPLAY),
+        # The adapter hardly moves: the loss is a small difference of its terms, whose rounding errors stay.
+        tolerance=1e-3,
+        quick=(4,),
+    ),
+    EquivalenceClass(
+        "replay, all terms",
+        replace(FURTHER, name="replay, all terms", options={**FURTHER.options, **REPLAY}),
+        (
+            Form("zero2, 4 processes", rows=2, processes=4, config="zero2", options={**FURTHER.options, **REPLAY}),
+            Form(
+                "unplanned, fsdp2, 4 processes",
+                rows=1,
+                processes=4,
+                config="fsdp2",
+                options={**FURTHER.options, **REPLAY, "plan_micro_batches": False},
+            ),
+        ),
+        quick=(0,),
+    ),
+    EquivalenceClass(
+        "replay, dynamic sampling",
+        replace(DYNAMIC, name="replay, dynamic sampling", options={**DYNAMIC.options, **REPLAY}),
+        (
+            Form(
+                "2 processes, 2 × 2",
+                rows=2,
+                processes=2,
+                config="multi_gpu",
+                options={**DYNAMIC.options, **REPLAY},
+            ),
+            Form("zero3, 4 processes", rows=2, processes=4, config="zero3", options={**DYNAMIC.options, **REPLAY}),
+        ),
+        quick=(0,),
+    ),
+    EquivalenceClass(
+        "replay, samples skipped",
+        replace(UNPLANNED, name="replay, unplanned", options={**UNPLANNED.options, **REPLAY}),
+        (
+            Form("packed, 8 × 1", options={**_SKIPPING, **REPLAY, "padding_free": True}),
+            Form("zero3, 4 processes, 1 × 2", rows=1, processes=4, config="zero3", options={**_SKIPPING, **REPLAY}),
+        ),
+        quick=(0,),
+    ),
     EquivalenceClass(
         "sampled by the policy",  # which depends on the random state of each process, so on their number
         Form("multi_gpu, 4 processes", rows=2, processes=4, config="multi_gpu", sampled=True),

@@ -325,6 +325,26 @@ def test_run_of_another_task_is_rejected_with_the_field_named(runs, tmp_path, ca
     assert not (tmp_path / "report").exists()
 
 
+def test_runs_of_as_many_completions_may_differ_in_passes_and_steps(runs, tmp_path, capsys):
+    others = [runs / label / f"seed-{seed}" for label in ("grpo", "dapo") for seed in (1, 2, 3)]
+    for folder in [path for path in others if path.exists()]:
+        edit(folder, max_completions=96)
+    for seed in (1, 2, 3):
+        changes = {"max_completions": 96, "max_steps": 99, "num_train_epochs": 7.0, "num_iterations": 2}
+        edit(runs / "opo" / f"seed-{seed}", **changes)
+    assert main([str(runs), "--output", str(tmp_path / "report")]) == 0
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "Completions to 80 %: " in text
+    assert "completions." in text
+    assert "optimizer steps" not in text.split("## What differs")[0]
+    assert "reward_over_completions" not in text
+    edit(runs / "opo" / "seed-1", max_completions=144)
+    edit(runs / "opo" / "seed-2", max_completions=144)
+    edit(runs / "opo" / "seed-3", max_completions=144)
+    assert main([str(runs), "--output", str(tmp_path / "report")]) == 2
+    assert "  max_completions: 96 in grpo, seed 1 and 2 more; 144 in opo" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2] / "recipes"
 GPU = ROOT.parent / "benchmarks" / "gpu" / "recipes"
 ALL = sorted(path for folder in (ROOT, GPU) for path in folder.rglob("*.yaml") if path.parent.name != "accelerate")
 EXPERIMENTS = [*sorted({path.parent for path in ALL if path.parent.name.startswith("experiment")}), GPU]
-QWEN = [path for path in ALL if "qwen3-1.7b" in path.parts]
+REUSE = [path for path in ALL if path.parent.name == "reuse" or path.stem == "reuse"]
+QWEN = [path for path in ALL if "qwen3-1.7b" in path.parts and path not in REUSE]
 ACCELERATE = sorted((ROOT / "accelerate").glob("*.yaml"))
 
 
@@ -51,7 +52,15 @@ def test_accelerate_can_read_its_configuration(path):
     assert load_config_from_file(str(path)).num_machines == 1
 
 
-@pytest.mark.parametrize("path", ALL, ids=name)
+@pytest.mark.parametrize("path", REUSE, ids=name)
+def test_recipes_of_reuse_pass_four_times_over_earlier_rollouts_too(path):
+    _, args, *_ = parse_recipe(path)
+    assert args.num_iterations == 4
+    assert args.max_staleness >= 8
+    assert args.max_completions % args.generation_batch_size == 0
+
+
+@pytest.mark.parametrize("path", [path for path in ALL if path not in REUSE], ids=name)
 def test_two_optimizer_steps_share_a_rollout(path):
     _, args, *_ = parse_recipe(path)
     assert args.optimizer_steps_per_rollout == 2

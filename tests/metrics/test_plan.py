@@ -11,7 +11,7 @@ from tiny import make_tokenizer
 from transformers import AutoConfig
 from trl import ModelConfig
 
-from opo_trl import OPOConfig, OPOTrainer
+from opo_trl import OPOConfig, OPOTrainer, RolloutConfig
 from opo_trl.checks.model import dry_run_model
 from opo_trl.metrics import plan
 from opo_trl.rollout import trainer as rollout
@@ -125,3 +125,56 @@ def test_plan_is_made_once_for_the_folder_and_the_print(tiny_model, tmp_path, mo
     trainer.train()
     assert len(made) == 2
     assert "mu = 0.7" in capsys.readouterr().out
+
+
+# Four micro-batches of 4 per rollout, an optimizer step from every two.
+REUSE = {"gradient_accumulation_steps": 2, "steps_per_generation": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "(processes × micro-batches × rows: 1 × 2 × 4)\n"),
+        ({"num_iterations": 3}, "; 3 passes over a rollout: a completion serves 3 optimizer steps\n"),
+        (
+            {"num_iterations": 3, "max_staleness": 2},
+            "; 3 passes per rollout: the first over the rollout, the others over groups of the latest 3 rollouts; a "
+            "completion serves 3 optimizer steps on average\n",
+        ),
+        # One step accumulates both passes.
+        (
+            {"num_iterations": 2, "gradient_accumulation_steps": 8},
+            "; 2 passes over a rollout: a completion serves 1 optimizer step\n",
+        ),
+        ({"max_completions": 4000}, "; the run ends with the rollout that reaches 4,000 completions\n"),
+    ],
+)
+def test_plan_says_how_often_completions_serve(tiny_model, tmp_path, options, says):
+    text = make(tiny_model, tmp_path, **{**REUSE, **options}).plan
+    assert says in text
+    assert ("passes" in text) == ("num_iterations" in options)
+    assert ("the run ends" in text) == ("max_completions" in options)
+
+
+def test_plan_names_where_the_policy_is_off_policy(tiny_model, tmp_path):
+    replay = {**REUSE, "num_iterations": 3, "max_staleness": 2}
+    assert "step of a rollout: there the χ²" in make(tiny_model, tmp_path, **REUSE).plan
+    assert "step of a pass: there the χ²" in make(tiny_model, tmp_path, **replay).plan
+    baseline = RolloutConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, **replay)
+    assert "and in every pass that replays" in baseline.describe_policy()
+
+
+def test_plan_counts_the_kept_rollouts(tiny_model, tmp_path):
+    """As many bytes as the buffer's columns per token hold, if every completion has the full length."""
+    options = {**REUSE, "num_iterations": 2, "max_staleness": 2, "max_steps": 12, "beta": 0.1}
+    trainer = make(tiny_model, tmp_path, **options)
+    planned = plan.memory_plan(trainer)["generation"]["kept rollouts"]
+    assert all("kept rollouts" in components for components in plan.memory_plan(trainer).values())
+    assert "kept rollouts" not in plan.memory_plan(make(tiny_model, tmp_path, **REUSE))["generation"]
+    trainer.train()
+    assert len(trainer._replay.rollouts) == 3
+    columns = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    columns += ("old_per_token_logps", "ref_per_token_logps")
+    held = sum(rows[name].nbytes for rows in trainer._replay.rollouts for name in columns)
+    # Prompts are counted at their longest.
+    assert held <= planned < 1.3 * held

@@ -6,8 +6,8 @@ import pytest
 
 from opo_trl.launch.cli import main
 from opo_trl.metrics.step_clock import PHASES
-from opo_trl.report.figures import draw_run
-from opo_trl.report.run_folder import append_lines, write_json
+from opo_trl.report.figures import draw_run, fits_by_pass
+from opo_trl.report.run_folder import append_lines, read_lines, write_json
 
 
 @pytest.fixture
@@ -43,6 +43,26 @@ def test_figures_are_drawn_as_png_and_svg_and_labelled(run):
     for label in ("generate, 0.25 s", "update, 0.25 s", "1,234 tokens per second"):
         assert label in files["time.svg"].read_text()
     assert "sync" not in files["time.svg"].read_text()
+
+
+def test_target_fit_is_drawn_by_pass_if_there_are_several(run):
+    log = run / "log.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    steps = [row for row in rows if "grad_norm" in row]
+    for index, row in enumerate(steps):  # two steps in each of three passes
+        row |= {"opo/pass": index // 2 % 3 + 1.0, "opo/target_fit": 0.1 * (index % 6) + index // 6}
+    steps[7]["opo/pass"] = 1.5
+    steps[17]["opo/target_fit"] = float("nan")
+    log.unlink()
+    append_lines(log, rows)
+    fits = fits_by_pass(read_lines(log))
+    assert fits[1] == pytest.approx([0.1, 1.0, *(0.1 + k for k in range(2, 7))])  # step 8 is in two passes
+    assert fits[3] == pytest.approx([0.5, 1.5, 3.5, 4.5, 5.5])
+    assert [path.name for path in draw_run(run)][2:4] == ["passes.png", "passes.svg"]
+    assert "target fit" in (run / "figures" / "passes.svg").read_text()
+    log.unlink()
+    append_lines(log, [row | {"opo/pass": 1.0} for row in steps])
+    assert not any(path.stem == "passes" for path in draw_run(run))
 
 
 def test_same_log_gives_the_same_files(run):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from opo_trl.report.comparison_report import number
-from opo_trl.report.curves import band, on_common_grid
+from opo_trl.report.curves import CURVES, _points, band, on_common_grid
 from opo_trl.report.measures import compare, completions, first_step_at, reward, seconds, smooth, wall_time
 from opo_trl.report.runs import Run, by_label
 
@@ -66,6 +66,46 @@ def test_completions_are_logged_or_computed_from_the_settings():
     assert completions(make_run(rows)) == [(1, 48), (3, 96), (5, 144)]
     rows[1]["completions/generated"] = 192
     assert completions(make_run(rows))[1] == (3, 192)
+
+
+def budgeted(passes: int, rollouts: int, label: str) -> Run:
+    """Rollouts of 48 completions, of two optimizer steps per pass; the reward is 0.1 more in each."""
+    per_rollout, rows = 2 * passes, []
+    for step in range(rollouts * per_rollout):
+        rows.append({"step": step + 1, "entropy": 0.5 + step % per_rollout})
+        if step % per_rollout == 0:
+            of = step // per_rollout
+            rows[-1] |= {"rewards/solved/mean": 0.1 * of, "completions/generated": 48.0 * (of + 1)}
+    rows.append({"step": rows[-1]["step"], "validation/accuracy": 0.9})
+    run = make_run(rows, label)
+    run.settings.update(num_iterations=passes, max_completions=48 * rollouts)
+    return run
+
+
+def test_runs_with_a_budget_of_completions_are_measured_over_completions():
+    once, often = budgeted(1, 50, "once"), budgeted(8, 50, "often")
+    found = measured(once, often)
+    assert (found.unit, found.window) == ("completions", 20 * 24)
+    first, other = found.values.values()
+    # The last ten rollouts, of 50, whatever the number of passes.
+    assert first["final reward"] == other["final reward"] == pytest.approx(4.45)
+    assert first["entropy"] == pytest.approx(1.0)
+    assert other["entropy"] == pytest.approx(8.0)
+    # 80 % of 4.45, with the mean of ten rewards 0.45 behind the last: rollout 41 of 50.
+    assert first["completions to 80 %"] == other["completions to 80 %"] == 42 * 48
+    assert "steps to 80 %" not in first
+    cost = found.tables()["Cost"]
+    assert cost == ["completions to 80 %", "completions"]
+
+
+def test_curves_over_completions_have_one_point_per_rollout():
+    curves = {curve.name: curve for curve in CURVES}
+    run = budgeted(2, 3, "twice")
+    assert _points(curves["entropy"], run) == [(48, 2.0), (96, 2.0), (144, 2.0)]
+    run.log.insert(0, {"step": 0, "validation/accuracy": 0.2})
+    run.log.insert(3, {"step": 2, "validation/accuracy": 0.3})
+    run.log.insert(6, {"step": 4, "validation/accuracy": 0.4})
+    assert _points(curves["validation"], run) == [(0, 0.2), (48, 0.4), (144, 0.9)]
 
 
 def test_seconds_count_every_step_since_the_last_entry():

@@ -29,6 +29,8 @@ HEALTHY = {
     "opo/chi2": lambda share, reused: 0.05 * reused,
     "opo/conservation_residual": lambda share, reused: -0.04 * reused,
     "opo/frac_zero_drive": lambda share, reused: 0.4,
+    "opo/ratio/ess": lambda share, reused: 1 - 0.1 * reused,
+    "opo/target_fit": lambda share, reused: 0.2 * reused,
     "opo/frac_masked": lambda share, reused: 0.0,
     "opo/frac_clamped": lambda share, reused: 0.0,
     "opo/off_policy_steps": lambda share, reused: float(reused),
@@ -90,6 +92,10 @@ def test_healthy_run_is_called_healthy_in_every_respect():
         "opo/chi2": "χ² to the behaviour policy in off-policy steps was 0.05, with a bound of 0.7: healthy.",
         "opo/conservation_residual": "Probability kept by the completions trained on changed by -4% in off-policy "
         "steps: healthy.",
+        "opo/ratio/ess": "Effective sample size of the ratios to the behaviour policy was above 90% of the "
+        "completions in nine of ten optimizer steps: healthy.",
+        "opo/target_fit": "Target fit was 0.2 in off-policy steps: that share of the change that the target asks for "
+        "has happened: healthy.",
         "opo/frac_clamped": "Completions at the clamp of the log-ratio were 0% at most: healthy.",
         "opo/frac_masked": "Masked completions were 0%: healthy.",
         "opo/skipped_steps": "Optimizer steps skipped for a non-finite gradient were 0: healthy.",
@@ -130,6 +136,14 @@ BROKEN = {
         {"opo__conservation_residual": lambda share, reused: -0.7 * reused},
         "changed by -70% in off-policy steps: the policy is far from the behaviour policy",
     ),
+    "opo/ratio/ess": (
+        {"opo__ratio__ess": lambda share, reused: 1 - 0.7 * reused * (share > 0.7)},
+        "was below 30% of the completions in a tenth of the optimizer steps: a few completions dominate because",
+    ),
+    "opo/target_fit": (
+        {"opo__target_fit": lambda share, reused: -60 * reused},
+        "was -60 in off-policy steps: adrift, the policy is further",
+    ),
     "opo/frac_clamped": (
         {"opo__frac_clamped": at_end(0, 0.25)},
         "were 25% at most: the clamp cuts off",
@@ -169,9 +183,11 @@ def test_groups_of_two_completions_have_a_smaller_bound():
 
 
 def test_runs_with_trls_losses_are_judged_by_the_metrics_they_log():
-    own = {name.replace("/", "__"): None for name in HEALTHY if name.startswith("opo/") and "time" not in name}
+    of_opo = [name for name in HEALTHY if name.startswith("opo/") and not re.search("time|ratio/ess", name)]
+    own = {name.replace("/", "__"): None for name in of_opo}
     log = scripted(**own, frac_reward_zero_std=at_end(0.2, 0.95))
     sentences = said(log, trainer="grpo")
+    assert sentences["opo/ratio/ess"].endswith("in nine of ten optimizer steps: healthy.")
     assert sentences["frac_reward_zero_std"].endswith(
         "held 95% of completions at the end, which carry no learning signal."
     )

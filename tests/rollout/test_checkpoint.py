@@ -259,6 +259,42 @@ def test_inside_a_rollout_the_cut_must_be_the_same(copy: Path, tiny_model: str):
     assert [entry["step"] for entry in logged(trainer)] == [1, 2, 3, 4]
 
 
+def as_saved_earlier(folder: Path) -> str:
+    """Turn a checkpoint into one of the format before replay, when all passes over a rollout were cut at its start."""
+    path = folder / "rollout_state_0.pt"
+    state = torch.load(path, weights_only=True)
+    del state["replay"], state["split"]["max_staleness"]
+    torch.save(state, path)
+    content = json.loads((folder / MANIFEST).read_text())
+    content["files"][path.name] = path.stat().st_size
+    (folder / MANIFEST).write_text(json.dumps(content))
+    return str(folder)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_checkpoint_of_the_earlier_format_resumes_at_the_end_of_a_rollout(copy: Path, tiny_model: str, staleness: int):
+    trainer = make_trainer(tiny_model, copy, max_steps=6, num_iterations=2, max_staleness=staleness)
+    trainer.train(resume_from_checkpoint=as_saved_earlier(copy / "checkpoint-2"))
+    assert [entry["step"] for entry in logged(trainer)] == [1, 2, 3, 4, 5, 6]
+    assert len(trainer._replay.rollouts) == 1 + staleness
+
+
+def test_checkpoint_of_the_earlier_format_inside_a_rollout_is_rejected(copy: Path, tiny_model: str):
+    trainer = make_trainer(tiny_model, copy, max_steps=4, num_iterations=2)
+    with pytest.raises(ValueError, match=r"checkpoint-1'.*earlier version.*num_iterations=2 passes.*end of a rollout"):
+        trainer.train(resume_from_checkpoint=as_saved_earlier(copy / "checkpoint-1"))
+
+
+def test_checkpoint_of_the_earlier_format_resumes_inside_a_rollout_of_one_pass(tiny_model: str, tmp_path: Path):
+    options = {"max_steps": 4, "steps_per_generation": 4, "save_strategy": "steps", "save_steps": 1}
+    options |= {"trainer_arguments": {"reward_funcs": even_tokens, "rollout_func": None}}
+    expected = snapshot(trained(tiny_model, tmp_path, **options).model)
+    trainer = make_trainer(tiny_model, tmp_path, **options)
+    trainer.train(resume_from_checkpoint=as_saved_earlier(tmp_path / "checkpoint-1"))
+    own = snapshot(trainer.model)
+    assert all(own[name].equal(expected[name]) for name in expected)
+
+
 def test_resuming_a_finished_run_trains_no_step(copy: Path, tiny_model: str):
     trainer = make_trainer(tiny_model, copy, max_steps=3, num_iterations=2)
     trainer.train(resume_from_checkpoint="last")

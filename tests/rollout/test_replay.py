@@ -1,5 +1,6 @@
 """Passes over a rollout, and replay of earlier rollouts: which samples, which loss, and exact resumption."""
 
+import functools
 import itertools
 import json
 import math
@@ -7,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from helpers import (
     RecordingBaseline,
     RecordingOPO,
@@ -14,6 +16,7 @@ from helpers import (
     Script,
     assert_step_equals,
     even_tokens,
+    in_float64,
     logged,
     make_trainer,
     relative_error,
@@ -91,14 +94,15 @@ def test_gradient_of_a_replaying_pass_is_the_definition(tiny_model, tmp_path, op
     replayed = 0
     for number, step in enumerate(trainer.steps):
         first_pass = number % 6 < 2
-        taken_up_by = None if first_pass else trainer.steps[number - number % 2].policy
-        expected = reference.step(number, taken_up_by=taken_up_by)
+        expected = reference.step(number)
         assert_step_equals(step, expected)
         stale = {k for k, _ in members(step)} - {number // 6}
         assert not (first_pass and stale)
         replayed += bool(stale)
         if stale and not options:
-            assert relative_error(step.gradient, reference.step(number).gradient) > 0.01, "the anchor did not matter"
+            weights = dict(zip(expected.rows, expected.weights, strict=True))
+            unweighted = reference.step(number, row_weight=lambda *sample, own=weights: 1 / own[sample])
+            assert relative_error(step.gradient, unweighted.gradient) > 0.01, "the weights did not matter"
             assert len({round(weight, 6) for weight in expected.weights}) > 2
     assert replayed > 3
 
@@ -124,6 +128,38 @@ def test_a_baseline_replays_with_the_ratio_to_the_policy_that_wrote_the_completi
                 assert torch.equal(old[:width], written[:width])
                 seen += int(k) < trainer._step // 12
     assert seen
+
+
+def test_off_policy_mask_compares_with_the_policy_that_wrote_the_completion(tiny_model, tmp_path):
+    script, threshold = Script(), 0.01
+    options = {"max_staleness": 2, "learning_rate": 0.02, "off_policy_mask_threshold": threshold, **PASSES}
+    trainer = trained(tiny_model, tmp_path, script=script, max_steps=16, **options)
+    reference = Reference(trainer, script)
+
+    def weight(policy, k, i):
+        logps, _ = reference.logps(policy, script.calls[k][i])
+        kl = (reference.anchor(k, i) - logps).mean().item()
+        return 0.0 if reference.drive(k).advantages[i] < 0 and kl > threshold else 1.0
+
+    dropped = 0
+    for number in range(8, 12):  # passes over the second rollout that replay the first
+        kept = functools.partial(weight, in_float64(trainer.steps[number].policy))
+        expected = reference.step(number, row_weight=kept)
+        assert_step_equals(trainer.steps[number], expected)
+        dropped += expected.weights.count(0.0)
+    assert dropped
+
+
+def test_a_loss_per_token_counts_the_tokens_of_the_drawn_samples(tiny_model, tmp_path):
+    options = {"trainer_class": RecordingBaseline, "loss_type": "dapo", "max_steps": 12, "max_staleness": 1, **PASSES}
+    steps = trained(tiny_model, tmp_path, **options).steps
+    counted = []
+    for first, second in zip(steps[::2], steps[1::2], strict=True):
+        batches = [*first.batches, *second.batches]
+        tokens = sum(int(batch["completion_mask"].sum()) for batch in batches)
+        assert {int(batch["num_items_in_batch"]) for batch in batches} == {tokens}
+        counted.append(tokens)
+    assert len(set(counted[3:])) > 1, "the passes have to draw other samples"
 
 
 def rollout(number: int, n: int, width: int = 3) -> dict:
@@ -209,6 +245,47 @@ def test_a_run_resumes_bitwise_in_the_middle_of_a_pass_and_of_a_buffer(tiny_mode
 def test_replay_without_a_second_pass_is_rejected(tiny_model, tmp_path):
     with pytest.raises(ValueError, match=r"max_staleness=3 with num_iterations=1 has no effect.*`num_iterations`"):
         make_trainer(tiny_model, tmp_path, max_staleness=3)
+
+
+def test_replay_of_passes_in_one_optimizer_step_is_rejected(tiny_model, tmp_path):
+    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 4, "num_iterations": 2}
+    with pytest.raises(ValueError, match=r"max_staleness=1 .*gradient_accumulation_steps=4.*to 2 or less"):
+        make_trainer(tiny_model, tmp_path, max_staleness=1, **options)
+
+
+def test_replay_of_images_is_rejected(tiny_model, tmp_path):
+    arguments = {"train_dataset": Dataset.from_dict({"prompt": ["1"] * 8, "images": [[]] * 8})}
+    with pytest.raises(ValueError, match=r"max_staleness=1 cannot replay samples with images.*`max_staleness` to 0"):
+        make_trainer(tiny_model, tmp_path, max_staleness=1, trainer_arguments=arguments, **PASSES)
+    images = {**rollout(0, 8), "pixel_values": torch.zeros(8, 2), "num_images": [1] * 8}  # an environment's
+    with pytest.raises(ValueError, match=r"max_staleness=2 cannot replay samples with num_images, pixel_values"):
+        buffer(useful=()).add(images, torch.zeros(8))
+
+
+def test_rollouts_with_other_entries_are_rejected():
+    with pytest.raises(ValueError, match=r"only some have tool_mask. Return them always"):
+        buffer().add({**rollout(3, 8), "tool_mask": torch.ones(8, 6)}, torch.zeros(8))
+
+
+def test_a_loaded_state_replaces_the_rollouts():
+    later = buffer()
+    later.load_state_dict(buffer(useful=((1, 0, 1, 1),)).state_dict())
+    assert [rows["of"][0].item() for rows in later.rollouts] == [0]
+    assert list(later.useful) == [[True, False, True, True]]
+
+
+def test_earlier_rollouts_of_another_size_are_not_replayed(tiny_model, tmp_path):
+    options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 6, **PASSES}
+    trained(tiny_model, tmp_path, max_staleness=2, **options)
+    last = str(tmp_path / "checkpoint-6")  # the end of a rollout
+    larger = make_trainer(tiny_model, tmp_path, max_staleness=2, **{**options, "steps_per_generation": 8})
+    with pytest.raises(ValueError, match=r"of 16 samples on each of 1 processes, but this run has 32 .*to 0\."):
+        larger.train(resume_from_checkpoint=last)
+    same = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 8}
+    for other in ({"steps_per_generation": 8}, {"max_staleness": 1}, {"max_staleness": 2, **same}):
+        resumed = make_trainer(tiny_model, tmp_path, **{**options, **other})
+        resumed.train(resume_from_checkpoint=last)
+        assert [entry["step"] for entry in logged(resumed)][6:] == [7, 8]
 
 
 # The budget

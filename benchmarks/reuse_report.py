@@ -1,0 +1,310 @@
+"""The tables and the figure of the benchmark of reuse, from its record (see reuse.py)."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from opo_trl.report.intervals import Estimate, estimate, paired_difference
+
+from .learning_curves import SHARP, at, completions_to, smoothed
+from .pages import table
+from .reuse_design import CHECKS, CONTENDERS, FIGURE, GOALS, GYM, GYM_ROWS, PARTS, TIMED_COMPLETIONS, Row
+
+
+Curves = Mapping[str, Mapping[str, Any]]  # seed → what a run has measured
+Rows = Mapping[str, Curves]
+
+_WINDOW = 200  # completions over which the entropy is averaged
+_MEASURED = {"sampled": "sampled", "sharp": f"at temperature {SHARP:g}", "greedy": "greedy", "pass@2": "pass@2"}
+
+
+def write_report(record: Mapping[str, Any], folder: Path) -> None:
+    """Write `reuse.md` and `reuse.png`."""
+    rows: Rows = record["rows"]
+    plt.switch_backend("Agg")
+    _draw(rows, folder / "reuse.png")
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    sections = [
+        "# Reuse of completions\n\n`python -m benchmarks.reuse report` makes this page from `reuse.json.gz`; "
+        "`reuse_design.py` has the fields of each run.\nThe task is Level 3 of the embedded arithmetic, with rollouts "
+        "of 48 completions (8 prompts × 6). Accuracies are in % on 250\ntest problems: sampled at temperature 1 (two "
+        f"completions each) and {SHARP:g}, and greedy. A curve's place at a goal is that of its\nisotonic regression. "
+        "± and brackets are 95 % intervals over seeds.",
+        _tuning(record["tuning"]),
+        "## To the same sampled accuracy\n\n![Accuracy over completions generated](reuse.png)\n\n"
+        "Each method with its best trial, on ten seeds that no choice was based on.\n\n" + _goals(FIGURE, rows),
+        "## What does it\n\nFive of these seeds. Only OPO's and GRPO's own rows were tuned; the others change what "
+        "their name says.\n\n" + _goals(PARTS, rows),
+        "## Does it hold\n\nAccuracies after 1,500 completions. Below the first six rows, three of these seeds, and one "
+        "thing differs from the tuned\nfields.\n\n" + _ends((*FIGURE[::2], *PARTS, *CHECKS), rows, 1500),
+        *(
+            f"## Somebody else's task: {task}\n\nOf reasoning-gym (`benchmarks/gym_tasks.py`), with the fields tuned "
+            f"on arithmetic, five seeds; accuracies after 750\nand 1,500 completions. {_catches_up(task, rows)}"
+            "\n\n" + "\n\n".join(_ends([r for r in GYM_ROWS if r.name.startswith(task)], rows, n) for n in (750, 1500))
+            for task in GYM
+        ),
+        _seconds(record, rows),
+        f"Measured {record['date'][:10]} with {versions}.",
+    ]
+    (folder / "reuse.md").write_text("\n\n".join(section for section in sections if section) + "\n")
+
+
+def _show(value: Estimate, digits: int = 1) -> str:
+    if value.interval is None:
+        return f"{value.mean:,.{digits}f}"
+    return f"{value.mean:,.{digits}f} ± {(value.interval[1] - value.interval[0]) / 2:,.{digits}f}"
+
+
+def _tuning(tuning: Mapping[str, Any]) -> str:
+    lines = []
+    for contender in CONTENDERS:
+        found = tuning[contender.name]
+        for number, (fields, costs) in enumerate(zip(contender.trials, found["costs"], strict=True)):
+            name = ", ".join(f"{name} {value:g}" for name, value in fields.items())
+            best = " **(best)**" if number == found["best"] else ""
+            lines.append([f"{contender.name}: {name}{best}", *(f"{c:,}" for c in costs.values())])
+            lines[-1] += [""] * (4 - len(lines[-1]))
+    return (
+        "## Tuning\n\nEight trials for each method. The cost is the number of completions to "
+        f"{' and '.join(f'{goal:.0%}' for goal in GOALS)} together; a goal that is not reached\ncounts 1.5 budgets. "
+        "The best two trials of the first seed run on two more.\n\n"
+        + table(("trial", "seed 41", "seed 42", "seed 43"), lines)
+    )
+
+
+def places(curves: Curves, goal: float) -> dict[str, float | None]:
+    """Completions to a goal, by seed."""
+    return {seed: completions_to(goal, curve["points"]) for seed, curve in curves.items()}
+
+
+def ratio(own: Curves, other: Curves, goal: float, budget: int) -> Estimate | None:
+    """
+    Ratio of the completions to a goal, paired by seed: geometric mean and its interval; `None` unless every run of
+    one's own reaches the goal. A run of the other that does not counts with its `budget`, which favours the other.
+    """
+    pairs = [
+        (place, places(other, goal)[seed] or budget) for seed, place in places(own, goal).items() if seed in other
+    ]
+    if not pairs or any(place is None for place, _ in pairs):
+        return None
+    found = estimate([math.log(place / reference) for place, reference in pairs])
+    interval = None if found.interval is None else (math.exp(found.interval[0]), math.exp(found.interval[1]))
+    return Estimate(math.exp(found.mean), interval, found.n)
+
+
+def _ratio_text(value: Estimate | None) -> str:
+    if value is None or value.interval is None:
+        return "–"
+    return f"{value.mean:.2f} [{value.interval[0]:.2f}, {value.interval[1]:.2f}]"
+
+
+def measured_at(curve: Mapping[str, Any], completions: float, name: str) -> float:
+    """An accuracy or pass rate of a run after some completions, in %."""
+    points = [{**point, "pass@2": point["pass_at"]["2"]} for point in curve["points"]]
+    return 100 * at(completions, points, name)
+
+
+def entropy_at(curve: Mapping[str, Any], completions: float) -> float:
+    """Mean entropy in nats per token of the fresh completions just before a place."""
+    steps = curve["steps"]
+    passes = steps.get("opo/pass", [1.0] * len(steps["entropy"]))
+    generated = np.maximum.accumulate([value or 0 for value in steps["completions/generated"]])
+    fresh = [
+        (n, value) for n, value, number in zip(generated, steps["entropy"], passes, strict=True) if number in (1, None)
+    ]
+    near = [value for n, value in fresh if completions - _WINDOW <= n <= completions + 48]
+    return statistics.fmean(near) if near else fresh[0][1]
+
+
+def _goals(rows: Sequence[Row], all_rows: Rows) -> str:
+    tables = []
+    budgets = {row.name: row.budget for row in FIGURE}
+    for goal in GOALS:
+        lines = []
+        for row in rows:
+            if row.name not in all_rows:
+                continue
+            curves = all_rows[row.name]
+            found = places(curves, goal)
+            reached = {seed: place for seed, place in found.items() if place is not None}
+            count = "" if len(reached) == len(found) else f" ({len(reached)} of {len(found)})"
+            if not reached:
+                lines.append([row.name, f"none of {len(found)}", *["–"] * 7])
+                continue
+            against = [
+                "" if row.name == name else _ratio_text(ratio(curves, all_rows[name], goal, budgets[name]))
+                for name in ("GRPO", "DAPO")
+            ]
+            at_place = [
+                _show(estimate([measured_at(curves[seed], place, name) for seed, place in reached.items()]))
+                for name in ("greedy", "sharp", "pass@2")
+            ]
+            entropy = estimate([entropy_at(curves[seed], place) for seed, place in reached.items()])
+            lines.append(
+                [
+                    row.name,
+                    _show(estimate(list(reached.values())), 0) + count,
+                    *against,
+                    *at_place,
+                    f"{entropy.mean:.3f}",
+                    _greedy_difference(row.name, curves, all_rows, goal),
+                ]
+            )
+        header = (
+            f"to {goal:.0%} sampled",
+            "completions",
+            "ratio to GRPO",
+            "ratio to DAPO",
+            "greedy there",
+            f"at T = {SHARP:g}",
+            "pass@2",
+            "entropy",
+            "greedy − GRPO's",
+        )
+        tables.append(table(header, lines))
+    return "\n\n".join(tables)
+
+
+def _greedy_difference(name: str, curves: Curves, rows: Rows, goal: float) -> str:
+    if name == "GRPO":
+        return ""
+    own, other = places(curves, goal), places(rows["GRPO"], goal)
+    seeds = [seed for seed, place in own.items() if place is not None and other.get(seed) is not None]
+    if len(seeds) < 2:
+        return "–"
+    sides = [
+        [measured_at(source[seed], found[seed] or 0, "greedy") for seed in seeds]
+        for source, found in ((curves, own), (rows["GRPO"], other))
+    ]
+    found = paired_difference(*sides).estimate
+    low, high = found.interval or (found.mean, found.mean)
+    return f"{found.mean:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
+def _ends(rows: Sequence[Row], all_rows: Rows, completions: int) -> str:
+    lines = []
+    for row in rows:
+        if row.name not in all_rows:
+            continue
+        curves = all_rows[row.name].values()
+        values = [
+            _show(estimate([measured_at(curve, completions, name) for curve in curves]))
+            for name in ("sampled", "sharp", "greedy", "pass@2")
+        ]
+        lines.append([row.name, *values, f"{estimate([entropy_at(curve, completions) for curve in curves]).mean:.3f}"])
+    header = (f"after {completions:,} completions", "sampled", f"at T = {SHARP:g}", "greedy", "pass@2", "entropy")
+    return table(header, lines) if lines else ""
+
+
+def _catches_up(task: str, rows: Rows) -> str:
+    """When OPO has the sampled accuracy that GRPO ends with."""
+    own, other = (rows.get(f"{task}, {name}", {}) for name in ("OPO", "GRPO"))
+    shares = []
+    for seed, curve in other.items():
+        end = curve["points"][-1]["completions"]
+        place = completions_to(smoothed(curve["points"])[-1], own[seed]["points"])
+        shares.append(math.log((end if place is None else place) / end))
+    if len(shares) < 2:
+        return ""
+    found = estimate(shares)
+    low, high = (math.exp(bound) for bound in found.interval or (0.0, 0.0))
+    return (
+        "To the sampled accuracy with which GRPO ends,\nOPO needs "
+        f"{math.exp(found.mean):.2f} [{low:.2f}, {high:.2f}] times its completions (a run that does not get there "
+        "counts as 1)."
+    )
+
+
+def phase_costs(curves: Curves) -> tuple[float, float]:
+    """Seconds to generate and score a completion, and to compute one gradient of a completion, over some runs."""
+    generation = sum(c["phases"]["generate"] + c["phases"]["score"] for c in curves.values())
+    update = sum(c["phases"]["update"] + c["phases"]["anchor"] for c in curves.values())
+    generated = sum(c["points"][-1]["completions"] for c in curves.values())
+    gradients = sum(48 * c["points"][-1]["optimizer_steps"] for c in curves.values())
+    return generation / generated, update / gradients
+
+
+def _seconds(record: Mapping[str, Any], rows: Rows) -> str:
+    if not record["times"]:
+        return ""
+    by_name: dict[str, list[float]] = {}
+    for entry in record["times"]:
+        by_name.setdefault(entry["name"], []).append(entry["seconds"])
+    lines = [
+        [
+            "TRL's GRPOTrainer" if name == "TRL" else name,
+            f"{1000 * statistics.fmean(values):.1f}",
+            f"{statistics.fmean(values) / statistics.fmean(by_name['TRL']):.2f}",
+        ]
+        for name, values in by_name.items()
+    ]
+    text = (
+        f"## Seconds\n\nMilliseconds of training per completion generated, all passes included, over "
+        f"{TIMED_COMPLETIONS} completions, alone on a CPU\nwhere generation is cheap; three seeds. TRL's trainer runs "
+        "the fields of GRPO.\n\n" + table(("method", "ms per completion", "ratio to TRL"), lines)
+    )
+    return text + "\n\n" + _cost_model(by_name, rows)
+
+
+def _cost_model(times: Mapping[str, Sequence[float]], rows: Rows) -> str:
+    """When it pays: with a share of generation in the seconds of a one-pass run."""
+    goal = GOALS[-1]
+    found = ratio(rows["OPO"], rows["GRPO"], goal, FIGURE[0].budget)
+    if found is None:
+        return ""
+    generate, update = phase_costs(rows["GRPO"])
+    _, opo_update = phase_costs(rows["OPO"])
+    share = generate / (generate + update * _gradients(rows["GRPO"]))
+    passes = {name: _gradients(rows[name]) for name in ("GRPO", "OPO")}
+
+    def predicted(share: float) -> float:
+        """Seconds of OPO to the goal over GRPO's, if generation is this share of GRPO's seconds."""
+        per_gradient = (1 - share) / passes["GRPO"]
+        return found.mean * (share + passes["OPO"] * per_gradient * opo_update / update)
+
+    measured = found.mean * statistics.fmean(times["OPO"]) / statistics.fmean(times["GRPO"])
+    lines = [[f"{s:.0%}", f"{predicted(s):.2f}"] for s in (0.2, 0.4, 0.6, 0.8, 0.9, 0.95)]
+    equal = next((s for s in np.linspace(0, 1, 1001) if predicted(float(s)) <= 1), math.nan)
+    return (
+        f"To {goal:.0%}, OPO needs {found.mean:.2f} times the completions of GRPO, and computes "
+        f"{passes['OPO']:.1f} gradients per completion\nwhere GRPO computes {passes['GRPO']:.1f}. So the seconds to "
+        "the goal, as a ratio to GRPO's, follow from the share of generation\n(and scoring) in GRPO's seconds; they "
+        f"are equal at {equal:.0%}:\n\n" + table(("share of generation", "seconds, ratio to GRPO"), lines) + "\n\n"
+        f"Measured here, at a share of {share:.0%}: {measured:.2f}; the model says {predicted(share):.2f}."
+    )
+
+
+def _gradients(curves: Curves) -> float:
+    """Gradients computed per completion generated."""
+    last = [curve["points"][-1] for curve in curves.values()]
+    return sum(48 * point["optimizer_steps"] for point in last) / sum(point["completions"] for point in last)
+
+
+def _draw(rows: Rows, path: Path) -> None:
+    colors = {contender.name: contender.color for contender in CONTENDERS}
+    figure, panels = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True, layout="constrained")
+    for panel, name in zip(panels, ("sampled", "sharp", "greedy"), strict=True):
+        for row in FIGURE:
+            curves = rows.get(row.name, {})
+            if not curves:
+                continue
+            grid = np.linspace(0, row.budget, 60)
+            values = np.array([[measured_at(curve, x, name) for x in grid] for curve in curves.values()])
+            bands = [estimate(list(column)) for column in values.T]
+            low, high = zip(*[band.interval or (band.mean, band.mean) for band in bands], strict=True)
+            panel.plot(grid, [band.mean for band in bands], color=colors[row.name], label=row.name)
+            panel.fill_between(grid, low, high, color=colors[row.name], alpha=0.2, linewidth=0)
+        panel.set_title(f"accuracy, {_MEASURED[name]}")
+        panel.set_xlabel("completions generated")
+        panel.grid(alpha=0.3)
+    for goal in GOALS:
+        panels[0].axhline(100 * goal, color="black", linewidth=0.8, linestyle=":")
+    panels[0].set_ylabel("%")
+    panels[-1].legend(loc="lower right")
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)
