@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from . import anchored_methods  # noqa: F401 (registers the methods that the cells name)
-from .anchored_report import BASELINE
+from .anchored_report import BASELINE, DRIVE, LATEST, RATIO, TARGET, UNWEIGHTED
 from .learning_curves import CurveRun
 from .reuse_design import TASK
 
@@ -60,37 +60,35 @@ _CISPO = {"trainer": "grpo", "loss_type": "cispo", "epsilon_high": 5.0}
 _M2PO = _opo("M2PO", **_WHOLE)
 
 _FAMILY = "The family"
-_TARGET = "OPO taken apart: the target"
-_RATIO = "OPO taken apart: the ratio"
 _ANCHOR = "OPO taken apart: anchor and weight"
 
 CELLS = (
     Cell("passes", _FAMILY, BASELINE, _opo()),
     Cell("passes", _FAMILY, "Kimi k1.5, τ = 0.3", _opo("Kimi", **_UNSCALED)),
     Cell("passes", _FAMILY, "OAPL, β = 0.3", _opo("OAPL", **_UNSCALED)),
-    Cell("passes", _FAMILY, "Algorithm 1, without projection", _opo("WithoutProjection")),
     Cell("passes", _FAMILY, "M2PO", _M2PO),
     Cell("passes", _FAMILY, "CISPO", _CISPO),
-    Cell("passes", _TARGET, "χ² radius 3", _opo(**_AT_RADIUS)),
-    Cell("passes", _TARGET, "χ² radius 3, normalized in the log", _opo("LogNormalized", **_AT_RADIUS)),
-    Cell("passes", _TARGET, "χ² radius 3, linear weights", _opo("Linear", **_AT_RADIUS, **_UNSCALED)),
-    Cell("passes", _TARGET, "target − 0.5", _opo("Lowered")),
-    Cell("passes", _TARGET, "target + 0.5", _opo("Raised")),
-    Cell("passes", _RATIO, "exact ratio", _opo(ratio_form="exact")),
-    Cell("passes", _ANCHOR, "behaviour policy, weight ≤ 2", _opo("WeightedBehaviourAnchor")),
-    Cell("passes", _ANCHOR, "latest policy, weight ≤ 2", _opo("LatestAnchor")),
+    Cell("passes", _ANCHOR, UNWEIGHTED, _opo("Unweighted")),
+    Cell("passes", _ANCHOR, LATEST, _opo("LatestAnchor")),
+    Cell("passes", TARGET, "Algorithm 1, without projection", _opo("WithoutProjection")),
+    Cell("passes", TARGET, "χ² radius 3", _opo("Unweighted", **_AT_RADIUS)),
+    Cell("passes", TARGET, "χ² radius 3, normalized in the log", _opo("LogNormalized", **_AT_RADIUS)),
+    Cell("passes", TARGET, "χ² radius 3, linear weights", _opo("Linear", **_AT_RADIUS, **_UNSCALED)),
+    Cell("passes", TARGET, "target − 0.5", _opo("Lowered")),
+    Cell("passes", TARGET, "target + 0.5", _opo("Raised")),
+    Cell("passes", RATIO, "exact ratio", _opo("Unweighted", ratio_form="exact")),
     Cell("replay", _FAMILY, BASELINE, _opo()),
     Cell("replay", _FAMILY, "Kimi k1.5, τ = 0.3", _opo("Kimi", **_UNSCALED)),
     Cell("replay", _FAMILY, "OAPL, β = 0.3", _opo("OAPL", **_UNSCALED)),
     Cell("replay", _FAMILY, "REBEL, η = 0.3", _opo("REBEL", **_UNSCALED, **_WHOLE)),
     Cell("replay", _FAMILY, "TPO", _opo("TPO", mu=1.0, **_WHOLE)),
-    Cell("replay", _FAMILY, "Algorithm 1, without projection", _opo("WithoutProjection")),
     Cell("replay", _FAMILY, "M2PO", _M2PO),
     Cell("replay", _FAMILY, "CISPO", _CISPO),
-    Cell("replay", _TARGET, "linear weights", _opo("Linear", **_UNSCALED)),
-    Cell("replay", _ANCHOR, "behaviour policy, weight 1", _opo("BehaviourAnchor")),
-    Cell("replay", _ANCHOR, "behaviour policy, weight ≤ 2", _opo("WeightedBehaviourAnchor")),
+    Cell("replay", _ANCHOR, UNWEIGHTED, _opo("Unweighted")),
+    Cell("replay", _ANCHOR, LATEST, _opo("LatestAnchor")),
     Cell("replay", _ANCHOR, "latest policy, weight 1", _opo("UnweightedLatestAnchor")),
+    Cell("replay", DRIVE, "linear weights", _opo("LatestLinear", **_UNSCALED)),
+    Cell("replay", DRIVE, "Algorithm 1, without projection", _opo("LatestWithoutProjection")),
 )
 
 

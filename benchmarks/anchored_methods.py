@@ -5,7 +5,8 @@ All regress the log-ratio Δ = log π/π_anchor of a completion on a target. Wit
 
 | method | target, or loss where it is no regression of each completion | here |
 |---|---|---|
-| OPO | (ω − 1)/μ, mean 0 in each group | [`OPOTrainer`] |
+| OPO | (ω − 1)/μ, mean 0 in each group; weight min(π/π_behaviour, 2) | [`OPOTrainer`] |
+| OPO without the weight | the same | [`Unweighted`] |
 | Kimi k1.5 (arXiv 2501.12599) | (r − r̄)/τ; its gradient is (r − r̄)·∇log π − τ/2·∇Δ² | [`Kimi`], μ = τ |
 | OAPL (2602.19362), β₁ = β₂ = β | log ω at α = 0, = r/β − log mean exp(r/β) | [`OAPL`], μ = β |
 | REBEL, A\*-PO (2505.20686) | differences of Δ on differences of r/η, over all pairs of a group | [`REBEL`], μ = η |
@@ -15,7 +16,7 @@ All regress the log-ratio Δ = log π/π_anchor of a completion on a target. Wit
 | M2PO (2510.01161) | −π/π_b·A of each token, without those of the largest (log π/π_b)² | [`M2PO`] |
 
 `Kimi`, `OAPL` and `REBEL` need `scale_rewards: none`, so that advantages are r − r̄; then at τ = β = η they ask for the
-same differences of Δ in a group, and treat only its mean differently.
+same differences of Δ in a group, and treat only its mean differently. The neighbours have weight 1.
 """
 
 from collections.abc import Mapping
@@ -33,17 +34,68 @@ from opo_trl.rollout.rows import completion_tokens
 M2_THRESHOLD = 0.04  # of M2PO's paper
 
 
-# 1. Other targets
+# 1. Other weights and anchors
 
 
-class Linear(OPOTrainer):
+class Unweighted(OPOTrainer):
+    """Completions keep the behaviour policy as anchor, and have weight 1."""
+
+    def _weights(self, inputs, logps, anchor, mask):
+        return super()._weights(inputs, anchor, anchor, mask)  # a log-ratio of 0 has weight 1
+
+
+class LatestAnchor(OPOTrainer):
+    """
+    The policy that begins a pass is the anchor of the completions that it takes up; their weight is
+    min(π_anchor/π_behaviour, 2).
+    """
+
+    def _rows_of_pass(self, index, passed):
+        rows = dict(super()._rows_of_pass(index, passed))
+        if passed:
+            # TRL's name for the policy that sampled: parts are cut from it, too. Only vLLM would need it for itself.
+            rows["sampling_per_token_logps"] = rows.pop("old_per_token_logps")
+        return rows
+
+    def _weights(self, inputs, logps, anchor, mask):
+        return super()._weights(inputs, anchor, inputs.get("sampling_per_token_logps", anchor), mask)
+
+
+class UnweightedLatestAnchor(LatestAnchor, Unweighted):
+    """The policy that begins a pass is the anchor, and completions have weight 1."""
+
+
+# 2. Other targets
+
+
+class Linear(Unweighted):
     """The drive is the advantage, centred over the group."""
 
     def _drive(self, omega, advantages, groups):
         return objective.project(advantages, scaling=self.args.drive_scaling, **groups)
 
 
-class LogNormalized(OPOTrainer):
+class LatestLinear(LatestAnchor):
+    """The same drive, with `LatestAnchor`'s anchor and weight."""
+
+    _drive = Linear._drive
+
+
+class WithoutProjection(Unweighted):
+    """Algorithm 1: the drive is ω itself."""
+
+    def _drive(self, omega, advantages, groups):
+        _, potential = objective.project(omega, scaling=self.args.drive_scaling, **groups)
+        return omega, potential
+
+
+class LatestWithoutProjection(LatestAnchor):
+    """The same drive, with `LatestAnchor`'s anchor and weight."""
+
+    _drive = WithoutProjection._drive
+
+
+class LogNormalized(Unweighted):
     """The target less its log-mean-exp, so that the mean of exp(Δ*) is 1 in each group."""
 
     def _target(self, drive, mu, groups):
@@ -55,7 +107,7 @@ class LogNormalized(OPOTrainer):
         return torch.where(keep, of_groups - excess, 0.0).flatten(), mu
 
 
-class Lowered(OPOTrainer):
+class Lowered(Unweighted):
     """The target plus a constant, for every completion."""
 
     shift = -0.5
@@ -71,64 +123,18 @@ class Raised(Lowered):
     shift = 0.5
 
 
-class WithoutProjection(OPOTrainer):
-    """Algorithm 1: the drive is ω itself."""
-
-    def _drive(self, omega, advantages, groups):
-        _, potential = super()._drive(omega, advantages, groups)
-        return omega, potential
-
-
-# 2. Other anchors and weights
-
-
-class BehaviourAnchor(OPOTrainer):
-    """Replayed completions keep their behaviour policy as anchor, and have weight 1."""
-
-    def _rows_of_pass(self, index, passed):
-        rows = super()._rows_of_pass(index, passed)
-        if "opo_behaviour_logps" in rows:
-            rows["old_per_token_logps"] = rows.pop("opo_behaviour_logps")
-        return rows
-
-
-class WeightedBehaviourAnchor(BehaviourAnchor):
-    """The behaviour policy stays the anchor, and completions have weight min(π/π_behaviour, 2)."""
-
-    def _weights(self, inputs, logps, anchor, mask):
-        return super()._weights({**inputs, "opo_behaviour_logps": anchor}, logps, logps.detach(), mask)
-
-
-class LatestAnchor(OPOTrainer):
-    """Without replay, too, the policy that takes completions up is their anchor, and their weight is at most 2."""
-
-    def _rows_of_pass(self, index, passed):
-        rows = super()._rows_of_pass(index, passed)
-        if passed and "old_per_token_logps" in rows:
-            rows["opo_behaviour_logps"] = rows.pop("old_per_token_logps")
-        return rows
-
-
-class UnweightedLatestAnchor(LatestAnchor):
-    """The policy that takes completions up is their anchor, and their weight is 1."""
-
-    def _weights(self, inputs, logps, anchor, mask):
-        others = {name: value for name, value in inputs.items() if name != "opo_behaviour_logps"}
-        return super()._weights(others, logps, anchor, mask)
-
-
 # 3. Published methods
 
 
-class Kimi(BehaviourAnchor, Linear):
+class Kimi(Linear):
     """Kimi k1.5 with τ = μ."""
 
 
-class OAPL(BehaviourAnchor, LogNormalized, Linear):
+class OAPL(LogNormalized, Linear):
     """OAPL with β = μ: (r − r̄)/β less its log-mean-exp is r/β − log mean exp(r/β)."""
 
 
-class WholeGroups(BehaviourAnchor, Linear):
+class WholeGroups(Linear):
     """
     A loss of each group, which `_group_losses` computes.
 
@@ -182,7 +188,7 @@ class TPO(WholeGroups):
         return torch.where(valid, -wanted * found, 0.0)
 
 
-class M2PO(BehaviourAnchor):
+class M2PO(OPOTrainer):
     """
     M2PO: the policy gradient of tokens weighted by π/π_behaviour, without the tokens whose log-ratios are largest.
 
@@ -211,15 +217,16 @@ def small_second_moment(log_ratio: Tensor, mask: Tensor, threshold: float = M2_T
 
 
 METHODS = (
+    Unweighted,
+    LatestAnchor,
+    UnweightedLatestAnchor,
     Linear,
+    LatestLinear,
+    WithoutProjection,
+    LatestWithoutProjection,
     LogNormalized,
     Lowered,
     Raised,
-    WithoutProjection,
-    BehaviourAnchor,
-    WeightedBehaviourAnchor,
-    LatestAnchor,
-    UnweightedLatestAnchor,
     Kimi,
     OAPL,
     REBEL,

@@ -16,7 +16,12 @@ from .pages import table
 Run = Mapping[str, Any]
 Rows = dict[tuple[str, str], list[Run]]  # part and name of a cell → its runs, by seed
 
-BASELINE = "OPO"  # of the differences in each regime
+BASELINE = "OPO"
+UNWEIGHTED, LATEST = "behaviour policy, weight 1", "latest policy, weight ≤ 2"
+TARGET = f'The target, all with weight 1; differences from "{UNWEIGHTED}"'
+RATIO = f'The ratio, with weight 1; difference from "{UNWEIGHTED}"'
+DRIVE = f'The drive, all with the latest policy as anchor; differences from "{LATEST}"'
+_BASELINES = {TARGET: UNWEIGHTED, RATIO: UNWEIGHTED, DRIVE: LATEST}  # of the parts whose baseline is not OPO
 
 _MARKS = {"higher": " ▲", "lower": " ▼", "undecided": ""}
 _HEADER = ("", "n", "sampled", "difference", "greedy", "difference", "T = 0.6", "half-way", "entropy", "target fit")
@@ -35,48 +40,52 @@ bound 5.
 
 Accuracies in % on 250 test problems (before: sampled {before:.1f}): two samples each at temperature 1 ("sampled") and
 0.6, and greedy; "half-way" is the sampled accuracy after {half:,} completions. n is the number of seeds, ± half of the
-95 % t interval, which one seed does not have. Differences are from OPO's defaults in the same regime, paired by seed;
-▲ and ▼ mark those whose interval excludes 0.
-Entropy in nats per token and target fit are means over the last quarter of the steps."""
+95 % t interval, which one seed does not have. Differences are from OPO in the same regime, or from the row that a
+heading names, paired by seed; ▲ and ▼ mark those whose interval excludes 0.
+Entropy in nats per token and target fit are means over the last quarter of the steps.
+
+The runs are older than OPO's present default for several passes, which follows from them: they set what the name of
+their row says, and `fields` in the record has the names of that version."""
 
 _READING = """\
 ## What makes the difference
 
-**What works is a bounded weight, and a target that does not ask the sample as a whole to become less likely: with the
-weight min(π/π_behaviour, 2) both anchors work, and without it the latest policy as anchor collapses and the behaviour
-policy as anchor falls back to what its neighbours reach.** A completion that the policy has left behind then no longer
-pushes; without the weight only the χ² term can hold it, and only towards the behaviour policy.
+**The bounded weight min(π/π_behaviour, 2) makes the difference, together with a target of zero mean, and this is what
+OPO does now when it passes over completions more than once.** A completion that the policy has left behind then no
+longer pushes; without the weight only the χ² term can hold it, and only towards the behaviour policy.
 
-These are directions, not results: passes have two seeds, replay has *one*, and of the sampled differences only those of
-OAPL and of normalization in the log exclude 0. What replay says of weight and anchor rests on a single seed. As far as
-it goes:
+These are directions, not results: passes have two seeds at most, replay has *one*, and of the sampled differences only
+those of Kimi k1.5 and of normalization in the log exclude 0. What replay says rests on a single seed. As far as it
+goes:
 
-- *Weight and anchor.* The weight decides, not the anchor. With it, the behaviour policy as anchor is as good as the
-  latest one in both regimes, and in both it is ahead of OPO's defaults for passes, which have no weight.
-- *Mean of the target.* Normalization in the log (E[exp Δ\\*] = 1), which asks for a negative mean, costs more than any
-  other choice of a target, in OPO as between Kimi k1.5 and OAPL, which differ in nothing else. Lowering the target by
-  a constant costs as well. *Raising* it does not, and one of its two seeds is the best of the regime: zero is safe,
-  it is not shown to be best.
+- *Weight and anchor.* The weight decides, not the anchor. With it, the behaviour policy as anchor is about as good as
+  the latest one in both regimes. Without it, the behaviour policy falls behind, in replay to what its neighbours
+  reach, and the latest policy collapses.
+- *Mean of the target.* Normalization in the log (E[exp Δ\\*] = 1), which asks for a negative mean, costs most of all
+  targets in OPO, and some points between Kimi k1.5 and OAPL, which differ in nothing else. Lowering the target by a
+  constant costs as well. *Raising* it does not, and one of its two seeds is the best of the regime: zero is safe, it
+  is not shown to be best.
 - *Shape.* Escort weights are ahead of linear ones at the same χ² radius by a few points; for replay hardly.
 - *Projection.* Algorithm 1 without it loses a few points in both regimes; its mean of 1/μ is positive.
 - *Whole groups.* REBEL, which leaves the mean of Δ free, is where Kimi k1.5 is, and TPO below: both keep the behaviour
-  policy as anchor and have no weight, as OPO in the row "behaviour policy, weight 1".
-- *Masks and clips.* M2PO and CISPO bear replay better than passes; both are behind OPO's defaults."""
+  policy as anchor and have no weight, as the row "behaviour policy, weight 1", which is there, too.
+- *Masks and clips.* M2PO and CISPO bear replay better than passes; both are behind OPO."""
 
 _REGIMES = {
     "passes": """\
 ## Passes: four over rollouts of 192
 
-Four optimizer steps a pass; the policy that wrote a rollout is the anchor in all of its passes. So Δ moves away from 0
-over 16 steps, and the regression acts.""",
+Four optimizer steps a pass; the policy that wrote a rollout is the anchor in all of its passes, except in the row
+"latest policy". So Δ moves away from 0 over 16 steps, and the regression acts. OPO and the row "latest policy" weigh
+completions; all other anchored regressions have weight 1.""",
     "replay": """\
 ## Replay: rollouts of 48, four passes, groups up to 16 rollouts old
 
-A pass is one optimizer step, and OPO's anchor is the policy that takes a completion up: Δ is 0 in every step *by
-construction*. So μ and the form of the ratio have no effect there; only the drive acts, times the weight
-min(π/π_behaviour, 2). With two-valued rewards, drives of zero mean differ only in how much each group counts
-([group_weights.md](group_weights.md)). Kimi k1.5, OAPL, REBEL, TPO and the rows "behaviour policy" keep the policy
-that wrote a completion as its anchor, up to some 64 steps later: there the regression acts.""",
+A pass is one optimizer step. The policy that wrote a completion stays its anchor, up to some 64 steps later: there the
+regression acts. In the rows "latest policy" and in those of the drive, the policy that begins a pass is the anchor: Δ
+is 0 in every step *by construction*. So μ and the form of the ratio have no effect there; only the drive acts, times
+the weight, which compares that policy with the one that wrote the completion. With two-valued rewards, drives of zero
+mean then differ only in how much each group counts ([group_weights.md](group_weights.md)).""",
 }
 
 
@@ -115,8 +124,10 @@ def accuracies(runs: Sequence[Run], name: str, point: int = -1) -> list[float]:
     return [100 * run["points"][point][name] for run in runs]
 
 
-def _baseline(rows: Rows) -> list[Run]:
-    return next(runs for (_, name), runs in rows.items() if name == BASELINE)
+def _baseline(rows: Rows, part: str = "") -> list[Run]:
+    """The runs that those of a part are compared with."""
+    wanted = _BASELINES.get(part, BASELINE)
+    return next(runs for (_, name), runs in rows.items() if name == wanted)
 
 
 def difference(runs: Sequence[Run], baseline: Sequence[Run], name: str) -> str:
@@ -135,11 +146,10 @@ def _half(value: Estimate) -> str:
 
 
 def _table(rows: Rows) -> str:
-    baseline = _baseline(rows)
     lines = []
     for part, cells in itertools.groupby(rows, key=lambda cell: cell[0]):
         lines.append([f"*{part}*"] + [""] * (len(_HEADER) - 1))
-        lines += [_line(name, rows[part, name], baseline) for part, name in cells]
+        lines += [_line(name, rows[part, name], _baseline(rows, part)) for part, name in cells]
     return table(_HEADER, lines)
 
 

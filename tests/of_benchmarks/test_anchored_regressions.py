@@ -4,6 +4,8 @@ The neighbours of OPO: the gradient of each is that of its formula, and the comm
 Formulas are computed in float64 from the logits, completion by completion; they share no code with the methods.
 """
 
+import gzip
+import json
 import math
 from collections import defaultdict
 from types import SimpleNamespace
@@ -233,7 +235,7 @@ def test_divided_groups_are_rejected(tiny_model, tmp_path, name):
 
 
 def test_behaviour_policy_as_the_anchor_of_replayed_completions(tiny_model, tmp_path):
-    trainer, reference = recorded("BehaviourAnchor", tiny_model, tmp_path, **REPLAY)
+    trainer, reference = recorded("Unweighted", tiny_model, tmp_path, **REPLAY)
     assert any(row.rollout != number // 4 for number, record in enumerate(trainer.steps) for row in replayed(record))
     assert_gradients(trainer, reference, regression(lambda row: row.target))
 
@@ -242,36 +244,30 @@ def replayed(record) -> list[SimpleNamespace]:
     return [SimpleNamespace(rollout=int(k)) for batch in record.batches for k in batch["rollout"]]
 
 
-def test_weighted_behaviour_anchor(tiny_model, tmp_path):
-    trainer, reference = recorded("WeightedBehaviourAnchor", tiny_model, tmp_path, **REPLAY)
-
-    def formula(rows, number):
-        total = 0.0
-        for row in rows:
-            if row.valid:
-                weight = min(math.exp(row.delta.item()), 2.0)
-                total += weight * row.scale * row.mu / 2 * (row.delta - row.target) ** 2
-        return total
-
-    assert_gradients(trainer, reference, formula)
-
-
-@pytest.mark.parametrize(("name", "bound"), [("LatestAnchor", 2.0), ("UnweightedLatestAnchor", None)])
+@pytest.mark.parametrize(
+    ("name", "bound", "target_of"),
+    [
+        ("LatestAnchor", 2.0, lambda row: row.target),
+        ("UnweightedLatestAnchor", None, lambda row: row.target),
+        ("LatestLinear", 2.0, lambda row: row.advantage / row.mu),
+        ("LatestWithoutProjection", 2.0, lambda row: row.omega / row.mu),
+    ],
+)
 @pytest.mark.parametrize("regime", [PASSES, REPLAY])
-def test_latest_policy_as_anchor(tiny_model, tmp_path, name, bound, regime):
-    trainer, reference = recorded(name, tiny_model, tmp_path, **regime)
+def test_latest_policy_as_anchor(tiny_model, tmp_path, name, bound, target_of, regime):
+    trainer, reference = recorded(name, tiny_model, tmp_path, **regime, scale_rewards="none")
 
     def formula(rows, number):
         total = 0.0
-        taken_up_by = None if number % 4 < 2 else in_float64(trainer.steps[number - number % 2].policy)
+        first = None if number % 4 < 2 else in_float64(trainer.steps[number - number % 2].policy)  # of a later pass
         for row in rows:
             if row.valid:
                 since = torch.zeros(())
-                if taken_up_by is not None:
+                if first is not None:
                     with torch.no_grad():
-                        since = reference.logps(taken_up_by, row.script_row)[0].sum() - row.anchor
+                        since = reference.logps(first, row.script_row)[0].sum() - row.anchor
                 weight = 1.0 if bound is None else min(math.exp(since.item()), bound)
-                total += weight * row.scale * row.mu / 2 * (row.delta - since - row.target) ** 2
+                total += weight * row.scale * row.mu / 2 * (row.delta - since - target_of(row)) ** 2
         return total
 
     assert_gradients(trainer, reference, formula)
@@ -317,6 +313,12 @@ def test_page_and_figure_are_those_of_the_record(tmp_path):
     anchored_regressions.report(tmp_path)
     for name in ("anchored_regressions.md", "anchored_regressions.png"):
         assert (tmp_path / name).read_bytes() == (anchored_regressions.RESULTS / name).read_bytes()
+
+
+def test_rows_are_those_of_the_cells():
+    record = json.loads(gzip.decompress(anchored_regressions.RECORD.read_bytes()))
+    cells = [(cell.regime, cell.part, cell.name) for cell in CELLS]
+    assert list(dict.fromkeys((run["regime"], run["part"], run["name"]) for run in record["runs"])) == cells
 
 
 def test_differences_are_paired_by_seed():
