@@ -82,17 +82,17 @@ def places(curves: Curves, goal: float) -> dict[str, float | None]:
     return {seed: completions_to(goal, curve["points"]) for seed, curve in curves.items()}
 
 
-def ratio(own: Curves, other: Curves, goal: float, budget: int) -> Estimate | None:
+def ratio(own: Curves, other: Curves, goal: float, *, budget: int, other_budget: int) -> Estimate | None:
     """
-    Ratio of the completions to a goal, paired by seed: geometric mean and its interval; `None` unless every run of
-    one's own reaches the goal. A run of the other that does not counts with its `budget`, which favours the other.
+    Ratio of the completions to a goal, paired by seed: geometric mean and its interval; `None` if no run of one's own
+    reaches the goal. A run that does not counts with 1.5 budgets on one's own side, as in tuning, and with one budget
+    on the other, which favours the other.
     """
-    pairs = [
-        (place, places(other, goal)[seed] or budget) for seed, place in places(own, goal).items() if seed in other
-    ]
-    if not pairs or any(place is None for place, _ in pairs):
+    mine, reference = places(own, goal), places(other, goal)
+    if not any(mine.values()):
         return None
-    found = estimate([math.log(place / reference) for place, reference in pairs])
+    pairs = [(place or 1.5 * budget, reference[seed] or other_budget) for seed, place in mine.items()]
+    found = estimate([math.log(place / theirs) for place, theirs in pairs])
     interval = None if found.interval is None else (math.exp(found.interval[0]), math.exp(found.interval[1]))
     return Estimate(math.exp(found.mean), interval, found.n)
 
@@ -137,7 +137,9 @@ def _goals(rows: Sequence[Row], all_rows: Rows) -> str:
                 lines.append([row.name, f"none of {len(found)}", *["–"] * 7])
                 continue
             against = [
-                "" if row.name == name else _ratio_text(ratio(curves, all_rows[name], goal, budgets[name]))
+                ""
+                if row.name == name
+                else _ratio_text(ratio(curves, all_rows[name], goal, budget=row.budget, other_budget=budgets[name]))
                 for name in ("GRPO", "DAPO")
             ]
             at_place = [
@@ -254,7 +256,8 @@ def _seconds(record: Mapping[str, Any], rows: Rows) -> str:
 def _cost_model(times: Mapping[str, Sequence[float]], rows: Rows) -> str:
     """When it pays: with a share of generation in the seconds of a one-pass run."""
     goal = GOALS[-1]
-    found = ratio(rows["OPO"], rows["GRPO"], goal, FIGURE[0].budget)
+    budgets = {row.name: row.budget for row in FIGURE}
+    found = ratio(rows["OPO"], rows["GRPO"], goal, budget=budgets["OPO"], other_budget=budgets["GRPO"])
     if found is None:
         return ""
     generate, update = phase_costs(rows["GRPO"])

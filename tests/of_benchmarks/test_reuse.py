@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks import reuse, reuse_report
+from benchmarks import adaptive_passes, reuse, reuse_report
 from benchmarks.learning_curves import at, completions_to, smoothed
 from benchmarks.many_runs import options
 from benchmarks.reuse_design import CONTENDERS, ROWS, SEEDS, TUNING_SEEDS, first_trials, trial
@@ -32,13 +32,15 @@ def test_ratio_is_paired_geometric_and_never_flatters():
     own = {str(s): {"points": points(0.5, 0.9)} for s in range(3)}
     other = {str(s): {"points": points(0.5, 0.5 + 0.2 / (s + 1), 0.9, 0.95)} for s in range(3)}
     places = [completions_to(0.9, other[str(s)]["points"]) for s in range(3)]
-    found = reuse_report.ratio(own, other, 0.9, budget=300)
+    found = reuse_report.ratio(own, other, 0.9, budget=100, other_budget=300)
     assert found.mean == pytest.approx(math.exp(sum(math.log(100 / place) for place in places) / 3))
-    # The other's run that does not get there counts with what it generated, one's own not at all.
-    other["2"] = {"points": points(0.5, 0.6)}
-    assert reuse_report.ratio(own, other, 0.9, budget=200).mean == pytest.approx(0.5, rel=0.01)
-    own["1"] = {"points": points(0.5, 0.6)}
-    assert reuse_report.ratio(own, other, 0.9, budget=200) is None
+    # A run of the other that does not get there counts with its budget, one's own with half as much again.
+    for curves in (own, other):
+        curves["2"] = {"points": points(0.5, 0.6)}
+    found = reuse_report.ratio(own, other, 0.9, budget=100, other_budget=200)
+    expected = [100 / places[0], 100 / places[1], 150 / 200]
+    assert found.mean == pytest.approx(math.prod(expected) ** (1 / 3))
+    assert reuse_report.ratio({"2": own["2"]}, other, 0.9, budget=100, other_budget=200) is None
 
 
 def test_partial_rewards_count_places_from_the_right():
@@ -75,3 +77,8 @@ def test_page_of_the_committed_record_is_the_committed_one(tmp_path):
     reuse_report.write_report(record, tmp_path)
     for name in ("reuse.md", "reuse.png"):
         assert (tmp_path / name).read_bytes() == (reuse.RESULTS / name).read_bytes()
+
+
+def test_page_of_adaptive_passes_is_the_committed_one():
+    record = json.loads((reuse.RESULTS / "adaptive_passes.json").read_text())
+    assert adaptive_passes.report(record) == (reuse.RESULTS / "adaptive_passes.md").read_text()
