@@ -104,7 +104,7 @@ def completions_to(goal: float, points: Sequence[Mapping[str, Any]]) -> float | 
     heights = smoothed(points)
     for i, (before, after) in enumerate(itertools.pairwise(heights)):
         if after >= goal:
-            share = (goal - before) / (after - before) if after > before else 0.0
+            share = max(0.0, (goal - before) / (after - before)) if after > before else 0.0
             first, last = (point["completions"] for point in points[i : i + 2])
             return first + share * (last - first)
     return None

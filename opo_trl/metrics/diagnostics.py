@@ -169,7 +169,7 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
             "low",
             "was above {low:.0%} of the completions in nine of ten optimizer steps",
             low=Bound(
-                # Replay bounds the weights of old completions, and healthy runs have 0.2 to 0.4.
+                # Replay bounds the weights of old completions, and healthy runs have 0.2 to 0.5.
                 0.1 if settings.get("max_staleness") else 0.5,
                 "was below {low:.0%} of the completions in a tenth of the optimizer steps: a few completions dominate "
                 "because the policy is far from the one that wrote them",

@@ -45,7 +45,7 @@ def test_ratio_is_paired_geometric_and_never_flatters():
 
 def test_partial_rewards_count_places_from_the_right():
     completions = ["42-19=23", "42-19=13", "24", "23", "123"]
-    assert share_of_digits(completions, ["42-19=23"] * 5) == [1.0, 0.5, 0.0, 1.0, pytest.approx(2 / 3)]
+    assert share_of_digits(completions, ["42-19=23"] * 5) == [1.0, 0.5, 0.5, 1.0, pytest.approx(2 / 3)]
 
 
 def test_runs_are_distinct_and_can_be_parsed():
