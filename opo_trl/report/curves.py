@@ -110,7 +110,8 @@ def _points(curve: Curve, run: Run) -> Points:
     """
     if curve.x_label is not None:
         return curve.points(run)
-    at, found = clock(run), {}
+    at = clock(run)
+    found: dict[float, list[float]] = {}
     for step, value in curve.points(run):
         found.setdefault(at(step), []).append(value)
     return [(x, float(np.mean(values)) if curve.smoothed else values[-1]) for x, values in found.items()]

@@ -89,7 +89,7 @@ class ReplayBuffer:
 
 def _concatenated(rollouts: Sequence[Rows]) -> Rows:
     """The samples of several rollouts, padded to the widest."""
-    rows = {}
+    rows: Rows = {}
     for name, value in rollouts[-1].items():
         columns = [rollout[name] for rollout in rollouts]
         if isinstance(value, torch.Tensor) and value.ndim > 1:

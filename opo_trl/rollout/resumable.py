@@ -19,6 +19,7 @@ from ..metrics.watches import Watch, Watches
 from . import checkpoint, disk
 from .frozen_base import local_part
 from .prompts import EpochSampler, PromptStream, epochs_of_sampler, permutations
+from .replay import ReplayBuffer
 
 
 # Fields that cut a rollout.
@@ -37,6 +38,7 @@ class ResumableTrainer(GRPOTrainer):
     args: RolloutConfig
     model: Any  # a PreTrainedModel, or PEFT's wrapper around one
     num_generations: int
+    _replay: ReplayBuffer
 
     # The trainer's own numbers, and dictionaries of numbers, that a checkpoint holds.
     _saved_numbers: tuple[str, ...] = ()
