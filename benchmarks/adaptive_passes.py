@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from opo_trl import methods, objective
+from opo_trl import objective
 from opo_trl.config import OPOConfig
+from opo_trl.methods import Method
 from opo_trl.metrics.opo import target_fit
 from opo_trl.report.intervals import estimate
 from opo_trl.rollout.rows import completion_tokens, take_rows
@@ -127,10 +128,8 @@ class AdaptivePasses(OPOTrainer):
         return target_fit(log_ratio, rows["opo_target"]).item()
 
 
-_HERE = "benchmarks.adaptive_passes"
-methods.register(
-    methods.Method("adaptive", "OPO, adaptive passes", "#d55e00", f"{_HERE}.AdaptivePasses", f"{_HERE}.AdaptiveConfig")
-)
+_HERE = "benchmarks.adaptive_passes"  # also where this file is the command
+METHOD = Method("adaptive", "OPO, adaptive passes", "#d55e00", f"{_HERE}.AdaptivePasses", f"{_HERE}.AdaptiveConfig")
 
 
 def cells() -> list[tuple[float, str]]:
@@ -154,7 +153,8 @@ def run_of(rate: float, name: str, seed: int) -> CurveRun:
         fields |= {"trainer": "adaptive", "stop_rule": name, "num_iterations": MOST}
     else:
         fields |= {"trainer": "opo", "num_iterations": int(name.split()[0])}
-    return CurveRun(RUNS / f"{name} {rate:g} {seed}".replace(" ", "_"), fields, PLACES[-1], points=6)
+    folder = RUNS / f"{name} {rate:g} {seed}".replace(" ", "_")
+    return CurveRun(folder, fields, PLACES[-1], points=6, methods=(METHOD,))
 
 
 def collect() -> dict[str, Any]:
@@ -195,7 +195,7 @@ def main() -> int:
     record = RESULTS / "adaptive_passes.json"
     if arguments.command == "run":
         runs = [run_of(*cell, seed) for cell, seed in itertools.product(cells(), SEEDS)]
-        return run_missing(runs, arguments.jobs, preload=[_HERE])
+        return run_missing(runs, arguments.jobs)
     if arguments.command == "collect":
         record.write_text(json.dumps(collect(), indent=1) + "\n")
     else:

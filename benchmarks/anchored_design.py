@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import anchored_methods  # noqa: F401 (registers the methods that the cells name)
+from .anchored_methods import METHODS
 from .anchored_report import BASELINE, DRIVE, LATEST, RATIO, TARGET, UNWEIGHTED
 from .learning_curves import CurveRun
 from .reuse_design import TASK
@@ -46,7 +46,7 @@ class Cell:
         """Its run of a seed."""
         words = "".join(c if c.isalnum() else "_" for c in self.name.replace("−", "less").replace("+", "plus"))
         fields = {**TASK, "learning_rate": LEARNING_RATE, **REGIMES[self.regime], **self.fields, "seed": seed}
-        return CurveRun(RUNS / f"{self.regime}_{words}_seed{seed}", fields, BUDGET, points=2)
+        return CurveRun(RUNS / f"{self.regime}_{words}_seed{seed}", fields, BUDGET, points=2, methods=METHODS)
 
 
 def _opo(trainer: str = "opo", **fields: Any) -> Fields:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from opo_trl import OPOTrainer, objective
-from opo_trl.methods import Method, register
+from opo_trl.methods import Method
 from opo_trl.metrics.step import SampleReport
 from opo_trl.rollout.rows import completion_tokens
 
@@ -216,7 +216,7 @@ def small_second_moment(log_ratio: Tensor, mask: Tensor, threshold: float = M2_T
     return kept.view_as(mask)
 
 
-METHODS = (
+_TRAINERS: tuple[type[OPOTrainer], ...] = (
     Unweighted,
     LatestAnchor,
     UnweightedLatestAnchor,
@@ -233,6 +233,8 @@ METHODS = (
     TPO,
     M2PO,
 )
-for _method in METHODS:
-    _name = _method.__name__
-    register(Method(_name, _name, "#000000", f"{__name__}.{_name}", "opo_trl.config.OPOConfig"))
+
+METHODS = tuple(
+    Method(t.__name__, t.__name__, "#000000", f"{__name__}.{t.__name__}", "opo_trl.config.OPOConfig")
+    for t in _TRAINERS
+)

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 from opo_trl.evaluate import evaluate, temporarily
+from opo_trl.methods import Method, register
 from opo_trl.metrics.step_clock import PHASES
 
 from .many_runs import options
@@ -40,6 +41,7 @@ class CurveRun:
         budget (`int`): completions to generate.
         points (`int`, *optional*, defaults to `12`): of the curve, at most.
         brief (`bool`, *optional*, defaults to `False`): whether to measure the sampled accuracy only.
+        methods (`tuple[Method, ...]`, *optional*): methods that its recipe may name beside the package's.
     """
 
     folder: Path
@@ -47,6 +49,7 @@ class CurveRun:
     budget: int
     points: int = 12
     brief: bool = False
+    methods: tuple[Method, ...] = ()
 
     @property
     def is_done(self) -> bool:
@@ -123,6 +126,8 @@ def train(run: CurveRun) -> CurveRun:
     log = run.folder.with_name(run.folder.name + ".txt").open("w")
     for stream in (1, 2):
         os.dup2(log.fileno(), stream)
+    for method in run.methods:
+        register(method)
     fields = {**run.fields, "output_dir": run.folder, "max_completions": run.budget, "overwrite": True}
     ready = prepare(options(fields))
     (problems,) = ready.data.report.values()  # of the only level
@@ -155,12 +160,12 @@ def _metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]
     }
 
 
-def run_missing(runs: Sequence[CurveRun], jobs: int, preload: Sequence[str] = ()) -> int:
-    """Train what is not finished, with these modules imported, which may register methods. Returns the exit status."""
+def run_missing(runs: Sequence[CurveRun], jobs: int) -> int:
+    """Train what is not finished. Returns the exit status."""
     missing = [run for run in runs if not run.is_done]
     # Importing takes longer than some of the runs: the server does it once for all.
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["opo_trl.train", *preload])
+    context.set_forkserver_preload(["opo_trl.train"])
     with context.Pool(jobs, maxtasksperchild=1) as pool:
         for _ in tqdm(pool.imap_unordered(train, missing), total=len(missing), desc="runs"):
             pass

@@ -302,11 +302,13 @@ def test_m2po(tiny_model, tmp_path):
 # 5. The runs
 
 
-def test_cells_name_registered_methods():
-    known = by_trainer()
-    assert all(cell.fields["trainer"] in known for cell in CELLS)
-    assert known["TPO"].trainer_class is anchored_methods.TPO
-    assert len({cell.run(1).folder for cell in CELLS}) == len(CELLS)
+def test_each_run_brings_the_method_that_it_names():
+    runs = [cell.run(1) for cell in CELLS]
+    own = {method.name: method for method in anchored_methods.METHODS}
+    assert own["TPO"].trainer_class is anchored_methods.TPO
+    for run in runs:
+        assert run.fields["trainer"] in {*by_trainer(), *(method.name for method in run.methods)}
+    assert len({run.folder for run in runs}) == len(CELLS)
 
 
 def test_page_and_figure_are_those_of_the_record(tmp_path):
