@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from .learning_curves import CurveRun
-from .regime_design import COMMON
+from .regime_design import COMMON, METHODS
 
 
 RUNS = Path("runs/reuse")
 TUNING_SEEDS = (41, 42, 43)  # of which the first one decides who goes on to the others
-FINALISTS = 2
+FINALISTS = 3
 SEEDS = tuple(range(101, 111))  # that no choice was based on
 FEW_SEEDS = SEEDS[:5]  # of the robustness checks
 GOALS = (0.82, 0.88)  # sampled accuracies
@@ -53,43 +53,44 @@ def _grid(**values: tuple) -> list[dict[str, Any]]:
     return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
 
 
-def _clipped(name: str, widths: tuple[float, float]) -> tuple[Fields, ...]:
-    """A single pass never clips: there the learning rate alone is tried."""
+def _clipped(name: str, usual: float, other: float) -> tuple[Fields, ...]:
+    """Trials with two clip ranges. A single pass never clips: there the learning rate alone is tried."""
     return (
         *_grid(learning_rate=(1e-4, 2e-4, 4e-4), num_iterations=(1,)),
-        *_grid(learning_rate=(1e-4, 2e-4), num_iterations=(2,), **{name: widths}),
-        *_grid(learning_rate=(1e-4,), num_iterations=(4,), **{name: widths[1:]}),
+        *_grid(learning_rate=(1e-4, 2e-4), num_iterations=(2,), **{name: (usual, other)}),
+        *_grid(learning_rate=(1e-4,), num_iterations=(4,), **{name: (other, usual)}),
+        *_grid(learning_rate=(5e-5, 7e-5), num_iterations=(2, 4), **{name: (usual,)}),
+        *_grid(learning_rate=(5e-5,), num_iterations=(8,), **{name: (other,)}),
+        *_grid(learning_rate=(1e-4,), num_iterations=(2,), max_staleness=(32,), **{name: (usual,)}),
+        *_grid(learning_rate=(5e-5,), num_iterations=(4,), max_staleness=(32,), **{name: (usual,)}),
     )
 
 
 CONTENDERS = (
-    Contender("GRPO", {"trainer": "grpo", "loss_type": "grpo"}, _clipped("epsilon", (0.2, 0.4)), 3000, "#0072b2"),
-    Contender(
-        "DAPO",
-        {
-            "trainer": "grpo",
-            "loss_type": "dapo",
-            "epsilon": 0.2,
-            "epsilon_high": 0.28,
-            "mask_truncated_completions": True,
-            "max_sampling_rounds": 4,
-        },
-        _clipped("epsilon_high", (0.28, 0.5)),
-        4000,
-        "#56b4e9",
-    ),
     Contender(
         "OPO",
-        # Zero-gradient samples are computed for their entropy.
-        {"trainer": "opo", "skip_inert_rows": False},
+        METHODS["OPO"],
         (
-            *_grid(learning_rate=(5e-5, 1e-4, 2e-4), num_iterations=(4,), max_staleness=(8, 32)),
-            *_grid(learning_rate=(5e-5,), num_iterations=(8,), max_staleness=(32,)),
-            *_grid(learning_rate=(2e-4,), num_iterations=(2,), max_staleness=(16,)),
+            *_grid(learning_rate=(1e-4, 2e-4), num_iterations=(2,), max_staleness=(32,)),
+            *_grid(learning_rate=(5e-5, 1e-4), num_iterations=(4,), max_staleness=(8, 32)),
+            *_grid(learning_rate=(3e-5, 5e-5, 7e-5, 1e-4), num_iterations=(8,), max_staleness=(32,)),
+            *_grid(learning_rate=(5e-5,), num_iterations=(8,), max_staleness=(8, 64)),
+            *_grid(learning_rate=(5e-5,), num_iterations=(8,), max_staleness=(32,), mu=(0.1, 1.0)),
+            *_grid(learning_rate=(3e-5, 5e-5), num_iterations=(16,), max_staleness=(32,)),
         ),
         1500,
         "#d55e00",
     ),
+    Contender("GRPO", METHODS["GRPO"], _clipped("epsilon", 0.2, 0.4), 3000, "#0072b2"),
+    Contender("DAPO", METHODS["DAPO"], _clipped("epsilon_high", 0.28, 0.5), 4000, "#56b4e9"),
+    Contender(
+        "GSPO",
+        {k: v for k, v in METHODS["GSPO"].items() if k != "epsilon_high"},
+        _clipped("epsilon", 0.02, 3e-4),
+        3000,
+        "#b03a86",
+    ),
+    Contender("CISPO", {"trainer": "grpo", "loss_type": "cispo"}, _clipped("epsilon_high", 2.0, 5.0), 3000, "#009e73"),
 )
 
 
