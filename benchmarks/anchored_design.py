@@ -12,7 +12,7 @@ from .reuse_design import TASK
 
 
 RUNS = Path("runs/anchored")
-SEEDS = (61, 62, 63)
+SEEDS = (61, 62, 63, 64, 65)
 BUDGET = 1152  # completions: 6 rollouts of 192, or 24 of 48
 LEARNING_RATE = 1e-4
 RADIUS = 3.0

@@ -29,6 +29,7 @@ from .many_runs import options
 from .record import origin
 from .reuse_design import (
     CONTENDERS,
+    FIGURE,
     FINALISTS,
     GOALS,
     ROWS,
@@ -124,7 +125,7 @@ def measure_times() -> int:
     """Measure the seconds of each method, one run at a time, each in a process of its own."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["opo_trl.train"])
-    cases = [(name, seed) for seed in TIMED_SEEDS for name in ("TRL", "GRPO", "DAPO", "OPO")]
+    cases = [(name, seed) for seed in TIMED_SEEDS for name in ("TRL", *(row.name for row in FIGURE))]
     with context.Pool(1, maxtasksperchild=1) as pool:
         found = pool.starmap(seconds_per_completion, cases, chunksize=1)
     TIMES.parent.mkdir(parents=True, exist_ok=True)

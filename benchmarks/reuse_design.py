@@ -12,7 +12,7 @@ from .regime_design import COMMON, METHODS
 
 RUNS = Path("runs/reuse")
 TUNING_SEEDS = (41, 42, 43)  # of which the first one decides who goes on to the others
-FINALISTS = 3
+FINALISTS = 5
 SEEDS = tuple(range(101, 111))  # that no choice was based on
 FEW_SEEDS = SEEDS[:5]  # of the robustness checks
 GOALS = (0.82, 0.88)  # sampled accuracies
@@ -145,6 +145,8 @@ _DYNAMIC: Fields = {"max_sampling_rounds": 4}
 FIGURE = (
     Row("GRPO", "GRPO", budget=3000),
     Row("DAPO", "DAPO", budget=3600),
+    Row("GSPO", "GSPO", budget=3000),
+    Row("CISPO", "CISPO", budget=3000),
     Row("OPO", "OPO", budget=2400),
 )
 # Is it the loss, the replay or the sampling?
@@ -153,17 +155,20 @@ PARTS = (
     Row("OPO, passes over the current rollout only", "OPO", {"max_staleness": 0}, 1500, FEW_SEEDS),
     Row("OPO, dynamic sampling", "OPO", _DYNAMIC, 2000, FEW_SEEDS),
     Row("GRPO, replay as OPO's", "GRPO", {"num_iterations": 4, "max_staleness": 32}, 1500, FEW_SEEDS),
+    Row("GRPO, dynamic sampling", "GRPO", _DYNAMIC, 3600, FEW_SEEDS),
+    Row("DAPO, without dynamic sampling", "DAPO", {"max_sampling_rounds": 1}, 3000, FEW_SEEDS),
 )
 
 
 def _checks() -> Iterator[Row]:
     """Robustness checks: one thing differs from the figure's runs."""
-    for rate in (2.5e-5, 2e-4):
+    for rate in (2.5e-5, 2e-4, 4e-4):
         for method in ("GRPO", "OPO"):
             yield Row(
                 f"{method}, learning rate {rate:g}", method, {"learning_rate": rate}, seeds=FEW_SEEDS[:3], points=3
             )
-    yield Row("OPO, 8 passes", "OPO", {"num_iterations": 8}, seeds=FEW_SEEDS[:3], points=3)
+    for passes in (2, 4, 16, 32, 64):
+        yield Row(f"OPO, {passes} passes", "OPO", {"num_iterations": passes}, seeds=FEW_SEEDS[:3], points=3)
     yield Row("OPO, 4 earlier rollouts", "OPO", {"max_staleness": 4}, seeds=FEW_SEEDS[:3], points=3)
     for name, fields in {
         "gradients clipped at norm 1": {"max_grad_norm": 1.0},

@@ -38,10 +38,10 @@ def write_report(record: Mapping[str, Any], folder: Path) -> None:
         _tuning(record["tuning"]),
         "## To the same sampled accuracy\n\n![Accuracy over completions generated](reuse.png)\n\n"
         "Each method with its best trial, on ten seeds that no choice was based on.\n\n" + _goals(FIGURE, rows),
-        "## What does it\n\nFive of these seeds. Only OPO's and GRPO's own rows were tuned; the others change what "
-        "their name says.\n\n" + _goals(PARTS, rows),
-        "## Does it hold\n\nAccuracies after 1,500 completions. Below the first six rows, three of these seeds, and "
-        "one thing differs from the\ntuned fields.\n\n" + _ends((*FIGURE[::2], *PARTS, *CHECKS), rows, 1500),
+        "## What does it\n\nFive of these seeds. A row has the fields that were tuned for its method, but for what "
+        "its name says.\n\n" + _goals(PARTS, rows),
+        "## Does it hold\n\nAccuracies after 1,500 completions, with the number of seeds. A row has the fields that "
+        "were tuned for its method, but for\nwhat its name says.\n\n" + _ends((*FIGURE, *PARTS, *CHECKS), rows, 1500),
         *(
             f"## Somebody else's task: {task}\n\nOf reasoning-gym (`benchmarks/gym_tasks.py`), with the fields tuned "
             f"on arithmetic, five seeds; accuracies after 750\nand 1,500 completions. {_catches_up(task, rows)}"
@@ -70,9 +70,9 @@ def _tuning(tuning: Mapping[str, Any]) -> str:
             lines.append([f"{contender.name}: {name}{best}", *(f"{c:,}" for c in costs.values())])
             lines[-1] += [""] * (4 - len(lines[-1]))
     return (
-        "## Tuning\n\nEight trials for each method. The cost is the number of completions to "
+        "## Tuning\n\nSixteen trials for each method. The cost is the number of completions to "
         f"{' and '.join(f'{goal:.0%}' for goal in GOALS)} together; a goal that is not reached\ncounts 1.5 budgets. "
-        "The best two trials of the first seed run on two more.\n\n"
+        "The best five trials of the first seed run on two more.\n\n"
         + table(("trial", "seed 41", "seed 42", "seed 43"), lines)
     )
 
@@ -198,8 +198,17 @@ def _ends(rows: Sequence[Row], all_rows: Rows, completions: int) -> str:
             _show(estimate([measured_at(curve, completions, name) for curve in curves]))
             for name in ("sampled", "sharp", "greedy", "pass@2")
         ]
-        lines.append([row.name, *values, f"{estimate([entropy_at(curve, completions) for curve in curves]).mean:.3f}"])
-    header = (f"after {completions:,} completions", "sampled", f"at T = {SHARP:g}", "greedy", "pass@2", "entropy")
+        entropy = statistics.fmean(entropy_at(curve, completions) for curve in curves)
+        lines.append([row.name, str(len(curves)), *values, f"{entropy:.3f}"])
+    header = (
+        f"after {completions:,} completions",
+        "seeds",
+        "sampled",
+        f"at T = {SHARP:g}",
+        "greedy",
+        "pass@2",
+        "entropy",
+    )
     return table(header, lines) if lines else ""
 
 
@@ -237,27 +246,39 @@ def _seconds(record: Mapping[str, Any], rows: Rows) -> str:
     by_name: dict[str, list[float]] = {}
     for entry in record["times"]:
         by_name.setdefault(entry["name"], []).append(entry["seconds"])
-    lines = [
-        [
-            "TRL's GRPOTrainer" if name == "TRL" else name,
-            f"{1000 * statistics.fmean(values):.1f}",
-            f"{statistics.fmean(values) / statistics.fmean(by_name['TRL']):.2f}",
-        ]
-        for name, values in by_name.items()
-    ]
+    rates = {name: statistics.fmean(values) for name, values in by_name.items()}
+    lines = []
+    for name, rate in rates.items():
+        label, method = ("TRL's GRPOTrainer", "GRPO") if name == "TRL" else (name, name)
+        line = [label, f"{1000 * rate:.1f}"]
+        for goal in GOALS:
+            found = _ratio_to_grpo(method, rows, goal, rate / rates["TRL"])
+            line.append("1" if name == "TRL" else _ratio_text(found))
+        lines.append(line)
+    goals = (f"seconds to {goal:.0%}, ratio to TRL" for goal in GOALS)
     text = (
         f"## Seconds\n\nMilliseconds of training per completion generated, all passes included, over "
         f"{TIMED_COMPLETIONS} completions, alone on a CPU\nwhere generation is cheap; three seeds. TRL's trainer runs "
-        "the fields of GRPO.\n\n" + table(("method", "ms per completion", "ratio to TRL"), lines)
+        "the fields of GRPO. Seconds to a goal are these, times the\ncompletions to it.\n\n"
+        + table(("method", "ms per completion", *goals), lines)
     )
     return text + "\n\n" + _cost_model(by_name, rows)
+
+
+def _ratio_to_grpo(name: str, rows: Rows, goal: float, factor: float = 1.0) -> Estimate | None:
+    """A row's ratio of completions to GRPO's, with its interval, times a factor."""
+    budgets = {row.name: row.budget for row in FIGURE}
+    found = ratio(rows[name], rows["GRPO"], goal, budget=budgets[name], other_budget=budgets["GRPO"])
+    if found is None:
+        return None
+    low, high = found.interval or (math.nan, math.nan)
+    return Estimate(factor * found.mean, (factor * low, factor * high), found.n)
 
 
 def _cost_model(times: Mapping[str, Sequence[float]], rows: Rows) -> str:
     """When it pays: with a share of generation in the seconds of a one-pass run."""
     goal = GOALS[-1]
-    budgets = {row.name: row.budget for row in FIGURE}
-    found = ratio(rows["OPO"], rows["GRPO"], goal, budget=budgets["OPO"], other_budget=budgets["GRPO"])
+    found = _ratio_to_grpo("OPO", rows, goal)
     if found is None:
         return ""
     generate, update = phase_costs(rows["GRPO"])
