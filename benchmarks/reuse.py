@@ -10,8 +10,8 @@ Reuse of completions: accuracy over completions generated, for OPO with replay a
 The rows on reasoning-gym need its base models: `python -m benchmarks.gym_tasks ab --output runs/gym/ab`, and the same
 for `palindrome_generation`.
 
-Tuning minimizes the completions to both goals together. Each trial runs on one seed, the best of each method on two
-more; the rows are on other seeds. `reuse_design` has the fields of each run.
+Tuning minimizes the completions to both goals together. Each trial runs on one seed, and unless it is hopeless there on
+two more; the rows are on other seeds. `reuse_design` has the fields of each run.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from .record import origin
 from .reuse_design import (
     CONTENDERS,
     FIGURE,
-    FINALISTS,
     GOALS,
     ROWS,
+    STAY,
     TASK,
     TIMED_COMPLETIONS,
     TIMED_SEEDS,
@@ -63,9 +63,9 @@ def cost(run: CurveRun) -> float:
 
 
 def finalists(contender: Contender) -> list[int]:
-    """The best trials on the first tuning seed."""
+    """The trials that go on to the other tuning seeds."""
     costs = {n: cost(trial(contender, n, TUNING_SEEDS[0])) for n in range(len(contender.trials))}
-    return sorted(costs, key=lambda n: costs[n])[:FINALISTS]
+    return [n for n, found in costs.items() if found <= STAY * min(costs.values())]
 
 
 def best_trial(contender: Contender) -> int:

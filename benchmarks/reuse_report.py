@@ -72,7 +72,7 @@ def _tuning(tuning: Mapping[str, Any]) -> str:
     return (
         "## Tuning\n\nSixteen trials for each method. The cost is the number of completions to "
         f"{' and '.join(f'{goal:.0%}' for goal in GOALS)} together; a goal that is not reached\ncounts 1.5 budgets. "
-        "The best five trials of the first seed run on two more.\n\n"
+        "Trials at most twice as costly as their method's best on the first seed run on two more.\n\n"
         + table(("trial", "seed 41", "seed 42", "seed 43"), lines)
     )
 

@@ -64,11 +64,11 @@ def test_runs_are_distinct_and_can_be_parsed():
 
 def test_tuning_takes_the_trial_of_the_lowest_mean_cost(monkeypatch):
     contender = CONTENDERS[0]
-    costs = {(n, seed): 1000.0 + n for n in range(len(contender.trials)) for seed in TUNING_SEEDS}
+    costs = {(n, seed): 1000.0 + 200 * n for n in range(len(contender.trials)) for seed in TUNING_SEEDS}
     costs[0, TUNING_SEEDS[1]] = 2000.0  # the best of the first seed is bad on another
     by_folder = {trial(contender, n, seed).folder: value for (n, seed), value in costs.items()}
     monkeypatch.setattr(reuse, "cost", lambda run: by_folder[run.folder])
-    assert reuse.finalists(contender) == [0, 1]
+    assert reuse.finalists(contender) == [0, 1, 2, 3, 4, 5]  # at most twice the cost of the best
     assert reuse.best_trial(contender) == 1
 
 
