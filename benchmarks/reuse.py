@@ -10,8 +10,8 @@ Reuse of completions: accuracy over completions generated, for OPO with replay a
 The rows on reasoning-gym need its base models: `python -m benchmarks.gym_tasks ab --output runs/gym/ab`, and the same
 for `palindrome_generation`.
 
-Tuning minimizes the completions to both goals together. Each trial runs on one seed, and unless it is hopeless there on
-two more; the rows are on other seeds. `reuse_design` has the fields of each run.
+Tuning minimizes the completions to both goals together. Each trial runs on one seed, and unless it is hopeless there,
+on two more; the rows are on other seeds. `reuse_design` has the fields of each run.
 """
 
 import argparse
