@@ -42,15 +42,15 @@ def test_fine_tuning_teaches_and_its_merged_model_answers(tmp_path):
 
 @pytest.mark.slow
 def test_comparison_reports_on_both_methods(tmp_path):
-    recipes = str(FOLDER.parent / "recipes/arithmetic/experiment1")
-    small = {"SEEDS": [1], "STEPS": 2, "PROBLEMS": 8, "OUTPUT": "out"}
-    notebook = execute(FOLDER / "opo_vs_grpo.ipynb", tmp_path, RECIPES=recipes, **small)
+    recipe = str(FOLDER.parent / "recipes/arithmetic/reuse.yaml")
+    small = {"SEEDS": [1], "COMPLETIONS": 192, "PROBLEMS": 8, "OUTPUT": "out"}
+    notebook = execute(FOLDER / "opo_vs_grpo.ipynb", tmp_path, RECIPE=recipe, **small)
     text = text_of(notebook)
-    for name in ("loss_type", "alpha"):
+    for name in ("num_iterations", "max_staleness"):
         assert f"| `{name}` |" in text
     for method in ("opo", "grpo"):
         assert re.search(rf"^\| {method} \|.*\d", text, re.MULTILINE), method
-    assert pictures(notebook) >= 5
+    assert pictures(notebook) >= 6
 
 
 def test_geometry_runs():
