@@ -391,7 +391,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
     def _get_per_token_logps_and_entropies(self, *inputs, **options):
         with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
             found = super()._get_per_token_logps_and_entropies(*inputs, **options)
-        # Detached: an optimizer step later, the graph of a forward pass would still hold its activations.
+        # Detached: it may outlive the step, and the graph should not.
         self._trained_logps = found[0].detach() if torch.is_grad_enabled() else None
         return found
 

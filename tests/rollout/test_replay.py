@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import math
-import weakref
 
 import numpy as np
 import pytest
@@ -100,18 +99,11 @@ def test_a_completion_that_has_become_very_unlikely_is_clamped_but_not_masked(ti
 
 
 def test_nothing_is_kept_that_no_pass_needs(tiny_model, tmp_path):
-    seen = []
-
-    def observe(rollout, trainer):
-        trainer.model.model.norm.register_forward_hook(lambda module, inputs, output: seen.append(weakref.ref(output)))
-
-    trainer = trained(tiny_model, tmp_path, inject=observe)
-    assert seen
-    assert not any(activation() is not None for activation in seen)
-    assert not trainer._replay.rollouts
+    assert not trained(tiny_model, tmp_path)._replay.rollouts
     for steps, kept in ((4, 1), (5, 0)):  # the last pass is the steps 5 and 6
         trainer = trained(tiny_model, tmp_path, max_steps=steps, **PASSES)
         assert len(trainer._replay.rollouts) == kept
+        assert not trainer._trained_logps.requires_grad
 
 
 def test_a_run_that_is_started_again_begins_anew(tiny_model, tmp_path):
@@ -406,6 +398,13 @@ def test_a_resumed_run_with_a_budget_outlives_its_checkpoint(tiny_model, tmp_pat
     resumed = make_trainer(tiny_model, tmp_path, max_completions=64, **options)
     resumed.train(resume_from_checkpoint="last")
     assert resumed.state.global_step == 8
+
+
+def test_a_resumed_run_completes_the_rollout_that_spent_its_budget(tiny_model, tmp_path):
+    trained(tiny_model, tmp_path, max_steps=4, save_strategy="steps", **PASSES)  # of 6
+    resumed = make_trainer(tiny_model, tmp_path, max_steps=50, max_completions=16, **PASSES)
+    resumed.train(resume_from_checkpoint="last")
+    assert resumed.state.global_step == 6
 
 
 # What is logged
