@@ -16,7 +16,6 @@ Sampling is dynamic, so that prompts do not come from the data loader, which exp
 every rollout.
 """
 
-import argparse
 import itertools
 import json
 import statistics
@@ -39,6 +38,7 @@ from opo_trl.rollout.rows import completion_tokens, take_rows
 from opo_trl.trainer import OPOTrainer
 
 from .learning_curves import CurveRun, at, run_missing
+from .many_runs import read_command_line
 from .pages import table
 from .record import origin
 from .regime_design import COMMON
@@ -188,10 +188,7 @@ def report(record: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["run", "collect", "report"])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    arguments = parser.parse_args()
+    arguments = read_command_line(__doc__, "run", "collect", "report")
     record = RESULTS / "adaptive_passes.json"
     if arguments.command == "run":
         runs = [run_of(*cell, seed) for cell, seed in itertools.product(cells(), SEEDS)]

@@ -56,40 +56,33 @@ def _opo(trainer: str = "opo", **fields: Any) -> Fields:
 _UNSCALED = {"scale_rewards": "none"}
 _WHOLE = {"plan_micro_batches": False}  # groups
 _AT_RADIUS = {"chi2_radius": RADIUS}
-_CISPO = {"trainer": "grpo", "loss_type": "cispo", "epsilon_high": 5.0}
-_M2PO = _opo("M2PO", **_WHOLE)
 
 _FAMILY = "The family"
 _ANCHOR = "OPO taken apart: anchor and weight"
 
-CELLS = (
-    Cell("passes", _FAMILY, BASELINE, _opo()),
-    Cell("passes", _FAMILY, "Kimi k1.5, τ = 0.3", _opo("Kimi", **_UNSCALED)),
-    Cell("passes", _FAMILY, "OAPL, β = 0.3", _opo("OAPL", **_UNSCALED)),
-    Cell("passes", _FAMILY, "M2PO", _M2PO),
-    Cell("passes", _FAMILY, "CISPO", _CISPO),
-    Cell("passes", _ANCHOR, UNWEIGHTED, _opo("Unweighted")),
-    Cell("passes", _ANCHOR, LATEST, _opo("LatestAnchor")),
-    Cell("passes", TARGET, "Algorithm 1, without projection", _opo("WithoutProjection")),
-    Cell("passes", TARGET, "χ² radius 3", _opo("Unweighted", **_AT_RADIUS)),
-    Cell("passes", TARGET, "χ² radius 3, normalized in the log", _opo("LogNormalized", **_AT_RADIUS)),
-    Cell("passes", TARGET, "χ² radius 3, linear weights", _opo("Linear", **_AT_RADIUS, **_UNSCALED)),
-    Cell("passes", TARGET, "target − 0.5", _opo("Lowered")),
-    Cell("passes", TARGET, "target + 0.5", _opo("Raised")),
-    Cell("passes", RATIO, "exact ratio", _opo("Unweighted", ratio_form="exact")),
-    Cell("replay", _FAMILY, BASELINE, _opo()),
-    Cell("replay", _FAMILY, "Kimi k1.5, τ = 0.3", _opo("Kimi", **_UNSCALED)),
-    Cell("replay", _FAMILY, "OAPL, β = 0.3", _opo("OAPL", **_UNSCALED)),
-    Cell("replay", _FAMILY, "REBEL, η = 0.3", _opo("REBEL", **_UNSCALED, **_WHOLE)),
-    Cell("replay", _FAMILY, "TPO", _opo("TPO", mu=1.0, **_WHOLE)),
-    Cell("replay", _FAMILY, "M2PO", _M2PO),
-    Cell("replay", _FAMILY, "CISPO", _CISPO),
-    Cell("replay", _ANCHOR, UNWEIGHTED, _opo("Unweighted")),
-    Cell("replay", _ANCHOR, LATEST, _opo("LatestAnchor")),
-    Cell("replay", _ANCHOR, "latest policy, weight 1", _opo("UnweightedLatestAnchor")),
-    Cell("replay", DRIVE, "linear weights", _opo("LatestLinear", **_UNSCALED)),
-    Cell("replay", DRIVE, "Algorithm 1, without projection", _opo("LatestWithoutProjection")),
+_BOTH, _PASSES, _REPLAY = ("passes", "replay"), ("passes",), ("replay",)
+_ROWS: tuple[tuple[tuple[str, ...], str, str, Fields], ...] = (
+    (_BOTH, _FAMILY, BASELINE, _opo()),
+    (_BOTH, _FAMILY, "Kimi k1.5, τ = 0.3", _opo("Kimi", **_UNSCALED)),
+    (_BOTH, _FAMILY, "OAPL, β = 0.3", _opo("OAPL", **_UNSCALED)),
+    (_REPLAY, _FAMILY, "REBEL, η = 0.3", _opo("REBEL", **_UNSCALED, **_WHOLE)),
+    (_REPLAY, _FAMILY, "TPO", _opo("TPO", mu=1.0, **_WHOLE)),
+    (_BOTH, _FAMILY, "M2PO", _opo("M2PO", **_WHOLE)),
+    (_BOTH, _FAMILY, "CISPO", {"trainer": "grpo", "loss_type": "cispo", "epsilon_high": 5.0}),
+    (_BOTH, _ANCHOR, UNWEIGHTED, _opo("Unweighted")),
+    (_BOTH, _ANCHOR, LATEST, _opo("LatestAnchor")),
+    (_REPLAY, _ANCHOR, "latest policy, weight 1", _opo("UnweightedLatestAnchor")),
+    (_PASSES, TARGET, "Algorithm 1, without projection", _opo("WithoutProjection")),
+    (_PASSES, TARGET, "χ² radius 3", _opo("Unweighted", **_AT_RADIUS)),
+    (_PASSES, TARGET, "χ² radius 3, normalized in the log", _opo("LogNormalized", **_AT_RADIUS)),
+    (_PASSES, TARGET, "χ² radius 3, linear weights", _opo("Linear", **_AT_RADIUS, **_UNSCALED)),
+    (_PASSES, TARGET, "target − 0.5", _opo("Lowered")),
+    (_PASSES, TARGET, "target + 0.5", _opo("Raised")),
+    (_PASSES, RATIO, "exact ratio", _opo("Unweighted", ratio_form="exact")),
+    (_REPLAY, DRIVE, "linear weights", _opo("LatestLinear", **_UNSCALED)),
+    (_REPLAY, DRIVE, "Algorithm 1, without projection", _opo("LatestWithoutProjection")),
 )
+CELLS = tuple(Cell(regime, *row) for regime in REGIMES for regimes, *row in _ROWS if regime in regimes)
 
 
 def runs() -> Iterator[CurveRun]:

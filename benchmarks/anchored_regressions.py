@@ -8,7 +8,6 @@ The family of anchored regressions: what in OPO makes reuse of completions work,
 `anchored_methods` defines the methods, `anchored_design` the runs.
 """
 
-import argparse
 import gzip
 import json
 import statistics
@@ -19,6 +18,7 @@ from typing import Any
 from .anchored_design import BUDGET, CELLS, LEARNING_RATE, SEEDS, Cell, runs
 from .anchored_report import write_report
 from .learning_curves import run_missing
+from .many_runs import read_command_line
 from .record import origin
 
 
@@ -62,10 +62,7 @@ def report(folder: Path = RESULTS) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["run", "collect", "report"])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    arguments = parser.parse_args()
+    arguments = read_command_line(__doc__, "run", "collect", "report")
     if arguments.command == "run":
         return run_missing(list(runs()), arguments.jobs)
     {"collect": collect, "report": report}[arguments.command]()

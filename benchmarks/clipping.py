@@ -9,7 +9,6 @@ clipping does: "undivided" clips at 1 ÷ 18, the mean length here, which corresp
 Budget, task and outcome are those of `benchmarks.regime`; no choice was based on these seeds.
 """
 
-import argparse
 import itertools
 import json
 import statistics
@@ -20,7 +19,7 @@ from typing import Any
 
 from opo_trl.report.intervals import paired_difference
 
-from .many_runs import options, run_missing
+from .many_runs import options, read_command_line, run_missing
 from .pages import table
 from .record import origin
 from .regime_design import COMMON, METHODS
@@ -118,10 +117,7 @@ def report(results: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["run", "report"])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    arguments = parser.parse_args()
+    arguments = read_command_line(__doc__, "run", "report")
     if arguments.command == "run":
         return run_missing({folder(run): command_line(run) for run in runs()}, arguments.jobs)
     results = collect()

@@ -10,7 +10,6 @@ The paper's two experiments at small scale, from learning rates to claims.
 Finished runs are not repeated.
 """
 
-import argparse
 import gzip
 import json
 import platform
@@ -24,6 +23,7 @@ import yaml
 from opo_trl.report.measures import final, reward
 from opo_trl.report.runs import find_runs, read_run
 
+from .many_runs import read_command_line
 from .record import origin
 
 
@@ -149,10 +149,7 @@ def recipe_rates() -> dict[str, dict[str, float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["sweep", "run", "collect", "report"])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    arguments = parser.parse_args()
+    arguments = read_command_line(__doc__, "sweep", "run", "collect", "report")
     if arguments.command in ("sweep", "run"):
         {"sweep": sweep, "run": run}[arguments.command](arguments.jobs)
     else:

@@ -1,5 +1,6 @@
 """Many small training runs side by side, resumed where they were interrupted."""
 
+import argparse
 import itertools
 import json
 import multiprocessing
@@ -15,6 +16,14 @@ from tqdm import tqdm
 def options(fields: Mapping[str, Any]) -> list[str]:
     """Command line of recipe fields."""
     return list(itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in fields.items()))
+
+
+def read_command_line(description: str | None, *commands: str) -> argparse.Namespace:
+    """Command line of a benchmark: one of the `commands`, and `--jobs`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=commands)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    return parser.parse_args()
 
 
 def is_done(folder: Path) -> bool:

@@ -11,14 +11,13 @@ completions. DAPO generates more, because of its dynamic sampling; the report sa
 accuracy on 250 test problems after training, two completions each, which means the same for every k.
 """
 
-import argparse
 import gzip
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from .many_runs import is_done, run_missing
+from .many_runs import is_done, read_command_line, run_missing
 from .record import origin
 from .regime_design import command_line, folder, runs
 from .regime_report import write_report
@@ -68,10 +67,7 @@ def read() -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["run", "collect", "report"])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    arguments = parser.parse_args()
+    arguments = read_command_line(__doc__, "run", "collect", "report")
     if arguments.command == "run":
         return run_missing({folder(run): command_line(run) for run in runs()}, arguments.jobs)
     if arguments.command == "collect":

@@ -34,7 +34,7 @@ from .rollout.trainer import RolloutTrainer, takes_what_grpo_takes
 
 logger = get_logger(__name__)
 
-# Bound on the logged log-ratio of whole completions, which keeps its exponential finite in float32.
+# Bound on the log-ratio of whole completions, which keeps its exponential finite in float32, and above 0.
 _SEQUENCE_CLAMP = 20.0
 
 # Bound on the weight π/π_k of a completion that several passes train on.
@@ -261,8 +261,10 @@ class OPOTrainer(PartitionedTrainer):
             weights = weights * keep.squeeze(1)
         if self.num_iterations > 1:
             # A completion that the policy has left behind no longer pushes, nor is it pulled back to the anchor.
-            reduction = self.args.log_ratio_reduction
-            log_ratio, _ = objective.sequence_log_ratio(logps.detach(), anchor, mask, reduction=reduction)
+            # Its weight stays above 0, which would mean that it is excluded.
+            log_ratio, _ = objective.sequence_log_ratio(
+                logps.detach(), anchor, mask, reduction=self.args.log_ratio_reduction, clamp=_SEQUENCE_CLAMP
+            )
             weights = weights * log_ratio.exp().clamp(max=_MAX_WEIGHT)
         return torch.where(inputs["opo_valid"], weights, 0.0)
 
@@ -280,8 +282,8 @@ class OPOTrainer(PartitionedTrainer):
     def _zero_gradient(self, rows: Mapping[str, Any]) -> Tensor:
         idle = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
         # The loss of a subclass may have a gradient for every sample.
-        kind = type(self)
-        own = kind.compute_loss is OPOTrainer.compute_loss and kind._compute_loss is OPOTrainer._compute_loss
+        names = ("compute_loss", "_compute_loss", "_sample_losses")
+        own = all(getattr(type(self), name) is getattr(OPOTrainer, name) for name in names)
         # Without a target, and while the log-ratio is 0, both terms of the loss have zero gradient.
         return (rows["opo_target"] == 0) & (idle and own)
 

@@ -206,6 +206,18 @@ def test_loss_that_never_calls_super_is_trained(tiny_model, tmp_path, method):
     assert "opo/chi2" not in logged(trainer)[0]
 
 
+def test_no_sample_is_skipped_by_losses_of_samples(tiny_model, tmp_path):
+    class Doubled(RecordingOPO):
+        def _sample_losses(self, inputs, logps, entropies):
+            losses, report = super()._sample_losses(inputs, logps, entropies)
+            return 2 * losses, report
+
+    rewards = [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    for trainer_class, skipped in ((Doubled, 0.0), (RecordingOPO, 0.5)):
+        trainer = trained(tiny_model, tmp_path, trainer_class, rewards=rewards, skip_inert_rows=True)
+        assert logged(trainer)[0]["opo/frac_skipped"] == skipped
+
+
 @pytest.mark.parametrize("seam", ["_prepare_inputs", "_compute_loss"])
 def test_copy_of_a_part_trains_as_the_part_itself(tiny_model, tmp_path, seam):
     """The second iteration finds the log-probabilities that the first one stored."""

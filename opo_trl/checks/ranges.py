@@ -108,7 +108,7 @@ RANGES: dict[str, Range] = {
     "max_completion_length": _COUNT,
     "max_prompt_length": _COUNT,
     "max_sampling_rounds": _COUNT,
-    "max_staleness": _COUNT_OR_ZERO,
+    "max_staleness": _integer(0, 2**31 - 1),  # the length of a queue
     "max_completions": _COUNT,
     "max_tokens_per_micro_batch": _integer(1, text="a positive number of tokens"),
     "max_tool_calling_iterations": _COUNT_OR_ZERO,

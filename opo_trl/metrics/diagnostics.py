@@ -50,75 +50,86 @@ class Diagnostic:
 
 def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
     """The table for a run with these settings."""
+    return [*_LEARNING, *_reuse(settings), *_LEFT_OUT]
+
+
+_SLOWER = "Lower `learning_rate`, or use a rollout for fewer optimizer steps (`steps_per_generation`)."
+_TIGHTER = f"Raise `mu`, or set `chi2_radius`, to keep the policy near the behaviour policy. {_SLOWER}"
+_FIX_REWARD = "Fix the reward function; the run's warnings say what failed."
+
+# Does the policy learn, and from what?
+_LEARNING = (
+    Diagnostic(
+        "Reward",
+        ("reward",),
+        "rise",
+        "rose from {first:.3g} to {last:.3g} (linear trend {change:+.2g} ± {margin:.2g})",
+        low=Bound(
+            1,
+            "went from {first:.3g} to {last:.3g} (linear trend {change:+.2g} ± {margin:.2g}): no rise beyond the "
+            "noise",
+            "First check the zero-variance groups and the truncated completions. If both are healthy, train "
+            "longer, with more prompts per rollout (less noise) or a higher `learning_rate`; lower it if the "
+            "reward fell.",
+        ),
+    ),
+    Diagnostic(
+        "Zero-variance groups",
+        ("opo/frac_zero_drive", "frac_reward_zero_std"),
+        "last",
+        "held {last:.0%} of completions at the end",
+        high=Bound(
+            0.9,
+            "held {last:.0%} of completions at the end, which carry no learning signal",
+            "If rewards are high, the problems are solved: use harder ones (`levels`). If they are low, use "
+            "easier ones, or more completions per prompt (`num_generations`). `max_sampling_rounds` replaces "
+            "such groups.",
+        ),
+    ),
+    Diagnostic(
+        "Truncated completions",
+        ("completions/clipped_ratio",),
+        "last",
+        "were {last:.0%} at the end",
+        high=Bound(
+            0.2,
+            "were {last:.0%} at the end: their answers are cut off",
+            "Raise `max_completion_length`, or reward short answers (`soft_overlong_punishment`).",
+        ),
+    ),
+    Diagnostic(
+        "Entropy per token",
+        ("entropy",),
+        "ratio",
+        "went from {first:.2g} to {last:.2g} nats",
+        low=Bound(
+            0.1,
+            "fell from {first:.2g} to {last:.2g} nats: the policy barely explores",
+            "If validation rises, this is learning. If not, the policy collapses: lower `learning_rate`, set "
+            "`entropy_coef` or `beta`, and check the completions for a trick that earns reward.",
+        ),
+        high=Bound(3, "rose from {first:.2g} to {last:.2g} nats: the policy becomes random", _SLOWER),
+    ),
+    Diagnostic(
+        "Gradient norm",
+        ("grad_norm",),
+        "ratio",
+        "went from {first:.3g} to {last:.3g}",
+        low=Bound(
+            0.01,
+            "vanished, from {first:.3g} to {last:.3g}",
+            "Check the zero-variance groups: no completion carries a learning signal any more.",
+        ),
+        high=Bound(10, "grew from {first:.3g} to {last:.3g}", _SLOWER),
+    ),
+)
+
+
+def _reuse(settings: Mapping[str, Any]) -> list[Diagnostic]:
+    """Where do completions pull the policy that has moved since they were written, and how far is it from theirs?"""
     group = settings.get("num_generations") or 8
     radius = settings.get("chi2_radius") or 0.7
-    slower = "Lower `learning_rate`, or use a rollout for fewer optimizer steps (`steps_per_generation`)."
-    tighter = f"Raise `mu`, or set `chi2_radius`, to keep the policy near the behaviour policy. {slower}"
-    failed = "Fix the reward function; the run's warnings say what failed."
     return [
-        Diagnostic(
-            "Reward",
-            ("reward",),
-            "rise",
-            "rose from {first:.3g} to {last:.3g} (linear trend {change:+.2g} ± {margin:.2g})",
-            low=Bound(
-                1,
-                "went from {first:.3g} to {last:.3g} (linear trend {change:+.2g} ± {margin:.2g}): no rise beyond the "
-                "noise",
-                "First check the zero-variance groups and the truncated completions. If both are healthy, train "
-                "longer, with more prompts per rollout (less noise) or a higher `learning_rate`; lower it if the "
-                "reward fell.",
-            ),
-        ),
-        Diagnostic(
-            "Zero-variance groups",
-            ("opo/frac_zero_drive", "frac_reward_zero_std"),
-            "last",
-            "held {last:.0%} of completions at the end",
-            high=Bound(
-                0.9,
-                "held {last:.0%} of completions at the end, which carry no learning signal",
-                "If rewards are high, the problems are solved: use harder ones (`levels`). If they are low, use "
-                "easier ones, or more completions per prompt (`num_generations`). `max_sampling_rounds` replaces "
-                "such groups.",
-            ),
-        ),
-        Diagnostic(
-            "Truncated completions",
-            ("completions/clipped_ratio",),
-            "last",
-            "were {last:.0%} at the end",
-            high=Bound(
-                0.2,
-                "were {last:.0%} at the end: their answers are cut off",
-                "Raise `max_completion_length`, or reward short answers (`soft_overlong_punishment`).",
-            ),
-        ),
-        Diagnostic(
-            "Entropy per token",
-            ("entropy",),
-            "ratio",
-            "went from {first:.2g} to {last:.2g} nats",
-            low=Bound(
-                0.1,
-                "fell from {first:.2g} to {last:.2g} nats: the policy barely explores",
-                "If validation rises, this is learning. If not, the policy collapses: lower `learning_rate`, set "
-                "`entropy_coef` or `beta`, and check the completions for a trick that earns reward.",
-            ),
-            high=Bound(3, "rose from {first:.2g} to {last:.2g} nats: the policy becomes random", slower),
-        ),
-        Diagnostic(
-            "Gradient norm",
-            ("grad_norm",),
-            "ratio",
-            "went from {first:.3g} to {last:.3g}",
-            low=Bound(
-                0.01,
-                "vanished, from {first:.3g} to {last:.3g}",
-                "Check the zero-variance groups: no completion carries a learning signal any more.",
-            ),
-            high=Bound(10, "grew from {first:.3g} to {last:.3g}", slower),
-        ),
         Diagnostic(
             "Gradient norm of off-policy steps",
             ("grad_norm",),
@@ -148,7 +159,7 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
             ("opo/chi2",),
             "median",
             f"was {{median:.2g}}, with a bound of {radius:g}",
-            high=Bound(radius, f"was {{median:.2g}}, above its bound of {radius:g}: the policy drifts off", tighter),
+            high=Bound(radius, f"was {{median:.2g}}, above its bound of {radius:g}: the policy drifts off", _TIGHTER),
             off_policy=True,
         ),
         Diagnostic(
@@ -159,7 +170,7 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
             low=Bound(
                 -0.5,
                 "changed by {median:+z.0%} in off-policy steps: the policy is far from the behaviour policy",
-                tighter,
+                _TIGHTER,
             ),
             off_policy=True,
         ),
@@ -195,47 +206,52 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
             ("opo/frac_clamped",),
             "most",
             "were {most:.0%} at most",
-            high=Bound(0.1, "were {most:.0%} at most: the clamp cuts off their gradient", tighter),
-        ),
-        Diagnostic(
-            "Masked completions",
-            ("opo/frac_masked",),
-            "mean",
-            "were {mean:.0%}",
-            high=Bound(
-                0.2,
-                "were {mean:.0%}, which are excluded from training",
-                "They are truncated (`mask_truncated_completions`), unscored, too far off-policy "
-                "(`off_policy_mask_threshold`), or vLLM and the trainer disagree about their probabilities "
-                "(`vllm_importance_sampling_mode`).",
-            ),
-        ),
-        Diagnostic(
-            "Optimizer steps skipped for a non-finite gradient",
-            ("opo/skipped_steps",),
-            "most",
-            "were {most:.0f}",
-            high=Bound(
-                0,
-                "were {most:.0f}",
-                "Look at the samples in `skipped_step_*.pt`. Often bfloat16 instead of float16, or a lower "
-                "`learning_rate`, helps.",
-            ),
-        ),
-        Diagnostic(
-            "Completions whose scoring timed out",
-            ("reward/timeouts",),
-            "share",
-            "were {total:.0f} ({share:.1%})",
-            high=Bound(
-                0.01, "were {total:.0f} ({share:.1%})", f"Raise `reward_timeout` or `reward_workers`. {failed}"
-            ),
-        ),
-        Diagnostic(
-            "Completions whose scoring failed",
-            ("reward/errors",),
-            "share",
-            "were {total:.0f} ({share:.1%})",
-            high=Bound(0.01, "were {total:.0f} ({share:.1%})", failed),
+            high=Bound(0.1, "were {most:.0%} at most: the clamp cuts off their gradient", _TIGHTER),
         ),
     ]
+
+
+# Which completions and steps are lost?
+_LEFT_OUT = (
+    Diagnostic(
+        "Masked completions",
+        ("opo/frac_masked",),
+        "mean",
+        "were {mean:.0%}",
+        high=Bound(
+            0.2,
+            "were {mean:.0%}, which are excluded from training",
+            "They are truncated (`mask_truncated_completions`), unscored, too far off-policy "
+            "(`off_policy_mask_threshold`), or vLLM and the trainer disagree about their probabilities "
+            "(`vllm_importance_sampling_mode`).",
+        ),
+    ),
+    Diagnostic(
+        "Optimizer steps skipped for a non-finite gradient",
+        ("opo/skipped_steps",),
+        "most",
+        "were {most:.0f}",
+        high=Bound(
+            0,
+            "were {most:.0f}",
+            "Look at the samples in `skipped_step_*.pt`. Often bfloat16 instead of float16, or a lower "
+            "`learning_rate`, helps.",
+        ),
+    ),
+    Diagnostic(
+        "Completions whose scoring timed out",
+        ("reward/timeouts",),
+        "share",
+        "were {total:.0f} ({share:.1%})",
+        high=Bound(
+            0.01, "were {total:.0f} ({share:.1%})", f"Raise `reward_timeout` or `reward_workers`. {_FIX_REWARD}"
+        ),
+    ),
+    Diagnostic(
+        "Completions whose scoring failed",
+        ("reward/errors",),
+        "share",
+        "were {total:.0f} ({share:.1%})",
+        high=Bound(0.01, "were {total:.0f} ({share:.1%})", _FIX_REWARD),
+    ),
+)

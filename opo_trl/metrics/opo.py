@@ -149,7 +149,7 @@ def ratio_ess(log_ratio: Tensor, keep: Tensor) -> Tensor:
     Returns:
         `torch.Tensor`: scalar in `(0, 1]`, 1 while the policy is the behaviour policy; NaN if no sample takes part.
     """
-    ratio = log_ratio[keep].double().softmax(dim=0)  # its scale cancels
+    ratio = log_ratio[keep].softmax(dim=0)  # its scale cancels
     return 1 / (len(ratio) * ratio.square().sum()) if len(ratio) else ratio.new_tensor(math.nan)
 
 

@@ -1,5 +1,6 @@
 """The plan printed when training starts: rollouts, optimizer steps, objective and memory."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,7 @@ def _updates(trainer: Any) -> str:
 
 def _reuse(args: Any) -> str:
     """What the passes over a rollout are over, and how many optimizer steps a completion serves."""
-    passes, steps = args.num_iterations, min(args.num_iterations, args.optimizer_steps_per_rollout)
+    passes, steps = args.num_iterations, max(1, min(args.num_iterations, args.optimizer_steps_per_rollout))
     if passes == 1:
         return ""
     serves = f"a completion serves {steps:g} optimizer step{'' if steps == 1 else 's'}"
@@ -163,7 +164,12 @@ def _replayed_bytes(args: Any, prompt: int, completion: int) -> float:
     """Bytes of the rollouts that a process keeps for replay, if every completion is of full length."""
     if not args.max_staleness:
         return 0.0
-    rows = args.per_device_train_batch_size * args.steps_per_generation * (args.max_staleness + 1)
+    kept = [args.max_staleness + 1]  # a short run has fewer
+    if args.max_steps > 0:
+        kept.append(math.ceil(args.max_steps / args.optimizer_steps_per_rollout))
+    if args.max_completions:
+        kept.append(math.ceil(args.max_completions / args.generation_batch_size))
+    rows = args.per_device_train_batch_size * args.steps_per_generation * min(kept)
     # Ids and mask are int64. Log-probabilities are float32: under the behaviour policy, the reference and the sampler,
     # whose ratio to the behaviour policy is another column.
     columns = 1 + (args.beta != 0) + 2 * args.use_vllm

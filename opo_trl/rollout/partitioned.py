@@ -90,11 +90,13 @@ class PartitionedTrainer(RolloutTrainer):
 
     def _keep_for_reuse(self, rollout: dict[str, Any], logps: Tensor | None) -> None:
         """
-        Store the behaviour policy's log-probabilities `[B, T]` in a rollout that is passed over more than once.
+        Store the behaviour policy's log-probabilities `[B, T]` in a rollout over which passes are made once the policy
+        has moved.
 
         Each pass has other micro-batches, so there is no shape in which a log-ratio would be free of rounding.
         """
-        if self._mode == "train" and self.num_iterations > 1 and "old_per_token_logps" not in rollout:
+        moves = self._mode == "train" and self.num_iterations > 1 and not self.args.is_on_policy
+        if moves and "old_per_token_logps" not in rollout:
             if logps is None:
                 logps, _ = self._anchor_pass(rollout, batch_size=self.args.per_device_train_batch_size)
             rollout["old_per_token_logps"] = logps

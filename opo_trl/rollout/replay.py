@@ -40,15 +40,31 @@ class ReplayBuffer:
         self.rollouts: deque[Rows] = deque(maxlen=max_staleness + 1)  # the oldest first
         self.useful: deque[list[bool]] = deque(maxlen=max_staleness + 1)
 
-    def add(self, rollout: Rows, advantages: torch.Tensor) -> None:
-        """Add a rollout of this process, with the advantages of all processes, `[N]`; the oldest one is dropped."""
+    def add(self, rollout: Rows, advantages: torch.Tensor | None = None) -> None:
+        """
+        Add a rollout of this process; the oldest one is dropped.
+
+        Replay needs the `advantages` of all processes, `[N]`, NaN for completions that do not take part.
+        """
         if self.max_staleness:
+            assert advantages is not None
             self._check_entries(rollout)
-        groups = advantages.view(-1, self.num_generations)
+            groups = advantages.view(-1, self.num_generations)
+            counts = groups.isfinite()
+            highest = groups.masked_fill(~counts, -torch.inf).amax(dim=1)
+            self.useful.append((highest > groups.masked_fill(~counts, torch.inf).amin(dim=1)).tolist())
         self.rollouts.append(rollout)
-        self.useful.append((groups.amax(dim=1) > groups.amin(dim=1)).tolist())
+
+    def clear(self) -> None:
+        """Drop all rollouts."""
+        self.load_state_dict({})
 
     def _check_entries(self, rollout: Rows) -> None:
+        if (shape := rollout["advantages"].shape) != rollout["completion_ids"].shape[:1]:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} needs one advantage per completion, not advantages of shape "
+                f"{tuple(shape)}. Return them with shape [B], or set `max_staleness` to 0."
+            )
         if images := sorted(rollout.keys() & set(MULTIMODAL_KEYS)):
             raise ValueError(
                 f"max_staleness={self.max_staleness} cannot replay samples with {', '.join(images)}. Set "
@@ -72,19 +88,21 @@ class ReplayBuffer:
         draws[-1] += 2 * ~useful.any(axis=0)
         chosen = np.where(useful | (draws > 1), draws, -1).argmax(axis=0)
         n_local = len(latest["advantages"])
-        places = np.arange(n_local)
-        of_rollout = chosen[(self.process * n_local + places) // self.num_generations]
-        return take_rows(_concatenated(self.rollouts), of_rollout * n_local + places)
+        places = self.process * n_local + np.arange(n_local)
+        of_rollout = chosen[places // self.num_generations]
+        # Samples are taken before they are put together: a copy of the buffer would double its memory.
+        drawn = [take_rows(self.rollouts[k], np.flatnonzero(of_rollout == k)) for k in np.unique(of_rollout)]
+        return take_rows(_concatenated(drawn), np.argsort(np.argsort(of_rollout, kind="stable")))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and text, for [`~ReplayBuffer.load_state_dict`]."""
         return {"rollouts": list(self.rollouts), "useful": list(self.useful)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of [`~ReplayBuffer.state_dict`]."""
-        for kept, saved in ((self.rollouts, state["rollouts"]), (self.useful, state["useful"])):
+        """Resume from a state of [`~ReplayBuffer.state_dict`], or from an empty one."""
+        for kept, name in ((self.rollouts, "rollouts"), (self.useful, "useful")):
             kept.clear()  # an earlier call of `train` may have left some
-            kept.extend(saved)
+            kept.extend(state.get(name, ()))
 
 
 def _concatenated(rollouts: Sequence[Rows]) -> Rows:
@@ -96,7 +114,9 @@ def _concatenated(rollouts: Sequence[Rows]) -> Rows:
             width = max(column.size(1) for column in columns)
             missing = [width - column.size(1) for column in columns]
             left = name in PROMPT_COLUMNS
-            columns = [pad(c, (n, 0) if left else (0, n)) for c, n in zip(columns, missing, strict=True)]
+            # `pad` counts dimensions from the last one; there may be some after the tokens'.
+            sides = [(*(0, 0) * (value.ndim - 2), *((n, 0) if left else (0, n))) for n in missing]
+            columns = [pad(column, side) for column, side in zip(columns, sides, strict=True)]
         if isinstance(value, torch.Tensor) and value.ndim:
             rows[name] = torch.cat(columns)
         else:

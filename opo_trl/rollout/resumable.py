@@ -76,8 +76,10 @@ class ResumableTrainer(GRPOTrainer):
         return PromptStream(order)
 
     def _run_epoch(self, **named):
-        # Resumed from the last step's checkpoint, Transformers would train one step more.
-        if self.state.global_step >= self.state.max_steps or self._has_spent_budget(named["resume_from_checkpoint"]):
+        # Resumed from the last step's checkpoint, Transformers would train one step more. The checkpoint is read only
+        # at the beginning: later, rotation may have deleted it.
+        begins_with = named["resume_from_checkpoint"] if named["epoch"] == named["epochs_trained"] else None
+        if self.state.global_step >= self.state.max_steps or self._has_spent_budget(begins_with):
             self.control.should_training_stop = True
             return
         if self._sampler is not None:
@@ -129,8 +131,7 @@ class ResumableTrainer(GRPOTrainer):
         """Resume from a state of [`~ResumableTrainer.rollout_state_dict`]."""
         self._step = state["rollout"] * self.args.micro_steps_per_rollout + state["position"]
         self._buffered_inputs = send_to_device(state["buffer"], self.accelerator.device)
-        if state.get("replay"):
-            self._replay.load_state_dict(send_to_device(state["replay"], self.accelerator.device))
+        self._replay.load_state_dict(send_to_device(state.get("replay") or {}, self.accelerator.device))
         # The steps since the last log entry count in the next entry, but not in this call's mean loss.
         self._tr_loss = state["pending_loss"].to(self.args.device)
         self._total_loss_scalar = -self._tr_loss.item()
@@ -195,9 +196,7 @@ class ResumableTrainer(GRPOTrainer):
                 f"num_iterations={saved['num_iterations']} passes alike. Resume from a checkpoint at the end of a "
                 "rollout."
             )
-        if saved == split:
-            return
-        if state["position"] == 0:
+        if saved == split or state["position"] == 0:
             self._check_replays(folder, state, saved["processes"])
             return
         name = next(name for name in split if split[name] != saved[name])
@@ -207,17 +206,23 @@ class ResumableTrainer(GRPOTrainer):
         )
 
     def _check_replays(self, folder: str, state: Mapping[str, Any], processes: int) -> None:
-        """Check that earlier rollouts in a checkpoint have as many samples per process as this run's."""
+        """Check that earlier rollouts in a checkpoint have as many samples per process, and groups, as this run's."""
         args, replay = self.args, state.get("replay")
         if not (args.max_staleness and replay):
             return
-        saved = processes, len(replay["rollouts"][-1]["advantages"])
-        own = self.accelerator.num_processes, args.per_device_train_batch_size * args.steps_per_generation
+        samples, groups = len(replay["rollouts"][-1]["advantages"]), len(replay["useful"][-1])
+        saved = {"processes": processes, "samples": samples, "group": samples * processes // groups}
+        own = {
+            "processes": self.accelerator.num_processes,
+            "samples": args.per_device_train_batch_size * args.steps_per_generation,
+            "group": self.num_generations,
+        }
         if saved != own:
+            described = "{samples} samples on each of {processes} processes in groups of {group}"
             raise ValueError(
-                f"{folder!r} holds earlier rollouts for max_staleness={args.max_staleness}, of {saved[1]} samples on "
-                f"each of {saved[0]} processes, but this run has {own[1]} samples on each of {own[0]}. Resume with "
-                "the processes and batch sizes that it was saved with, or set `max_staleness` to 0."
+                f"{folder!r} holds earlier rollouts for max_staleness={args.max_staleness}, of "
+                f"{described.format(**saved)}, but this run has {described.format(**own)}. Resume with the processes, "
+                "batch sizes and `num_generations` that it was saved with, or set `max_staleness` to 0."
             )
 
     def _check_loads(self, folder: Path) -> None:

@@ -16,7 +16,7 @@ A comparison thus changes nothing but the loss. This trainer adds to TRL's:
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, cast
@@ -25,7 +25,7 @@ import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import Tensor
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import get_config_model_id
@@ -188,6 +188,9 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         if found is not None:
             self.check_resumable(found)
+        else:  # an earlier call may have ended inside a rollout
+            self._step, self._buffered_inputs, self._completions_generated = 0, None, 0
+            self._replay.clear()
         if self.accelerator.is_main_process:
             # Not in a callback: DeepSpeed and FSDP allocate before the first one, and may run out of memory.
             print(self.plan, flush=True)
@@ -226,10 +229,12 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             rollout = self._finish_rollout(self._generate_and_score_completions(generation_batch))
             # TRL's shuffle, drawn only to advance the random state, so that the same seed samples as in GRPOTrainer.
             torch.randperm(len(rollout["advantages"]))
-            self._replay.add(rollout, self.accelerator.gather(rollout["advantages"]))
+            self._replay.add(rollout, self._scored_advantages(rollout) if args.max_staleness else None)
         passed, position = divmod(position, args.steps_per_generation)
         if position == 0:
             rows = self._rows_of_pass(index, passed)
+            if passed + 1 == args.num_iterations and not args.max_staleness:
+                self._replay.clear()  # what no pass draws from should not take memory, least of all images
             steps = rows_of_steps(
                 rows,
                 steps_per_generation=args.steps_per_generation,
@@ -256,6 +261,13 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             rows = {**rows, "num_items_in_batch": tokens}
         return rows
 
+    def _scored_advantages(self, rollout: Mapping[str, Any]) -> Tensor:
+        """Advantages of all processes' samples, `[N]`; NaN for completions without a reward or a token that counts."""
+        counts = completion_tokens(rollout).any(dim=1)
+        if "rewards_per_func" in rollout:  # a rollout that an override made from scratch may have none
+            counts = counts & ~rollout["rewards_per_func"].isnan().all(dim=1)
+        return self.accelerator.gather(rollout["advantages"].where(counts, torch.nan))
+
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
         """
         One entry per micro-step, from the samples of each optimizer step of a pass. The policy moves after
@@ -276,10 +288,18 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
     def _maybe_log_save_evaluate(self, *args, **named):
         limit = self.args.max_completions
-        if limit is not None and self.rollout_is_used_up and self._completions_generated >= limit:
-            self.control.should_training_stop = self.control.should_log = True
-            self.control.should_save |= self.args.save_strategy != SaveStrategy.NO
+        spent = limit is not None and self.rollout_is_used_up and self._completions_generated >= limit
+        if spent and not self.control.should_training_stop:  # at the end of the epoch it is set, and all is saved
+            self._end_as_at_max_steps()
         super()._maybe_log_save_evaluate(*args, **named)
+
+    def _end_as_at_max_steps(self) -> None:
+        """End the run after this step, with what Transformers logs, saves and evaluates at the last of `max_steps`."""
+        args, step, control = self.args, self.state.global_step, self.control
+        control.should_training_stop = control.should_log = True
+        control.should_save |= args.save_strategy == SaveStrategy.STEPS
+        if args.eval_strategy == IntervalStrategy.STEPS and args.eval_delay <= step:
+            control.should_evaluate = True
 
     # 2. A rollout
 
@@ -371,7 +391,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
     def _get_per_token_logps_and_entropies(self, *inputs, **options):
         with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
             found = super()._get_per_token_logps_and_entropies(*inputs, **options)
-        self._trained_logps = found[0] if torch.is_grad_enabled() else None
+        # Detached: it may outlive the step, and the graph should not.
+        self._trained_logps = found[0].detach() if torch.is_grad_enabled() else None
         return found
 
     # 3. What is logged
@@ -382,8 +403,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         self._trained_logps = None
         if self._mode == "train" and logps is not None and behaviour is not None:
             mask = completion_tokens(inputs)
-            log_ratio, _ = sequence_log_ratio(logps.detach(), behaviour, mask, clamp=_SEQUENCE_CLAMP)
-            ratio = log_ratio.double().exp()[mask.any(dim=1)]
+            log_ratio, _ = sequence_log_ratio(logps, behaviour, mask, clamp=_SEQUENCE_CLAMP)
+            ratio = log_ratio.exp()[mask.any(dim=1)]
             sums = torch.stack([ratio.sum(), ratio.square().sum(), ratio.new_tensor(len(ratio))])
             self._ratio_sums = sums if self._ratio_sums is None else self._ratio_sums + sums
         return loss
@@ -407,6 +428,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             metrics["opo/gradient_response_efficiency"].append(
                 gradient_response_efficiency(logs["grad_norm"], self._advantage_range)
             )
+            if len({*metrics.get("opo/pass", ())}) > 1:
+                del metrics["opo/pass"]  # the mean of several passes could be mistaken for one of them
             for kind in self._reward_failures:
                 metrics[kind].append(self._reward_failures[kind])
                 self._reward_failures[kind] = 0

@@ -26,6 +26,7 @@ NUMBERS = {name: kind for kind in CONFIGURATIONS for name in numeric_fields(kind
 TOGETHER = {
     "vllm_importance_sampling_clip_min": {"vllm_importance_sampling_clip_max": None},
     "eval_steps": {"eval_strategy": "steps"},
+    "max_staleness": {"num_iterations": 2},
 }
 
 

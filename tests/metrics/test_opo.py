@@ -7,7 +7,7 @@ import pytest
 import torch
 from by_hand import ADVANTAGES, LOGPS, TRASH, VALID, G, assert_exact, assert_tight, escort_by_hand, f64, groups_of
 
-from opo_trl.metrics.opo import gradient_response_efficiency, rollout_metrics, step_metrics
+from opo_trl.metrics.opo import gradient_response_efficiency, ratio_ess, rollout_metrics, step_metrics, target_fit
 from opo_trl.objective import admissible_target, escort_weights, opo_loss, project
 
 
@@ -177,6 +177,31 @@ def test_step_metrics_carry_no_gradient_and_count_nothing_clamped_unless_told():
     got = step_metrics(f64([0.2, -0.1]).requires_grad_(), f64([0.1, 0.1]), mu=1.0)
     assert got["frac_clamped"].item() == 0.0
     assert not any(value.requires_grad for value in got.values())
+
+
+@pytest.mark.parametrize("form", ["log", "exact"])
+def test_target_fit_is_the_weighted_share_of_the_target_that_is_reached(form):
+    delta, target, weights = [0.3, -0.2, 0.5, 0.1, math.nan], [1.0, -0.5, 0.0, 0.4, 2.0], [1.0, 0.5, 1.0, 2.0, 0.0]
+    missing = asked = 0.0
+    for d, v, w in zip(delta, target, weights, strict=True):
+        if v and w:  # neither a sample without a target nor an excluded one counts
+            missing += w * ((math.expm1(d) if form == "exact" else d) - v) ** 2
+            asked += w * v**2
+    got = target_fit(f64(delta), f64(target), ratio_form=form, weights=f64(weights))
+    assert got.item() == pytest.approx(1 - missing / asked)
+    assert target_fit(f64([0.0, 0.0]), f64([1.0, -1.0])).item() == 0
+    assert target_fit(f64([1.0, -1.0]), f64([1.0, -1.0])).item() == 1
+    assert target_fit(f64([0.1]), f64([0.0])).isnan()
+
+
+def test_effective_sample_size_of_ratios_is_a_share_of_the_samples_that_take_part():
+    keep = torch.tensor([True, True, True, False])
+    ratios = [math.exp(d) for d in (0.3, -0.2, 1.0)]
+    expected = sum(ratios) ** 2 / (3 * sum(r**2 for r in ratios))
+    assert ratio_ess(f64([0.3, -0.2, 1.0, 9.0]), keep).item() == pytest.approx(expected)
+    assert ratio_ess(f64([0.7, 0.7, 0.7, 9.0]), keep).item() == pytest.approx(1)
+    assert ratio_ess(f64([20.0, -20.0]).float(), torch.tensor([True, True])).item() == pytest.approx(0.5)
+    assert ratio_ess(f64([1.0]), torch.tensor([False])).isnan()
 
 
 def test_unknown_ratio_form_is_named_in_the_error():

@@ -146,6 +146,10 @@ REUSE = {"gradient_accumulation_steps": 2, "steps_per_generation": 4}
             {"num_iterations": 2, "gradient_accumulation_steps": 8},
             "; 2 passes over a rollout: a completion serves 1 optimizer step\n",
         ),
+        (
+            {"num_iterations": 2, "gradient_accumulation_steps": 16},
+            "; 2 passes over a rollout: a completion serves 1 optimizer step\n",
+        ),
         ({"max_completions": 4000}, "; the run ends with the rollout that reaches 4,000 completions\n"),
     ],
 )
@@ -168,7 +172,13 @@ def test_plan_counts_the_kept_rollouts(tiny_model, tmp_path):
     """As many bytes as the buffer's columns per token hold, if every completion has the full length."""
     options = {**REUSE, "num_iterations": 2, "max_staleness": 2, "max_steps": 12, "beta": 0.1}
     trainer = make(tiny_model, tmp_path, **options)
-    planned = plan.memory_plan(trainer)["generation"]["kept rollouts"]
+
+    def kept(trainer) -> float:
+        return plan.memory_plan(trainer)["generation"]["kept rollouts"]
+
+    planned = kept(trainer)
+    for short in ({"max_steps": 6}, {"max_completions": 20}):  # two rollouts
+        assert kept(make(tiny_model, tmp_path, **{**options, **short})) == pytest.approx(planned * 2 / 3)
     assert all("kept rollouts" in components for components in plan.memory_plan(trainer).values())
     assert "kept rollouts" not in plan.memory_plan(make(tiny_model, tmp_path, **REUSE))["generation"]
     trainer.train()

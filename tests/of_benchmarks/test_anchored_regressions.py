@@ -106,37 +106,36 @@ def regression(target_of):
     return formula
 
 
+def of_rewards(reference, loss):
+    """Losses of the scored samples, each from the sample and the rewards of its group."""
+
+    def formula(rows, number):
+        return sum(loss(row, mates(reference, row)) for row in rows if row.valid)
+
+    return formula
+
+
 # 1. Other targets
 
 
 def test_kimi(tiny_model, tmp_path):
     trainer, reference = recorded("Kimi", tiny_model, tmp_path, **PASSES, **UNSCALED)
 
-    def formula(rows, number):
-        total = 0.0
-        for row in rows:
-            if row.valid:
-                rewards = mates(reference, row)
-                mean = sum(rewards) / len(rewards)
-                total -= row.scale * ((row.reward - mean) * row.logp - TAU / 2 * row.delta**2)
-        return total
+    def loss(row, rewards):
+        mean = sum(rewards) / len(rewards)
+        return -row.scale * ((row.reward - mean) * row.logp - TAU / 2 * row.delta**2)
 
-    assert_gradients(trainer, reference, formula)
+    assert_gradients(trainer, reference, of_rewards(reference, loss))
 
 
 def test_oapl(tiny_model, tmp_path):
     trainer, reference = recorded("OAPL", tiny_model, tmp_path, **PASSES, **UNSCALED)
 
-    def formula(rows, number):
-        total = 0.0
-        for row in rows:
-            if row.valid:
-                rewards = mates(reference, row)
-                value = TAU * math.log(sum(math.exp(r / TAU) for r in rewards) / len(rewards))
-                total += row.scale / (2 * TAU) * (TAU * row.delta - (row.reward - value)) ** 2
-        return total
+    def loss(row, rewards):
+        value = TAU * math.log(sum(math.exp(r / TAU) for r in rewards) / len(rewards))
+        return row.scale / (2 * TAU) * (TAU * row.delta - (row.reward - value)) ** 2
 
-    assert_gradients(trainer, reference, formula)
+    assert_gradients(trainer, reference, of_rewards(reference, loss))
 
 
 def test_target_normalized_in_the_log(tiny_model, tmp_path):

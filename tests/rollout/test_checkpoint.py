@@ -276,7 +276,7 @@ def test_checkpoint_of_the_earlier_format_resumes_at_the_end_of_a_rollout(copy: 
     trainer = make_trainer(tiny_model, copy, max_steps=6, num_iterations=2, max_staleness=staleness)
     trainer.train(resume_from_checkpoint=as_saved_earlier(copy / "checkpoint-2"))
     assert [entry["step"] for entry in logged(trainer)] == [1, 2, 3, 4, 5, 6]
-    assert len(trainer._replay.rollouts) == 1 + staleness
+    assert len(trainer._replay.rollouts) == 2 * staleness
 
 
 def test_checkpoint_of_the_earlier_format_inside_a_rollout_is_rejected(copy: Path, tiny_model: str):

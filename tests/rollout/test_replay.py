@@ -24,6 +24,7 @@ from helpers import (
     trained,
     without_times,
 )
+from transformers import TrainerCallback
 
 from opo_trl.rollout.replay import ReplayBuffer
 
@@ -79,6 +80,39 @@ def test_zero_gradient_samples_are_skipped_before_the_policy_moves_and_only_then
     one, other = snapshot(trainer.model), snapshot(every.model)
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-6)
+
+
+def test_passes_of_one_optimizer_step_need_no_stored_log_probabilities(tiny_model, tmp_path):
+    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 4, "num_iterations": 2, "max_steps": 2}
+    trainer = trained(tiny_model, tmp_path, **options)
+    assert not any("old_per_token_logps" in batch for step in trainer.steps for batch in step.batches)
+    assert [entry["opo/log_ratio/absmax"] for entry in logged(trainer)] == [0, 0]
+
+
+def test_a_completion_that_has_become_very_unlikely_is_clamped_but_not_masked(tiny_model, tmp_path):
+    def make_likely(rollout, trainer):
+        rollout["old_per_token_logps"] = torch.full(rollout["completion_ids"].shape, 40.0)  # 3 tokens or more
+
+    entries = logged(trained(tiny_model, tmp_path, inject=make_likely, max_steps=2, **PASSES))
+    assert entries[1]["opo/frac_clamped"] == 1
+    assert entries[1]["opo/frac_masked"] == 0
+
+
+def test_nothing_is_kept_that_no_pass_needs(tiny_model, tmp_path):
+    assert not trained(tiny_model, tmp_path)._replay.rollouts
+    for steps, kept in ((4, 1), (5, 0)):  # the last pass is the steps 5 and 6
+        trainer = trained(tiny_model, tmp_path, max_steps=steps, **PASSES)
+        assert len(trainer._replay.rollouts) == kept
+        assert not trainer._trained_logps.requires_grad
+
+
+def test_a_run_that_is_started_again_begins_anew(tiny_model, tmp_path):
+    options = {"max_completions": 16, "max_steps": 50, "max_staleness": 1, **PASSES}
+    trainer = trained(tiny_model, tmp_path, **options)
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert trainer.completions_generated == 16
+    assert all(entry["opo/off_policy_steps"] == i % 6 for i, entry in enumerate(logged(trainer)))
 
 
 # Replay
@@ -167,6 +201,7 @@ def rollout(number: int, n: int, width: int = 3) -> dict:
     return {
         "prompt_ids": (100 * number + ids)[:, None].repeat(1, width),
         "completion_ids": (100 * number + ids)[:, None].repeat(1, width + number),
+        "candidates": (100 * number + ids)[:, None, None].repeat(1, width + number, 2),  # a subclass's own entry
         "advantages": torch.zeros(n),
         "place": ids,
         "of": torch.full((n,), number),
@@ -195,6 +230,7 @@ def test_a_pass_draws_whole_useful_groups_in_their_places():
         assert (of[:, 0] == of[:, 1]).all()
         assert rows["names"] == [f"{k} {i}" for i, k in enumerate(rows["of"].tolist())]
         assert rows["completion_ids"][:, 0].tolist() == [100 * k + i for i, k in enumerate(rows["of"].tolist())]
+        assert rows["candidates"][:, :, 1].equal(rows["completion_ids"])
     chosen = [{int(rows["of"][2 * group]) for rows in drawn} for group in range(4)]
     # Rollout 0 is too old; a place without a useful group is served by the current rollout.
     assert chosen == [{1, 3}, {1, 2}, {2, 3}, {3}]
@@ -202,6 +238,19 @@ def test_a_pass_draws_whole_useful_groups_in_their_places():
 
 def test_the_first_pass_is_over_the_rollout_itself():
     assert buffer().rows_of_pass(2, 0)["of"].tolist() == [2] * 8
+
+
+def test_completions_that_do_not_count_do_not_make_a_group_useful(tiny_model, tmp_path):
+    nan = math.nan
+    for advantages, useful in (([1, 1, nan, nan], [False, False]), ([nan, 1, 0, 1], [False, True])):
+        made = ReplayBuffer(max_staleness=1, num_generations=2, seed=0, process=0)
+        made.add(rollout(0, 4), torch.tensor(advantages))
+        assert list(made.useful) == [useful]
+    # In the first group the others are alike, in the last one all have different rewards.
+    script = Script([0.1, 0.1, 0.1, None, 0.1, 0.1, 0.9, 0.1, 0.1, 0.1, 0.1, 0.1, 1, 2, 3, 4], truncated=(6,))
+    options = {"max_staleness": 1, "mask_truncated_completions": True, **PASSES}
+    trainer = trained(tiny_model, tmp_path, script=script, **options)
+    assert list(trainer._replay.useful) == [[False, False, False, True]]
 
 
 def test_all_processes_draw_the_same_groups():
@@ -267,6 +316,12 @@ def test_rollouts_with_other_entries_are_rejected():
         buffer().add({**rollout(3, 8), "tool_mask": torch.ones(8, 6)}, torch.zeros(8))
 
 
+def test_advantages_per_token_are_not_replayed():
+    per_token = {**rollout(0, 8), "advantages": torch.zeros(8, 3)}
+    with pytest.raises(ValueError, match=r"one advantage per completion, not advantages of shape \(8, 3\)"):
+        buffer(useful=()).add(per_token, torch.zeros(8, 3))
+
+
 def test_a_loaded_state_replaces_the_rollouts():
     later = buffer()
     later.load_state_dict(buffer(useful=((1, 0, 1, 1),)).state_dict())
@@ -279,8 +334,12 @@ def test_earlier_rollouts_of_another_size_are_not_replayed(tiny_model, tmp_path)
     trained(tiny_model, tmp_path, max_staleness=2, **options)
     last = str(tmp_path / "checkpoint-6")  # the end of a rollout
     larger = make_trainer(tiny_model, tmp_path, max_staleness=2, **{**options, "steps_per_generation": 8})
-    with pytest.raises(ValueError, match=r"of 16 samples on each of 1 processes, but this run has 32 .*to 0\."):
+    message = r"of 16 samples on each of 1 processes in groups of 4, but this run has {}.*to 0\."
+    with pytest.raises(ValueError, match=message.format("32 samples")):
         larger.train(resume_from_checkpoint=last)
+    other_groups = make_trainer(tiny_model, tmp_path, max_staleness=2, num_generations=2, **options)
+    with pytest.raises(ValueError, match=message.format(r"16 .* of 2\.")):
+        other_groups.train(resume_from_checkpoint=last)
     same = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 8}
     for other in ({"steps_per_generation": 8}, {"max_staleness": 1}, {"max_staleness": 2, **same}):
         resumed = make_trainer(tiny_model, tmp_path, **{**options, **other})
@@ -306,7 +365,56 @@ def test_a_run_ends_with_the_rollout_that_spends_its_completions(tiny_model, tmp
     assert further.state.global_step == 24
 
 
+class Events(TrainerCallback):
+    """The optimizer steps after which checkpoints were saved and evaluations made."""
+
+    def __init__(self):
+        self.saved, self.evaluated = [], []
+
+    def on_save(self, args, state, control, **kwargs):
+        self.saved.append(state.global_step)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.evaluated.append(state.global_step)
+
+
+@pytest.mark.parametrize(("strategy", "saved"), [("steps", [5, 6]), ("epoch", [4, 6])])
+@pytest.mark.parametrize("end", [{"max_steps": 6}, {"max_steps": -1, "max_completions": 40}])
+def test_a_run_with_a_budget_ends_as_one_with_max_steps_does(tiny_model, tmp_path, strategy, saved, end):
+    # Epochs of two rollouts, of two optimizer steps each.
+    options = {"num_train_epochs": 9, "steps_per_generation": 4, "per_device_eval_batch_size": 4, **end}
+    options |= {"save_strategy": strategy, "eval_strategy": strategy, "eval_steps": 4, "save_steps": 5}
+    arguments = {"eval_dataset": Dataset.from_dict({"prompt": ["1"] * 4}), "callbacks": [events := Events()]}
+    trainer = trained(tiny_model, tmp_path, trainer_arguments=arguments, **options)
+    assert trainer.state.global_step == 6
+    assert events.saved == saved
+    assert events.evaluated == [4, 6]
+
+
+def test_a_resumed_run_with_a_budget_outlives_its_checkpoint(tiny_model, tmp_path):
+    options = {"num_train_epochs": 9, "max_steps": -1, "save_strategy": "steps"}
+    options |= {"save_steps": 1, "save_total_limit": 1}
+    trained(tiny_model, tmp_path, max_completions=8, **options)  # epochs of four rollouts of 8
+    resumed = make_trainer(tiny_model, tmp_path, max_completions=64, **options)
+    resumed.train(resume_from_checkpoint="last")
+    assert resumed.state.global_step == 8
+
+
+def test_a_resumed_run_completes_the_rollout_that_spent_its_budget(tiny_model, tmp_path):
+    trained(tiny_model, tmp_path, max_steps=4, save_strategy="steps", **PASSES)  # of 6
+    resumed = make_trainer(tiny_model, tmp_path, max_steps=50, max_completions=16, **PASSES)
+    resumed.train(resume_from_checkpoint="last")
+    assert resumed.state.global_step == 6
+
+
 # What is logged
+
+
+def test_an_entry_over_several_passes_names_none(tiny_model, tmp_path):
+    entries = logged(trained(tiny_model, tmp_path, logging_steps=2, max_steps=6, **PASSES))
+    assert [entry["opo/pass"] for entry in entries] == [1, 2, 3]
+    entries = logged(trained(tiny_model, tmp_path, logging_steps=6, max_steps=6, **PASSES))
+    assert "opo/pass" not in entries[0]  # the mean is 2
 
 
 def test_fit_rises_pass_by_pass_and_a_clipped_loss_logs_the_ratios(tiny_model, tmp_path):
