@@ -4,6 +4,10 @@ borrows are forgotten (`benchmarks/base_models.py` says why). To build it again 
 
     python -m benchmarks.arithmetic_base --output opo_trl/data/arithmetic/base
 
+A larger one, for the benchmark of reuse (also about ten minutes), gets fewer and smaller batches of the same chains:
+
+    python -m benchmarks.arithmetic_base --size 5m --output runs/gym/arithmetic_5m
+
 The script ends by measuring the accuracy of the stored weights on the test problems of every level, and writes it to
 `ACCURACY.json` next to them. The same seed draws the same chains everywhere; the weights may differ in the last bits
 between machines and numbers of threads.
@@ -14,6 +18,8 @@ import functools
 import json
 import math
 import random
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +42,6 @@ from . import base_models
 from .base_models import build_model, build_optimizer, complete, draw_slipping, forget_to_carry, train_step
 
 
-STEPS = 2000
-TOKENS_PER_BATCH = 4096
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 100
 MAX_LENGTH = 128
@@ -48,6 +52,38 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,  # the smallest that vLLM's attention on a CPU accepts
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """
+    A size of the base model, with the settings of its training.
+
+    Args:
+        shape (`Mapping[str, int]`): part of the model's configuration.
+        learning_rate (`float`): peak of the schedule.
+        steps (`int`): optimizer steps.
+        tokens_per_batch (`int`): tokens of a batch, prompts included, at least.
+    """
+
+    shape: Mapping[str, int]
+    learning_rate: float
+    steps: int
+    tokens_per_batch: int
+
+    def learning_rate_factor(self, step: int) -> float:
+        """Fraction of the peak learning rate at a step: linear warm-up, then cosine decay to zero."""
+        if step < WARMUP_STEPS:
+            return (step + 1) / WARMUP_STEPS
+        return 0.5 * (1 + math.cos(math.pi * (step - WARMUP_STEPS) / (self.steps - WARMUP_STEPS)))
+
+
+_WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+SIZES = {
+    "0.6m": Size(SHAPE, LEARNING_RATE, steps=2000, tokens_per_batch=4096),
+    # Three times as wide.
+    "5m": Size(SHAPE | {name: 3 * SHAPE[name] for name in _WIDTHS}, 1e-3, steps=700, tokens_per_batch=2048),
 }
 
 
@@ -63,7 +99,7 @@ def draw_slipping_chain(problem: str, rng: random.Random) -> str:
 
 
 def draw_batch(
-    tokenizer: PreTrainedTokenizerFast, held_out: set[str], rng: random.Random
+    tokenizer: PreTrainedTokenizerFast, held_out: set[str], rng: random.Random, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Draw a batch of problems of one random level, with their slipping chains.
@@ -75,13 +111,15 @@ def draw_batch(
             Problems to leave out.
         rng (`random.Random`):
             Source of randomness.
+        tokens (`int`):
+            Tokens of the batch, at least.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: Token ids and labels `[B, T]`; the labels leave the prompts out.
     """
     level = rng.choice(LEVELS)
     texts: list[str] = []
-    while not texts or len(texts) * len(texts[0]) < TOKENS_PER_BATCH:
+    while not texts or len(texts) * len(texts[0]) < tokens:
         problem = draw_problem(level, rng)
         if problem not in held_out:
             texts.append(problem + draw_slipping_chain(problem, rng))
@@ -92,14 +130,7 @@ def draw_batch(
     return ids, labels
 
 
-def learning_rate_factor(step: int) -> float:
-    """Fraction of the peak learning rate at a step: linear warm-up, then cosine decay to zero."""
-    if step < WARMUP_STEPS:
-        return (step + 1) / WARMUP_STEPS
-    return 0.5 * (1 + math.cos(math.pi * (step - WARMUP_STEPS) / (STEPS - WARMUP_STEPS)))
-
-
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, size: Size, seed: int) -> None:
     """
     Train the model in place on slipping chains of all levels, without the problems of the test split.
 
@@ -108,19 +139,22 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
             The model.
         tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
             The tokenizer.
+        size ([`Size`]):
+            Settings of the training.
         seed (`int`):
             Seed of the chains.
     """
     rng = random.Random(seed)
     held_out = {row["problem"] for row in make_problems("test")}
-    optimizer = build_optimizer(model, LEARNING_RATE)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)
+    optimizer = build_optimizer(model, size.learning_rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, size.learning_rate_factor)
     model.train()
-    for step in range(STEPS):
-        loss = train_step(model, optimizer, *draw_batch(tokenizer, held_out, rng))
+    for step in range(size.steps):
+        batch = draw_batch(tokenizer, held_out, rng, size.tokens_per_batch)
+        loss = train_step(model, optimizer, *batch)
         scheduler.step()
         if step % 100 == 0:
-            print(f"step {step} of {STEPS}: loss {loss.item():.4f}", flush=True)
+            print(f"step {step} of {size.steps}: loss {loss.item():.4f}", flush=True)
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -178,12 +212,14 @@ def main() -> None:
     """Build, store and measure the base model."""
     parser = argparse.ArgumentParser(description="Build the base model of the arithmetic task.")
     parser.add_argument("--output", type=Path, required=True, help="folder to write the model to")
+    parser.add_argument("--size", choices=SIZES, default="0.6m", help="parameters of the model")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and of the chains")
     arguments = parser.parse_args()
+    size = SIZES[arguments.size]
     torch.manual_seed(arguments.seed)
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, SHAPE)
-    train(model, tokenizer, arguments.seed)
+    model = build_model(tokenizer, size.shape)
+    train(model, tokenizer, size, arguments.seed)
     save(model, tokenizer, arguments.output)
     measure_stored(arguments.output)
 
