@@ -3,7 +3,7 @@ Tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym), with a s
 
     pip install 'opo_trl[gym]'
     python -m benchmarks.gym_tasks ab --output runs/gym/ab
-    python -m benchmarks.gym_tasks ab_long --output runs/gym/ab_long
+    python -m benchmarks.gym_tasks ab_long --start runs/gym/ab --output runs/gym/ab_long
     python -m benchmarks.gym_tasks palindrome_generation --output runs/gym/palindrome_generation
 
 Problems and scores are the package's own. Prompts are not: its questions explain the task at length, so a prompt
@@ -11,7 +11,8 @@ states only what differs between problems.
 
 - `ab`: rewrite an A::B program such as `B# A# #B #A` until no two neighbours face each other. The model writes the
   program after each step; the last one is the answer. Steps may be taken in any order.
-- `ab_long`: the same with longer programs and more steps: a solution has 208 tokens on average.
+- `ab_long`: the same with longer programs and more steps: a solution has 211 tokens on average. Its base model starts
+  from that of `ab`, which saves most of the training.
 - `palindrome_generation`: make a palindrome of all letters of `x g o x o`. Nothing is worked out in writing, and n
   different pairs of letters have n! right answers.
 
@@ -260,7 +261,7 @@ TASKS = {
             settings={"length": 20},
             **_AB_TOKENS,
             max_new_tokens=280,
-            steps=600,
+            steps=200,
             rows=32,
             step_counts=range(13, 19),
             careless_places=2,
@@ -341,7 +342,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Tas
     for step in range(task.steps):
         loss = train_step(model, optimizer, *pad_batch(tokenizer, list(islice(examples, task.rows))))
         scheduler.step()
-        if step % 100 == 0:
+        if step % 50 == 0:
             print(f"step {step} of {task.steps}: loss {loss.item():.4f}", flush=True)
 
 
@@ -381,6 +382,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Build the base model of a task of reasoning-gym.")
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--start", type=Path, help="folder of a model with the same vocabulary; a new one by default")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and of the solutions")
     arguments = parser.parse_args(argv)
     task, output = TASKS[arguments.task], arguments.output
@@ -390,6 +392,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(arguments.seed)
     tokenizer = task.build_tokenizer()
     model = build_model(tokenizer, SHAPE)
+    if arguments.start:
+        model.load_state_dict(Qwen3ForCausalLM.from_pretrained(arguments.start, dtype=torch.float32).state_dict())
     train(model, tokenizer, task, arguments.seed)
     seconds = time.perf_counter() - started
     save(model, tokenizer, output)
