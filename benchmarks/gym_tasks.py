@@ -261,7 +261,7 @@ TASKS = {
             settings={"length": 20},
             **_AB_TOKENS,
             max_new_tokens=280,
-            steps=200,
+            steps=120,
             rows=32,
             step_counts=range(13, 19),
             careless_places=2,
@@ -336,13 +336,13 @@ def draw_examples(task: Task, seed: int) -> Iterator[tuple[str, str]]:
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, seed: int) -> None:
     """Train the model in place on the examples of [`draw_examples`]."""
     optimizer = build_optimizer(model, LEARNING_RATE)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, WARMUP_STEPS, task.steps)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, min(WARMUP_STEPS, task.steps // 4), task.steps)
     examples = draw_examples(task, seed)
     model.train()
     for step in range(task.steps):
         loss = train_step(model, optimizer, *pad_batch(tokenizer, list(islice(examples, task.rows))))
         scheduler.step()
-        if step % 50 == 0:
+        if step % 20 == 0:
             print(f"step {step} of {task.steps}: loss {loss.item():.4f}", flush=True)
 
 
