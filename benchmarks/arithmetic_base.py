@@ -167,7 +167,7 @@ def widen(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, shape: Ma
 
     What writes to the hidden state is zero outside the corner, so that new heads and neurons have no effect and new
     dimensions are zero; the rest is new, so that gradients reach it. Norms divide by the root of a mean over more
-    dimensions, for which their weights make up.
+    dimensions, for which their weights make up, up to the epsilon under the root.
 
     Args:
         model ([`~transformers.Qwen3ForCausalLM`]):
