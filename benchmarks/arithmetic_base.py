@@ -4,6 +4,11 @@ borrows are forgotten (`benchmarks/base_models.py` says why). To build it again 
 
     python -m benchmarks.arithmetic_base --output opo_trl/data/arithmetic/base
 
+A larger one, for the benchmark of reuse, starts as the stored one made three times as wide, which computes the same,
+and trains a little further on the same chains (two minutes), so that the new weights take part:
+
+    python -m benchmarks.arithmetic_base --size 5m --output runs/gym/arithmetic_5m
+
 The script ends by measuring the accuracy of the stored weights on the test problems of every level, and writes it to
 `ACCURACY.json` next to them. The same seed draws the same chains everywhere; the weights may differ in the last bits
 between machines and numbers of threads.
@@ -14,12 +19,15 @@ import functools
 import json
 import math
 import random
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from opo_trl.data.arithmetic import base_model_path
 from opo_trl.data.arithmetic.task import (
     LARGEST,
     LEVELS,
@@ -36,8 +44,6 @@ from . import base_models
 from .base_models import build_model, build_optimizer, complete, draw_slipping, forget_to_carry, train_step
 
 
-STEPS = 2000
-TOKENS_PER_BATCH = 4096
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 100
 MAX_LENGTH = 128
@@ -48,6 +54,39 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,  # the smallest that vLLM's attention on a CPU accepts
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """
+    A size of the base model, with the settings of its training.
+
+    Args:
+        shape (`Mapping[str, int]`): part of the model's configuration.
+        widened (`bool`): whether it starts from the stored base model.
+        learning_rate (`float`): peak of the schedule.
+        steps (`int`): optimizer steps.
+        tokens_per_batch (`int`): tokens of a batch, prompts included, at least.
+    """
+
+    shape: Mapping[str, int]
+    widened: bool
+    learning_rate: float
+    steps: int
+    tokens_per_batch: int
+
+    def learning_rate_factor(self, step: int) -> float:
+        """Fraction of the peak learning rate at a step: linear warm-up, then cosine decay to zero."""
+        if step < WARMUP_STEPS:
+            return (step + 1) / WARMUP_STEPS
+        return 0.5 * (1 + math.cos(math.pi * (step - WARMUP_STEPS) / (self.steps - WARMUP_STEPS)))
+
+
+_WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+SIZES = {
+    "0.6m": Size(SHAPE, False, LEARNING_RATE, steps=2000, tokens_per_batch=4096),
+    "5m": Size(SHAPE | {name: 3 * SHAPE[name] for name in _WIDTHS}, True, 5e-4, steps=150, tokens_per_batch=2048),
 }
 
 
@@ -63,7 +102,7 @@ def draw_slipping_chain(problem: str, rng: random.Random) -> str:
 
 
 def draw_batch(
-    tokenizer: PreTrainedTokenizerFast, held_out: set[str], rng: random.Random
+    tokenizer: PreTrainedTokenizerFast, held_out: set[str], rng: random.Random, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Draw a batch of problems of one random level, with their slipping chains.
@@ -75,13 +114,15 @@ def draw_batch(
             Problems to leave out.
         rng (`random.Random`):
             Source of randomness.
+        tokens (`int`):
+            Tokens of the batch, at least.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: Token ids and labels `[B, T]`; the labels leave the prompts out.
     """
     level = rng.choice(LEVELS)
     texts: list[str] = []
-    while not texts or len(texts) * len(texts[0]) < TOKENS_PER_BATCH:
+    while not texts or len(texts) * len(texts[0]) < tokens:
         problem = draw_problem(level, rng)
         if problem not in held_out:
             texts.append(problem + draw_slipping_chain(problem, rng))
@@ -92,14 +133,7 @@ def draw_batch(
     return ids, labels
 
 
-def learning_rate_factor(step: int) -> float:
-    """Fraction of the peak learning rate at a step: linear warm-up, then cosine decay to zero."""
-    if step < WARMUP_STEPS:
-        return (step + 1) / WARMUP_STEPS
-    return 0.5 * (1 + math.cos(math.pi * (step - WARMUP_STEPS) / (STEPS - WARMUP_STEPS)))
-
-
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, size: Size, seed: int) -> None:
     """
     Train the model in place on slipping chains of all levels, without the problems of the test split.
 
@@ -108,19 +142,51 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
             The model.
         tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
             The tokenizer.
+        size ([`Size`]):
+            Settings of the training.
         seed (`int`):
             Seed of the chains.
     """
     rng = random.Random(seed)
     held_out = {row["problem"] for row in make_problems("test")}
-    optimizer = build_optimizer(model, LEARNING_RATE)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)
+    optimizer = build_optimizer(model, size.learning_rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, size.learning_rate_factor)
     model.train()
-    for step in range(STEPS):
-        loss = train_step(model, optimizer, *draw_batch(tokenizer, held_out, rng))
+    for step in range(size.steps):
+        batch = draw_batch(tokenizer, held_out, rng, size.tokens_per_batch)
+        loss = train_step(model, optimizer, *batch)
         scheduler.step()
         if step % 100 == 0:
-            print(f"step {step} of {STEPS}: loss {loss.item():.4f}", flush=True)
+            print(f"step {step} of {size.steps}: loss {loss.item():.4f}", flush=True)
+
+
+@torch.no_grad()
+def widen(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, shape: Mapping[str, int]) -> Qwen3ForCausalLM:
+    """
+    Build a wider model that computes what a model computes: its weights are a corner of the new ones.
+
+    What writes to the hidden state is zero outside the corner, so that new heads and neurons have no effect and new
+    dimensions are zero; the rest is new, so that gradients reach it. Norms divide by the root of a mean over more
+    dimensions, for which their weights make up, up to the epsilon under the root.
+
+    Args:
+        model ([`~transformers.Qwen3ForCausalLM`]):
+            The model, in float32.
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
+            Its tokenizer.
+        shape (`Mapping[str, int]`):
+            Shape of the wider one, with as many layers and the same `head_dim`.
+    """
+    wide = build_model(tokenizer, shape)
+    own = dict(model.named_parameters())
+    scale = math.sqrt(model.config.hidden_size / wide.config.hidden_size)
+    for name, weight in wide.named_parameters():
+        if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+        is_norm = name.endswith(("layernorm.weight", "model.norm.weight"))
+        corner = tuple(slice(size) for size in own[name].shape)
+        weight[corner] = own[name] * (scale if is_norm else 1)
+    return wide
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -178,12 +244,18 @@ def main() -> None:
     """Build, store and measure the base model."""
     parser = argparse.ArgumentParser(description="Build the base model of the arithmetic task.")
     parser.add_argument("--output", type=Path, required=True, help="folder to write the model to")
+    parser.add_argument("--size", choices=SIZES, default="0.6m", help="parameters of the model")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and of the chains")
     arguments = parser.parse_args()
+    size = SIZES[arguments.size]
     torch.manual_seed(arguments.seed)
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, SHAPE)
-    train(model, tokenizer, arguments.seed)
+    if size.widened:
+        stored = Qwen3ForCausalLM.from_pretrained(base_model_path(), dtype=torch.float32)
+        model = widen(stored, tokenizer, size.shape)
+    else:
+        model = build_model(tokenizer, size.shape)
+    train(model, tokenizer, size, arguments.seed)
     save(model, tokenizer, arguments.output)
     measure_stored(arguments.output)
 

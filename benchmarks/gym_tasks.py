@@ -1,8 +1,9 @@
 """
-Two tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym), with a small base model each.
+Tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym), with a small base model each.
 
     pip install 'opo_trl[gym]'
     python -m benchmarks.gym_tasks ab --output runs/gym/ab
+    python -m benchmarks.gym_tasks ab_long --start runs/gym/ab --output runs/gym/ab_long
     python -m benchmarks.gym_tasks palindrome_generation --output runs/gym/palindrome_generation
 
 Problems and scores are the package's own. Prompts are not: its questions explain the task at length, so a prompt
@@ -10,6 +11,8 @@ states only what differs between problems.
 
 - `ab`: rewrite an A::B program such as `B# A# #B #A` until no two neighbours face each other. The model writes the
   program after each step; the last one is the answer. Steps may be taken in any order.
+- `ab_long`: the same with longer programs and more steps: a solution has 211 tokens on average. Its base model starts
+  from that of `ab`, which saves most of the training.
 - `palindrome_generation`: make a palindrome of all letters of `x g o x o`. Nothing is worked out in writing, and n
   different pairs of letters have n! right answers.
 
@@ -22,7 +25,7 @@ The output folder gets the model, the problems in `data/`, and accuracies in `ba
     dataset_name: runs/gym/ab/data
     prompt_style: plain
     reward_funcs: benchmarks.gym_tasks.ab_reward    # or palindrome_reward
-    max_completion_length: 56                       # 16 for palindrome_generation
+    max_completion_length: 56                       # 280 for ab_long, 16 for palindrome_generation
     report_levels: ab                               # the name of the task
 """
 
@@ -62,6 +65,7 @@ from .record import origin
 
 SPLIT_SIZES = {"test": 1000, "train": 2048}
 SEED = 20
+MAX_LENGTH = 320  # tokens of a problem with its solution
 MEASURED, SAMPLES = 500, 8  # test problems, and completions of each
 
 Entry = dict[str, Any]  # as reasoning-gym draws it: question, answer and metadata
@@ -74,8 +78,9 @@ class Task(ABC):
     A task of reasoning-gym, in the form in which a small model meets it.
 
     Args:
-        name: of the dataset in reasoning-gym.
-        settings: its configuration.
+        name: what the command line calls it; the level of its problems.
+        source: name of its dataset in reasoning-gym.
+        settings: configuration of the dataset.
         pieces: vocabulary.
         pattern: regular expression that matches one token.
         max_new_tokens: longest completion.
@@ -84,6 +89,7 @@ class Task(ABC):
     """
 
     name: str
+    source: str
     settings: dict[str, Any]
     pieces: Sequence[str]
     pattern: str
@@ -117,11 +123,11 @@ class Task(ABC):
 
     def dataset(self, seed: int) -> ProceduralDataset:
         """The package's dataset. It draws an entry when it is asked for, so its size costs nothing."""
-        return reasoning_gym.create_dataset(self.name, seed=seed, size=2**31, **self.settings)
+        return reasoning_gym.create_dataset(self.source, seed=seed, size=2**31, **self.settings)
 
     def build_tokenizer(self) -> PreTrainedTokenizerFast:
         """Build the tokenizer: exactly the tokens that problems and solutions need."""
-        return build_tokenizer(self.pieces, self.pattern, max_length=128)
+        return build_tokenizer(self.pieces, self.pattern, max_length=MAX_LENGTH)
 
     def score(self, completions: list[Any], solution: list[str]) -> list[float]:
         """1.0 where the package's scorer finds nothing wrong with the final answer, and 0.0 elsewhere."""
@@ -144,11 +150,21 @@ RULES = {
 }
 # How often two symbols with different letters vanish by mistake. The second is the systematic one.
 VANISHING = {("A#", "#B"): 0.25, ("B#", "#A"): 0.5}
-STEPS = range(3, 7)  # of a program until it stops
 
 
+@dataclass(frozen=True)
 class AB(Task):
-    """A::B, with the program after each step as the solution. Symbols vanish by mistake at the rates [`VANISHING`]."""
+    """
+    A::B, with the program after each step as the solution. Symbols vanish by mistake at the rates [`VANISHING`].
+
+    Args:
+        step_counts: how many steps a program may take until it stops.
+        careless_places: how many places, from the start of a program, mistakes are made at. With mistakes anywhere,
+            hardly any long solution would be right.
+    """
+
+    step_counts: range
+    careless_places: int
 
     def problem(self, entry):
         return " ".join([*self._program(entry), "> "])
@@ -157,7 +173,9 @@ class AB(Task):
         return self.problem(entry)
 
     def is_usable(self, entry):
-        return len(list(self._programs(entry, None))) in STEPS
+        states = list(self._programs(entry, None))
+        # Each has its symbols and a token more: the arrow, or the end of the text.
+        return len(states) in self.step_counts and sum(len(state) + 1 for state in states) <= self.max_new_tokens
 
     def work_out(self, entry, slips=None):
         return "> ".join("".join(f"{symbol} " for symbol in program) for program in self._programs(entry, slips))
@@ -178,7 +196,7 @@ class AB(Task):
         while facing := [index for index, pair in enumerate(pairwise(program)) if pair in RULES]:
             i = facing[0]
             pair = (program[i], program[i + 1])
-            vanishes = slips and slips.random() < VANISHING.get(pair, 0)
+            vanishes = slips and i < self.careless_places and slips.random() < VANISHING.get(pair, 0)
             program = [*program[:i], *(() if vanishes else RULES[pair]), *program[i + 2 :]]
             yield program
 
@@ -222,20 +240,35 @@ class Palindrome(Task):
         return {"metadata": {"letters": list(solution)}}
 
 
+_AB_TOKENS: dict[str, Any] = {"pieces": ("A# ", "#A ", "B# ", "#B ", "> "), "pattern": r"[AB#>]+ "}
 TASKS = {
     task.name: task
     for task in (
         AB(
             name="ab",
+            source="ab",
             settings={"length": 8},
-            pieces=("A# ", "#A ", "B# ", "#B ", "> "),
-            pattern=r"[AB#>]+ ",
+            **_AB_TOKENS,
             max_new_tokens=56,
             steps=600,
             rows=64,
+            step_counts=range(3, 7),
+            careless_places=8,
+        ),
+        AB(
+            name="ab_long",
+            source="ab",
+            settings={"length": 20},
+            **_AB_TOKENS,
+            max_new_tokens=280,
+            steps=120,
+            rows=32,
+            step_counts=range(13, 19),
+            careless_places=2,
         ),
         Palindrome(
             name="palindrome_generation",
+            source="palindrome_generation",
             settings={"min_length": 9, "max_length": 12},
             pieces=(*ascii_lowercase, "="),
             pattern=".",
@@ -303,13 +336,13 @@ def draw_examples(task: Task, seed: int) -> Iterator[tuple[str, str]]:
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, seed: int) -> None:
     """Train the model in place on the examples of [`draw_examples`]."""
     optimizer = build_optimizer(model, LEARNING_RATE)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, WARMUP_STEPS, task.steps)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, min(WARMUP_STEPS, task.steps // 4), task.steps)
     examples = draw_examples(task, seed)
     model.train()
     for step in range(task.steps):
         loss = train_step(model, optimizer, *pad_batch(tokenizer, list(islice(examples, task.rows))))
         scheduler.step()
-        if step % 100 == 0:
+        if step % 20 == 0:
             print(f"step {step} of {task.steps}: loss {loss.item():.4f}", flush=True)
 
 
@@ -349,6 +382,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Build the base model of a task of reasoning-gym.")
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--start", type=Path, help="folder of a model with the same vocabulary; a new one by default")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and of the solutions")
     arguments = parser.parse_args(argv)
     task, output = TASKS[arguments.task], arguments.output
@@ -358,6 +392,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(arguments.seed)
     tokenizer = task.build_tokenizer()
     model = build_model(tokenizer, SHAPE)
+    if arguments.start:
+        model.load_state_dict(Qwen3ForCausalLM.from_pretrained(arguments.start, dtype=torch.float32).state_dict())
     train(model, tokenizer, task, arguments.seed)
     seconds = time.perf_counter() - started
     save(model, tokenizer, output)

@@ -7,8 +7,8 @@ Reuse of completions: accuracy over completions generated, for OPO with replay a
     python -m benchmarks.reuse collect              # runs/reuse → benchmarks/results/reuse.json.gz
     python -m benchmarks.reuse report               # results/reuse.json.gz → results/reuse.md and reuse.png
 
-The rows on reasoning-gym need its base models: `python -m benchmarks.gym_tasks ab --output runs/gym/ab`, and the same
-for `palindrome_generation`.
+Rows on other tasks and with a larger model need base models in runs/gym: those of `benchmarks.gym_tasks`, and that of
+`python -m benchmarks.arithmetic_base --size 5m --output runs/gym/arithmetic_5m`.
 
 Tuning minimizes the completions to both goals together. Each trial runs on one seed, and unless it is hopeless there,
 on two more; the rows are on other seeds. `reuse_design` has the fields of each run.

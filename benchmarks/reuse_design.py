@@ -183,23 +183,74 @@ def _checks() -> Iterator[Row]:
 
 CHECKS = (*_checks(),)
 
-# Tasks of benchmarks/gym_tasks.py, built into runs/gym, with the settings that were tuned on arithmetic.
-GYM = {"ab": ("ab_reward", 56), "palindrome_generation": ("palindrome_reward", 16)}
+
+@dataclass(frozen=True)
+class Transfer:
+    """
+    Another task or model, with the fields tuned on arithmetic.
+
+    Args:
+        name (`str`): begins the names of its rows.
+        heading (`str`), text (`str`): of its section on the page.
+        fields (`Mapping[str, Any]`): what differs from arithmetic.
+        budget (`int`): completions of a run.
+        seeds (`tuple[int, ...]`): its seeds.
+        points (`int`): points of a curve, at most.
+    """
+
+    name: str
+    heading: str
+    text: str
+    fields: Fields
+    budget: int = 1500
+    seeds: tuple[int, ...] = FEW_SEEDS
+    points: int = 4
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """A row per method."""
+        return tuple(
+            Row(f"{self.name}, {method}", method, self.fields, self.budget, self.seeds, self.points)
+            for method in ("GRPO", "OPO")
+        )
 
 
-def _gym_rows() -> Iterator[Row]:
-    for task, (reward, length) in GYM.items():
-        fields = {
-            "model_name_or_path": f"runs/gym/{task}",
-            "dataset_name": f"runs/gym/{task}/data",
-            "reward_funcs": f"benchmarks.gym_tasks.{reward}",
-            "max_completion_length": length,
-            "report_levels": task,
-            "levels": task,
-        }
-        for method in ("GRPO", "OPO"):
-            yield Row(f"{task}, {method}", method, fields, 1500, FEW_SEEDS, points=4)
+def _gym(task: str, reward: str, length: int) -> Fields:
+    """Fields of a task of benchmarks/gym_tasks.py, built into runs/gym."""
+    return {
+        "model_name_or_path": f"runs/gym/{task}",
+        "dataset_name": f"runs/gym/{task}/data",
+        "reward_funcs": f"benchmarks.gym_tasks.{reward}",
+        "max_completion_length": length,
+        "report_levels": task,
+        "levels": task,
+    }
 
 
-GYM_ROWS = (*_gym_rows(),)
-ROWS = (*FIGURE, *PARTS, *GYM_ROWS, *CHECKS)
+_GYM_TEXT = "Of reasoning-gym (`benchmarks/gym_tasks.py`)"
+TRANSFERS = (
+    Transfer("ab", "Somebody else's task: ab", _GYM_TEXT, _gym("ab", "ab_reward", 56)),
+    Transfer(
+        "palindrome_generation",
+        "Somebody else's task: palindrome_generation",
+        _GYM_TEXT,
+        _gym("palindrome_generation", "palindrome_reward", 16),
+    ),
+    Transfer(
+        "ab_long",
+        "Long completions: ab_long",
+        "As `ab`, in solutions of 211 tokens on average (`benchmarks/gym_tasks.py`)",
+        _gym("ab_long", "ab_reward", 280),
+        budget=960,
+        seeds=FEW_SEEDS[:3],
+        points=2,
+    ),
+    Transfer(
+        "arithmetic_5m",
+        "A larger model: arithmetic_5m",
+        "The embedded task with a base model of 5.3 million parameters (`benchmarks/arithmetic_base.py`)",
+        {"model_name_or_path": "runs/gym/arithmetic_5m"},
+        seeds=FEW_SEEDS[:3],
+    ),
+)
+ROWS = (*FIGURE, *PARTS, *(row for transfer in TRANSFERS for row in transfer.rows), *CHECKS)

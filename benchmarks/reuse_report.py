@@ -13,12 +13,13 @@ from opo_trl.report.intervals import Estimate, estimate, paired_difference
 
 from .learning_curves import SHARP, at, completions_to, smoothed
 from .pages import table
-from .reuse_design import CHECKS, CONTENDERS, FIGURE, GOALS, GYM, GYM_ROWS, PARTS, TIMED_COMPLETIONS, Row
+from .reuse_design import CHECKS, CONTENDERS, FIGURE, GOALS, PARTS, TIMED_COMPLETIONS, TRANSFERS, Row, Transfer
 
 
 Curves = Mapping[str, Mapping[str, Any]]  # seed → what a run has measured
 Rows = Mapping[str, Curves]
 
+_COUNTS = {3: "three", 5: "five"}
 _WINDOW = 200  # completions over which the entropy is averaged
 _MEASURED = {"sampled": "sampled", "sharp": f"at temperature {SHARP:g}", "greedy": "greedy", "pass@2": "pass@2"}
 
@@ -42,12 +43,7 @@ def write_report(record: Mapping[str, Any], folder: Path) -> None:
         "its name says.\n\n" + _goals(PARTS, rows),
         "## Does it hold\n\nAccuracies after 1,500 completions, with the number of seeds. A row has the fields that "
         "were tuned for its method, but for\nwhat its name says.\n\n" + _ends((*FIGURE, *PARTS, *CHECKS), rows, 1500),
-        *(
-            f"## Somebody else's task: {task}\n\nOf reasoning-gym (`benchmarks/gym_tasks.py`), with the fields tuned "
-            f"on arithmetic, five seeds; accuracies after 750\nand 1,500 completions. {_catches_up(task, rows)}"
-            "\n\n" + "\n\n".join(_ends([r for r in GYM_ROWS if r.name.startswith(task)], rows, n) for n in (750, 1500))
-            for task in GYM
-        ),
+        *(_transfer(transfer, rows) for transfer in TRANSFERS),
         _seconds(record, rows),
         f"Measured {record['date'][:10]} with {versions}.",
     ]
@@ -210,6 +206,19 @@ def _ends(rows: Sequence[Row], all_rows: Rows, completions: int) -> str:
         "entropy",
     )
     return table(header, lines) if lines else ""
+
+
+def _transfer(transfer: Transfer, rows: Rows) -> str:
+    """Section of another task or model; empty if neither of its rows has been run."""
+    tables = [_ends(transfer.rows, rows, completions) for completions in (transfer.budget // 2, transfer.budget)]
+    if not any(tables):
+        return ""
+    half, end = f"{transfer.budget // 2:,}", f"{transfer.budget:,}"
+    return (
+        f"## {transfer.heading}\n\n{transfer.text}, with the fields tuned on arithmetic, "
+        f"{_COUNTS[len(transfer.seeds)]} seeds; accuracies after {half}\nand {end} completions. "
+        + "\n\n".join([_catches_up(transfer.name, rows), *tables])
+    )
 
 
 def _catches_up(task: str, rows: Rows) -> str:

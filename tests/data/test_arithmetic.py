@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.arithmetic_base import build_tokenizer, draw_slipping_chain, measure
+from benchmarks.arithmetic_base import SIZES, build_tokenizer, draw_slipping_chain, measure, widen
 from benchmarks.base_models import complete, forget_to_carry
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.data.arithmetic.task import LEVELS
@@ -199,6 +199,19 @@ def test_stored_model_is_small_and_knows_its_special_tokens(model, tokenizer):
     assert model.config.vocab_size == len(tokenizer)
     for config in (model.config, model.generation_config):
         assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+
+def test_widened_model_computes_the_same_and_its_new_weights_learn(model, tokenizer):
+    wide = widen(model, tokenizer, SIZES["5m"].shape)
+    assert wide.num_parameters() > 5e6
+    ids = tokenizer(f"47+38-16={CHAIN}", return_tensors="pt")["input_ids"]
+    found = wide(input_ids=ids, labels=ids)
+    torch.testing.assert_close(found.logits, model(input_ids=ids).logits, atol=0.01, rtol=0)
+    found.loss.backward()
+    for layer in wide.model.layers:
+        for writes in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+            assert not writes[:, writes.shape[1] // 3 :].any()
+            assert writes.grad[:, writes.shape[1] // 3 :].any()
 
 
 def test_completions_do_not_depend_on_padding(model, tokenizer):

@@ -7,6 +7,7 @@ import json
 import random
 import zlib
 from itertools import islice, pairwise
+from statistics import mean
 
 import pytest
 
@@ -29,8 +30,8 @@ from opo_trl.data.problems import load_problems
 from opo_trl.launch.rewards import load_reward
 
 
-REWARDS = {"ab": "ab_reward", "palindrome_generation": "palindrome_reward"}
-DRAWN = {"ab": 3183618740, "palindrome_generation": 2808049297}  # checksums of the problems
+REWARDS = {"ab": "ab_reward", "ab_long": "ab_reward", "palindrome_generation": "palindrome_reward"}
+DRAWN = {"ab": 3183618740, "ab_long": 3708644622, "palindrome_generation": 2808049297}  # checksums of the problems
 
 
 @pytest.fixture(scope="module", params=TASKS)
@@ -56,7 +57,7 @@ def reduce_program(symbols: str) -> str:
 
 def is_right(task, problem: str, completion: str) -> bool:
     """Whether a completion is right, stated independently of the package."""
-    if task.name == "ab":
+    if task.source == "ab":
         return completion.rpartition("> ")[2].strip() == reduce_program(problem.removesuffix("> "))
     return completion == completion[::-1] and sorted(completion) == sorted(problem.removesuffix("="))
 
@@ -164,7 +165,7 @@ def test_tokenizer_gives_every_text_back_and_every_solution_fits(task, problems)
 def test_base_model_sees_no_test_problem(task):
     held_out = {task.key(entry) for entry in draw_entries(task, SPLIT_SIZES["test"])}
     problems = [problem for problem, _ in first_examples(task)]
-    seen = [problem if task.name == "ab" else "".join(sorted(problem.removesuffix("="))) for problem in problems]
+    seen = [problem if task.source == "ab" else "".join(sorted(problem.removesuffix("="))) for problem in problems]
     assert not held_out & set(seen)
     assert len(set(seen)) > 1500
 
@@ -180,17 +181,27 @@ def test_two_seeds_draw_other_examples_and_one_seed_the_same(task):
     assert shared < 200
 
 
-def test_ab_slips_let_different_letters_vanish_and_continue_from_there():
+def test_long_programs_have_completions_of_200_tokens_and_more(problems, task):
+    if task.name != "ab_long":
+        pytest.skip("one task only")
+    encoded = task.build_tokenizer()([row["solution"] for row in problems["test"]])["input_ids"]
+    assert mean(len(ids) + 1 for ids in encoded) > 200  # with the end of the text
+
+
+@pytest.mark.parametrize(("name", "careless"), [("ab", 8), ("ab_long", 2)])
+def test_ab_slips_let_different_letters_vanish_and_continue_from_there(name, careless):
     vanished = {"A# #B": [], "B# #A": []}
-    for problem, solution in first_examples(TASKS["ab"]):
+    for problem, solution in first_examples(TASKS[name]):
         states = [state.split() for state in (problem + solution).split("> ")]
         for before, after in pairwise(states):
             i, pair = next((i, pair) for i, pair in enumerate(pairwise(before)) if pair[0][1] == pair[1][0] == "#")
-            rest = [*before[:i], *before[i + 2 :]]
+            rest, swapped = [*before[:i], *before[i + 2 :]], [*before[:i], *reversed(pair), *before[i + 2 :]]
             if pair[0][0] == pair[1][1]:
                 assert after == rest
+            elif i >= careless:
+                assert after == swapped
             else:
-                assert after in (rest, [*before[:i], *reversed(pair), *before[i + 2 :]])
+                assert after in (rest, swapped)
                 vanished[" ".join(pair)].append(after == rest)
     rates = {pair: sum(outcomes) / len(outcomes) for pair, outcomes in vanished.items()}
     assert rates == pytest.approx({"A# #B": 0.25, "B# #A": 0.5}, abs=0.04)
