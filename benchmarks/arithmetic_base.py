@@ -5,7 +5,7 @@ borrows are forgotten (`benchmarks/base_models.py` says why). To build it again 
     python -m benchmarks.arithmetic_base --output opo_trl/data/arithmetic/base
 
 A larger one, for the benchmark of reuse, starts as the stored one made three times as wide, which computes the same,
-and trains a little further on the same chains (two minutes), so that the new weights take part:
+and trains a little further on the same chains (150 steps), so that the new weights take part:
 
     python -m benchmarks.arithmetic_base --size 5m --output runs/gym/arithmetic_5m
 

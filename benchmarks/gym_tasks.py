@@ -12,7 +12,7 @@ states only what differs between problems.
 - `ab`: rewrite an A::B program such as `B# A# #B #A` until no two neighbours face each other. The model writes the
   program after each step; the last one is the answer. Steps may be taken in any order.
 - `ab_long`: the same with longer programs and more steps: a solution has 211 tokens on average. Its base model starts
-  from that of `ab`, which saves most of the training.
+  from that of `ab`, which can copy programs already.
 - `palindrome_generation`: make a palindrome of all letters of `x g o x o`. Nothing is worked out in writing, and n
   different pairs of letters have n! right answers.
 
@@ -261,7 +261,7 @@ TASKS = {
             settings={"length": 20},
             **_AB_TOKENS,
             max_new_tokens=280,
-            steps=120,
+            steps=600,
             rows=32,
             step_counts=range(13, 19),
             careless_places=2,
