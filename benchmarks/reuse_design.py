@@ -211,7 +211,7 @@ class Transfer:
         """A row per method."""
         return tuple(
             Row(f"{self.name}, {method}", method, self.fields, self.budget, self.seeds, self.points)
-            for method in ("GRPO", "OPO")
+            for method in ("GRPO", "GSPO", "OPO")
         )
 
 
@@ -248,7 +248,8 @@ TRANSFERS = (
     Transfer(
         "arithmetic_5m",
         "A larger model: arithmetic_5m",
-        "The embedded task with a base model of 5.3 million parameters (`benchmarks/arithmetic_base.py`)",
+        "The embedded task with a base model of 5.3 million parameters, the small one widened and trained on "
+        "(`benchmarks/arithmetic_base.py`)",
         {"model_name_or_path": "runs/gym/arithmetic_5m"},
         seeds=FEW_SEEDS[:3],
     ),

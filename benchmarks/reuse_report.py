@@ -20,6 +20,7 @@ Curves = Mapping[str, Mapping[str, Any]]  # seed → what a run has measured
 Rows = Mapping[str, Curves]
 
 _COUNTS = {3: "three", 5: "five"}
+_RIVALS = ("GRPO", "DAPO", "GSPO")
 _WINDOW = 200  # completions over which the entropy is averaged
 _MEASURED = {"sampled": "sampled", "sharp": f"at temperature {SHARP:g}", "greedy": "greedy", "pass@2": "pass@2"}
 
@@ -130,13 +131,13 @@ def _goals(rows: Sequence[Row], all_rows: Rows) -> str:
             reached = {seed: place for seed, place in found.items() if place is not None}
             count = "" if len(reached) == len(found) else f" ({len(reached)} of {len(found)})"
             if not reached:
-                lines.append([row.name, f"none of {len(found)}", *["–"] * 7])
+                lines.append([row.name, f"none of {len(found)}", *["–"] * (5 + len(_RIVALS))])
                 continue
             against = [
                 ""
                 if row.name == name
                 else _ratio_text(ratio(curves, all_rows[name], goal, budget=row.budget, other_budget=budgets[name]))
-                for name in ("GRPO", "DAPO")
+                for name in _RIVALS
             ]
             at_place = [
                 _show(estimate([measured_at(curves[seed], place, name) for seed, place in reached.items()]))
@@ -156,8 +157,7 @@ def _goals(rows: Sequence[Row], all_rows: Rows) -> str:
         header = (
             f"to {goal:.0%} sampled",
             "completions",
-            "ratio to GRPO",
-            "ratio to DAPO",
+            *(f"ratio to {name}" for name in _RIVALS),
             "greedy there",
             f"at T = {SHARP:g}",
             "pass@2",
@@ -222,21 +222,22 @@ def _transfer(transfer: Transfer, rows: Rows) -> str:
 
 
 def _catches_up(task: str, rows: Rows) -> str:
-    """When OPO has the sampled accuracy that GRPO ends with."""
-    own, other = (rows.get(f"{task}, {name}", {}) for name in ("OPO", "GRPO"))
-    shares = []
-    for seed, curve in other.items():
-        end = curve["points"][-1]["completions"]
-        place = completions_to(smoothed(curve["points"])[-1], own[seed]["points"])
-        shares.append(math.log((end if place is None else place) / end))
-    if len(shares) < 2:
-        return ""
-    found = estimate(shares)
-    low, high = (math.exp(bound) for bound in found.interval or (0.0, 0.0))
+    """When OPO and GSPO have the sampled accuracy that GRPO ends with."""
+    other = rows.get(f"{task}, GRPO", {})
+    found = []
+    for name in ("OPO", "GSPO"):
+        if own := rows.get(f"{task}, {name}", {}):
+            shares = []
+            for seed, curve in other.items():
+                end = curve["points"][-1]["completions"]
+                place = completions_to(smoothed(curve["points"])[-1], own[seed]["points"])
+                shares.append(math.log((end if place is None else place) / end))
+            mean = estimate(shares)
+            low, high = (math.exp(bound) for bound in mean.interval or (math.nan, math.nan))
+            found.append(f"{name} needs {math.exp(mean.mean):.2f} [{low:.2f}, {high:.2f}]")
     return (
-        "To the sampled accuracy with which GRPO ends,\nOPO needs "
-        f"{math.exp(found.mean):.2f} [{low:.2f}, {high:.2f}] times its completions (a run that does not get there "
-        "counts as 1)."
+        f"To the sampled accuracy with which GRPO ends,\n{' and '.join(found)} times its completions (a run that does "
+        "not get there counts as 1)."
     )
 
 
@@ -276,6 +277,8 @@ def _seconds(record: Mapping[str, Any], rows: Rows) -> str:
 
 def _ratio_to_grpo(name: str, rows: Rows, goal: float, factor: float = 1.0) -> Estimate | None:
     """A row's ratio of completions to GRPO's, with its interval, times a factor."""
+    if name == "GRPO":
+        return Estimate(factor, (factor, factor), len(rows[name]))
     budgets = {row.name: row.budget for row in FIGURE}
     found = ratio(rows[name], rows["GRPO"], goal, budget=budgets[name], other_budget=budgets["GRPO"])
     if found is None:
