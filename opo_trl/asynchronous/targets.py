@@ -21,11 +21,11 @@ from ..metrics.opo import rollout_metrics
 OWN = "opo"  # entry of a sample's metrics with what the loss needs of it; the trainer takes it out
 
 # Metrics of a group whose mean over the samples of many groups is that of a rollout. The trainer knows the extremes.
-_MEANS = ("escort/ess", "escort/chemical_potential", "temperature", "mu", "frac_target_clipped", "frac_zero_drive")
+MEANS = ("escort/ess", "escort/chemical_potential", "temperature", "mu", "frac_target_clipped", "frac_zero_drive")
 
 
 @torch.no_grad()
-def group_targets(rewards: Tensor, args: ObjectiveConfig) -> tuple[Tensor, Tensor, dict[str, float]]:
+def group_targets(rewards: Tensor, args: ObjectiveConfig) -> tuple[Tensor, Tensor, list[float]]:
     r"""
     Escort weight and target of each completion of a group.
 
@@ -34,8 +34,8 @@ def group_targets(rewards: Tensor, args: ObjectiveConfig) -> tuple[Tensor, Tenso
         args ([`ObjectiveConfig`]): the objective.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor, dict[str, float]]`: ω and v\*, `[G]` each, 0 without a score; metrics of the
-        group by their name under `opo/`.
+        `tuple[torch.Tensor, torch.Tensor, list[float]]`: ω and v\*, `[G]` each, 0 without a score; the metrics
+        [`MEANS`].
     """
     valid = rewards.isfinite()
     scored = rewards[valid]
@@ -51,7 +51,7 @@ def group_targets(rewards: Tensor, args: ObjectiveConfig) -> tuple[Tensor, Tenso
     metrics = rollout_metrics(
         omega, drive, target, chemical_potential=potential, mu=mu, temperature=args.escort_temperature, **group
     )
-    return omega, target, {name: metrics[name].item() for name in _MEANS}
+    return omega, target, [metrics[name].item() for name in MEANS]
 
 
 def with_targets(
@@ -74,7 +74,7 @@ def with_targets(
     """
     rewards = dict(zip(conversations, (sample.metrics["reward"] for sample in samples), strict=True))
     scores = torch.tensor([*rewards.values()], dtype=torch.float64)
-    omega, target, metrics = group_targets(scores, args)
+    omega, target, means = group_targets(scores, args)
     place = {conversation: i for i, conversation in enumerate(rewards)}
     tokens: Counter[int] = Counter()
     for sample, conversation in zip(samples, conversations, strict=True):
@@ -84,9 +84,8 @@ def with_targets(
         i = place[conversation]
         if scores[i].isfinite():
             sample.advantage = target[i].item()
-            sample.metrics.update({f"opo/{name}": value for name, value in metrics.items()})
             own: dict = sample.metrics
-            own[OWN] = (tokens[conversation], omega[i].item(), sample.model_version)
+            own[OWN] = (sample.model_version, tokens[conversation], omega[i].item(), *means)
             kept.append(sample)
     return kept
 

@@ -26,7 +26,7 @@ from ..metrics.step import SampleReport, metrics_of_samples
 from ..trainer import MAX_WEIGHT, SEQUENCE_CLAMP, OPOTrainer
 from .config import AsyncOPOConfig
 from .cpu import without_gpu
-from .targets import OWN, OPORolloutLoop
+from .targets import MEANS, OWN, OPORolloutLoop
 
 
 # Modes in which vLLM reports the log-probabilities of what it samples from, at temperature 1 and at any other.
@@ -110,8 +110,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
 
     def _collate(self, collate: Callable[[list], dict[str, Any]], examples: list) -> dict[str, Any]:
         """
-        Add to TRL's micro-batch a table of its samples, `[processes, samples, 4]`, padded with 0: tokens of the
-        sample's conversation, escort weight, target, and the number of synchronizations when it was generated.
+        Add to TRL's micro-batch a table of its samples, `[processes, samples, 4 + metrics]`, padded with 0: number of
+        synchronizations when it was generated, target, tokens of its conversation, escort weight and `MEANS`.
         """
         (rows,) = examples  # one for each process; on the main process, which collates for all
         version = self.model_version - self._syncs
@@ -124,8 +124,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
                         "loop derive from `opo_trl.asynchronous.targets.OPORolloutLoop`, or pass each complete group "
                         "through `with_targets` there."
                     )
-                tokens, omega, generated_by = sample["metrics"].pop(OWN)
-                tables.append([tokens, omega, sample["advantage"], generated_by - version])
+                generated_by, tokens, *values = sample["metrics"].pop(OWN)
+                tables.append([generated_by - version, sample["advantage"], tokens, *values])
                 trained = int(sample["completion_mask"].sum())
                 total += trained if self.args.log_ratio_reduction == "sum" else trained / tokens
         table, counts = torch.tensor(tables, dtype=torch.float64), [len(row.samples) for row in rows]
@@ -179,8 +179,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         everywhere.
         """
         args = self.args
-        table = table[table[:, 0] > 0].to(difference.dtype)
-        tokens, omega, target, generated_at = table.T
+        table = table[table[:, 2] > 0].to(difference.dtype)  # without padding
+        generated_at, target, tokens = table[:, :3].T
         length = torch.bincount(row, minlength=len(table)).to(difference.dtype)
         share = length / tokens
         log_ratio = torch.zeros_like(share).index_add(0, row, difference) / share  # of the whole conversation
@@ -210,7 +210,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             bonus_entropy=zero,
             computed=zero + 1,
         )
-        self._reports.append(torch.stack([*vars(report).values(), omega.float()], dim=1))
+        self._reports.append(torch.cat([torch.stack([*vars(report).values()], dim=1), table[:, 3:].float()], dim=1))
         return losses
 
     def _anchored(self, log_ratio: Tensor, target: Tensor, age: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -238,8 +238,10 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         table = self.accelerator.pad_across_processes(torch.cat(self._reports), pad_index=torch.nan)
         table, self._reports = self.accelerator.gather(table), []
         table = table[~table.isnan().all(dim=1)]
-        samples, omega = SampleReport(*table[:, :-1].T), table[:, -1]
+        own = len(MEANS) + 1
+        samples, omega, means = SampleReport(*table[:, :-own].T), table[:, -own], table[:, 1 - own :].mean(dim=0)
         metrics = metrics_of_samples(samples, self.args, kl=False, bonus=False)
+        metrics |= {f"opo/{name}": mean for name, mean in zip(MEANS, means.tolist(), strict=True)}
         metrics["opo/escort/min"], metrics["opo/escort/max"] = omega.min().item(), omega.max().item()
         metrics["opo/positivity_margin"] = 1 + samples.target.min().item()
         for name in metrics.keys() - {"entropy", "opo/frac_skipped"}:
