@@ -206,7 +206,6 @@ ASYNC_CONTRACT: Contract = {
     f"{_WORKER}.AsyncRolloutWorker": {"_loop_cls": None, "_loop_kwargs": None},
     _WORKER: {"_AsyncRolloutLoop": None},
     "trl.experimental.async_grpo.AsyncGRPOConfig": {"__post_init__": ()},
-    "accelerate.data_loader.DataLoaderAdapter": {"base_dataloader": None},
 }
 ASYNC_KEYS: Mapping[str, Collection[str]] = {
     "trl.experimental.async_grpo.packing.TreeRow.pack": ("token_index", "old_log_probs", "segment_id"),
@@ -333,11 +332,11 @@ def imports(tree: ast.Module) -> Iterator[str]:
         yield from (path for path in found if path.split(".")[0] in LIBRARIES)
 
 
-def methods(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+def methods(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Methods of classes with a base, whose methods they may override."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.bases:
-            yield from (member for member in node.body if isinstance(member, ast.FunctionDef))
+            yield from (member for member in node.body if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def names(tree: ast.Module) -> set[str]:

@@ -168,7 +168,7 @@ def test_renamed_entry_of_a_rollout_is_named(key, monkeypatch):
 
 def test_change_of_the_experimental_trainer_leaves_the_others_usable(monkeypatch):
     monkeypatch.delattr(AsyncGRPOTrainer, "_sync_weight")
-    monkeypatch.delitem(sys.modules, "opo_trl.asynchronous")
+    monkeypatch.delitem(sys.modules, "opo_trl.asynchronous", raising=False)
     with pytest.raises(ImportError, match=r"AsyncGRPOTrainer\._sync_weight is missing"):
         importlib.import_module("opo_trl.asynchronous")
     trl_contract.check()
@@ -260,7 +260,9 @@ def overrides(tree: ast.Module, namespace: Mapping[str, Any]) -> Iterator[tuple[
     for statement in tree.body:
         for member in statement.body if isinstance(statement, ast.ClassDef) else ():
             match member:
-                case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    defines = [name]
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
                     defines = [name]
                 case ast.Assign(targets=targets):
                     defines = [target.id for target in targets if isinstance(target, ast.Name)]

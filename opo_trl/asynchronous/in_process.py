@@ -19,13 +19,13 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
-from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample
+from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample, _AsyncRolloutLoop
 
 from .config import AsyncOPOConfig
 from .targets import OPORolloutLoop
 
 
-class GeneratesInProcess:
+class GeneratesInProcess(_AsyncRolloutLoop):
     """
     Mixin for a rollout loop: `rollout` makes a number of complete groups, with a model in the same process.
 
@@ -34,19 +34,19 @@ class GeneratesInProcess:
         seed (`int`): of the completions. Other arguments are the loop's.
     """
 
-    def __init__(self: Any, *, policy: Any, seed: int, **named):
+    def __init__(self, *, policy: Any, seed: int, **named):
         super().__init__(**named)
         self.policy = policy
         self.asked: list[tuple[list[int], asyncio.Future]] = []
         self.generator = torch.Generator().manual_seed(seed)
         self.work = self._repeat_iterator()
 
-    async def _generate_one_turn(self: Any, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+    async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
         turn = asyncio.get_running_loop().create_future()
         self.asked.append((prompt_ids, turn))
         return await turn
 
-    async def rollout(self: Any, groups: int) -> list[RolloutSample]:
+    async def rollout(self, groups: int) -> list[RolloutSample]:
         """Generate and score the next groups of the dataset."""
         work = [next(self.work) for _ in range(groups * self.num_generations)]
         tools = {tool.__name__: tool for tool in self.tools}
@@ -69,7 +69,7 @@ class GeneratesInProcess:
             samples += await self._score_group(group)
         return samples
 
-    def _group(self: Any, work: Sequence[tuple[int, dict[str, Any]]], conversations: Sequence[tuple]) -> RolloutGroup:
+    def _group(self, work: Sequence[tuple[int, dict[str, Any]]], conversations: Sequence[tuple]) -> RolloutGroup:
         ids, rows = zip(*work, strict=True)
         texts, tokens, sequences, calls, failures, rewards = map(list, zip(*conversations[: len(work)], strict=True))
         columns = rows[0].keys() - {"prompt", "completion", "completion_ids"}
@@ -87,7 +87,7 @@ class GeneratesInProcess:
             rollout_rewards=rewards,
         )
 
-    def _sample(self: Any, prompts: list[list[int]]) -> Iterator[tuple[list[int], list[float]]]:
+    def _sample(self, prompts: list[list[int]]) -> Iterator[tuple[list[int], list[float]]]:
         """For each prompt, tokens up to the end of the turn, and their log-probabilities."""
         tokens, logps = sample(
             self.policy,
