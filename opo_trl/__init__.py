@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = ["OPOConfig", "OPOTrainer", "RolloutConfig", "RolloutTrainer"]
+__all__ = ["AsyncOPOConfig", "AsyncOPOTrainer", "OPOConfig", "OPOTrainer", "RolloutConfig", "RolloutTrainer"]
 
 if TYPE_CHECKING:
+    from .asynchronous.config import AsyncOPOConfig
+    from .asynchronous.trainer import AsyncOPOTrainer
     from .config import OPOConfig, RolloutConfig
     from .rollout.trainer import RolloutTrainer
     from .trainer import OPOTrainer
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str):
     # Importing TRL takes seconds; `opo_trl.objective` and the command line's help need none of it.
     modules = {
+        "AsyncOPOConfig": ".asynchronous.config",
+        "AsyncOPOTrainer": ".asynchronous.trainer",
         "OPOConfig": ".config",
         "OPOTrainer": ".trainer",
         "RolloutConfig": ".config",

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from trl import GRPOConfig
@@ -28,9 +28,9 @@ SaveFailure = Literal["stop", "continue"]
 # a field set to its default looks like one that is not set.
 REJECTED_FIELDS = {
     "loss_type": "OPO has one loss; choose its form with `ratio_form` and `log_ratio_reduction`",
-    "epsilon": "OPO does not clip the ratio; bound the update with `mu` or `chi2_radius`",
-    "epsilon_high": "OPO does not clip the ratio; bound the update with `mu` or `chi2_radius`",
-    "delta": "OPO does not clip the ratio; bound the update with `mu` or `chi2_radius`",
+    "epsilon": "OPO does not clip the ratio; bound the update with `mu`",
+    "epsilon_high": "OPO does not clip the ratio; bound the update with `mu`",
+    "delta": "OPO does not clip the ratio; bound the update with `mu`",
     "sapo_temperature_neg": "it belongs to the SAPO loss",
     "sapo_temperature_pos": "it belongs to the SAPO loss",
     "vespo_k_pos": "it belongs to the VESPO loss",
@@ -269,7 +269,79 @@ class RolloutConfig(GRPOConfig):
 
 
 @dataclass
-class OPOConfig(RolloutConfig):
+class ObjectiveConfig:
+    """
+    The fields of OPO's objective, which [`OPOConfig`] documents, for all configurations that have them.
+
+    Raises:
+        `ValueError`: `mu` and `chi2_radius` are both set, or `temperature_range` is not a range.
+    """
+
+    alpha: Annotated[float, OBJECTIVE] = field(
+        default=0.4, metadata={"help": "Escort exponent in [0, 1]: 1 is uniform, 0 the oracle."}
+    )
+    escort_temperature: Annotated[float, OBJECTIVE] = field(
+        default=1.0, metadata={"help": "Temperature of the oracle P* ∝ exp(A/tau), positive."}
+    )
+    adaptive_temperature: Annotated[bool, OBJECTIVE] = field(
+        default=False, metadata={"help": "Whether to set tau per rollout from the policy's entropy and success rate."}
+    )
+    temperature_range: Annotated[list[float], OBJECTIVE] = field(
+        default_factory=lambda: [0.2, 1.5], metadata={"help": "Lowest and highest adaptive tau."}
+    )
+    anchor_correction: Annotated[AnchorCorrection, OBJECTIVE] = field(
+        default="absorbed", metadata={"help": "How the behaviour policy enters the escort weight."}
+    )
+    drive_scaling: Annotated[DriveScaling, OBJECTIVE] = field(
+        default="none", metadata={"help": "Whether to standardize centred escort weights per group or batch."}
+    )
+    mu: Annotated[float | None, OBJECTIVE] = field(
+        default=None, metadata={"help": "Coefficient of the chi2 term, positive. 0.3 unless `chi2_radius` is set."}
+    )
+    chi2_radius: Annotated[float | None, OBJECTIVE] = field(
+        default=None, metadata={"help": "chi2 radius of the target, positive. Excludes `mu`."}
+    )
+    positivity: Annotated[Positivity, OBJECTIVE] = field(default="none", metadata={"help": "How to keep 1 + v* >= 0."})
+    positivity_epsilon: Annotated[float, OBJECTIVE] = field(
+        default=1e-3, metadata={"help": "Margin of positivity='clip': v* >= -1 + epsilon. In (0, 1)."}
+    )
+    log_ratio_reduction: Annotated[Reduction, OBJECTIVE] = field(
+        default="sum", metadata={"help": "Log-ratio of the whole completion, or its mean per token."}
+    )
+    log_ratio_clamp: Annotated[float | None, OBJECTIVE] = field(
+        default=None, metadata={"help": "Bound on the absolute log-ratio. 20 for 'sum' and 5 for 'mean' when not set."}
+    )
+    ratio_form: Annotated[RatioForm, OBJECTIVE] = field(default="log", metadata={"help": "Coordinate of the loss."})
+
+    def check_objective(self) -> None:
+        """Check the combinations of fields, and fill in the defaults that depend on other fields."""
+        if self.mu is not None and self.chi2_radius is not None:
+            raise ValueError(
+                f"mu={self.mu} and chi2_radius={self.chi2_radius} are both set, but chi2_radius determines mu. "
+                "Remove one of them."
+            )
+        low_high = self.temperature_range
+        ordered = len(low_high) == 2 and low_high[0] <= low_high[1]
+        require(ordered, "temperature_range", low_high, ranges.RANGES["temperature_range"])
+        if self.mu is None and self.chi2_radius is None:
+            self.mu = 0.3
+        if self.log_ratio_clamp is None:
+            self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
+
+
+def reject_unused_fields(arguments: Any, parent: type) -> None:
+    """Reject a parent's fields that shape a loss OPO does not compute, unless they have their default."""
+    for parent_field in dataclasses.fields(parent):
+        reason = REJECTED_FIELDS.get(parent_field.name)
+        value = getattr(arguments, parent_field.name)
+        if reason is not None and value != parent_field.default:
+            raise ValueError(
+                f"{parent_field.name}={value!r} has no effect in OPO: {reason}. Remove `{parent_field.name}`."
+            )
+
+
+@dataclass
+class OPOConfig(ObjectiveConfig, RolloutConfig):
     r"""
     Configuration class for the [`OPOTrainer`].
 
@@ -348,41 +420,6 @@ class OPOConfig(RolloutConfig):
 
     unused_fields: ClassVar[frozenset[str]] = frozenset({*REJECTED_FIELDS, "importance_sampling_level"})
 
-    alpha: Annotated[float, OBJECTIVE] = field(
-        default=0.4, metadata={"help": "Escort exponent in [0, 1]: 1 is uniform, 0 the oracle."}
-    )
-    escort_temperature: Annotated[float, OBJECTIVE] = field(
-        default=1.0, metadata={"help": "Temperature of the oracle P* ∝ exp(A/tau), positive."}
-    )
-    adaptive_temperature: Annotated[bool, OBJECTIVE] = field(
-        default=False, metadata={"help": "Whether to set tau per rollout from the policy's entropy and success rate."}
-    )
-    temperature_range: Annotated[list[float], OBJECTIVE] = field(
-        default_factory=lambda: [0.2, 1.5], metadata={"help": "Lowest and highest adaptive tau."}
-    )
-    anchor_correction: Annotated[AnchorCorrection, OBJECTIVE] = field(
-        default="absorbed", metadata={"help": "How the behaviour policy enters the escort weight."}
-    )
-    drive_scaling: Annotated[DriveScaling, OBJECTIVE] = field(
-        default="none", metadata={"help": "Whether to standardize centred escort weights per group or batch."}
-    )
-    mu: Annotated[float | None, OBJECTIVE] = field(
-        default=None, metadata={"help": "Coefficient of the chi2 term, positive. 0.3 unless `chi2_radius` is set."}
-    )
-    chi2_radius: Annotated[float | None, OBJECTIVE] = field(
-        default=None, metadata={"help": "chi2 radius of the target, positive. Excludes `mu`."}
-    )
-    positivity: Annotated[Positivity, OBJECTIVE] = field(default="none", metadata={"help": "How to keep 1 + v* >= 0."})
-    positivity_epsilon: Annotated[float, OBJECTIVE] = field(
-        default=1e-3, metadata={"help": "Margin of positivity='clip': v* >= -1 + epsilon. In (0, 1)."}
-    )
-    log_ratio_reduction: Annotated[Reduction, OBJECTIVE] = field(
-        default="sum", metadata={"help": "Log-ratio of the whole completion, or its mean per token."}
-    )
-    log_ratio_clamp: Annotated[float | None, OBJECTIVE] = field(
-        default=None, metadata={"help": "Bound on the absolute log-ratio. 20 for 'sum' and 5 for 'mean' when not set."}
-    )
-    ratio_form: Annotated[RatioForm, OBJECTIVE] = field(default="log", metadata={"help": "Coordinate of the loss."})
     plan_micro_batches: bool = field(
         default=True, metadata={"help": "Whether to sort samples by length, and trim each micro-batch."}
     )
@@ -397,13 +434,15 @@ class OPOConfig(RolloutConfig):
     )
 
     def __post_init__(self):
-        self._reject_unused_fields()
+        reject_unused_fields(self, GRPOConfig)
         super().__post_init__()
-        self._check_own_fields()
-        if self.mu is None and self.chi2_radius is None:
-            self.mu = 0.3
-        if self.log_ratio_clamp is None:
-            self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
+        self.check_objective()
+        budget = self.max_tokens_per_micro_batch
+        if budget is not None and not self.plan_micro_batches:
+            raise ValueError(
+                f"max_tokens_per_micro_batch={budget} needs planned micro-batches. Set `plan_micro_batches` to True, "
+                "or leave `max_tokens_per_micro_batch` out."
+            )
 
     def describe_policy(self) -> str:
         term = f"chi2_radius = {self.chi2_radius:g}" if self.chi2_radius else f"mu = {self.mu:g}"
@@ -430,31 +469,6 @@ class OPOConfig(RolloutConfig):
         if self.beta:
             terms.append(f"beta = {self.beta:g}")
         return ", ".join(terms)
-
-    def _reject_unused_fields(self):
-        for parent_field in dataclasses.fields(GRPOConfig):
-            reason = REJECTED_FIELDS.get(parent_field.name)
-            value = getattr(self, parent_field.name)
-            if reason is not None and value != parent_field.default:
-                raise ValueError(
-                    f"{parent_field.name}={value!r} has no effect in OPO: {reason}. Remove `{parent_field.name}`."
-                )
-
-    def _check_own_fields(self):
-        if self.mu is not None and self.chi2_radius is not None:
-            raise ValueError(
-                f"mu={self.mu} and chi2_radius={self.chi2_radius} are both set, but chi2_radius determines mu. "
-                "Remove one of them."
-            )
-        low_high = self.temperature_range
-        ordered = len(low_high) == 2 and low_high[0] <= low_high[1]
-        require(ordered, "temperature_range", low_high, ranges.RANGES["temperature_range"])
-        budget = self.max_tokens_per_micro_batch
-        if budget is not None and not self.plan_micro_batches:
-            raise ValueError(
-                f"max_tokens_per_micro_batch={budget} needs planned micro-batches. Set `plan_micro_batches` to True, "
-                "or leave `max_tokens_per_micro_batch` out."
-            )
 
 
 def check_deepspeed(asked_by: str) -> None:

@@ -35,10 +35,10 @@ from .rollout.trainer import RolloutTrainer, takes_what_grpo_takes
 logger = get_logger(__name__)
 
 # Bound on the log-ratio of whole completions, which keeps its exponential finite in float32, and above 0.
-_SEQUENCE_CLAMP = 20.0
+SEQUENCE_CLAMP = 20.0
 
 # Bound on the weight π/π_k of a completion that several passes train on.
-_MAX_WEIGHT = 2.0
+MAX_WEIGHT = 2.0
 
 
 class OPOTrainer(PartitionedTrainer):
@@ -235,7 +235,7 @@ class OPOTrainer(PartitionedTrainer):
             weights=weights,
             clamped=clamped,
             age=self.state.global_step - inputs["opo_step"],
-            sequence_log_ratio=objective.sequence_log_ratio(logps.detach(), anchor, mask, clamp=_SEQUENCE_CLAMP)[0],
+            sequence_log_ratio=objective.sequence_log_ratio(logps.detach(), anchor, mask, clamp=SEQUENCE_CLAMP)[0],
             kl=kl if args.log_ratio_reduction == "sum" else kl * mask.sum(dim=1),
             policy_loss=policy_losses,
             tokens=mask.sum(dim=1),
@@ -263,9 +263,9 @@ class OPOTrainer(PartitionedTrainer):
             # A completion that the policy has left behind no longer pushes, nor is it pulled back to the anchor.
             # Its weight stays above 0, which would mean that it is excluded.
             log_ratio, _ = objective.sequence_log_ratio(
-                logps.detach(), anchor, mask, reduction=self.args.log_ratio_reduction, clamp=_SEQUENCE_CLAMP
+                logps.detach(), anchor, mask, reduction=self.args.log_ratio_reduction, clamp=SEQUENCE_CLAMP
             )
-            weights = weights * log_ratio.exp().clamp(max=_MAX_WEIGHT)
+            weights = weights * log_ratio.exp().clamp(max=MAX_WEIGHT)
         return torch.where(inputs["opo_valid"], weights, 0.0)
 
     def _reference_kl(self, inputs: Mapping[str, Any], logps: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:

@@ -164,7 +164,54 @@ MULTIMODAL_KEYS = (
     "image_position_ids",
 )
 
-_MAKES_ROLLOUTS = "trl.GRPOTrainer._generate_and_score_completions"
+# Function -> entries that it must add to a rollout.
+KEYS: Mapping[str, Collection[str]] = {
+    "trl.GRPOTrainer._generate_and_score_completions": (*ROLLOUT_KEYS, *OPTIONAL_ROLLOUT_KEYS, *MULTIMODAL_KEYS)
+}
+
+# What `opo_trl.asynchronous` relies on in TRL's experimental trainer; checked when it is imported.
+_ASYNC = "trl.experimental.async_grpo.async_grpo_trainer"
+_WORKER = "trl.experimental.async_grpo.async_rollout_worker"
+ASYNC_CONTRACT: Contract = {
+    f"{_ASYNC}.AsyncGRPOTrainer": {
+        "__init__": ("model", "reward_funcs", "args"),
+        "_name": None,
+        "_paper": None,
+        "_tag_names": None,
+        "train": (),
+        "_metrics": None,
+        "_sync_weight": (),
+        "get_train_dataloader": (),
+        "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
+        "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
+        "training_step": ("model", "inputs", "num_items_in_batch"),
+    },
+    _ASYNC: {"get_peak_flops_per_device": None},
+    f"{_WORKER}._AsyncRolloutLoop": {
+        "__init__": (
+            *("model_name", "dataset", "reward_funcs", "processing_class", "eos_token_ids", "tools"),
+            *("rollout_buffer", "model_version_value", "heartbeat_value", "failed_event", "exception_info_queue"),
+            *("metrics_queue", "num_generations", "max_tokens", "temperature", "chat_template_kwargs"),
+            *("max_tool_calling_iterations", "fork_threshold_tokens"),
+        ),
+        "_score_group": ("group",),
+        "_generate_one": ("prompt", "tool_dict", "tools", "group_id"),
+        "_generate_one_turn": ("prompt_ids",),
+        "_repeat_iterator": (),
+        "_counters": None,
+        "_loop": None,
+        "_model_version_value": None,
+        "_tool_pool": None,
+    },
+    f"{_WORKER}.AsyncRolloutWorker": {"_loop_cls": None, "_loop_kwargs": None},
+    _WORKER: {"_AsyncRolloutLoop": None},
+    "trl.experimental.async_grpo.AsyncGRPOConfig": {"__post_init__": ()},
+}
+ASYNC_KEYS: Mapping[str, Collection[str]] = {
+    "trl.experimental.async_grpo.packing.TreeRow.pack": ("token_index", "old_log_probs", "segment_id"),
+    f"{_ASYNC}.RolloutQueueDataset.__iter__": ("completion_mask", "advantage", "metrics"),
+    f"{_WORKER}._AsyncRolloutLoop._score_group": ("reward",),
+}
 
 
 def options_read(field: str) -> set[str]:
@@ -173,14 +220,16 @@ def options_read(field: str) -> set[str]:
     return {name for place in places for name in re.findall(pattern, inspect.getsource(resolve_name(place)))}
 
 
-def check(contract: Contract = CONTRACT, version: str = trl.__version__) -> None:
+def check(
+    contract: Contract = CONTRACT, version: str = trl.__version__, keys: Mapping[str, Collection[str]] = KEYS
+) -> None:
     """
-    Check the version of TRL and the names of the contract.
+    Check the version of TRL, the names of the contract and the keys that functions must add to a rollout.
 
     Raises:
         `ImportError`: names everything that does not fit, and the tested range.
     """
-    problems = [f"{name} {problem}" for name, problem in _mismatches(contract, version)]
+    problems = [f"{name} {problem}" for name, problem in _mismatches(contract, version, keys)]
     if problems:
         raise ImportError(
             f"opo_trl does not fit the installed libraries: {'; '.join(problems)}. Tested with TRL {TESTED_VERSIONS}: "
@@ -226,7 +275,7 @@ def _assigns(code: CodeType, name: str) -> bool:
     return any(_assigns(inner, name) for inner in code.co_consts if isinstance(inner, CodeType))
 
 
-def _mismatches(contract: Contract, version: str) -> Iterator[tuple[str, str]]:
+def _mismatches(contract: Contract, version: str, keys: Mapping[str, Collection[str]]) -> Iterator[tuple[str, str]]:
     """Names that do not fit, and what is wrong with each."""
     if not TESTED_VERSIONS.contains(version, prereleases=True):
         yield f"TRL {version}", "is outside the tested range"
@@ -242,11 +291,11 @@ def _mismatches(contract: Contract, version: str) -> Iterator[tuple[str, str]]:
                 yield f"{path}.{name}", "is missing"
             elif parameters and (missing := set(parameters) - inspect.signature(method).parameters.keys()):
                 yield f"{path}.{name}", f"has no parameter {', '.join(sorted(missing))}"
-    made = _resolve(_MAKES_ROLLOUTS)
-    if not isinstance(made, ImportError):
-        constants = set(_flat(inspect.unwrap(made).__code__.co_consts))
-        for key in sorted({*ROLLOUT_KEYS, *OPTIONAL_ROLLOUT_KEYS, *MULTIMODAL_KEYS} - constants):
-            yield _MAKES_ROLLOUTS, f"does not add {key!r} to a rollout"
+    for path, wanted in keys.items():
+        made = _resolve(path)
+        constants = set() if isinstance(made, ImportError) else set(_flat(inspect.unwrap(made).__code__.co_consts))
+        for key in sorted({*wanted} - constants):
+            yield path, f"does not add {key!r} to a rollout"
     for field, (places, _, example) in READ_OPTIONS.items():
         if any(isinstance(_resolve(place), ImportError) for place in places) or example not in options_read(field):
             yield "trl_contract.options_read", f"finds no {example!r} in {' and '.join(places)}"
@@ -283,11 +332,11 @@ def imports(tree: ast.Module) -> Iterator[str]:
         yield from (path for path in found if path.split(".")[0] in LIBRARIES)
 
 
-def methods(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+def methods(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Methods of classes with a base, whose methods they may override."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.bases:
-            yield from (member for member in node.body if isinstance(member, ast.FunctionDef))
+            yield from (member for member in node.body if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def names(tree: ast.Module) -> set[str]:
@@ -318,8 +367,9 @@ def report() -> Iterator[str]:
     """A line for each name that does not fit: what is wrong with it, and the modules that rely on it."""
     modules = package()
     used = {module: names(tree) for module, tree in modules.items()}
-    for path, problem in _mismatches(CONTRACT, trl.__version__):
-        wanted = {*CONTRACT.get(path, ()), path.rpartition(".")[2]}
+    everything = {**CONTRACT, **ASYNC_CONTRACT}
+    for path, problem in _mismatches(everything, trl.__version__, {**KEYS, **ASYNC_KEYS}):
+        wanted = {*everything.get(path, ()), path.rpartition(".")[2]}
         relying = [module for module, found in used.items() if found & wanted]
         yield f"{path} {problem}: {', '.join(relying) or 'the package'}"
     importing: dict[str, list[str]] = {}
@@ -332,7 +382,7 @@ def report() -> Iterator[str]:
             yield f"{path} cannot be imported ({error}): {', '.join(relying)}"
     for module, tree in modules.items():
         for method in methods(tree):
-            for path in (path for path, entries in CONTRACT.items() if entries.get(method.name) is not None):
+            for path in (path for path, entries in everything.items() if entries.get(method.name) is not None):
                 if method.name != "__init__" and (further := _further(path, method.name, method.args)):
                     yield f"{path}.{method.name} has additional parameters {', '.join(further)}: {module}"
 

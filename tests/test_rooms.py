@@ -26,6 +26,7 @@ ROOMS = (
     "arguments",
     "rollout",
     "trainer",
+    "asynchronous",
     "report",
     "launch",
     "train",

@@ -23,12 +23,15 @@ import transformers
 import trl
 from accelerate.state import GradientState
 from transformers.integrations import deepspeed
+from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from opo_trl import trl_contract
-from opo_trl.trl_contract import CONTRACT, LIBRARIES
+from opo_trl.trl_contract import ASYNC_CONTRACT, ASYNC_KEYS, LIBRARIES
 
 
 MODULES = trl_contract.package()
+
+CONTRACT = {**trl_contract.CONTRACT, **ASYNC_CONTRACT}
 
 
 def test_installed_libraries_fit():
@@ -163,6 +166,25 @@ def test_renamed_entry_of_a_rollout_is_named(key, monkeypatch):
         trl_contract.check()
 
 
+def test_change_of_the_experimental_trainer_leaves_the_others_usable(monkeypatch):
+    monkeypatch.delattr(AsyncGRPOTrainer, "_sync_weight")
+    monkeypatch.delitem(sys.modules, "opo_trl.asynchronous", raising=False)
+    with pytest.raises(ImportError, match=r"AsyncGRPOTrainer\._sync_weight is missing"):
+        importlib.import_module("opo_trl.asynchronous")
+    trl_contract.check()
+    (line,) = trl_contract.report()
+    assert "_sync_weight is missing" in line
+    assert "opo_trl.asynchronous.trainer" in line
+
+
+@pytest.mark.parametrize(("path", "key"), [(path, key) for path, keys in ASYNC_KEYS.items() for key in keys])
+def test_renamed_entry_of_an_asynchronous_sample_is_named(path, key, monkeypatch):
+    owner, _, name = path.rpartition(".")
+    monkeypatch.setattr(resolve_name(owner), name, lambda: "what it returned under other names")
+    with pytest.raises(ImportError, match=f"does not add '{key}' to a rollout"):
+        trl_contract.check(ASYNC_CONTRACT, keys=ASYNC_KEYS)
+
+
 def test_complete_rollout_passes():
     trl_contract.check_rollout(dict.fromkeys(trl_contract.ROLLOUT_KEYS))
 
@@ -238,7 +260,9 @@ def overrides(tree: ast.Module, namespace: Mapping[str, Any]) -> Iterator[tuple[
     for statement in tree.body:
         for member in statement.body if isinstance(statement, ast.ClassDef) else ():
             match member:
-                case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    defines = [name]
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
                     defines = [name]
                 case ast.Assign(targets=targets):
                     defines = [target.id for target in targets if isinstance(target, ast.Name)]

@@ -1,0 +1,91 @@
+"""`AsyncOPOConfig`: TRL's `AsyncGRPOConfig` with the fields of OPO's objective, validated."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from trl.experimental.async_grpo import AsyncGRPOConfig
+
+from ..checks import ranges
+from ..checks.ranges import require
+from ..config import ObjectiveConfig, reject_unused_fields
+from ..fields import choices
+
+
+# Settings of the objective that one group at a time cannot have (any other value than the default, if none is given),
+# and what to do.
+_NEEDS_ROLLOUT: dict[str, tuple[Any, str]] = {
+    "chi2_radius": (None, "Set `mu` instead"),
+    "positivity": ("stiffen", "Set `positivity` to 'clip' or 'project'"),
+    "drive_scaling": ("batch", "Set `drive_scaling` to 'group' or 'none'"),
+    "adaptive_temperature": (None, "Set `escort_temperature` instead"),
+    "temperature_range": (None, "Set `escort_temperature` instead"),
+    "anchor_correction": (None, "Remove `anchor_correction`"),
+}
+
+# Fields that make the server sample from another distribution than the one that is trained, and what leaves it alone.
+_UNTRAINED_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0,),
+    "min_p": (0.0, None),
+    "repetition_penalty": (1.0,),
+}
+
+
+@dataclass
+class AsyncOPOConfig(ObjectiveConfig, AsyncGRPOConfig):
+    r"""
+    Configuration class for the [`AsyncOPOTrainer`].
+
+    It adds the parameters of OPO's objective to those of [`~trl.experimental.async_grpo.AsyncGRPOConfig`] and
+    [`~transformers.TrainingArguments`]: `alpha`, `escort_temperature`, `mu`, `positivity` (`"none"`, `"clip"` or
+    `"project"`), `positivity_epsilon`, `drive_scaling` (`"none"` or `"group"`), `log_ratio_reduction`,
+    `log_ratio_clamp` and `ratio_form`, with the meaning and the defaults that they have in [`OPOConfig`].
+
+    A group is scored on its own, so what needs a whole rollout is rejected: `chi2_radius`, `positivity="stiffen"`,
+    `drive_scaling="batch"`, `adaptive_temperature`, `temperature_range` and `anchor_correction`. So are `epsilon` and
+    `epsilon_high`, which OPO has no use for, and filters of the next token (`top_p`, `top_k`, `min_p`,
+    `repetition_penalty`): the server's log-probabilities are those of the behaviour policy only without them.
+    `min_p` becomes 0.0, which the server is sent, so that it does not take one from the model's
+    `generation_config.json`.
+
+    Raises:
+        `ValueError`: a value is out of its range, or a parameter that the trainer cannot follow is set. The message
+        names the field, the value and what to do.
+    """
+
+    def __post_init__(self):
+        reject_unused_fields(self, AsyncGRPOConfig)
+        self._reject_what_needs_a_rollout()
+        self._reject_untrained_sampling()
+        ranges.check(self)
+        for name, words in choices(type(self)).items():
+            if name in ObjectiveConfig.__dataclass_fields__:
+                require(getattr(self, name) in words, name, getattr(self, name), f"one of {', '.join(words)}")
+        super().__post_init__()
+        self.check_objective()
+
+    def _reject_what_needs_a_rollout(self):
+        for field in dataclasses.fields(ObjectiveConfig):
+            value, (rejected, fix) = getattr(self, field.name), _NEEDS_ROLLOUT.get(field.name, (..., ""))
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            if value == rejected if rejected is not None else value != default:
+                raise ValueError(
+                    f"{field.name}={value!r} is not possible in asynchronous training, which scores one group at a "
+                    f"time. {fix}."
+                )
+
+    def _reject_untrained_sampling(self):
+        for name, neutral in _UNTRAINED_SAMPLING.items():
+            value = getattr(self, name)
+            if value not in neutral:
+                raise ValueError(
+                    f"{name}={value!r} makes completions come from another distribution than the one that is trained, "
+                    f"so that the log-ratio is wrong from the first step. Set `{name}` to {neutral[0]}."
+                )
+        self.min_p = 0.0
+
+    @property
+    def objective(self) -> ObjectiveConfig:
+        """The fields of the objective alone, which travel to the process that scores completions."""
+        return ObjectiveConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(ObjectiveConfig)})

@@ -1,0 +1,296 @@
+"""
+A rollout worker that generates in the training process, with Transformers: for a CPU, and for quick tests.
+
+    worker = InProcessWorker("Qwen/Qwen3-0.6B", args, dataset, reward)
+    AsyncOPOTrainer("Qwen/Qwen3-0.6B", args=args, train_dataset=dataset, rollout_worker=worker, weight_transfer=worker)
+
+It is not asynchronous: a rollout is made when the trainer runs out of samples. Everything else is TRL's rollout loop:
+chat template, turns, tools, rows and scoring. Nothing depends on time, so a run can be repeated exactly, and its
+completions are written by a policy that is a given number of versions old.
+"""
+
+import asyncio
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample, _AsyncRolloutLoop
+
+from .config import AsyncOPOConfig
+from .targets import OPORolloutLoop
+
+
+class GeneratesInProcess(_AsyncRolloutLoop):
+    """
+    Mixin for a rollout loop: `rollout` makes a number of complete groups, with a model in the same process.
+
+    Args:
+        policy (`transformers.PreTrainedModel`): what generates.
+        seed (`int`): of the completions. Other arguments are the loop's.
+    """
+
+    def __init__(self, *, policy: Any, seed: int, **named):
+        super().__init__(**named)
+        self.policy = policy
+        self.asked: list[tuple[list[int], asyncio.Future]] = []
+        self.generator = torch.Generator().manual_seed(seed)
+        self.work = self._repeat_iterator()
+
+    async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+        turn = asyncio.get_running_loop().create_future()
+        self.asked.append((prompt_ids, turn))
+        return await turn
+
+    async def rollout(self, groups: int) -> list[RolloutSample]:
+        """Generate and score the next groups of the dataset."""
+        work = [next(self.work) for _ in range(groups * self.num_generations)]
+        tools = {tool.__name__: tool for tool in self.tools}
+        tasks = [
+            asyncio.ensure_future(self._generate_one(row["prompt"], tool_dict=tools, tools=self.tools, group_id=group))
+            for group, row in work
+        ]
+        while live := sum(not task.done() for task in tasks):
+            if len(self.asked) < live:  # some have not begun, or wait for a tool
+                await asyncio.sleep(0 if not self.tools else 1e-3)
+                continue
+            asked, self.asked = self.asked, []
+            for (_, turn), made in zip(asked, self._sample([ids for ids, _ in asked]), strict=True):
+                turn.set_result(made)
+            await asyncio.sleep(0)
+        conversations = [task.result() for task in tasks]
+        samples = []
+        for start in range(0, len(work), self.num_generations):
+            group = self._group(work[start : start + self.num_generations], conversations[start:])
+            samples += await self._score_group(group)
+        return samples
+
+    def _group(self, work: Sequence[tuple[int, dict[str, Any]]], conversations: Sequence[tuple]) -> RolloutGroup:
+        ids, rows = zip(*work, strict=True)
+        texts, tokens, sequences, calls, failures, rewards = map(list, zip(*conversations[: len(work)], strict=True))
+        columns = rows[0].keys() - {"prompt", "completion", "completion_ids"}
+        return RolloutGroup(
+            prompts=[row["prompt"] for row in rows],
+            reward_kwargs={name: [row[name] for row in rows] for name in columns},
+            completions=texts,
+            completions_ids=tokens,
+            completions_sequences=sequences,
+            tool_call_counts=calls,
+            tool_failure_counts=failures,
+            model_version=self.model_version,
+            group_id=ids[0],
+            env_rewards=[None] * len(rows),
+            rollout_rewards=rewards,
+        )
+
+    def _sample(self, prompts: list[list[int]]) -> Iterator[tuple[list[int], list[float]]]:
+        """For each prompt, tokens up to the end of the turn, and their log-probabilities."""
+        tokens, logps = sample(
+            self.policy,
+            prompts,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            eos=torch.tensor(self.eos_token_ids),
+            pad=self.tokenizer.pad_token_id,
+            generator=self.generator,
+        )
+        for ids, values in zip(tokens.tolist(), logps.tolist(), strict=True):
+            ends = [place for place, token in enumerate(ids) if token in self.eos_token_ids]
+            length = ends[0] + 1 if ends else len(ids)
+            yield ids[:length], values[:length]
+
+
+@torch.no_grad()
+def sample(
+    model: Any,
+    prompts: list[list[int]],
+    *,
+    max_tokens: int,
+    temperature: float,
+    eos: Tensor,
+    pad: int,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """
+    Sample a completion of each prompt.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: tokens and their log-probabilities at the temperature, `[B, T]` each;
+        what follows the first token of `eos` does not count.
+    """
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    position = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    done, cache = torch.zeros(len(prompts), dtype=torch.bool), None
+    tokens: list[Tensor] = []
+    logps: list[Tensor] = []
+    while len(tokens) < max_tokens and not done.all():
+        out = model(input_ids=ids, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True)
+        full = (out.logits[:, -1].float() / temperature).log_softmax(dim=1)
+        ids, cache = torch.multinomial(full.exp(), 1, generator=generator), out.past_key_values
+        tokens.append(ids)
+        logps.append(full.gather(1, ids))
+        done = done | torch.isin(ids[:, 0], eos)
+        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+        position = position[:, -1:] + 1
+    return torch.cat(tokens, dim=1), torch.cat(logps, dim=1)
+
+
+class InProcessLoop(GeneratesInProcess, OPORolloutLoop):
+    """TRL's rollout loop with OPO's targets, generating in the training process."""
+
+
+class _Samples(queue.Queue):
+    """A queue that is filled when it is empty and something is wanted from it."""
+
+    def __init__(self, produce: Callable[[], list[RolloutSample]]):
+        super().__init__()
+        self.produce = produce
+
+    def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
+        if self.empty():
+            for each in self.produce():
+                self.put_nowait(each)
+        return super().get(block=False)
+
+
+class InProcessWorker:
+    """
+    Rollout worker and weight transfer of an [`AsyncOPOTrainer`], without a server and other processes.
+
+    Args:
+        model (`str`):
+            As in the trainer: hub id or folder of a causal language model. Its copy here generates on the CPU, in
+            float32.
+        args ([`AsyncOPOConfig`]):
+            That of the trainer, with a `token_budget`, whose default only a server can tell.
+        train_dataset (`~datasets.Dataset`):
+            Rows with a `prompt`, a list of messages, and what the rewards read.
+        reward_funcs (`Callable` or `list[Callable]`):
+            As in the trainer. They are called in this process.
+        processing_class (`~transformers.PreTrainedTokenizerBase`):
+            Tokenizer with a chat template that TRL knows, or with a `response_template`.
+        tools (`list[Callable]`, *optional*):
+            As in the trainer.
+        staleness (`int`, *optional*, defaults to `0`):
+            How many versions older than the current policy the one that generates is, as far as there are as many. TRL
+            fetches a micro-batch ahead, so in training a sample is up to one version older; `opo/off_policy_steps`
+            counts it, `sample/staleness_max` does not.
+        loop_class (`type`, *optional*):
+            Loop that generates and scores. For another trainer: a class that derives from [`GeneratesInProcess`]
+            first, and from that trainer's loop.
+
+    Raises:
+        `ValueError`: the configuration has no `token_budget`.
+        `RuntimeError`: in training, no completion of a whole pass over the dataset has a score.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        args: AsyncOPOConfig,
+        train_dataset: Dataset,
+        reward_funcs: Callable | list[Callable],
+        processing_class: PreTrainedTokenizerBase,
+        *,
+        tools: list[Callable] | None = None,
+        staleness: int = 0,
+        loop_class: Any = InProcessLoop,
+    ):
+        if args.token_budget is None:
+            raise ValueError(
+                "token_budget=None asks a vLLM server for its longest sequence, and there is none. Set `token_budget` "
+                "to the most tokens in a micro-batch, or to 0 for `per_device_train_batch_size` samples."
+            )
+        self.model, self.args, self.staleness, self.loop_class = model, args, staleness, loop_class
+        self.rollout_buffer = _Samples(self._produce)
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.policies: dict[int, dict[str, Tensor]] = {}  # by version
+        self.version, self.loop = 0, cast(Any, None)
+        self._options: dict[str, Any] = {
+            "dataset": train_dataset,
+            "reward_funcs": reward_funcs if isinstance(reward_funcs, list) else [reward_funcs],
+            "processing_class": processing_class,
+            "tools": tools,
+            **({"opo": args.objective} if issubclass(loop_class, OPORolloutLoop) else {}),
+        }
+
+    # As a rollout worker
+
+    def start(self) -> None:
+        args, tokenizer = self.args, self._options["processing_class"]
+        policy = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
+        ends = policy.generation_config.eos_token_id
+        self.loop = self.loop_class(
+            **self._options,
+            policy=policy,
+            seed=args.seed,
+            model_name=self.model,
+            eos_token_ids=[tokenizer.eos_token_id, *([ends] if isinstance(ends, int) else ends or [])],
+            rollout_buffer=self.rollout_buffer,
+            metrics_queue=self.metrics_queue,
+            model_version_value=SimpleNamespace(value=self.version),
+            # Nothing beats or fails on its own: what a reward raises is raised in the trainer.
+            heartbeat_value=None,
+            failed_event=None,
+            exception_info_queue=None,
+            num_generations=args.num_generations,
+            max_tokens=args.max_completion_length,
+            temperature=args.temperature,
+            chat_template_kwargs=args.chat_template_kwargs,
+            max_tool_calling_iterations=args.max_tool_calling_iterations,
+            fork_threshold_tokens=args.fork_threshold_tokens,
+        )
+
+    def stop(self) -> None:
+        if self.loop is not None:
+            self.loop._tool_pool.shutdown()
+            self.loop._loop.close()
+            self.loop = None
+
+    def update_model_version(self, model_version: int) -> None:
+        self.version = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Nothing runs between two samples."""
+
+    def _produce(self) -> list[RolloutSample]:
+        """A rollout of as many completions as an optimizer step takes, by the policy `staleness` versions ago."""
+        args, loop = self.args, self.loop
+        loop._model_version_value.value = version = max(min(self.policies), self.version - self.staleness)
+        unexpected = loop.policy.load_state_dict(self.policies[version], strict=False).unexpected_keys
+        if unexpected:
+            raise RuntimeError(f"The trainer's parameters {', '.join(unexpected)} are not in {self.model!r}.")
+        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        groups = max(per_step // args.num_generations, 1)
+        for _ in range(0, len(loop.dataset), groups):
+            samples = loop._loop.run_until_complete(loop.rollout(groups))
+            if samples:
+                return samples
+        raise RuntimeError(
+            f"No completion of {len(loop.dataset)} prompts has a score. Check `reward_funcs`, which returned `None` "
+            "or NaN for all of them."
+        )
+
+    # As a weight transfer
+
+    def init_weight_transfer(self) -> None:
+        """There is nothing to connect."""
+
+    def pause(self) -> None:
+        """Nothing runs."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
+        self.policies[self.version + 1] = {name: tensor.detach().cpu().clone() for name, tensor in iterator}
+        self.policies.pop(self.version - self.staleness, None)
+
+    def resume(self) -> None:
+        """Nothing was stopped."""
+
+    def destroy(self) -> None:
+        self.policies.clear()

@@ -1,0 +1,110 @@
+r"""
+Targets of a group, made where it is complete: when it is scored, in the process of the rollout worker.
+
+Later is too late. TRL fills micro-batches with single samples, so that most groups are split over several, and drops
+samples that have become stale; the target of a sample is what it was in its group.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample, _AsyncRolloutLoop
+
+from .. import objective
+from ..config import ObjectiveConfig
+from ..metrics.opo import rollout_metrics
+
+
+OWN = "opo"  # entry of a sample's metrics with what the loss needs of it; the trainer takes it out
+
+# Metrics of a group whose mean over the samples of many groups is that of a rollout. The trainer knows the extremes.
+MEANS = ("escort/ess", "escort/chemical_potential", "temperature", "mu", "frac_target_clipped", "frac_zero_drive")
+
+
+@torch.no_grad()
+def group_targets(rewards: Tensor, args: ObjectiveConfig) -> tuple[Tensor, Tensor, list[float]]:
+    r"""
+    Escort weight and target of each completion of a group.
+
+    Args:
+        rewards (`torch.Tensor`): reward of each completion, `[G]`, in float64; NaN or infinite if it has no score.
+        args ([`ObjectiveConfig`]): the objective.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor, list[float]]`: ω and v\*, `[G]` each, 0 without a score; the metrics
+        [`MEANS`].
+    """
+    valid = rewards.isfinite()
+    scored = rewards[valid]
+    # Not TRL's advantages, which this trainer divides by another standard deviation than `GRPOTrainer`.
+    spread = scored.std() if len(scored) > 1 else scored.new_zeros(())
+    advantages = torch.where(valid, (rewards - scored.mean()) / (spread + 1e-4), 0.0)
+    group: Any = {"num_generations": len(rewards), "valid": valid}
+    omega = objective.escort_weights(advantages, alpha=args.alpha, temperature=args.escort_temperature, **group)
+    drive, potential = objective.project(omega, scaling=args.drive_scaling, **group)
+    target, mu = objective.admissible_target(
+        drive, mu=args.mu, positivity=args.positivity, epsilon=args.positivity_epsilon, **group
+    )
+    metrics = rollout_metrics(
+        omega, drive, target, chemical_potential=potential, mu=mu, temperature=args.escort_temperature, **group
+    )
+    return omega, target, [metrics[name].item() for name in MEANS]
+
+
+def with_targets(
+    samples: Sequence[RolloutSample], conversations: Sequence[int], args: ObjectiveConfig
+) -> list[RolloutSample]:
+    """
+    Give the samples of a group their targets, from their rewards, and leave out those without a score.
+
+    A sample without a score has no advantage. TRL gives it one of 0, which in OPO is a target: that the policy stays
+    as likely to write this completion as it was.
+
+    Args:
+        samples (`list[RolloutSample]`): training rows of a complete group, changed in place.
+        conversations (`list[int]`): the conversation of each. TRL makes several rows of a conversation whose history
+            is rewritten on the way.
+        args ([`ObjectiveConfig`]): the objective.
+
+    Returns:
+        `list[RolloutSample]`: the samples with a score. `advantage` is the target.
+    """
+    rewards = dict(zip(conversations, (sample.metrics["reward"] for sample in samples), strict=True))
+    scores = torch.tensor([*rewards.values()], dtype=torch.float64)
+    omega, target, means = group_targets(scores, args)
+    place = {conversation: i for i, conversation in enumerate(rewards)}
+    tokens: Counter[int] = Counter()
+    for sample, conversation in zip(samples, conversations, strict=True):
+        tokens[conversation] += int(sample.completion_mask.sum())
+    kept = []
+    for sample, conversation in zip(samples, conversations, strict=True):
+        i = place[conversation]
+        if scores[i].isfinite():
+            sample.advantage = target[i].item()
+            own: dict = sample.metrics
+            own[OWN] = (sample.model_version, tokens[conversation], omega[i].item(), *means)
+            kept.append(sample)
+    return kept
+
+
+class OPORolloutLoop(_AsyncRolloutLoop):
+    """
+    TRL's rollout loop, with OPO's targets.
+
+    Args:
+        opo ([`ObjectiveConfig`]): the objective. Other arguments are TRL's.
+    """
+
+    def __init__(self, *, opo: ObjectiveConfig, **named):
+        super().__init__(**named)
+        self.opo = opo
+
+    async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
+        samples = await super()._score_group(group)
+        conversations = [i for i, rows in enumerate(group.completions_sequences) for _ in rows]
+        kept = with_targets(samples, conversations, self.opo) if samples else []
+        self._counters["sample/unscored_total"] += len(samples) - len(kept)
+        return kept

@@ -1,0 +1,261 @@
+"""
+`AsyncOPOTrainer`: TRL's experimental `AsyncGRPOTrainer` with the objective of Orthogonalized Policy Optimization.
+
+A server generates while the trainer trains, so that completions are some versions of the policy old. TRL owns the
+server, the rollout worker, the synchronization of weights, packing and checkpoints. This module adds:
+
+1. `OPORolloutLoop` (`targets`) scores each group in the worker's process, and gives its samples their targets.
+2. `_collate` takes what the loss needs of a sample along to the process that trains on it.
+3. `compute_loss` regresses the log-ratio of each row on its target. The loss is a plain sum over rows, divided by a
+   number of the optimizer step: it does not depend on how they are split into rows, micro-batches and processes.
+4. `_log_step` gathers the step's samples from all processes, once, and logs them under `opo/`.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from trl.experimental.async_grpo import AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
+
+from .. import objective
+from ..metrics.step import SampleReport, metrics_of_samples
+from ..trainer import MAX_WEIGHT, SEQUENCE_CLAMP, OPOTrainer
+from .config import AsyncOPOConfig
+from .cpu import without_gpu
+from .targets import MEANS, OWN, OPORolloutLoop
+
+
+# Modes in which vLLM reports the log-probabilities of what it samples from, at temperature 1 and at any other.
+_LOGPROBS_MODES = {True: ("raw_logprobs", "processed_logprobs"), False: ("processed_logprobs",)}
+
+
+class AsyncOPOTrainer(AsyncGRPOTrainer):
+    r"""
+    Trainer for Orthogonalized Policy Optimization while a server generates, a drop-in replacement of
+    [`~trl.experimental.async_grpo.AsyncGRPOTrainer`].
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from opo_trl import AsyncOPOConfig, AsyncOPOTrainer
+    from opo_trl.rewards import accuracy_reward
+
+    trainer = AsyncOPOTrainer(
+        model="Qwen/Qwen3-1.7B",
+        reward_funcs=accuracy_reward,
+        args=AsyncOPOConfig(output_dir="qwen3-async-opo", mu=0.3),
+        train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+    )
+    trainer.train()
+    ```
+
+    Args:
+        model, reward_funcs, train_dataset, processing_class, ...:
+            As in [`~trl.experimental.async_grpo.AsyncGRPOTrainer`].
+        args ([`AsyncOPOConfig`], *optional*):
+            Configuration of the trainer. `None` takes the defaults, with an output folder named after the model.
+
+    Raises:
+        `TypeError`: `args` is a configuration of another trainer.
+        `ValueError`: the rollout worker does not make OPO's targets, or the server reports other log-probabilities
+            than those of the policy that it samples from.
+    """
+
+    _tag_names = ["trl", "async-opo"]  # noqa: RUF012 (TRL declares these as class attributes)
+    _name = "AsyncOPO"
+    _paper = OPOTrainer._paper
+    args: AsyncOPOConfig
+
+    def __init__(self, model: str, reward_funcs=None, args: AsyncOPOConfig | None = None, *further, **named):
+        args = AsyncOPOConfig(f"{model.split('/')[-1]}-AsyncOPO") if args is None else args
+        if not isinstance(args, AsyncOPOConfig):
+            raise TypeError(f"args is of type {type(args).__name__}. Pass an `AsyncOPOConfig`.")
+        with without_gpu() if args.device.type == "cpu" else nullcontext():
+            super().__init__(model, reward_funcs, args, *further, **named)
+        self._reports: list[Tensor] = []  # of the current optimizer step, one per micro-batch
+        self._syncs = 0  # of weights, so far
+        if isinstance(self.rollout_worker, AsyncRolloutWorker):
+            _score_with(self.rollout_worker, args)
+
+    def train(self, *args, **kwargs):
+        """As in TRL; first checks which log-probabilities the server reports."""
+        if isinstance(self.rollout_worker, AsyncRolloutWorker):
+            self.vllm_client.wait_for_server_ready()
+            mode = self.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
+            if mode not in _LOGPROBS_MODES[self.args.temperature == 1.0]:
+                raise ValueError(
+                    f"The vLLM server at {self.args.vllm_server_base_url} runs with `--logprobs-mode {mode}`, so with "
+                    f"temperature={self.args.temperature} it does not report the log-probabilities that it samples "
+                    "from. Start it with `--logprobs-mode processed_logprobs`."
+                )
+        return super().train(*args, **kwargs)
+
+    def _sync_weight(self):
+        super()._sync_weight()
+        self._syncs += 1  # on all processes; only the main one knows `model_version`
+
+    # From the worker to the loss
+
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        inner = loader.base_dataloader
+        collate: Callable[[list], dict[str, Any]] = inner.collate_fn
+        inner.collate_fn = lambda examples: self._collate(collate, examples)
+        return loader
+
+    def _collate(self, collate: Callable[[list], dict[str, Any]], examples: list) -> dict[str, Any]:
+        """
+        Add to TRL's micro-batch a table of its samples, `[processes, samples, 4 + metrics]`, padded with 0: number of
+        synchronizations when it was generated, target, tokens of its conversation, escort weight and `MEANS`.
+        """
+        (rows,) = examples  # one for each process; on the main process, which collates for all
+        version = self.model_version - self._syncs
+        tables, total = [], 0.0
+        for row in rows:
+            for sample in row.samples:
+                if OWN not in sample["metrics"]:
+                    raise ValueError(
+                        f"The rollout worker {type(self.rollout_worker).__name__} makes no targets for OPO. Let its "
+                        "loop derive from `opo_trl.asynchronous.targets.OPORolloutLoop`, or pass each complete group "
+                        "through `with_targets` there."
+                    )
+                generated_by, tokens, *values = sample["metrics"].pop(OWN)
+                tables.append([generated_by - version, sample["advantage"], tokens, *values])
+                trained = int(sample["completion_mask"].sum())
+                total += trained if self.args.log_ratio_reduction == "sum" else trained / tokens
+        table, counts = torch.tensor(tables, dtype=torch.float64), [len(row.samples) for row in rows]
+        padded = [pad(part, (0, 0, 0, max(counts) - len(part))) for part in table.split(counts)]
+        # Each process gets its slice of what has an entry per process.
+        return {**collate(examples), "opo_rows": torch.stack(padded), "opo_total": torch.full((len(rows),), total)}
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        # Of the whole optimizer step and all processes: TRL divides each micro-batch by its own number of tokens, so
+        # that the gradient depends on how samples are distributed over micro-batches.
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return batches, sum(batch["opo_total"][0] for batch in batches)
+
+    # The loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """
+        Sum of the OPO losses of some rows of an optimizer step, divided by the number of the step's trained tokens.
+
+        The log-ratio of a completion is a sum over its tokens, and so is its gradient: this is the scale of GRPO's
+        mean over tokens. Under `log_ratio_reduction="mean"` the divisor is the number of completions.
+        """
+        outputs: Any = None
+
+        def forward(**named):
+            nonlocal outputs
+            outputs = model(**named)
+            return outputs
+
+        super().compute_loss(forward, inputs)  # for its metrics; its loss is dropped
+        for name in [name for name in self._metrics["train"] if name.startswith("clip_ratio/")]:
+            del self._metrics["train"][name]  # nothing is clipped
+        trained = inputs["token_index"] >= 0
+        logps = outputs.log_probs.flatten()[inputs["token_index"][trained]]
+        difference = logps - inputs["old_log_probs"][trained].to(logps.dtype)
+        losses = self._row_losses(difference, inputs["segment_id"][trained], inputs["opo_rows"][0])
+        # TRL's trainer does not divide by the number of micro-batches; DDP and FSDP take the mean over processes.
+        loss = losses.sum() * (self.accelerator.num_processes / num_items_in_batch)
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / self.current_gradient_accumulation_steps
+        return loss
+
+    def _row_losses(self, difference: Tensor, row: Tensor, table: Tensor) -> Tensor:
+        """
+        Loss of each row, `[B]`, from the log-ratio of each trained token, `[M]`, the row it belongs to, `[M]`, and the
+        rows' part of `_collate`'s table.
+
+        A conversation that TRL forks into several rows has the loss `Σ s · loss(Δ_r / s)`, with the share s of its
+        trained tokens that is in a row, and the log-ratio Δ_r of the row: at Δ = 0 and at the target this has the
+        gradient that one row would have. In between, it is at least as large: it asks for the same log-ratio per token
+        everywhere.
+        """
+        args = self.args
+        table = table[table[:, 2] > 0].to(difference.dtype)  # without padding
+        generated_at, target, tokens = table[:, :3].T
+        length = torch.bincount(row, minlength=len(table)).to(difference.dtype)
+        share = length / tokens
+        log_ratio = torch.zeros_like(share).index_add(0, row, difference) / share  # of the whole conversation
+        whole = log_ratio.detach()
+        if args.log_ratio_reduction == "mean":
+            log_ratio = log_ratio / tokens
+        age = self._syncs - generated_at
+        log_ratio, target, mu, weights = self._anchored(log_ratio, target, age)
+        clamp = args.log_ratio_clamp
+        clamped = log_ratio.abs() > clamp
+        log_ratio = log_ratio.clamp(-clamp, clamp)
+        losses = share * objective.opo_loss(log_ratio, target, mu=mu, ratio_form=args.ratio_form, weights=weights)
+        zero = torch.zeros_like(share)
+        report = SampleReport(
+            log_ratio=log_ratio,
+            target=target,
+            mu=mu.expand_as(share),
+            weights=weights,
+            clamped=clamped,
+            age=age * args.weight_sync_steps,
+            sequence_log_ratio=whole.clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP),
+            kl=zero,
+            policy_loss=losses,
+            tokens=length,
+            entropy=zero,  # TRL logs it
+            bonus_tokens=zero,
+            bonus_entropy=zero,
+            computed=zero + 1,
+        )
+        self._reports.append(torch.cat([torch.stack([*vars(report).values()], dim=1), table[:, 3:].float()], dim=1))
+        return losses
+
+    def _anchored(self, log_ratio: Tensor, target: Tensor, age: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """
+        What is regressed on what: log-ratio to the anchor, target, μ and weight of each row, `[B]` each.
+
+        `log_ratio` is to the behaviour policy, which is the anchor; `age` is the number of synchronizations since it
+        was the policy. As in `OPOTrainer` with several passes, a completion that the policy has left behind no longer
+        pushes, nor is it pulled back.
+        """
+        weights = log_ratio.detach().exp().clamp(max=MAX_WEIGHT)
+        return log_ratio, target, torch.full_like(weights, self.args.mu), weights
+
+    # What is logged
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.sync_gradients:
+            self._log_step()
+        return loss
+
+    def _log_step(self):
+        """Gather the samples of an optimizer step from all processes, once, and log them."""
+        # Processes have different numbers of samples.
+        table = self.accelerator.pad_across_processes(torch.cat(self._reports), pad_index=torch.nan)
+        table, self._reports = self.accelerator.gather(table), []
+        table = table[~table.isnan().all(dim=1)]
+        own = len(MEANS) + 1
+        samples, omega, means = SampleReport(*table[:, :-own].T), table[:, -own], table[:, 1 - own :].mean(dim=0)
+        metrics = metrics_of_samples(samples, self.args, kl=False, bonus=False)
+        metrics |= {f"opo/{name}": mean for name, mean in zip(MEANS, means.tolist(), strict=True)}
+        metrics["opo/escort/min"], metrics["opo/escort/max"] = omega.min().item(), omega.max().item()
+        metrics["opo/positivity_margin"] = 1 + samples.target.min().item()
+        for name in metrics.keys() - {"entropy", "opo/frac_skipped"}:
+            self._metrics["train"][name].append(metrics[name])
+
+
+def _score_with(worker: AsyncRolloutWorker, args: AsyncOPOConfig) -> None:
+    """Let TRL's worker, which has not started yet, make the targets of `args`."""
+    if worker._loop_cls is _AsyncRolloutLoop:
+        worker._loop_cls = OPORolloutLoop
+    elif not issubclass(worker._loop_cls, OPORolloutLoop):
+        raise ValueError(
+            f"rollout_worker={type(worker).__name__} has the loop {worker._loop_cls.__name__}, which makes no targets "
+            "for OPO. Set its `_loop_cls` to a class that derives from "
+            "`opo_trl.asynchronous.targets.OPORolloutLoop` first, and then from that loop."
+        )
+    worker._loop_kwargs["opo"] = args.objective

@@ -1,0 +1,184 @@
+"""AsyncOPOTrainer: loss and gradient against the definition in float64, however a step is cut, and what it logs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import scripted
+import torch
+from helpers import EXACT, distance, environment, norm, relative_error, snapshot
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
+
+from opo_trl.asynchronous import trainer as module
+from opo_trl.asynchronous.targets import OPORolloutLoop
+
+
+@pytest.fixture(scope="module")
+def groups(tiny_model):
+    made = scripted.conversations(tiny_model, groups=4)
+    made[0][3].reward = None
+    return made
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {},
+        {"log_ratio_reduction": "mean", "mu": 5.0},
+        {"ratio_form": "exact", "positivity": "project", "log_ratio_clamp": 0.8},
+        {"alpha": 0.0, "escort_temperature": 0.5, "drive_scaling": "group", "positivity": "clip"},
+    ],
+    ids=lambda objective: " ".join(objective) or "default",
+)
+def test_gradient_is_that_of_the_definition(tiny_model, tmp_path, groups, objective):
+    """With tokens of tools, conversations of two rows, a completion without a score, and weights at their bound."""
+    args = scripted.config(tmp_path, **objective)
+    rows = scripted.samples(groups, args)
+    args.per_device_train_batch_size = len(rows)
+    trainer = scripted.train(tiny_model, args, rows)
+    (step,) = trainer.recorder.steps
+    expected = scripted.reference(tiny_model, step.policy, groups, args)
+    assert norm(expected.gradient) > 1e-3
+    assert relative_error(step.gradient, expected.gradient) < EXACT
+    log = trainer.state.log_history[0]
+    assert log["loss"] == pytest.approx(expected.loss, rel=1e-4, abs=1e-6)
+    # What the test is about is there.
+    assert len(rows) == 4 * scripted.G + 2 - 1
+    assert any(weight == 2.0 for weight in expected.weights) or args.log_ratio_reduction == "mean"
+    assert any(not all(row.own[-3:]) for group in groups for each in group for row in each.rows)
+    # The log
+    fit = [(w, d, v) for w, d, v in zip(expected.weights, expected.deltas, expected.targets, strict=True) if v]
+    if args.ratio_form == "log":
+        missing = sum(w * (d - v) ** 2 for w, d, v in fit) / sum(w * v**2 for w, d, v in fit)
+        assert log["opo/target_fit"] == pytest.approx(1 - missing, rel=1e-3, abs=1e-3)
+    assert log["opo/positivity_margin"] == pytest.approx(1 + min(expected.targets), rel=1e-4, abs=1e-6)
+    assert log["opo/log_ratio/absmax"] == pytest.approx(max(map(abs, expected.deltas)), rel=1e-4)
+    assert not [name for name in log if name.startswith("clip_ratio")]
+
+
+@pytest.fixture(scope="module")
+def uncut(tiny_model, tmp_path_factory):
+    return scripted.cut(tiny_model, tmp_path_factory.mktemp("uncut"), 24, 1)
+
+
+def assert_same_run(policy: dict, log: list[dict], trainer) -> None:
+    expected, start = snapshot(trainer.model), trainer.recorder.steps[0].policy
+    assert distance(expected, start) > 1e-2
+    assert distance(policy, expected) < 1e-6 * norm(expected)
+    assert distance(policy, expected) < 1e-4 * distance(expected, start)
+    for one, other in zip(log, (entry for entry in trainer.state.log_history if "loss" in entry), strict=True):
+        for name in [name for name in other if name.startswith("opo/")] + ["loss", "grad_norm"]:
+            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(12, 2), (3, 8)])
+def test_run_does_not_depend_on_micro_batches(tiny_model, tmp_path, uncut, batch_size, accumulation):
+    trainer = scripted.cut(tiny_model, tmp_path, batch_size, accumulation)
+    assert trainer.state.log_history[0]["batch/microbatches_per_step"] == accumulation
+    assert_same_run(snapshot(trainer.model), [e for e in trainer.state.log_history if "loss" in e], trainer=uncut)
+
+
+def test_run_does_not_depend_on_processes(tiny_model, tmp_path, uncut):
+    script = str(Path(__file__).with_name("scripted.py"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    done = subprocess.run(
+        [*command, tiny_model, str(tmp_path), "6", "2"],
+        env=environment() | {"PYTHONPATH": ":".join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    trained = torch.load(tmp_path / "trained.pt")
+    assert_same_run(trained["policy"], trained["log"], trainer=uncut)
+
+
+def test_number_of_rows_changes_nothing_at_first_order(tiny_model, tmp_path):
+    """While the log-ratio is 0, two rows of a conversation have the gradient of one row with their tokens."""
+    args = scripted.config(tmp_path)
+    groups = scripted.conversations(tiny_model, groups=2, noise=0.0)
+    rows = scripted.samples(groups, args)
+    args.per_device_train_batch_size = len(rows)
+    (step,) = scripted.train(tiny_model, args, rows).recorder.steps
+    policy = AutoModelForCausalLM.from_pretrained(tiny_model)
+    policy.load_state_dict(step.policy)
+    loss, tokens = 0.0, 0
+    scored = iter(rows)
+    for each in (each for group in groups for each in group):
+        target = {next(scored).advantage for _ in each.rows}.pop()
+        for row in each.rows:
+            loss = loss - args.mu * target * scripted.chosen(policy, row.ids)[torch.tensor(row.own[1:]).bool()].sum()
+            tokens += sum(row.own)
+    names, parameters = zip(*policy.named_parameters(), strict=True)
+    gradient = dict(zip(names, torch.autograd.grad(loss / tokens, parameters), strict=True))
+    assert relative_error(step.gradient, gradient) < 1e-3
+
+
+def test_age_counts_what_is_fetched_ahead(uncut):
+    """The second step's samples are collated before the first step's weights are sent."""
+    first, second = (entry for entry in uncut.state.log_history if "loss" in entry)
+    assert (first["opo/off_policy_steps"], second["opo/off_policy_steps"]) == (0, 1)
+
+
+def test_samples_without_targets_are_rejected(tiny_model, tmp_path, groups):
+    """Otherwise GRPO's advantages would be trained as if they were targets."""
+    args = scripted.config(tmp_path, per_device_train_batch_size=8)
+    rows = scripted.samples(groups, args)
+    for row in rows:
+        del row.metrics["opo"]
+    with pytest.raises(ValueError, match=r"ScriptedWorker makes no targets for OPO.*with_targets"):
+        scripted.train(tiny_model, args, rows)
+
+
+def test_router_loss_of_a_mixture_of_experts_is_added(tmp_path, tiny_model, groups):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+    sizes = {"vocab_size": 259, "head_dim": 16, "intermediate_size": 32}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, **sizes)).save_pretrained(tmp_path / "moe")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "moe")
+    losses = {}
+    for coefficient in (0.0, 0.5):
+        args = scripted.config(tmp_path, per_device_train_batch_size=8, router_aux_loss_coef=coefficient)
+        log = scripted.train(str(tmp_path / "moe"), args, scripted.samples(groups, args)).state.log_history[0]
+        losses[coefficient] = log["loss"], log.get("aux_loss")
+    assert losses[0.5][0] - losses[0.0][0] == pytest.approx(0.5 * losses[0.5][1], rel=1e-4)
+
+
+# The default worker
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """TRL's worker before it starts, which needs vLLM and aiohttp only then."""
+    for name in ("is_vllm_available", "is_aiohttp_available"):
+        monkeypatch.setattr(f"trl.experimental.async_grpo.async_rollout_worker.{name}", lambda: True)
+    return AsyncRolloutWorker(model_name="m")
+
+
+def test_worker_of_trl_is_told_to_make_targets(worker, tmp_path):
+    args = scripted.config(tmp_path, alpha=0.3, mu=0.7)
+    module._score_with(worker, args)
+    assert worker._loop_cls is OPORolloutLoop
+    assert (worker._loop_kwargs["opo"].alpha, worker._loop_kwargs["opo"].mu) == (0.3, 0.7)
+
+
+def test_worker_with_another_loop_is_rejected_unless_it_makes_targets(worker, tmp_path):
+    class Other(_AsyncRolloutLoop): ...
+
+    class OtherWithTargets(OPORolloutLoop, Other): ...
+
+    worker._loop_cls = Other
+    with pytest.raises(ValueError, match=r"has the loop Other, which makes no targets for OPO\. Set its `_loop_cls`"):
+        module._score_with(worker, scripted.config(tmp_path))
+    worker._loop_cls = OtherWithTargets
+    module._score_with(worker, scripted.config(tmp_path))
+    assert worker._loop_cls is OtherWithTargets
+
+
+def test_configuration_of_another_trainer_is_rejected(tiny_model):
+    with pytest.raises(TypeError, match=r"args is of type dict\. Pass an `AsyncOPOConfig`"):
+        module.AsyncOPOTrainer(tiny_model, args={})

@@ -1,0 +1,195 @@
+"""The rollout worker in the training process: versions, log-probabilities, tools, and learning."""
+
+import itertools
+import json
+import statistics
+
+import pytest
+import scripted
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.chat_template_utils import qwen3_chat_template
+
+from opo_trl import AsyncOPOTrainer
+from opo_trl.asynchronous.in_process import InProcessLoop, InProcessWorker
+from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
+
+
+PLAIN = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
+PROMPTS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}+1="}], "place": i} for i in range(8)])
+
+
+def scored_by_length(completion_ids, place, **named):
+    """`None` for the completions of the third prompt."""
+    return [None if i == 2 else float(len(ids)) for i, ids in zip(place, completion_ids, strict=True)]
+
+
+def make(model: str, args, **named) -> tuple[AsyncOPOTrainer, InProcessWorker]:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.response_template = PLAIN
+    worker = InProcessWorker(model, args, PROMPTS, scored_by_length, tokenizer, **named)
+    both = {"rollout_worker": worker, "weight_transfer": worker}
+    trainer = AsyncOPOTrainer(model, args=args, train_dataset=PROMPTS, processing_class=tokenizer, **both)
+    trainer.remove_callback(scripted.PrinterCallback)
+    return trainer, worker
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_completions_are_written_by_the_policy_of_so_many_versions_ago(tiny_model, tmp_path, staleness):
+    args = scripted.config(
+        tmp_path,
+        per_device_train_batch_size=8,
+        max_completion_length=6,
+        max_steps=5,
+        learning_rate=0.5,
+        temperature=0.7,
+    )
+    trainer, worker = make(tiny_model, args, staleness=staleness)
+    made, produce, kept = [], worker._produce, {}
+
+    def recorded():
+        samples = produce()
+        made.append((worker.version, samples))
+        kept.update({version: dict(policy) for version, policy in worker.policies.items()})
+        return samples
+
+    worker.rollout_buffer.produce = recorded
+    trainer.train()
+    assert [{s.model_version for s in samples} for _, samples in made] == [
+        {max(1, version - staleness)} for version, _ in made
+    ]
+    assert len({s.model_version for _, samples in made for s in samples}) >= 3
+    # Their log-probabilities are those of that policy, at the temperature.
+    policy = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+    for _, samples in made:
+        policy.load_state_dict(kept[samples[0].model_version])
+        sample = samples[0]
+        logits = policy(torch.tensor(sample.input_ids)[None]).logits[0, :-1] / args.temperature
+        logps = logits.log_softmax(-1).gather(1, torch.tensor(sample.input_ids)[1:, None])[:, 0]
+        own = torch.tensor(sample.completion_mask)[1:].bool()
+        assert torch.allclose(logps[own], torch.tensor(sample.old_log_probs)[1:][own], atol=1e-4)
+    # The group that has no score was left out.
+    assert all(sample.group_id % 8 != 2 for _, samples in made for sample in samples)
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    unscored = sum(group % 8 == 2 for group in range(2 * (len(made) - 1)))  # the last rollout is not logged yet
+    assert sum(entry.get("sample/unscored_total") or 0 for entry in log) == scripted.G * unscored
+    # The oldest completion of each step, by what is true: TRL does not count that a micro-batch is fetched ahead.
+    versions = [sample.model_version for _, samples in made for sample in samples]
+    ages = [1 + step - min(versions[8 * step : 8 * step + 8]) for step in range(5)]
+    assert [entry["opo/off_policy_steps"] for entry in log] == ages
+    assert max(ages) > max(entry["sample/staleness_max"] for entry in log)
+    # On-policy, the log-ratio is 0: what was sampled is what is trained.
+    assert log[0]["opo/log_ratio/absmax"] < 1e-4
+
+
+def test_prompts_without_any_score_end_the_run(tiny_model, tmp_path):
+    args = scripted.config(tmp_path, per_device_train_batch_size=8, max_completion_length=2)
+    trainer, worker = make(tiny_model, args)
+    worker._options["reward_funcs"] = [lambda completions, **_: [None] * len(completions)]
+    with pytest.raises(RuntimeError, match=r"No completion of 8 prompts has a score\. Check `reward_funcs`"):
+        trainer.train()
+
+
+def test_token_budget_must_be_given(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match=r"token_budget=None asks a vLLM server.*Set `token_budget`"):
+        make(tiny_model, scripted.config(tmp_path, token_budget=None))
+
+
+# A tool
+
+
+def add(a: int, b: int) -> int:
+    """
+    Add two numbers.
+
+    Args:
+        a: one number.
+        b: the other.
+    """
+    return a + b
+
+
+THOUGHT = "<think>\n\n</think>\n\n"  # without which TRL's template changes the tokens
+
+
+class Scripted(InProcessLoop):
+    """Calls the tool in every other conversation, and answers."""
+
+    def _sample(self, prompts):
+        arguments = json.dumps({"name": "add", "arguments": {"a": 20, "b": 22}})
+        call = f"{THOUGHT}<tool_call>\n{arguments}\n</tool_call><|im_end|>"
+        for i, ids in enumerate(prompts):
+            asked = "<tool_response>" in self.tokenizer.decode(ids)
+            text = "42<|im_end|>" if asked or i % 2 else call
+            written = self.tokenizer(text)["input_ids"]
+            yield written, [-0.5] * len(written)
+
+
+def right(completions, **named):
+    return [float(turns[-1]["content"] == "42" and len(turns) == 3) for turns in completions]
+
+
+def test_tokens_of_a_tool_are_not_trained(tiny_model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = qwen3_chat_template
+    args = scripted.config(tmp_path, per_device_train_batch_size=4, max_completion_length=400)
+    worker = InProcessWorker(tiny_model, args, PROMPTS, right, tokenizer, tools=[add], loop_class=Scripted)
+    worker.send_weights(iter(()))
+    worker.update_model_version(1)
+    worker.start()
+    samples = worker._produce()
+    worker.stop()
+    assert [sample.metrics["reward"] for sample in samples] == [1.0, 0.0, 1.0, 0.0]
+    assert samples[0].advantage > 0 > samples[1].advantage
+    for sample in samples:
+        parts = [
+            (trained, tokenizer.decode([token for token, _ in part]))
+            for trained, part in itertools.groupby(
+                zip(sample.input_ids.tolist(), sample.completion_mask.tolist(), strict=True), key=lambda pair: pair[1]
+            )
+        ]
+        trained = [text for own, text in parts if own]
+        called = sample.metrics["reward"] == 1.0
+        assert len(trained) == 1 + called
+        assert trained[-1] == "42<|im_end|>"
+        assert not called or trained[0].startswith(f"{THOUGHT}<tool_call>")
+        assert not called or "<tool_response>\n42\n" in parts[2][1]
+        assert sample.metrics["opo"][1] == sum(sample.completion_mask)
+
+
+# Learning
+
+
+def arithmetic(completions, solution, **named):
+    return arithmetic_reward([turns[0]["content"] for turns in completions], solution)
+
+
+def test_policy_learns_the_embedded_task_from_stale_completions(tmp_path):
+    model = base_model_path()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template, tokenizer.response_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+        PLAIN,
+    )
+    rows = [
+        {"prompt": [{"role": "user", "content": row["problem"]}], "solution": row["solution"]}
+        for row in make_problems("train", ["Level 3"])
+    ]
+    data = Dataset.from_list(rows)
+    args = scripted.config(
+        tmp_path,
+        per_device_train_batch_size=48,
+        num_generations=6,
+        max_completion_length=40,
+        learning_rate=2e-4,
+        optim="adamw_torch",
+        max_steps=40,
+    )
+    worker = InProcessWorker(model, args, data, arithmetic, tokenizer, staleness=1)
+    both = {"rollout_worker": worker, "weight_transfer": worker}
+    trainer = AsyncOPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer, **both)
+    trainer.remove_callback(scripted.PrinterCallback)
+    trainer.train()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert statistics.fmean(rewards[-10:]) > statistics.fmean(rewards[:10]) + 0.1
