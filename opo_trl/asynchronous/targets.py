@@ -75,7 +75,7 @@ def with_targets(
         args ([`ObjectiveConfig`]): the objective.
 
     Returns:
-        `list[RolloutSample]`: the samples with a score. `advantage` is the target.
+        `list[RolloutSample]`: the samples with a score and a trained token. `advantage` is the target.
     """
     rewards = dict(zip(conversations, (sample.metrics["reward"] for sample in samples), strict=True))
     scores = torch.tensor([*rewards.values()], dtype=torch.float64)
@@ -87,7 +87,7 @@ def with_targets(
     kept = []
     for sample, conversation in zip(samples, conversations, strict=True):
         i = place[conversation]
-        if scores[i].isfinite():
+        if scores[i].isfinite() and sample.completion_mask.any():
             sample.advantage = target[i].item()
             own: dict = sample.metrics
             own[OWN] = (sample.model_version, tokens[conversation], omega[i].item(), *means)
