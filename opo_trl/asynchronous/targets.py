@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample, _AsyncRolloutLoop
+from trl.experimental.async_grpo.async_rollout_worker import (
+    AsyncRolloutWorker,
+    RolloutGroup,
+    RolloutSample,
+    _AsyncRolloutLoop,
+)
 
 from .. import objective
 from ..config import ObjectiveConfig
@@ -70,7 +75,7 @@ def with_targets(
         args ([`ObjectiveConfig`]): the objective.
 
     Returns:
-        `list[RolloutSample]`: the samples with a score. `advantage` is the target.
+        `list[RolloutSample]`: the samples with a score and a trained token. `advantage` is the target.
     """
     rewards = dict(zip(conversations, (sample.metrics["reward"] for sample in samples), strict=True))
     scores = torch.tensor([*rewards.values()], dtype=torch.float64)
@@ -82,7 +87,7 @@ def with_targets(
     kept = []
     for sample, conversation in zip(samples, conversations, strict=True):
         i = place[conversation]
-        if scores[i].isfinite():
+        if scores[i].isfinite() and sample.completion_mask.any():
             sample.advantage = target[i].item()
             own: dict = sample.metrics
             own[OWN] = (sample.model_version, tokens[conversation], omega[i].item(), *means)
@@ -108,3 +113,21 @@ class OPORolloutLoop(_AsyncRolloutLoop):
         kept = with_targets(samples, conversations, self.opo) if samples else []
         self._counters["sample/unscored_total"] += len(samples) - len(kept)
         return kept
+
+
+def make_targets(worker: AsyncRolloutWorker, args: ObjectiveConfig) -> None:
+    """
+    Let TRL's worker, which has not started yet, make targets.
+
+    Raises:
+        `ValueError`: it has another loop than TRL's, which makes none.
+    """
+    if worker._loop_cls is _AsyncRolloutLoop:
+        worker._loop_cls = OPORolloutLoop
+    elif not issubclass(worker._loop_cls, OPORolloutLoop):
+        raise ValueError(
+            f"rollout_worker={type(worker).__name__} has the loop {worker._loop_cls.__name__}, which makes no targets "
+            "for OPO. Set its `_loop_cls` to a class that derives from "
+            "`opo_trl.asynchronous.targets.OPORolloutLoop` first, and then from that loop."
+        )
+    worker._loop_kwargs["opo"] = args

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from trl.experimental.async_grpo import AsyncGRPOTrainer
-from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from .. import objective
 from ..metrics.step import SampleReport, metrics_of_samples
 from ..trainer import MAX_WEIGHT, SEQUENCE_CLAMP, OPOTrainer
 from .config import AsyncOPOConfig
 from .cpu import without_gpu
-from .targets import MEANS, OWN, OPORolloutLoop
+from .targets import MEANS, OWN, make_targets
 
 
 # Modes in which vLLM reports the log-probabilities of what it samples from, at temperature 1 and at any other.
@@ -80,7 +80,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         self._reports: list[Tensor] = []  # of the current optimizer step, one per micro-batch
         self._syncs = 0  # of weights, so far
         if isinstance(self.rollout_worker, AsyncRolloutWorker):
-            _score_with(self.rollout_worker, args)
+            make_targets(self.rollout_worker, args.objective)
 
     def train(self, *args, **kwargs):
         """As in TRL; first checks which log-probabilities the server reports."""
@@ -246,16 +246,3 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         metrics["opo/positivity_margin"] = 1 + samples.target.min().item()
         for name in metrics.keys() - {"entropy", "opo/frac_skipped"}:
             self._metrics["train"][name].append(metrics[name])
-
-
-def _score_with(worker: AsyncRolloutWorker, args: AsyncOPOConfig) -> None:
-    """Let TRL's worker, which has not started yet, make the targets of `args`."""
-    if worker._loop_cls is _AsyncRolloutLoop:
-        worker._loop_cls = OPORolloutLoop
-    elif not issubclass(worker._loop_cls, OPORolloutLoop):
-        raise ValueError(
-            f"rollout_worker={type(worker).__name__} has the loop {worker._loop_cls.__name__}, which makes no targets "
-            "for OPO. Set its `_loop_cls` to a class that derives from "
-            "`opo_trl.asynchronous.targets.OPORolloutLoop` first, and then from that loop."
-        )
-    worker._loop_kwargs["opo"] = args.objective

@@ -70,4 +70,6 @@ def test_completions_without_a_score_are_left_out():
     made = samples([1.0, math.nan, 0.0], [2, 2, 2])
     kept = with_targets(made, [0, 1, 2], ObjectiveConfig(mu=0.3))
     assert [id(s) for s in kept] == [id(made[0]), id(made[2])]
+    made[2].completion_mask[:] = 0  # nor is there anything to train
+    assert [id(s) for s in with_targets(made, [0, 1, 2], ObjectiveConfig(mu=0.3))] == [id(made[0])]
     assert with_targets(samples([math.nan, math.nan], [2, 2]), [0, 1], ObjectiveConfig(mu=0.3)) == []

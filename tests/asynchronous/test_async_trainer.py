@@ -11,8 +11,8 @@ from helpers import EXACT, distance, environment, norm, relative_error, snapshot
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
-from opo_trl.asynchronous import trainer as module
-from opo_trl.asynchronous.targets import OPORolloutLoop
+from opo_trl import AsyncOPOTrainer
+from opo_trl.asynchronous.targets import OPORolloutLoop, make_targets
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def worker(monkeypatch):
 
 def test_worker_of_trl_is_told_to_make_targets(worker, tmp_path):
     args = scripted.config(tmp_path, alpha=0.3, mu=0.7)
-    module._score_with(worker, args)
+    make_targets(worker, args.objective)
     assert worker._loop_cls is OPORolloutLoop
     assert (worker._loop_kwargs["opo"].alpha, worker._loop_kwargs["opo"].mu) == (0.3, 0.7)
 
@@ -173,12 +173,12 @@ def test_worker_with_another_loop_is_rejected_unless_it_makes_targets(worker, tm
 
     worker._loop_cls = Other
     with pytest.raises(ValueError, match=r"has the loop Other, which makes no targets for OPO\. Set its `_loop_cls`"):
-        module._score_with(worker, scripted.config(tmp_path))
+        make_targets(worker, scripted.config(tmp_path).objective)
     worker._loop_cls = OtherWithTargets
-    module._score_with(worker, scripted.config(tmp_path))
+    make_targets(worker, scripted.config(tmp_path).objective)
     assert worker._loop_cls is OtherWithTargets
 
 
 def test_configuration_of_another_trainer_is_rejected(tiny_model):
     with pytest.raises(TypeError, match=r"args is of type dict\. Pass an `AsyncOPOConfig`"):
-        module.AsyncOPOTrainer(tiny_model, args={})
+        AsyncOPOTrainer(tiny_model, args={})
