@@ -217,7 +217,7 @@ def _transfer(transfer: Transfer, rows: Rows) -> str:
     return (
         f"## {transfer.heading}\n\n{transfer.text}, with the fields tuned on arithmetic, "
         f"{_COUNTS[len(transfer.seeds)]} seeds; accuracies after {half}\nand {end} completions. "
-        + "\n\n".join([_catches_up(transfer.name, rows), *tables])
+        + "\n\n".join([_catches_up(transfer.name, rows) + "\n" + _leads(transfer, rows), *tables])
     )
 
 
@@ -235,10 +235,24 @@ def _catches_up(task: str, rows: Rows) -> str:
             mean = estimate(shares)
             low, high = (math.exp(bound) for bound in mean.interval or (math.nan, math.nan))
             found.append(f"{name} needs {math.exp(mean.mean):.2f} [{low:.2f}, {high:.2f}]")
+    if not found:
+        return ""
     return (
         f"To the sampled accuracy with which GRPO ends,\n{' and '.join(found)} times its completions (a run that does "
         "not get there counts as 1)."
     )
+
+
+def _leads(transfer: Transfer, rows: Rows) -> str:
+    """How far OPO ends above the others."""
+    own, found = rows.get(f"{transfer.name}, OPO", {}), []
+    for name in ("GRPO", "GSPO"):
+        if other := rows.get(f"{transfer.name}, {name}", {}):
+            sides = [[measured_at(c[seed], transfer.budget, "sampled") for seed in own] for c in (own, other)]
+            mean = paired_difference(*sides).estimate
+            low, high = mean.interval or (math.nan, math.nan)
+            found.append(f"{mean.mean:+.1f} [{low:+.1f}, {high:+.1f}] points from {name}'s".replace("-", "−"))
+    return f"OPO's sampled accuracy there is {' and '.join(found)}." if own else ""
 
 
 def phase_costs(curves: Curves) -> tuple[float, float]:
