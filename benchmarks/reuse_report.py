@@ -247,7 +247,7 @@ def _leads(transfer: Transfer, rows: Rows) -> str:
     """How far OPO ends above the others."""
     own, found = rows.get(f"{transfer.name}, OPO", {}), []
     for name in ("GRPO", "GSPO"):
-        if other := rows.get(f"{transfer.name}, {name}", {}):
+        if own and (other := rows.get(f"{transfer.name}, {name}", {})):
             sides = [[measured_at(c[seed], transfer.budget, "sampled") for seed in own] for c in (own, other)]
             mean = paired_difference(*sides).estimate
             low, high = mean.interval or (math.nan, math.nan)
