@@ -29,13 +29,10 @@ from .metrics.opo import rollout_metrics
 from .metrics.step import SampleReport, count_low_ess, metrics_of_samples
 from .rollout.partitioned import PartitionedTrainer
 from .rollout.rows import completion_tokens, gather_samples, own_samples
-from .rollout.trainer import RolloutTrainer, takes_what_grpo_takes
+from .rollout.trainer import SEQUENCE_CLAMP, RolloutTrainer, takes_what_grpo_takes
 
 
 logger = get_logger(__name__)
-
-# Bound on the log-ratio of whole completions, which keeps its exponential finite in float32, and above 0.
-SEQUENCE_CLAMP = 20.0
 
 # Bound on the weight π/π_k of a completion that several passes train on.
 MAX_WEIGHT = 2.0
@@ -261,7 +258,7 @@ class OPOTrainer(PartitionedTrainer):
             weights = weights * keep.squeeze(1)
         if self.num_iterations > 1:
             # A completion that the policy has left behind no longer pushes, nor is it pulled back to the anchor.
-            # Its weight stays above 0, which would mean that it is excluded.
+            # Its weight stays above 0: a weight of 0 would count it as excluded.
             log_ratio, _ = objective.sequence_log_ratio(
                 logps.detach(), anchor, mask, reduction=self.args.log_ratio_reduction, clamp=SEQUENCE_CLAMP
             )

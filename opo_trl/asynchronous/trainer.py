@@ -23,7 +23,8 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from .. import objective
 from ..metrics.step import SampleReport, metrics_of_samples
-from ..trainer import MAX_WEIGHT, SEQUENCE_CLAMP, OPOTrainer
+from ..rollout.trainer import SEQUENCE_CLAMP
+from ..trainer import MAX_WEIGHT, OPOTrainer
 from .config import AsyncOPOConfig
 from .cpu import without_gpu
 from .targets import MEANS, OWN, make_targets

@@ -54,7 +54,7 @@ from .vllm_server import watched
 trl_contract.check()
 
 # Bound on the log-ratio of whole completions, which keeps the square of its exponential finite.
-_SEQUENCE_CLAMP = 20.0
+SEQUENCE_CLAMP = 20.0
 
 
 def takes_what_grpo_takes(config_class: type[RolloutConfig]) -> Callable[[Callable], Callable]:
@@ -403,7 +403,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         self._trained_logps = None
         if self._mode == "train" and logps is not None and behaviour is not None:
             mask = completion_tokens(inputs)
-            log_ratio, _ = sequence_log_ratio(logps, behaviour, mask, clamp=_SEQUENCE_CLAMP)
+            log_ratio, _ = sequence_log_ratio(logps, behaviour, mask, clamp=SEQUENCE_CLAMP)
             ratio = log_ratio.exp()[mask.any(dim=1)]
             sums = torch.stack([ratio.sum(), ratio.square().sum(), ratio.new_tensor(len(ratio))])
             self._ratio_sums = sums if self._ratio_sums is None else self._ratio_sums + sums
