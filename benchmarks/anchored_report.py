@@ -40,36 +40,30 @@ bound 5.
 
 Accuracies in % on 250 test problems (before: sampled {before:.1f}): two samples each at temperature 1 ("sampled") and
 0.6, and greedy; "half-way" is the sampled accuracy after {half:,} completions. n is the number of seeds, ± half of the
-95 % t interval, which one seed does not have. Differences are from OPO in the same regime, or from the row that a
-heading names, paired by seed; ▲ and ▼ mark those whose interval excludes 0.
-Entropy in nats per token and target fit are means over the last quarter of the steps.
-
-The runs are older than OPO's present default for several passes, which follows from them: they set what the name of
-their row says, and `fields` in the record has the names of that version."""
+95 % t interval. Differences are from OPO in the same regime, or from the row that a
+heading names, paired by seed; ▲ and ▼ mark those whose interval excludes 0, as one in twenty does by chance.
+Entropy in nats per token and target fit are means over the last quarter of the steps."""
 
 _READING = """\
 ## What makes the difference
 
-**The bounded weight min(π/π_behaviour, 2) makes the difference, together with a target of zero mean, and this is what
-OPO does now when it passes over completions more than once.** A completion that the policy has left behind then no
-longer pushes; without the weight only the χ² term can hold it, and only towards the behaviour policy.
+**With replay, the bounded weight min(π/π_behaviour, 2); with passes over one rollout, a target whose mean is near 0.
+OPO has both.** With the weight, a completion that the policy has left behind no longer pushes; without it only the χ²
+term can hold that completion, and only towards the behaviour policy.
 
-These are directions, not results: passes have two seeds at most, replay has *one*, and of the sampled differences only
-those of Kimi k1.5 and of normalization in the log exclude 0. What replay says rests on a single seed. As far as it
-goes:
-
-- *Weight and anchor.* The weight decides, not the anchor. With it, the behaviour policy as anchor is about as good as
-  the latest one in both regimes. Without it, the behaviour policy falls behind, in replay to what its neighbours
-  reach, and the latest policy collapses.
-- *Mean of the target.* Normalization in the log (E[exp Δ\\*] = 1), which asks for a negative mean, costs most of all
-  targets in OPO, and some points between Kimi k1.5 and OAPL, which differ in nothing else. Lowering the target by a
-  constant costs as well. *Raising* it does not, and one of its two seeds is the best of the regime: zero is safe, it
-  is not shown to be best.
-- *Shape.* Escort weights are ahead of linear ones at the same χ² radius by a few points; for replay hardly.
-- *Projection.* Algorithm 1 without it loses a few points in both regimes; its mean of 1/μ is positive.
-- *Whole groups.* REBEL, which leaves the mean of Δ free, is where Kimi k1.5 is, and TPO below: both keep the behaviour
-  policy as anchor and have no weight, as the row "behaviour policy, weight 1", which is there, too.
-- *Masks and clips.* M2PO and CISPO bear replay better than passes; both are behind OPO."""
+- *Weight and anchor.* In replay the weight decides: without it, the behaviour policy as anchor falls 9 points behind,
+  to where its neighbours are, and the latest policy as anchor collapses. With it, the two anchors do not differ beyond
+  noise. In four passes over one rollout, which end before the policy is far away, the weight makes no measurable
+  difference.
+- *Mean of the target.* Normalization in the log (E[exp Δ\\*] = 1), which asks for a negative mean, costs most: 22
+  points in OPO, and it separates OAPL from Kimi k1.5, which differ in nothing else. Lowering the target by 0.5 costs
+  9 points. Raising it by 0.5 costs nothing; a mean of 1/μ, which Algorithm 1 has without the projection, costs 9.
+- *Shape.* Escort weights are a few points ahead of linear ones with passes, and level with them in replay: no interval
+  excludes 0. Neither does that of the exact ratio.
+- *Neighbours.* In replay, Kimi k1.5, REBEL and TPO are 11 to 15 points behind OPO, and not far from "behaviour policy,
+  weight 1": like it, they have no weight. With passes, Kimi k1.5 is not separated from OPO.
+- *Masks and clips.* M2PO and CISPO are more than 20 points behind, at settings that are not tuned for them; CISPO's
+  seeds differ widely in replay."""
 
 _REGIMES = {
     "passes": """\
