@@ -81,14 +81,12 @@ CONTRACT: Contract = {
         "_last_world_entropy": None,
         "entropy_coef": None,
         # The log
-        "log": ("logs", "start_time"),
         "_logs": None,
         "_metrics": None,
         "_pending_extra_logs": None,
         "_pending_metrics": None,
         # A checkpoint
         "_save_checkpoint": ("model", "trial"),
-        "_load_optimizer_and_scheduler": ("checkpoint",),
     },
     "transformers.Trainer": {
         "train": ("resume_from_checkpoint",),
@@ -96,11 +94,13 @@ CONTRACT: Contract = {
         "_run_epoch": ("epoch",),
         "_get_grad_norm": ("model", "grad_norm"),  # skips a step with a non-finite gradient
         "_maybe_log_save_evaluate": (),
+        "log": ("logs", "start_time"),
         "_defer_fsdp_gradient_reduction": (),
         # What a checkpoint holds, and how a run resumes
         "_get_output_dir": ("trial",),
         "_save_rng_state": ("output_dir",),
         "_load_rng_state": ("checkpoint",),
+        "_load_optimizer_and_scheduler": ("checkpoint",),
         "_globalstep_last_logged": None,
         "_total_loss_scalar": None,
         "_tr_loss": None,
@@ -185,6 +185,11 @@ ASYNC_CONTRACT: Contract = {
         "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
         "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
         "training_step": ("model", "inputs", "num_items_in_batch"),
+        # Which prompts have been trained
+        "_save_checkpoint": ("model", "trial"),
+        "_trained_groups": None,
+        "_groups_before_resume": None,
+        "_last_groups_trained": None,
     },
     _ASYNC: {"get_peak_flops_per_device": None},
     f"{_WORKER}._AsyncRolloutLoop": {
@@ -209,7 +214,7 @@ ASYNC_CONTRACT: Contract = {
 }
 ASYNC_KEYS: Mapping[str, Collection[str]] = {
     "trl.experimental.async_grpo.packing.TreeRow.pack": ("token_index", "old_log_probs", "segment_id"),
-    f"{_ASYNC}.RolloutQueueDataset.__iter__": ("completion_mask", "advantage", "metrics"),
+    f"{_ASYNC}.RolloutQueueDataset.__iter__": ("completion_mask", "advantage", "group_id", "metrics"),
     f"{_WORKER}._AsyncRolloutLoop._score_group": ("reward",),
 }
 

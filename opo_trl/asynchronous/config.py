@@ -1,7 +1,7 @@
 """`AsyncOPOConfig`: TRL's `AsyncGRPOConfig` with the fields of OPO's objective, validated."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trl.experimental.async_grpo import AsyncGRPOConfig
@@ -49,10 +49,19 @@ class AsyncOPOConfig(ObjectiveConfig, AsyncGRPOConfig):
     `min_p` becomes 0.0, which the server is sent, so that it does not take one from the model's
     `generation_config.json`.
 
+    Parameters:
+        max_skipped_steps (`int`, *optional*, defaults to `10`):
+            As in [`RolloutConfig`]: number of consecutive optimizer steps with a non-finite gradient after which the
+            run saves a checkpoint and ends, at least 1.
+
     Raises:
         `ValueError`: a value is out of its range, or a parameter that the trainer cannot follow is set. The message
         names the field, the value and what to do.
     """
+
+    max_skipped_steps: int = field(
+        default=10, metadata={"help": "Consecutive optimizer steps with a non-finite gradient that end the run."}
+    )
 
     def __post_init__(self):
         reject_unused_fields(self, AsyncGRPOConfig)
@@ -66,12 +75,12 @@ class AsyncOPOConfig(ObjectiveConfig, AsyncGRPOConfig):
         self.check_objective()
 
     def _reject_what_needs_a_rollout(self):
-        for field in dataclasses.fields(ObjectiveConfig):
-            value, (rejected, fix) = getattr(self, field.name), _NEEDS_ROLLOUT.get(field.name, (..., ""))
-            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for each in dataclasses.fields(ObjectiveConfig):
+            value, (rejected, fix) = getattr(self, each.name), _NEEDS_ROLLOUT.get(each.name, (..., ""))
+            default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
             if value == rejected if rejected is not None else value != default:
                 raise ValueError(
-                    f"{field.name}={value!r} is not possible in asynchronous training, which scores one group at a "
+                    f"{each.name}={value!r} is not possible in asynchronous training, which scores one group at a "
                     f"time. {fix}."
                 )
 

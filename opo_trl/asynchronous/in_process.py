@@ -212,7 +212,7 @@ class InProcessWorker:
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.policies: dict[int, dict[str, Tensor]] = {}  # by version
         self.version, self.loop = 0, cast(Any, None)
-        self._options: dict[str, Any] = {
+        self._loop_kwargs: dict[str, Any] = {
             "dataset": train_dataset,
             "reward_funcs": reward_funcs if isinstance(reward_funcs, list) else [reward_funcs],
             "processing_class": processing_class,
@@ -223,11 +223,11 @@ class InProcessWorker:
     # As a rollout worker
 
     def start(self) -> None:
-        args, tokenizer = self.args, self._options["processing_class"]
+        args, tokenizer = self.args, self._loop_kwargs["processing_class"]
         policy = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
         ends = policy.generation_config.eos_token_id
         self.loop = self.loop_class(
-            **self._options,
+            **self._loop_kwargs,
             policy=policy,
             seed=args.seed,
             model_name=self.model,

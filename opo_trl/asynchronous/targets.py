@@ -6,7 +6,7 @@ samples that have become stale; the target of a sample is what it was in its gro
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -100,12 +100,17 @@ class OPORolloutLoop(_AsyncRolloutLoop):
     TRL's rollout loop, with OPO's targets.
 
     Args:
-        opo ([`ObjectiveConfig`]): the objective. Other arguments are TRL's.
+        opo ([`ObjectiveConfig`]): the objective.
+        trained (`Collection[int]`, *optional*): groups that an earlier run has trained, which are left out. Other
+            arguments are TRL's.
     """
 
-    def __init__(self, *, opo: ObjectiveConfig, **named):
+    def __init__(self, *, opo: ObjectiveConfig, trained: Collection[int] = frozenset(), **named):
         super().__init__(**named)
-        self.opo = opo
+        self.opo, self.trained = opo, trained
+
+    def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        return (work for work in super()._repeat_iterator() if work[0] not in self.trained)
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
         samples = await super()._score_group(group)

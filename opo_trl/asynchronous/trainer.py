@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from .. import objective
@@ -27,6 +26,7 @@ from ..rollout.trainer import SEQUENCE_CLAMP
 from ..trainer import MAX_WEIGHT, OPOTrainer
 from .config import AsyncOPOConfig
 from .cpu import without_gpu
+from .resumable import ResumableAsyncTrainer
 from .targets import MEANS, OWN, make_targets
 
 
@@ -34,7 +34,7 @@ from .targets import MEANS, OWN, make_targets
 _LOGPROBS_MODES = {True: ("raw_logprobs", "processed_logprobs"), False: ("processed_logprobs",)}
 
 
-class AsyncOPOTrainer(AsyncGRPOTrainer):
+class AsyncOPOTrainer(ResumableAsyncTrainer):
     r"""
     Trainer for Orthogonalized Policy Optimization while a server generates, a drop-in replacement of
     [`~trl.experimental.async_grpo.AsyncGRPOTrainer`].

@@ -7,19 +7,18 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import Trainer
 from transformers.optimization import GreedyLR
-from trl import GRPOTrainer
-
-from ..config import RolloutConfig
 
 
 logger = get_logger(__name__)
 
 
-class SkippingTrainer(GRPOTrainer):
-    """[`~trl.GRPOTrainer`] that skips a step whose gradient is not finite, and ends after too many in a row."""
+class SkippingTrainer(Trainer):
+    """[`~transformers.Trainer`] that skips a step whose gradient is not finite, and ends after too many in a row."""
 
-    args: RolloutConfig
+    args: Any  # with `max_skipped_steps`
+    _metrics: Any  # TRL's
 
     _skipped_steps = 0
     _skipped_in_a_row = 0
@@ -45,14 +44,14 @@ class SkippingTrainer(GRPOTrainer):
         return math.nan if skipped else grad_norm
 
     def _keep_samples_of_step(self) -> Path:
-        end = (self._step - 1) % self.args.steps_per_generation + 1
-        buffered: Any = self._buffered_inputs
-        batches = buffered[max(end - self.current_gradient_accumulation_steps, 0) : end]
-        parts = [part for batch in batches for part in (batch if isinstance(batch, list) else [batch])]
         path = Path(self.args.output_dir) / f"skipped_step_{self.accelerator.process_index}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"step": self.state.global_step + 1, "micro_batches": parts}, path)
+        torch.save({"step": self.state.global_step + 1, "micro_batches": self._batches_of_step()}, path)
         return path
+
+    def _batches_of_step(self) -> list[Any]:
+        """This process's micro-batches of the current optimizer step."""
+        raise NotImplementedError
 
     def _step_schedule(self) -> None:
         """
@@ -64,6 +63,11 @@ class SkippingTrainer(GRPOTrainer):
         self._schedule_due = False
         if held and not isinstance(self.lr_scheduler, (ReduceLROnPlateau, GreedyLR)):
             getattr(self.lr_scheduler, "scheduler", self.lr_scheduler).step()  # unwraps that of DeepSpeed
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "grad_norm" in logs:
+            self._metrics["train"]["opo/skipped_steps"].append(self._skipped_steps)
+        super().log(logs, start_time)
 
     def _maybe_log_save_evaluate(self, *args, **named):
         self._step_schedule()  # after the step's learning rate was read, and before it is saved

@@ -252,6 +252,12 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         buffered: Any = self._buffered_inputs
         return buffered[position]
 
+    def _batches_of_step(self) -> list[Any]:
+        end = (self._step - 1) % self.args.steps_per_generation + 1
+        buffered: Any = self._buffered_inputs
+        batches = buffered[max(end - self.current_gradient_accumulation_steps, 0) : end]
+        return [part for batch in batches for part in (batch if isinstance(batch, list) else [batch])]
+
     def _rows_of_pass(self, index: int, passed: int) -> dict[str, Any]:
         """This process's samples in a pass over the rollout of this index, after `passed` passes over it."""
         rows = self._replay.rows_of_pass(index, passed)
@@ -433,5 +439,4 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             for kind in self._reward_failures:
                 metrics[kind].append(self._reward_failures[kind])
                 self._reward_failures[kind] = 0
-            metrics["opo/skipped_steps"].append(self._skipped_steps)
         super().log(logs, start_time)

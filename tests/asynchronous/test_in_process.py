@@ -86,7 +86,7 @@ def test_completions_are_written_by_the_policy_of_so_many_versions_ago(tiny_mode
 def test_prompts_without_any_score_end_the_run(tiny_model, tmp_path):
     args = scripted.config(tmp_path, per_device_train_batch_size=8, max_completion_length=2)
     trainer, worker = make(tiny_model, args)
-    worker._options["reward_funcs"] = [lambda completions, **_: [None] * len(completions)]
+    worker._loop_kwargs["reward_funcs"] = [lambda completions, **_: [None] * len(completions)]
     with pytest.raises(RuntimeError, match=r"No completion of 8 prompts has a score\. Check `reward_funcs`"):
         trainer.train()
 

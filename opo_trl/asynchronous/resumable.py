@@ -1,0 +1,151 @@
+"""
+Checkpoints of asynchronous training: which prompts have been trained, and whether a kill cut the checkpoint short.
+
+A group's id is the place of its prompt in the stream of the dataset's epochs. TRL saves the first place that has not
+been collated. That is wrong in both directions: a micro-batch is collated before it is trained, so that a resumed run
+skips its prompts; and groups are finished out of order, or never, so that it trains those behind a gap again.
+"""
+
+import itertools
+import json
+from collections import deque
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from accelerate.logging import get_logger
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl.experimental.async_grpo import AsyncGRPOTrainer
+
+from ..rollout import checkpoint
+from ..rollout.skipped_steps import SkippingTrainer
+from .config import AsyncOPOConfig
+
+
+logger = get_logger(__name__)
+
+TRAINED = "trained_prompts.json"
+
+
+class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
+    """
+    [`~trl.experimental.async_grpo.AsyncGRPOTrainer`] that resumes with the prompts that it has not trained.
+
+    Prompts of which a completion has been trained are skipped; completions that were on the way are generated anew.
+    """
+
+    args: AsyncOPOConfig
+
+    def __init__(self, *inputs, **named):
+        super().__init__(*inputs, **named)
+        self._trained: set[int] = set()  # groups in finished optimizer steps; on the process that collates
+        self._collated: deque[set[int]] = deque()  # groups of each micro-batch that waits
+        self._batches: list[Any] = []  # micro-batches of the current optimizer step
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *inputs, **named):
+        """
+        As in TRL, but only complete checkpoints are resumed.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*):
+                Folder of a checkpoint; `"last"` or `True`: the last complete one of the run; `"auto"`: the same, but
+                the run starts from the beginning if it has none.
+
+        Raises:
+            `ValueError`: the wanted checkpoint is not complete, or there is none.
+        """
+        self._collated.clear()
+        self._skip(())
+        return super().train(checkpoint.resolve(resume_from_checkpoint, self.args.output_dir), *inputs, **named)
+
+    def _skip(self, trained: Collection[int]) -> None:
+        """Begin with the prompts that are not among those of the given groups."""
+        self._trained = set(trained)
+        # TRL counts epochs by this set, which its collator adds to, and by a number that says where it began.
+        self._trained_groups.clear()
+        self._trained_groups |= self._trained
+        self._groups_before_resume, self._last_groups_trained = 0, len(self._trained)
+        options = getattr(self.rollout_worker, "_loop_kwargs", None)
+        if options is not None:
+            options["trained"] = frozenset(trained)
+            options |= {"dataset_start_index": 0} if "dataset_start_index" in options else {}
+        elif trained and self.rollout_worker is not None:
+            logger.warning(
+                f"The rollout worker {type(self.rollout_worker).__name__} has no `_loop_kwargs`, so it cannot be told "
+                "which prompts have been trained: it begins with the first one."
+            )
+
+    # Which prompts are trained
+
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        inner = loader.base_dataloader
+        collate = inner.collate_fn
+
+        def noted(examples: list) -> dict[str, Any]:
+            self._collated.append({sample["group_id"] for row in examples[0] for sample in row.samples})
+            return collate(examples)
+
+        inner.collate_fn = noted
+        return loader
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        self._batches, total = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return self._batches, total
+
+    def _batches_of_step(self) -> list[Any]:
+        return self._batches
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._collated:
+            self._trained |= self._collated.popleft()
+        return loss
+
+    def _run_epoch(self, **named):
+        # Resumed from the last step's checkpoint, Transformers would train one step more.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(**named)
+
+    # Saving and loading, in the order of Transformers
+
+    def _save_checkpoint(self, model, trial):
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            checkpoint.make_way(folder)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            checkpoint.forget_replaced(folder.parent)
+
+    def _save_rng_state(self, output_dir: str):
+        super()._save_rng_state(output_dir)
+        if self.accelerator.is_main_process:
+            (Path(output_dir) / TRAINED).write_text(json.dumps(_ranges(self._trained)))
+        self.accelerator.wait_for_everyone()  # the manifest lists the files of all processes
+        if self.args.should_save:
+            checkpoint.finalize(Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, folder: str | None):
+        super()._load_optimizer_and_scheduler(folder)  # before the worker is started
+        if folder is not None and self.accelerator.is_main_process:
+            self._skip(_trained(Path(folder)))
+
+
+def _ranges(places: Iterable[int]) -> list[list[int]]:
+    """Sorted numbers as half-open ranges: 0, 1, 2, 5 are `[[0, 3], [5, 6]]`."""
+    runs = itertools.groupby(enumerate(sorted(places)), key=lambda pair: pair[1] - pair[0])
+    found = [[place for _, place in run] for _, run in runs]
+    return [[run[0], run[-1] + 1] for run in found]
+
+
+def _trained(folder: Path) -> list[int]:
+    """Groups that a checkpoint has trained; of a checkpoint by `AsyncGRPOTrainer`, those before the place it saved."""
+    if (folder / TRAINED).exists():
+        return [place for run in json.loads((folder / TRAINED).read_text()) for place in range(*run)]
+    try:
+        return list(range(json.loads((folder / "rollout_state.json").read_text())["prompt_index"]))
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,194 @@
+"""
+Checkpoints of asynchronous training: prompts are trained once, whatever is killed.
+
+As a script, it trains until its last step, resuming if there is a checkpoint; FOLDER/trained.jsonl says which groups:
+
+    python tests/asynchronous/test_async_resumable.py MODEL FOLDER
+"""
+
+import itertools
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import scripted
+import torch
+from datasets import Dataset
+from helpers import environment, snapshot
+from transformers import AutoTokenizer, TrainerCallback
+
+from opo_trl import AsyncOPOTrainer
+from opo_trl.asynchronous.in_process import InProcessWorker
+from opo_trl.asynchronous.resumable import TRAINED
+from opo_trl.rollout import checkpoint
+
+
+PROMPTS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}+1="}], "place": i} for i in range(16)])
+UNSCORED = 3  # a prompt whose completions have no score
+STEPS = 10
+PLAIN = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
+
+
+def lengths(completion_ids, place, **named):
+    return [None if i == UNSCORED else float(len(ids)) for i, ids in zip(place, completion_ids, strict=True)]
+
+
+class Noted(AsyncOPOTrainer):
+    """Notes the groups of each micro-batch that is trained, and their prompts' places in the stream."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        groups = sorted(self._collated[0])
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.notes.append((self.state.global_step + 1, groups))
+        return loss
+
+
+class Notes(TrainerCallback):
+    """Writes the groups of a step before its checkpoint is saved."""
+
+    def __init__(self, trainer, file: Path):
+        self.trainer, self.file = trainer, file
+
+    def on_step_end(self, args, state, control, **kwargs):
+        with self.file.open("a") as out:
+            for step, groups in self.trainer.notes:
+                out.write(json.dumps({"step": step, "groups": groups}) + "\n")
+        self.trainer.notes.clear()
+
+
+def make(model: str, folder: Path, **options) -> Noted:
+    # Six samples in a micro-batch, four in a group: groups are divided.
+    args = scripted.config(
+        folder,
+        **{
+            "per_device_train_batch_size": 6,
+            "max_completion_length": 4,
+            "max_steps": STEPS,
+            "learning_rate": 0.01,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "save_total_limit": 2,
+            **options,
+        },
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.response_template = PLAIN
+    worker = InProcessWorker(model, args, PROMPTS, lengths, tokenizer, staleness=1)
+    both = {"rollout_worker": worker, "weight_transfer": worker}
+    trainer = Noted(model, args=args, train_dataset=PROMPTS, processing_class=tokenizer, **both)
+    trainer.remove_callback(scripted.PrinterCallback)
+    trainer.notes = []
+    trainer.callback_handler.callbacks.insert(0, Notes(trainer, folder / "trained.jsonl"))
+    return trainer
+
+
+def trained_groups(folder: Path) -> list[tuple[int, list[int]]]:
+    """Step and groups of all micro-batches that count: steps after a resumed checkpoint replace earlier ones."""
+    kept: list[tuple[int, list[int]]] = []
+    for line in (folder / "trained.jsonl").read_text().splitlines():
+        note = json.loads(line)
+        kept = [(step, groups) for step, groups in kept if step < note["step"]] + [(note["step"], note["groups"])]
+    return kept
+
+
+def check_each_prompt_once(folder: Path):
+    """No group is trained in two places of the run, but by neighbouring steps that divide it; none is left out."""
+    notes = trained_groups(folder)
+    assert [step for step, _ in notes] == list(range(1, STEPS + 1))
+    places: dict[int, list[int]] = {}
+    for step, groups in notes:
+        for group in groups:
+            places.setdefault(group, []).append(step)
+    assert all(steps[-1] - steps[0] <= 1 for steps in places.values()), places
+    last = max(places)
+    assert {*places} == {group for group in range(last + 1) if group % len(PROMPTS) != UNSCORED}
+
+
+def test_resumed_run_trains_each_prompt_once(tiny_model, tmp_path):
+    make(tiny_model, tmp_path, max_steps=3).train()
+    # What was collated ahead is not counted as trained, and what was trained behind a gap is.
+    folder = tmp_path / "checkpoint-3"
+    trained = {group for _, groups in trained_groups(tmp_path) for group in groups}
+    saved = json.loads((folder / TRAINED).read_text())
+    assert {group for run in saved for group in range(*run)} == trained
+    assert len(saved) == 2  # before and behind the prompt without a score
+    resumed = make(tiny_model, tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == STEPS
+    check_each_prompt_once(tmp_path)
+
+
+def test_checkpoint_that_a_kill_cut_short_is_not_resumed(tiny_model, tmp_path):
+    make(tiny_model, tmp_path, max_steps=3).train()
+    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
+    resumed = make(tiny_model, tmp_path, max_steps=5)
+    resumed.train(resume_from_checkpoint="auto")
+    assert [step for step, _ in trained_groups(tmp_path)] == [1, 2, 3, 4, 5]
+    (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-5' cannot be resumed: it has no trainer_state\.json"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+
+def test_run_that_was_finished_trains_no_more(tiny_model, tmp_path):
+    make(tiny_model, tmp_path, max_steps=2).train()
+    resumed = make(tiny_model, tmp_path, max_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert [step for step, _ in trained_groups(tmp_path)] == [1, 2]
+    assert resumed.state.global_step == 2
+
+
+def test_place_of_trl_is_taken_over(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, max_steps=2)
+    trainer.train()
+    (tmp_path / "checkpoint-2" / TRAINED).unlink()
+    (tmp_path / "checkpoint-2" / checkpoint.MANIFEST).unlink()
+    (tmp_path / "checkpoint-2" / "rollout_state.json").write_text(json.dumps({"prompt_index": 9}))
+    resumed = make(tiny_model, tmp_path, max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trained_groups(tmp_path)[2:][0][1][0] == 9
+
+
+def test_step_without_a_finite_gradient_is_skipped(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, max_steps=3, optim="adamw_torch", learning_rate=0.001)
+    loss, before = trainer.compute_loss, []
+
+    def poisoned(*inputs, **named):
+        before.append(snapshot(trainer.model))
+        return loss(*inputs, **named) * (math.nan if trainer.state.global_step == 1 else 1.0)
+
+    trainer.compute_loss = poisoned
+    trainer.train()
+    same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in itertools.pairwise(before)]
+    assert same == [False, True]
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["opo/skipped_steps"] for entry in log] == [0, 1, 1]
+    kept = torch.load(tmp_path / "skipped_step_0.pt", weights_only=True)
+    assert kept["step"] == 2
+    assert kept["micro_batches"][0]["input_ids"].numel() > 0
+
+
+def test_killed_runs_train_each_prompt_once(tiny_model, tmp_path):
+    """`kill -9` at any time, twice."""
+    command = [sys.executable, __file__, tiny_model, str(tmp_path)]
+    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    variables = environment(PYTHONPATH=":".join(paths))
+    for steps in (2, 6):
+        run = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 240
+        while not any(tmp_path.glob(f"checkpoint-{steps}*")):
+            assert run.poll() is None, run.stdout.read().decode()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+    subprocess.run(command, env=variables, check=True, capture_output=True, timeout=240)
+    check_each_prompt_once(tmp_path)
+
+
+if __name__ == "__main__":
+    make(sys.argv[1], Path(sys.argv[2])).train(resume_from_checkpoint="auto")
