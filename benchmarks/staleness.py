@@ -39,6 +39,8 @@ LEARNING_RATES = (2.5e-5, 5e-5, 1e-4, 2e-4)
 TUNING_SEEDS = (71, 72, 73)  # every trial has the first; the best few have all
 FEW = 3
 SEEDS = tuple(range(81, 89))  # that no choice was based on
+EVERYWHERE = ("OPO", "AsyncGRPO", "GSPO", "M2PO")  # at every lag; OPO's other anchors at one
+ANCHORS_AT = 16
 PASSES = {"OPO": 2, "OPO, latest anchor": 2, "AsyncGRPO": 2}  # at the lag below, with their tuned settings
 PASSES_AT = 16
 
@@ -74,9 +76,14 @@ def chosen(method: str, lag: int) -> Setting:
     return max(best_few(method, at), key=lambda s: score(method, at, s, TUNING_SEEDS))
 
 
+def tuned_cells() -> list[tuple[str, int]]:
+    """Methods, and the lags at which they are tuned."""
+    return [(m, at) for m in METHODS for at in sorted(set(TUNED_AT.values())) if m in EVERYWHERE or at == ANCHORS_AT]
+
+
 def tune(jobs: int) -> None:
     """All trials."""
-    cells = list(itertools.product(METHODS, sorted(set(TUNED_AT.values()))))
+    cells = tuned_cells()
     run_missing([run_of(m, at, s, TUNING_SEEDS[0]) for m, at in cells for s in settings_of(m)], jobs)
     run_missing([run_of(m, at, s, seed) for m, at in cells for s in best_few(m, at) for seed in TUNING_SEEDS], jobs)
 
@@ -85,7 +92,9 @@ def runs() -> list[tuple[dict[str, Any], Run]]:
     """The runs that are compared, by seed."""
     found = []
     for seed in SEEDS:
-        for lag, method in itertools.product(LAGS, METHODS):
+        for method, lag in itertools.product(METHODS, LAGS):
+            if method not in EVERYWHERE and lag != ANCHORS_AT:
+                continue
             found.append(({"method": method, "lag": lag, "passes": 1}, run_of(method, lag, chosen(method, lag), seed)))
         for method, passes in PASSES.items():
             run = run_of(method, PASSES_AT, chosen(method, PASSES_AT), seed, passes)
@@ -105,25 +114,19 @@ def run_missing(wanted: Sequence[Run], jobs: int) -> None:
 
 def collect() -> None:
     """Write the record of the finished runs."""
-    tuning = {
-        method: {
-            str(at): [
-                {
-                    "learning_rate": setting[0],
-                    "own": setting[1],
-                    "sampled": [
-                        run.result()["sampled"]
-                        for run in (run_of(method, at, setting, seed) for seed in TUNING_SEEDS)
-                        if run.is_done
-                    ],
-                    "chosen": setting == chosen(method, at),
-                }
-                for setting in settings_of(method)
-            ]
-            for at in sorted(set(TUNED_AT.values()))
+    tuning = [
+        {
+            "method": method,
+            "lag": at,
+            "learning_rate": setting[0],
+            "own": setting[1],
+            "sampled": [run.result()["sampled"] for run in trials if run.is_done],
+            "chosen": setting == chosen(method, at),
         }
-        for method in METHODS
-    }
+        for method, at in tuned_cells()
+        for setting in settings_of(method)
+        for trials in [[run_of(method, at, setting, seed) for seed in TUNING_SEEDS]]
+    ]
     found = [
         {**cell, "seed": run.seed, "learning_rate": run.learning_rate, "own": run.own, **run.result()}
         for cell, run in runs()

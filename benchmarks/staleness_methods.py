@@ -9,7 +9,7 @@ Asynchronous methods that the benchmark of staleness compares, and one of their 
 | OPO | `AsyncOPOTrainer`: `−w·v·Δ + μ/2·w·Δ²`, weight w = min(exp Δ, 2) |
 | OPO, weight 1 | the same with w = 1 |
 | OPO, weight 1, falling μ | w = 1, and μ divided by the root of 1 + age |
-| OPO, latest anchor | `−w·v·Δ'`, where Δ' = log π/π_latest is 0 but has a gradient; w as above |
+| OPO, latest anchor | `−w·v·Δ'`, where Δ' = log π/π_latest is 0; w = min(exp Δ, bound), μ without effect |
 """
 
 import json
@@ -31,7 +31,6 @@ from opo_trl import AsyncOPOConfig, AsyncOPOTrainer
 from opo_trl.asynchronous.cpu import without_gpu
 from opo_trl.asynchronous.in_process import GeneratesInProcess, InProcessLoop, InProcessWorker, sample
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
-from opo_trl.trainer import MAX_WEIGHT
 
 from .anchored_methods import small_second_moment
 
@@ -48,16 +47,11 @@ class AdvantageLoop(GeneratesInProcess, _AsyncRolloutLoop):
 
 class WithTokens(AsyncGRPOTrainer):
     """
-    A loss of the log-ratios of all tokens, which `_loss_of_tokens` computes.
-
-    Args:
-        own (`float`): the method's own field. Other arguments are the trainer's.
+    A loss of the log-ratios of all tokens, which `_loss_of_tokens` computes. Sums are over one micro-batch, so an
+    optimizer step must be one.
     """
 
-    def __init__(self, *inputs, own: float, **named):
-        super().__init__(*inputs, **named)
-        assert self.accelerator.num_processes == self.args.gradient_accumulation_steps == 1  # no sums over several
-        self.own = own
+    own: float  # the method's own field
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs: Any = None
@@ -118,10 +112,12 @@ class FallingMu(Unweighted):
 
 
 class LatestAnchor(AsyncOPOTrainer):
-    """Anchor: the policy that takes the completion up, as in AReaL's decoupled loss. Bounded weight."""
+    """Anchor: the policy that takes the completion up, as in AReaL's decoupled loss. Weight of at most `own`."""
+
+    own: float
 
     def _anchored(self, log_ratio, target, age):
-        weights = log_ratio.detach().exp().clamp(max=MAX_WEIGHT)
+        weights = log_ratio.detach().exp().clamp(max=self.own)
         return log_ratio - log_ratio.detach(), target, torch.full_like(weights, self.args.mu), weights
 
 
@@ -133,28 +129,30 @@ class Method:
     Args:
         name (`str`): what the page calls it.
         trainer (`type`): its trainer.
-        field (`str`): its own field, which is tuned.
+        field (`str`): its own field, which is tuned; `"own"` if it is not one of the configuration.
         values (`tuple[float, ...]`): that are tried.
+        meaning (`str`): what the page calls that field.
         color (`str`): of its curve.
     """
 
     name: str
     trainer: Any
     field: str
-    values: tuple[float, float]
+    values: tuple[float, ...]
+    meaning: str
     color: str
 
 
 METHODS = {
     method.name: method
     for method in (
-        Method("OPO", AsyncOPOTrainer, "mu", (0.3, 0.1), "#c0392b"),
-        Method("OPO, weight 1", Unweighted, "mu", (0.3, 0.1), "#e59866"),
-        Method("OPO, weight 1, falling μ", FallingMu, "mu", (0.3, 0.1), "#f5b7b1"),
-        Method("OPO, latest anchor", LatestAnchor, "mu", (0.3, 0.1), "#7d3c98"),
-        Method("AsyncGRPO", AsyncGRPOTrainer, "epsilon", (0.2, 0.4), "#2471a3"),
-        Method("GSPO", GSPO, "own", (0.02, 0.2), "#229954"),
-        Method("M2PO", M2PO, "own", (0.04, 0.01), "#7f8c8d"),
+        Method("OPO", AsyncOPOTrainer, "mu", (0.3, 0.1, 0.03), "μ", "#d55e00"),
+        Method("OPO, weight 1", Unweighted, "mu", (0.3, 0.1, 0.03), "μ", "#e69f00"),
+        Method("OPO, weight 1, falling μ", FallingMu, "mu", (0.3, 0.1, 0.03), "μ", "#c0a060"),
+        Method("OPO, latest anchor", LatestAnchor, "own", (2.0, 4.0, 1.0), "bound", "#8c3b00"),
+        Method("AsyncGRPO", AsyncGRPOTrainer, "epsilon", (0.2, 0.4, 0.8), "clip range", "#0072b2"),
+        Method("GSPO", GSPO, "own", (0.02, 0.2, 0.005), "clip range", "#b03a86"),
+        Method("M2PO", M2PO, "own", (0.04, 0.01, 0.16), "threshold", "#7f7f7f"),
     )
 }
 
@@ -266,8 +264,9 @@ def train(run: Run) -> None:
             processing_class=tokenizer,
             rollout_worker=worker,
             weight_transfer=worker,
-            **({"own": run.own} if method.field == "own" else {}),
         )
+    if method.field == "own":
+        trainer.own = run.own
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]

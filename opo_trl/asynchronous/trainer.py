@@ -161,7 +161,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
             del self._metrics["train"][name]  # nothing is clipped
         trained = inputs["token_index"] >= 0
         logps = outputs.log_probs.flatten()[inputs["token_index"][trained]]
-        difference = logps - inputs["old_log_probs"][trained].to(logps.dtype)
+        difference = logps - inputs["old_log_probs"][trained]  # in float32 at least
         losses = self._row_losses(difference, inputs["segment_id"][trained], inputs["opo_rows"][0])
         # TRL's trainer does not divide by the number of micro-batches; DDP and FSDP take the mean over processes.
         loss = losses.sum() * (self.accelerator.num_processes / num_items_in_batch)

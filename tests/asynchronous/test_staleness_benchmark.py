@@ -1,0 +1,143 @@
+"""The methods of the benchmark of staleness: gradients by their formulas, in float64; and the committed page."""
+
+import gzip
+import itertools
+import json
+import math
+
+import pytest
+import scripted
+import torch
+from helpers import EXACT, in_float64, norm, relative_error
+from transformers import AutoModelForCausalLM
+
+from benchmarks import staleness
+from benchmarks.staleness_methods import METHODS, repeated
+from opo_trl import AsyncOPOTrainer
+from opo_trl.asynchronous.cpu import without_gpu
+from opo_trl.asynchronous.targets import OWN
+
+
+AGE = 3
+
+
+def gspo(rows, mu, own):
+    ratios = [(moved.mean().exp(), target) for moved, target in rows]
+    losses = [-torch.min(s * a, s.clamp(1 - own, 1 + own) * a) for s, a in ratios]
+    return sum(losses) / len(losses), {bool(a * (s - 1) > abs(a) * own) for s, a in ratios}
+
+
+def m2po(rows, mu, own):
+    tokens = [(step, target) for moved, target in rows for step in moved]
+    ascending = sorted(tokens, key=lambda token: abs(token[0].item()))
+    kept, squares = [], 0.0
+    for count, (step, target) in enumerate(ascending, 1):
+        squares += step.item() ** 2
+        if squares / count > own:
+            break
+        kept.append(-step.exp() * target)
+    return sum(kept) / len(tokens), {len(kept) > 0, len(kept) == len(tokens)}
+
+
+def unweighted(rows, mu, own):
+    losses = [-mu * v * moved.sum() + mu / 2 * moved.sum() ** 2 for moved, v in rows]
+    return sum(losses) / sum(len(moved) for moved, _ in rows), {True, False}
+
+
+def falling(rows, mu, own):
+    losses = [-mu * v * moved.sum() + mu / math.sqrt(1 + AGE) / 2 * moved.sum() ** 2 for moved, v in rows]
+    return sum(losses) / sum(len(moved) for moved, _ in rows), {True, False}
+
+
+def latest(rows, mu, own):
+    weights = [moved.sum().exp().item() for moved, _ in rows]
+    losses = [-mu * min(w, own) * v * moved.sum() for w, (moved, v) in zip(weights, rows, strict=True)]
+    return sum(losses) / sum(len(moved) for moved, _ in rows), {w > own for w in weights}
+
+
+@pytest.mark.parametrize(
+    ("name", "formula", "own"),
+    [
+        ("GSPO", gspo, 0.02),
+        ("M2PO", m2po, 0.04),
+        ("OPO, weight 1", unweighted, None),
+        ("OPO, weight 1, falling μ", falling, None),
+        ("OPO, latest anchor", latest, 1.5),
+    ],
+)
+def test_gradient_is_that_of_the_formula(tiny_model, tmp_path, name, formula, own):
+    groups = scripted.conversations(tiny_model, groups=3)
+    for group in groups:
+        for each in group:
+            del each.rows[1:]
+    args = scripted.config(tmp_path)
+    samples = scripted.samples(groups, args)
+    args.per_device_train_batch_size = len(samples)
+    targets = [sample.advantage for sample in samples]
+
+    class Own(METHODS[name].trainer):
+        def __init__(self, *inputs, **named):
+            with without_gpu():
+                super().__init__(*inputs, **named)
+            self.own = own
+
+    for sample in samples:
+        _, *rest = sample.metrics.pop(OWN)
+        if issubclass(Own, AsyncOPOTrainer):
+            sample.metrics[OWN] = (1 - AGE, *rest)
+    trainer = scripted.train(tiny_model, args, samples, Own)
+    (step,) = trainer.recorder.steps
+    network = AutoModelForCausalLM.from_pretrained(tiny_model).double().eval()
+    network.load_state_dict(in_float64(step.policy))
+    rows = []
+    for row, target in zip((each.rows[0] for group in groups for each in group), targets, strict=True):
+        trained = torch.tensor(row.own[1:]).bool()
+        moved = scripted.chosen(network, row.ids) - torch.tensor(row.old[1:]).double()
+        rows.append((moved[trained], target))
+    loss, seen = formula(rows, args.mu, own)
+    assert seen == {True, False}  # both sides of a clip, a mask or a bound
+    names, parameters = zip(*network.named_parameters(), strict=True)
+    expected = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+    assert norm(expected) > 1e-4
+    assert relative_error(step.gradient, expected) < EXACT
+
+
+def test_several_steps_over_a_rollout_have_the_same_rows(tiny_model, tmp_path):
+    groups = scripted.conversations(tiny_model, groups=4)
+    args = scripted.config(tmp_path, per_device_train_batch_size=4, max_steps=4)
+    taken = []
+
+    class Noted(repeated(AsyncOPOTrainer, 2)):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            taken.append(inputs["input_ids"].clone())
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    trainer = scripted.train(tiny_model, args, scripted.samples(groups, args), Noted)
+    assert trainer.state.global_step == 4
+    same = [one.shape == other.shape and torch.equal(one, other) for one, other in itertools.pairwise(taken)]
+    assert same == [True, False, True]
+
+
+def test_committed_page_is_that_of_the_committed_runs(tmp_path):
+    staleness.report(tmp_path)
+    for name in ("staleness.md", "staleness.png"):
+        assert (tmp_path / name).read_bytes() == (staleness.RESULTS / name).read_bytes()
+
+
+def test_every_method_had_the_same_trials_and_the_best_is_used():
+    record = json.loads(gzip.decompress(staleness.RECORD.read_bytes()))
+    for method, at in staleness.tuned_cells():
+        trials = [each for each in record["tuning"] if (each["method"], each["lag"]) == (method, at)]
+        assert len(trials) == len(staleness.LEARNING_RATES) * 3
+        few = [each for each in trials if len(each["sampled"]) == len(staleness.TUNING_SEEDS)]
+        assert len(few) >= staleness.FEW
+        (chosen,) = (each for each in trials if each["chosen"])
+        firsts = sorted((each["sampled"][0] for each in trials), reverse=True)
+        assert chosen["sampled"][0] >= firsts[staleness.FEW - 1]
+        used = {
+            (run["learning_rate"], run["own"])
+            for run in record["runs"]
+            if run["method"] == method and staleness.TUNED_AT[run["lag"]] == at
+        }
+        assert used == {(chosen["learning_rate"], chosen["own"])}
+    assert {run["seed"] for run in record["runs"]} == {*staleness.SEEDS}
