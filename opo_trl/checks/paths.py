@@ -41,14 +41,19 @@ def check_name(field: str, value: Any) -> None:
 
 
 def hint_at_checkout(path: str | os.PathLike) -> str:
-    """The fix for a missing path that looks like one in the source checkout; otherwise empty."""
-    if Path(path).parts[:1] not in (("recipes",), ("benchmarks",)):
-        return ""
-    folder = Path(path).parts[0]
-    return (
-        f"`{folder}/` is part of the source checkout, not of the installed package: get the source and run this "
-        "command in its root, or pass the path of that file."
-    )
+    """The fix for a missing path that looks like one of the package's recipes, or of the source; otherwise empty."""
+    path = Path(path)
+    if path.parts[:1] == ("recipes",):
+        within = path.relative_to("recipes")
+        if (Path(__file__).parents[1] / path).is_file():
+            return f"It is one of the package's recipes: `opo-trl recipes {within}` copies it to here."
+        return "`opo-trl recipes` lists the package's recipes, and copies them to `recipes/`."
+    if path.parts[:1] == ("benchmarks",):
+        return (
+            "`benchmarks/` is part of the source checkout, not of the installed package: get the source and run this "
+            "command in its root, or pass the path of that file."
+        )
+    return ""
 
 
 def is_file(field: str, path: str | os.PathLike) -> bool:

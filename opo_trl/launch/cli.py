@@ -5,6 +5,7 @@ The `opo-trl` command.
     opo-trl compare RECIPE_OR_RUN … [--seeds 1 2 3] --output FOLDER
     opo-trl report RUN_FOLDER
     opo-trl figures RUN_FOLDER
+    opo-trl recipes [RECIPE] [--output FOLDER]
     opo-trl env
 
 `opo_trl.checks.errors` explains the exit status. `--debug` also shows the traceback of an error.
@@ -22,11 +23,22 @@ from .. import __version__
 from ..checks.errors import report_error
 
 
+_FIRST_RUN = """\
+a first run, minutes on a CPU:
+  opo-trl recipes arithmetic/opo.yaml
+  opo-trl train --config recipes/arithmetic/opo.yaml
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `opo-trl`; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     own_parser = argv[:1] in (["train"], ["compare"])
-    arguments, _ = _make_parser().parse_known_args(argv[:1] if own_parser else argv)
+    parser = _make_parser()
+    arguments, _ = parser.parse_known_args(argv[:1] if own_parser else argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
     try:
         return _run(arguments, argv[1:])
     except (ValueError, ImportError) as error:
@@ -34,9 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="opo-trl", description="Orthogonalized Policy Optimization on TRL.")
+    parser = argparse.ArgumentParser(
+        prog="opo-trl",
+        description="Orthogonalized Policy Optimization on TRL.",
+        epilog=_FIRST_RUN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     commands.add_parser("train", help="train from a recipe, through accelerate", add_help=False)
     commands.add_parser("compare", help="compare methods over seeds, or finished runs", add_help=False)
     for name, text in (
@@ -46,6 +63,10 @@ def _make_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text)
         command.add_argument("folder", type=Path, help="folder of a run")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
+    recipes.add_argument("recipe", nargs="?", help="recipe, or folder of recipes, to copy")
+    recipes.add_argument("--output", type=Path, default=Path("recipes"), help="folder to copy to (default: recipes)")
+    recipes.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands.add_parser("env", help="print what a bug report needs")
     return parser
 
@@ -62,6 +83,10 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
         from ..report.run_report import write_report
 
         print(write_report(arguments.folder))
+    elif arguments.command == "recipes":
+        from .shipped import copy_out, describe as list_recipes
+
+        print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else [list_recipes()]), sep="\n")
     elif arguments.command == "figures":
         from ..report.figures import draw_run
 

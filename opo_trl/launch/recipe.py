@@ -24,6 +24,7 @@ from ..arguments import OPOScriptArguments
 from ..checks import paths, strict_yaml
 from ..config import RolloutConfig
 from ..fields import hints
+from .help import ShortHelp
 
 
 # Fields of earlier versions that public recipes set.
@@ -72,7 +73,10 @@ def _admits(hint: Any, kind: type) -> bool:
 def make_parser(trainer: str, prog: str = "opo-trl train") -> _Parser:
     """Parser of recipes and command lines, into script, trainer and model arguments."""
     dataclass_types: Any = _argument_classes(trainer)
-    return _Parser(dataclass_types, prog=prog, allow_abbrev=False)
+    parser = _Parser(dataclass_types, prog=prog, allow_abbrev=False, add_help=False)
+    parser.add_argument("-h", "--help", action=ShortHelp, nargs=0, help="show the most used fields")
+    parser.add_argument("--help_all", action="help", help="show all fields")
+    return parser
 
 
 def _argument_classes(trainer: str) -> tuple[type, type, type]:

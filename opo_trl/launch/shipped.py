@@ -1,0 +1,55 @@
+"""The recipes that the package ships: a list, and a copy to change."""
+
+import shutil
+from pathlib import Path
+
+import yaml
+
+
+SHIPPED = Path(__file__).parents[1] / "recipes"
+_ACCELERATE = "accelerate"  # folder of configurations that recipes name
+
+
+def describe() -> str:
+    """Each recipe with the first line of its file, which says what it does."""
+    recipes = [path for path in sorted(SHIPPED.rglob("*.yaml")) if path.parent.name != _ACCELERATE]
+    names = [str(path.relative_to(SHIPPED)) for path in recipes]
+    width = max(map(len, names))
+    return "\n".join(
+        f"{name:<{width}}  {path.read_text().split(chr(10), 1)[0].removeprefix('# ')}"
+        for name, path in zip(names, recipes, strict=True)
+    )
+
+
+def copy_out(name: str, output: Path) -> list[Path]:
+    """
+    Copy a recipe, or a folder of them, with the configurations of accelerate that it names.
+
+    Args:
+        name (`str`): path within the recipes, with or without `recipes/` before it.
+        output (`Path`): folder to copy to; the path within it is the same, so that recipes find what they name.
+
+    Returns:
+        `list[Path]`: the files written, what was asked for first.
+
+    Raises:
+        `ValueError`: there is no such recipe, or a file of that name is there and differs.
+    """
+    wanted = SHIPPED / name.removeprefix("recipes/")
+    if not (wanted.exists() and wanted.resolve().is_relative_to(SHIPPED.resolve())):
+        raise ValueError(f"recipe={name!r} is not one of the package's. `opo-trl recipes` lists them.")
+    sources = [wanted] if wanted.is_file() else [path for path in sorted(wanted.rglob("*")) if path.is_file()]
+    for source in [path for path in sources if path.suffix == ".yaml"]:
+        config = (yaml.safe_load(source.read_text()) or {}).get("accelerate_config")
+        if config is not None:
+            sources.append((source.parent / config).resolve())
+    targets = {output / path.resolve().relative_to(SHIPPED.resolve()): path for path in sources}
+    for target, source in targets.items():
+        if target.exists() and target.read_bytes() != source.read_bytes():
+            raise ValueError(
+                f"{str(target)!r} exists and differs from the package's. Move it, or set another folder with `--output`."
+            )
+    for target, source in targets.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+    return list(targets)
