@@ -1,22 +1,19 @@
 """
 Train with a vLLM server that generates meanwhile; `test_async_with_vllm.py` runs this in separate processes.
 
-    python async_run.py train|fault FOLDER '{"model": …, "port": …, "adapter": false, …}'
+    python async_run.py train|refused|fault FOLDER '{"model": …, "port": …, "adapter": false, …}'
 """
 
-import itertools
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import requests
 import torch
 from datasets import Dataset
@@ -26,6 +23,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from opo_trl import AsyncOPOConfig, AsyncOPOTrainer
 from opo_trl.data.arithmetic import arithmetic_reward, make_problems
+from opo_trl.rollout import vllm_server
 
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -150,12 +148,62 @@ def refused(model: str, folder: Path, options: dict) -> dict:
         return {"error": str(error), "steps": trainer.state.global_step}
 
 
+class Fault(TrainerCallback):
+    """Does something to the server or the worker after the third step, and writes down when."""
+
+    def __init__(self, trainer: AsyncOPOTrainer, folder: Path, options: dict):
+        self.trainer, self.folder, self.options = trainer, folder, options
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step != 3:
+            return
+        what, group = self.options["what"], self.options["pid"]
+        if what == "worker killed":
+            os.kill(self.trainer.rollout_worker._process.pid, signal.SIGKILL)
+        elif what == "server hung":
+            os.killpg(group, signal.SIGSTOP)
+        else:
+            os.killpg(group, signal.SIGKILL)
+        if what == "server restarted":
+            allowed = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+            with (self.folder / "server.log").open("w") as log:
+                server = subprocess.Popen(
+                    self.options["command"], env=os.environ | allowed, stdout=log, stderr=log, start_new_session=True
+                )
+            (self.folder / "server.pid").write_text(str(server.pid))
+            self.trainer.vllm_client.server_timeout = 600
+            self.trainer.vllm_client.wait_for_server_ready()
+        (self.folder / "at").write_text(str(time.time()))
+
+
+def faulty(model: str, folder: Path, options: dict) -> None:
+    """Train, and let something fail."""
+    vllm_server.PATIENCE = options["patience"]
+    trainer = make(model, folder, options)
+    trainer.add_callback(Fault(trainer, folder, options))
+    trainer.train()
+
+
+def fault(model: str, folder: Path, options: dict) -> dict:
+    """How a process ends that trains while something fails: its status, what it said, and after how many seconds."""
+    command = [sys.executable, __file__, "faulty", str(folder), json.dumps(options)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    seconds = time.time() - float((folder / "at").read_text())
+    if options["what"] == "server hung":
+        os.killpg(options["pid"], signal.SIGCONT)
+    if (folder / "server.pid").exists():
+        os.killpg(int((folder / "server.pid").read_text()), signal.SIGKILL)
+    return {"status": ended.returncode, "output": ended.stderr[-3000:], "seconds": seconds}
+
+
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         import cpu_shim
 
         cpu_shim.patch_async_trainer()
     command, folder, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    result = {"train": train, "refused": refused}[command](options["model"], folder, options)
+    result = {"train": train, "refused": refused, "fault": fault, "faulty": faulty}[command](
+        options["model"], folder, options
+    )
     if result is not None:
         (folder / "result.json").write_text(json.dumps(result))

@@ -74,3 +74,44 @@ def test_log_probabilities_of_another_temperature_are_refused(run, adapter_serve
     assert "runs with `--logprobs-mode raw_logprobs`, so with temperature=0.7 it does not" in result["error"]
     assert "Start it with `--logprobs-mode processed_logprobs`." in result["error"]
     assert result["steps"] == 0
+
+
+# Faults; the last two end the servers
+
+
+def ended(run, server: dict, what: str) -> dict:
+    """How a run has ended that had 40 steps to go when something failed."""
+    result = run("fault", script=SCRIPT, what=what, patience=10.0, config=FAST | {"max_steps": 43}, **server)
+    assert result["status"] == 1
+    return result
+
+
+@pytest.mark.vllm
+def test_worker_that_is_killed_ends_the_training(run, full_server):
+    result = ended(run, full_server, "worker killed")
+    assert "The process of the rollout worker has ended with exit code -9" in result["output"]
+    assert result["seconds"] < 90
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("kind", ["full_server", "adapter_server"])
+def test_server_that_hangs_ends_the_training(run, request, kind):
+    server = request.getfixturevalue(kind)
+    result = ended(run, server, "server hung")
+    assert f"The vLLM server at http://127.0.0.1:{server['port']} no longer answers" in result["output"]
+    assert result["seconds"] < 90
+
+
+@pytest.mark.vllm
+def test_server_that_was_restarted_ends_the_training(run, adapter_server):
+    """It has no adapter, and serves nothing under the name of the policy."""
+    result = ended(run, adapter_server, "server restarted")
+    assert "It may have been restarted, so that it lacks the adapter" in result["output"]
+    assert result["seconds"] < 90
+
+
+@pytest.mark.vllm
+def test_server_that_is_killed_ends_the_training(run, full_server):
+    result = ended(run, full_server, "server killed")
+    assert f"The vLLM server at http://127.0.0.1:{full_server['port']} no longer answers" in result["output"]
+    assert result["seconds"] < 90
