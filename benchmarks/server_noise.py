@@ -40,7 +40,7 @@ from .shapes import small_qwen3
 RESULTS = Path(__file__).resolve().parent / "results" / "server_noise.json"
 LENGTHS = (16, 32, 64, 128, 256)
 COMPLETIONS = {"arithmetic": 256, "random": 64}
-SCALE = 6.0  # of the random model's matrices, so that it is about as sure of a token as a language model
+SCALE, HEAD_SCALE = 6.0, 18.0  # of the random model's matrices, so that it is as sure of a token as a language model
 SERVERS = {  # dtype and --logprobs-mode → temperatures
     ("float32", "processed_logprobs"): (1.0, 0.7),
     ("bfloat16", "processed_logprobs"): (1.0, 0.7),
@@ -48,7 +48,6 @@ SERVERS = {  # dtype and --logprobs-mode → temperatures
 }
 TRAINERS = ("float32", "bfloat16")  # without and with `bf16`, TRL's default: autocast
 TARGET = 1.0  # |v*| is 1 to 6 with μ = 0.3
-TOLERATED = 0.1  # standard deviation of Δ, as a fraction of the target
 
 
 # Measurement
@@ -65,9 +64,9 @@ def make_policies(folder: Path) -> None:
     shape = small_qwen3(128) | {"max_position_embeddings": 512, "tie_word_embeddings": False}
     random = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in random.parameters():
+        for name, parameter in random.named_parameters():
             if parameter.dim() > 1:
-                parameter.mul_(SCALE)
+                parameter.mul_(HEAD_SCALE if name.startswith("lm_head") else SCALE)
     random.save_pretrained(folder / "random")
 
 
@@ -183,16 +182,21 @@ def vllm_version() -> str:
 # Report
 
 
+def size(each: dict[str, float]) -> float:
+    """Root mean square of Δ."""
+    return math.hypot(each["mean"], each["std"])
+
+
 def exponent(deltas: dict[str, dict[str, float]]) -> float:
-    """p of the least-squares fit std ∝ length^p."""
-    points = [(math.log(float(length)), math.log(each["std"])) for length, each in deltas.items()]
+    """p of the least-squares fit size ∝ length^p."""
+    points = [(math.log(float(length)), math.log(size(each))) for length, each in deltas.items()]
     return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
-def bearable(deltas: dict[str, dict[str, float]]) -> float:
-    """Length at which std is the tolerated fraction of the target, with std ∝ √length from the longest measured."""
+def overwhelmed(deltas: dict[str, dict[str, float]]) -> float:
+    """Length at which Δ is as large as a small target, if it grows with √length from the longest measured."""
     length, each = max(((float(length), each) for length, each in deltas.items()), key=lambda item: item[0])
-    return length * (TOLERATED * TARGET / each["std"]) ** 2
+    return length * (TARGET / size(each)) ** 2
 
 
 def report(results: dict[str, Any]) -> str:
@@ -206,13 +210,12 @@ def report(results: dict[str, Any]) -> str:
     first = []
     for case in short:
         (length, each), *_ = case["deltas"].items()
-        numbers = [f"{each[key]:.1e}" for key in ("std", "median", "max")]
-        first.append([*name(case), length, *numbers])
+        first.append([*name(case), length, *(f"{value:.1e}" for value in (size(each), each["median"], each["max"]))])
     second = []
     for case in long:
-        deviations = [f"{each['std']:.1e}" for each in case["deltas"].values()]
-        enough = f"{bearable(case['deltas']):.0e}" if case["mode"] == "processed_logprobs" else ""
-        second.append([*name(case), *deviations, f"{exponent(case['deltas']):.2f}", enough])
+        sizes = [f"{size(each):.1e}" for each in case["deltas"].values()]
+        enough = f"{overwhelmed(case['deltas']):.0e}"
+        second.append([*name(case), *sizes, f"{exponent(case['deltas']):.2f}", enough])
     versions = ", ".join(f"{key} {number}" for key, number in results["versions"].items())
     header = ("server", "temperature", "trainer")
     surprise = statistics.fmean(case["surprise"] for case in long if case["temperature"] == 1.0)
@@ -221,11 +224,12 @@ def report(results: dict[str, Any]) -> str:
         "`python -m benchmarks.server_noise report` makes this page; the script's docstring says what is measured. Δ "
         "of\ncompletions of the current policy, which should be 0.\n\n"
         f'"arithmetic", {COMPLETIONS["arithmetic"]} completions:\n\n'
-        f"{table([*header, 'mean length', 'std of Δ', 'median of |Δ|', 'max of |Δ|'], first)}\n\n"
-        f'"random", {COMPLETIONS["random"]} completions, {surprise:.1f} nats per token: standard deviation of Δ by '
-        f"length, the exponent of its growth (0.5:\nindependent errors), and the length at which it is {TOLERATED:g} "
-        f"if it grows with the root from the longest on:\n\n"
-        f"{table([*header, *map(str, LENGTHS), 'exponent', f'{TOLERATED:g} at length'], second)}\n\n"
+        f"{table([*header, 'mean length', 'root mean square', 'median', 'largest'], first)}\n\n"
+        f'"random", {COMPLETIONS["random"]} completions, {surprise:.1f} nats per token. Root mean square of Δ by '
+        "length; the exponent of its growth, which is 0.5 for independent\nerrors and 1 for errors in one direction; and "
+        f"the length at which it is {TARGET:g}, the size of small targets with μ = 0.3, if it\ngrows with the root of the "
+        "length from the longest on:\n\n"
+        f"{table([*header, *map(str, LENGTHS), 'exponent', f'{TARGET:g} at length'], second)}\n\n"
         f"Measured {results['date'][:10]} with vLLM {results['vllm']}, {versions}.\n"
     )
 
