@@ -185,6 +185,10 @@ ASYNC_CONTRACT: Contract = {
         "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
         "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
         "training_step": ("model", "inputs", "num_items_in_batch"),
+        "log": ("logs", "start_time"),
+        "_save_checkpoint": ("model", "trial"),
+        "processing_class": None,
+        "eos_token_ids": None,
     },
     _ASYNC: {"get_peak_flops_per_device": None},
     f"{_WORKER}._AsyncRolloutLoop": {
@@ -205,7 +209,7 @@ ASYNC_CONTRACT: Contract = {
     },
     f"{_WORKER}.AsyncRolloutWorker": {"_loop_cls": None, "_loop_kwargs": None},
     _WORKER: {"_AsyncRolloutLoop": None},
-    "trl.experimental.async_grpo.AsyncGRPOConfig": {"__post_init__": ()},
+    "trl.experimental.async_grpo.AsyncGRPOConfig": {"__post_init__": (), "to_dict": (), "dtype": None},
 }
 ASYNC_KEYS: Mapping[str, Collection[str]] = {
     "trl.experimental.async_grpo.packing.TreeRow.pack": ("token_index", "old_log_probs", "segment_id"),
