@@ -117,7 +117,7 @@ def work_out(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, problem
         pad=tokenizer.pad_token_id,
         generator=torch.Generator().manual_seed(0),
     )
-    ends = [(row + [eos]).index(eos) for row in tokens.tolist()]
+    ends = [[*row, eos].index(eos) for row in tokens.tolist()]
     return [tokenizer.decode(row[:end]) + "<eos>" for row, end in zip(tokens.tolist(), ends, strict=True)]
 
 
