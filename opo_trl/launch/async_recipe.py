@@ -35,7 +35,7 @@ from ..rollout import checkpoint
 from .preflight import await_health, check_columns, check_development_mode
 
 
-# A response is its text, as in the other trainers: no recipe has tools.
+# Without an anchor nothing is parsed: TRL then takes a response's text without special tokens, as other trainers do.
 _TEXT = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
 # TRL's worker takes conversations only. This makes one message the text itself.
 _TEXT_ONLY = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
