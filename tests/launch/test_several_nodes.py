@@ -353,6 +353,12 @@ def test_server_is_ready_before_training_and_ends_with_it(stand_ins, recipe, fie
 ASYNC = "recipes/qwen3-1.7b/async/opo.yaml"
 
 
+@pytest.fixture(scope="module")
+def server() -> list[str]:
+    """Fields of a run with LoRA, and where its server is to be."""
+    return ["--vllm_server_base_url", f"http://localhost:{free_port()}", "--use_peft", "true", "--lora_r", "32"]
+
+
 @pytest.mark.parametrize(
     ("hosts", "gpus", "more", "serving", "training"),
     [
@@ -362,10 +368,9 @@ ASYNC = "recipes/qwen3-1.7b/async/opo.yaml"
     ],
     ids=["two nodes", "one node", "GPUs of the server"],
 )
-def test_asynchronous_training_has_a_server_of_its_own(stand_ins, hosts, gpus, more, serving, training):
-    port = free_port()
-    argv = [ASYNC, "--vllm_server_base_url", f"http://localhost:{port}", "--use_peft", "true", "--lora_r", "32"]
-    argv += ["--", "--max-model-len", "2304"]
+def test_asynchronous_training_has_a_server_of_its_own(stand_ins, server, hosts, gpus, more, serving, training):
+    port = server[1].rpartition(":")[2]
+    argv = [ASYNC, *server, "--", "--max-model-len", "2304"]
     status, errors = stand_ins.run("async_server.sbatch", *argv, HOSTS=hosts, SLURM_GPUS_ON_NODE=gpus, **more)
     assert status == 0, errors
     serve, train = stand_ins.calls("srun")
@@ -373,11 +378,11 @@ def test_asynchronous_training_has_a_server_of_its_own(stand_ins, hosts, gpus, m
     assert f"--nodelist={training[0]}" in train
     shares = "1" if hosts == "127.0.0.1" else None
     assert stand_ins.calls("opo-trl", "overlaps") == [shares]  # otherwise the second step waits for the first to end
-    (server,), (devices,) = stand_ins.calls("vllm"), stand_ins.calls("vllm", "devices")
+    (serves,), (devices,) = stand_ins.calls("vllm"), stand_ins.calls("vllm", "devices")
     assert devices == serving[1]
     assert stand_ins.calls("vllm", "develops") == ["1"]
-    assert server == [
-        *("serve", "Qwen/Qwen3-1.7B", "--revision", "main", "--port", str(port)),
+    assert serves == [
+        *("serve", "Qwen/Qwen3-1.7B", "--revision", "main", "--port", port),
         *("--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "nccl"}'),
         *("--dtype", "bfloat16", "--enable-lora", "--max-lora-rank", "32", "--max-loras", "6"),
         *("--tensor-parallel-size", str(len(devices.split(","))), "--max-model-len", "2304"),
@@ -385,15 +390,14 @@ def test_asynchronous_training_has_a_server_of_its_own(stand_ins, hosts, gpus, m
     (launcher,) = stand_ins.calls("opo-trl")
     assert launcher[5:7] == ["--num_processes", training[1]]
     assert launcher[launcher.index(ASYNC) + 1 :] == [
-        *(*training[2], *argv[1 : argv.index("--")]),
+        *(*training[2], *server),
         *("--vllm_server_base_url", f"http://{serving[0]}:{port}"),
     ]
 
 
-def test_asynchronous_training_ends_with_its_server(stand_ins):
-    argv = [ASYNC, "--vllm_server_base_url", f"http://localhost:{free_port()}"]
+def test_asynchronous_training_ends_with_its_server(stand_ins, server):
     more = {"HOSTS": "127.0.0.1", "SLURM_GPUS_ON_NODE": "2", "SERVER": "fails in training", "TRAINING": "continues"}
-    status, errors = stand_ins.run("async_server.sbatch", *argv, **more)
+    status, errors = stand_ins.run("async_server.sbatch", ASYNC, *server, **more)
     assert status == 1
     assert "error: the vLLM server ended during training" in errors
 

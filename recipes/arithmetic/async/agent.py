@@ -22,10 +22,12 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_callback import PrinterCallback
 
 from opo_trl import AsyncOPOConfig, AsyncOPOTrainer
 from opo_trl.asynchronous.in_process import InProcessWorker, sample
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
+from opo_trl.launch.callbacks import ProgressBar
 
 
 # What the model writes to call the tool, and what it reads from it, are four tokens and the characters between them.
@@ -159,6 +161,8 @@ def train(base: Path, folder: Path, *, steps: int, staleness: int = 2) -> list[d
         rollout_worker=worker,
         weight_transfer=worker,
     )
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(ProgressBar())
     trainer.train()
     return [entry for entry in trainer.state.log_history if "reward" in entry]
 
@@ -174,8 +178,8 @@ def main() -> None:
     log = train(arguments.output / "base", arguments.output, steps=arguments.steps)
     (arguments.output / "log.json").write_text(json.dumps(log))
     for name, entries in (("first", log[:5]), ("last", log[-5:])):
-        calls, right = (statistics.fmean(entry[m] for entry in entries) for m in ("tools/call_frequency", "reward"))
-        print(f"{name} five steps: {calls:.1%} of the conversations call the tool, {right:.1%} end right")
+        turns, right = (statistics.fmean(entry[m] for entry in entries) for m in ("rollout/turns_mean", "reward"))
+        print(f"{name} five steps: {turns - 1:.1%} of the conversations call the tool, {right:.1%} end right")
 
 
 if __name__ == "__main__":
