@@ -174,7 +174,10 @@ _ASYNC = "trl.experimental.async_grpo.async_grpo_trainer"
 _WORKER = "trl.experimental.async_grpo.async_rollout_worker"
 ASYNC_CONTRACT: Contract = {
     f"{_ASYNC}.AsyncGRPOTrainer": {
-        "__init__": ("model", "reward_funcs", "args"),
+        "__init__": (
+            *("model", "reward_funcs", "args", "train_dataset", "processing_class", "callbacks", "peft_config"),
+            *("rollout_worker", "weight_transfer"),
+        ),
         "_name": None,
         "_paper": None,
         "_tag_names": None,

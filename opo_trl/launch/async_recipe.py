@@ -142,6 +142,7 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         reward_funcs: list,
         args: AsyncRecipeConfig,
         train_dataset: Dataset,
+        *,
         quantization_config: Any = None,
         **named,
     ):
