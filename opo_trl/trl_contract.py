@@ -174,7 +174,10 @@ _ASYNC = "trl.experimental.async_grpo.async_grpo_trainer"
 _WORKER = "trl.experimental.async_grpo.async_rollout_worker"
 ASYNC_CONTRACT: Contract = {
     f"{_ASYNC}.AsyncGRPOTrainer": {
-        "__init__": ("model", "reward_funcs", "args"),
+        "__init__": (
+            *("model", "reward_funcs", "args", "train_dataset", "processing_class", "callbacks", "peft_config"),
+            *("rollout_worker", "weight_transfer"),
+        ),
         "_name": None,
         "_paper": None,
         "_tag_names": None,
@@ -186,6 +189,9 @@ ASYNC_CONTRACT: Contract = {
         "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
         "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
         "training_step": ("model", "inputs", "num_items_in_batch"),
+        "log": ("logs", "start_time"),
+        "processing_class": None,
+        "eos_token_ids": None,
         # Which prompts have been trained
         "_save_checkpoint": ("model", "trial"),
         "_trained_groups": None,
@@ -220,7 +226,7 @@ ASYNC_CONTRACT: Contract = {
     "trl.experimental.async_grpo.vllm_client.VLLMClient": {"wait_for_server_ready": (), "get_server_info": ()},
     "trl.experimental.async_grpo.weight_transfer": {"WeightTransferClient": None},
     _WORKER: {"_AsyncRolloutLoop": None},
-    "trl.experimental.async_grpo.AsyncGRPOConfig": {"__post_init__": ()},
+    "trl.experimental.async_grpo.AsyncGRPOConfig": {"__post_init__": (), "to_dict": (), "dtype": None},
 }
 ASYNC_KEYS: Mapping[str, Collection[str]] = {
     "trl.experimental.async_grpo.packing.TreeRow.pack": ("token_index", "old_log_probs", "segment_id"),
