@@ -77,6 +77,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
             super().__init__(model, reward_funcs, args, *further, **named)
         self._reports: list[Tensor] = []  # of the current optimizer step, one per micro-batch
         self._syncs = 0  # of weights, so far
+        self._passes_left = 0  # over the micro-batches of the last optimizer step
         if isinstance(self.rollout_worker, AsyncRolloutWorker):
             make_targets(self.rollout_worker, args.objective)
             faults.guard(self.rollout_worker, self.vllm_client, args.heartbeat_stale_after_s)
@@ -85,6 +86,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         """As in TRL; first checks which log-probabilities the server reports."""
         if isinstance(self.rollout_worker, AsyncRolloutWorker):
             faults.check_logprobs(self.vllm_client, self.args.temperature)
+        self._passes_left = 0
         with faults.training(self.rollout_worker):
             return super().train(*args, **kwargs)
 
@@ -130,8 +132,11 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         # Of the whole optimizer step and all processes: TRL divides each micro-batch by its own number of tokens, so
         # that the gradient depends on how samples are distributed over micro-batches.
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return batches, sum(batch["opo_total"][0] for batch in batches)
+        if not self._passes_left:
+            super().get_batch_samples(epoch_iterator, num_batches, device)
+            self._passes_left = self.args.num_iterations
+        self._passes_left -= 1
+        return self._batches, sum(batch["opo_total"][0] for batch in self._batches)
 
     # The loss
 
@@ -238,5 +243,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         metrics |= {f"opo/{name}": mean for name, mean in zip(MEANS, means.tolist(), strict=True)}
         metrics["opo/escort/min"], metrics["opo/escort/max"] = omega.min().item(), omega.max().item()
         metrics["opo/positivity_margin"] = 1 + samples.target.min().item()
+        if self.args.num_iterations > 1:
+            metrics["opo/pass"] = self.args.num_iterations - self._passes_left
         for name in metrics.keys() - {"entropy", "opo/frac_skipped"}:
             self._metrics["train"][name].append(metrics[name])

@@ -84,7 +84,7 @@ class AsyncRecipeConfig(AsyncOPOConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The settings. Reports count a run's completions by rollouts; here an optimizer step is one."""
-        rollout = {"generation_batch_size": self.completions_per_step, "num_iterations": 1}
+        rollout = {"generation_batch_size": self.completions_per_step}
         return {**super().to_dict(), **rollout, "steps_per_generation": self.gradient_accumulation_steps}
 
 
