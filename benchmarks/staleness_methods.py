@@ -192,7 +192,7 @@ class Run:
 
 
 def repeated(trainer: Any, passes: int) -> Any:
-    """The trainer, with several optimizer steps over each rollout."""
+    """A trainer of TRL with several optimizer steps over each rollout, which OPO's has as `num_iterations`."""
 
     class Repeated(trainer):
         _left, _kept = 0, None
@@ -201,8 +201,7 @@ def repeated(trainer: Any, passes: int) -> Any:
             if not self._left:
                 self._left, self._kept = passes, super().get_batch_samples(epoch_iterator, num_batches, device)
             self._left -= 1
-            batches, total = self._kept
-            return [dict(batch) for batch in batches], total
+            return self._kept
 
     return Repeated
 
@@ -245,6 +244,7 @@ def train(run: Run) -> None:
         report_to="none",
         disable_tqdm=True,
         **({} if method.field == "own" else {method.field: run.own}),
+        **({"num_iterations": run.passes} if is_opo else {}),
     )
     worker = InProcessWorker(
         model,
@@ -255,7 +255,7 @@ def train(run: Run) -> None:
         staleness=run.staleness,
         loop_class=InProcessLoop if is_opo else AdvantageLoop,
     )
-    trainer_class = repeated(method.trainer, run.passes) if run.passes > 1 else method.trainer
+    trainer_class = method.trainer if is_opo else repeated(method.trainer, run.passes)
     with without_gpu():
         trainer = trainer_class(
             model,

@@ -30,9 +30,9 @@ the policy of L versions ago has written. A worker in the training process gener
 depends on time. L is the age when the trainer takes a rollout; TRL fetches one ahead, so that in training every
 completion is one version older. With L = 64, all rollouts are the base model's.
 
-Every method has the same trials at L = 0 and at L = 16: four learning rates × three values of its own field, on one
-seed; the best three on two more. L = 1 takes the settings of L = 0; L = 4 and 64 those of L = 16. Constant learning
-rate, no gradient clipping. Then {n} seeds that no choice was based on.
+Every method has the same trials at L = 0, 4 and 16: four learning rates × three values of its own field, on one seed;
+the best three on two more. L = 1 takes the settings of L = 0, L = 64 those of L = 16. Constant learning rate, no
+gradient clipping. Then {n} seeds that no choice was based on.
 
 Accuracies in % on 500 test problems, sampled at temperature 1 and greedy, ± half of the 95 % t interval. Differences
 are paired by seed; ▲ and ▼ mark those whose interval excludes 0."""

@@ -168,11 +168,8 @@ class RolloutConfig(GRPOConfig):
         weights = self.reward_weights
         require(not weights or any(weights), "reward_weights", weights, "a list with at least one number other than 0")
         require("\0" not in (self.run_name or ""), "run_name", self.run_name, "a name without a NUL")
-        url = self.vllm_server_base_url
-        if url is not None:
-            # Optional user and password; a host name, or an IPv6 address in brackets.
-            match = re.fullmatch(r"https?://([^\s/?#@]+@)?(\[[0-9a-fA-F:.%]+\]|[^\s/:?#@\[\]]+)(:\d+)?(/\S*)?", url)
-            require(bool(match), "vllm_server_base_url", url, "an address such as http://localhost:8000")
+        if self.vllm_server_base_url is not None:
+            check_url("vllm_server_base_url", self.vllm_server_base_url)
         processes = int(os.environ.get("WORLD_SIZE", 1))
         last = ranges.RANGES["seed"].high - processes + 1  # each process adds its rank
         require(self.seed <= last, "seed", self.seed, f"an integer from 0 to {last:.0f}")
@@ -328,6 +325,19 @@ class ObjectiveConfig:
         if self.log_ratio_clamp is None:
             self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
 
+    def describe_objective(self) -> str:
+        """Line of a run's plan: the loss."""
+        temperature = f"in {self.temperature_range} from {self.escort_temperature:g}"
+        terms = [
+            f"alpha = {self.alpha:g}",
+            f"temperature {temperature if self.adaptive_temperature else f'{self.escort_temperature:g}'}",
+            f"anchor correction {self.anchor_correction}",
+            f"drive scaling {self.drive_scaling}",
+            f"positivity {self.positivity}",
+            f"log-ratio {self.log_ratio_reduction} within ±{self.log_ratio_clamp:g}, {self.ratio_form} form",
+        ]
+        return ", ".join(terms)
+
 
 def reject_unused_fields(arguments: Any, parent: type) -> None:
     """Reject a parent's fields that shape a loss OPO does not compute, unless they have their default."""
@@ -457,18 +467,14 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
         )
 
     def describe_objective(self) -> str:
-        temperature = f"in {self.temperature_range} from {self.escort_temperature:g}"
-        terms = [
-            f"alpha = {self.alpha:g}",
-            f"temperature {temperature if self.adaptive_temperature else f'{self.escort_temperature:g}'}",
-            f"anchor correction {self.anchor_correction}",
-            f"drive scaling {self.drive_scaling}",
-            f"positivity {self.positivity}",
-            f"log-ratio {self.log_ratio_reduction} within ±{self.log_ratio_clamp:g}, {self.ratio_form} form",
-        ]
-        if self.beta:
-            terms.append(f"beta = {self.beta:g}")
-        return ", ".join(terms)
+        return super().describe_objective() + (f", beta = {self.beta:g}" if self.beta else "")
+
+
+def check_url(name: str, url: str) -> None:
+    """Check the address of a server."""
+    # Optional user and password; a host name, or an IPv6 address in brackets.
+    match = re.fullmatch(r"https?://([^\s/?#@]+@)?(\[[0-9a-fA-F:.%]+\]|[^\s/:?#@\[\]]+)(:\d+)?(/\S*)?", url)
+    require(bool(match), name, url, "an address such as http://localhost:8000")
 
 
 def check_deepspeed(asked_by: str) -> None:

@@ -151,7 +151,8 @@ def evaluate(
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
-            Trainer with the policy, the generation engine and the reward functions. All reward functions are called; a
+            Trainer with the policy, the generation engine and the reward functions, or one that generates and scores
+            under the same names (`launch.async_recipe`). All reward functions are called; a
             completion is correct when the first one gives it 1.0.
         dataset (`datasets.Dataset`):
             Rows as for training: `prompt` and the columns that the reward functions read.
@@ -259,7 +260,7 @@ def _evaluation_mode(trainer: "GRPOTrainer") -> Iterator[None]:
             # Passes that no score depends on: log-probabilities of behaviour policy, reference and vLLM's correction.
             vllm_importance_sampling_correction=False,
             _get_per_token_logps_and_entropies=lambda *_, **__: (None, None, None),
-            **{name: _emptied(getattr(trainer, name)) for name in records},
+            **{name: _emptied(getattr(trainer, name)) for name in records if hasattr(trainer, name)},
         ):
             yield
     finally:

@@ -8,7 +8,9 @@ do not know it.
 """
 
 import functools
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -32,7 +34,8 @@ class Method:
             Colour of its curves, as `"#rrggbb"`.
         trainer (`str`), config (`str`):
             Dotted paths of its trainer, a subclass of [`RolloutTrainer`], and of its configuration, a subclass of
-            [`RolloutConfig`]. They are imported on use, since importing TRL takes seconds.
+            [`RolloutConfig`]; `launch.async_recipe` has what another trainer needs. They are imported on use, since
+            importing TRL takes seconds.
         page (`str`, *optional*):
             Path of its documentation page in the repository.
         settings (`Mapping[str, Any]`, *optional*):
@@ -68,6 +71,8 @@ def _imported(path: str) -> Any:
 _OPO = ("opo_trl.trainer.OPOTrainer", "opo_trl.config.OPOConfig")
 _TRL = ("opo_trl.rollout.trainer.RolloutTrainer", "opo_trl.config.RolloutConfig")  # with TRL's losses
 
+_ASYNC = ("opo_trl.launch.async_recipe.AsyncRecipeTrainer", "opo_trl.launch.async_recipe.AsyncRecipeConfig")
+
 _GRPO = {"loss_type": "grpo", "importance_sampling_level": "token"}
 _GSPO = {"trainer": "grpo", "loss_type": "grpo", "importance_sampling_level": "sequence"}
 # TRL's default loss is DAPO's, but a run with the rest of TRL's defaults is none of these methods.
@@ -79,6 +84,7 @@ METHODS = [
     Method("grpo", "GRPO", "#0072b2", *_TRL, "docs/methods/grpo.md", _GRPO),
     Method("gspo", "GSPO", "#b03a86", *_TRL, "docs/methods/gspo.md", _GSPO),
     Method("dapo", "DAPO", "#56b4e9", *_TRL, "docs/methods/dapo.md", _DAPO),
+    Method("async_opo", "Asynchronous OPO", "#009e73", *_ASYNC, "docs/async.md"),
 ]
 
 
@@ -90,6 +96,16 @@ def register(method: Method) -> None:
 def by_trainer() -> dict[str, Method]:
     """The methods that a recipe can name in `trainer`, by name."""
     return {method.name: method for method in METHODS if "trainer" not in method.settings}
+
+
+def config_classes() -> list[Any]:
+    """Configurations of the methods that fit the installed TRL; one that rests on an experimental module may not."""
+    found = []
+    for method in METHODS:
+        with suppress(ImportError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the module is experimental, which is no news to other methods
+            found.append(method.config_class)
+    return found
 
 
 def method_of(settings: Mapping[str, Any]) -> Method | None:

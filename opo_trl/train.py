@@ -86,9 +86,10 @@ def prepare(argv: Sequence[str]) -> Run:
         preflight.check_template_options(args, tokenizer, data.training[0]["prompt"])
         preflight.check_columns(reward_funcs, data.training)
         preflight.check_context(data.training["prompt"], tokenizer, config, args, script.max_prompt_length)
-    check_enough_prompts(len(data.training), args)
-    if args.process_index == 0:
-        preflight.check_vllm_server(args)
+    if isinstance(args, RolloutConfig):  # asynchronous training repeats its prompts, and has a server of another kind
+        check_enough_prompts(len(data.training), args)
+        if args.process_index == 0:
+            preflight.check_vllm_server(args)
 
     folder, options = Path(args.output_dir), args.model_init_kwargs
     with_options = f" with model_init_kwargs={options!r}" if options else ""

@@ -174,17 +174,24 @@ _ASYNC = "trl.experimental.async_grpo.async_grpo_trainer"
 _WORKER = "trl.experimental.async_grpo.async_rollout_worker"
 ASYNC_CONTRACT: Contract = {
     f"{_ASYNC}.AsyncGRPOTrainer": {
-        "__init__": ("model", "reward_funcs", "args"),
+        "__init__": (
+            *("model", "reward_funcs", "args", "train_dataset", "processing_class", "callbacks", "peft_config"),
+            *("rollout_worker", "weight_transfer"),
+        ),
         "_name": None,
         "_paper": None,
         "_tag_names": None,
         "train": (),
+        "_lora_sync": None,
         "_metrics": None,
         "_sync_weight": (),
         "get_train_dataloader": (),
         "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
         "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
         "training_step": ("model", "inputs", "num_items_in_batch"),
+        "log": ("logs", "start_time"),
+        "processing_class": None,
+        "eos_token_ids": None,
         # Which prompts have been trained
         "_save_checkpoint": ("model", "trial"),
         "_trained_groups": None,
@@ -199,6 +206,8 @@ ASYNC_CONTRACT: Contract = {
             *("metrics_queue", "num_generations", "max_tokens", "temperature", "chat_template_kwargs"),
             *("max_tool_calling_iterations", "fork_threshold_tokens"),
         ),
+        "run": (),
+        "_post": ("path", "payload", "timeout", "max_retries"),
         "_score_group": ("group",),
         "_generate_one": ("prompt", "tool_dict", "tools", "group_id"),
         "_generate_one_turn": ("prompt_ids",),
@@ -208,9 +217,16 @@ ASYNC_CONTRACT: Contract = {
         "_model_version_value": None,
         "_tool_pool": None,
     },
-    f"{_WORKER}.AsyncRolloutWorker": {"_loop_cls": None, "_loop_kwargs": None},
+    f"{_WORKER}.AsyncRolloutWorker": {
+        **dict.fromkeys(("_loop_cls", "_loop_kwargs", "_process", "_failed_event", "rollout_buffer")),
+        "start": (),
+        "check_health": ("stale_after_s",),
+        "stop": (),
+    },
+    "trl.experimental.async_grpo.vllm_client.VLLMClient": {"wait_for_server_ready": (), "get_server_info": ()},
+    "trl.experimental.async_grpo.weight_transfer": {"WeightTransferClient": None},
     _WORKER: {"_AsyncRolloutLoop": None},
-    "trl.experimental.async_grpo.AsyncGRPOConfig": {"__post_init__": ()},
+    "trl.experimental.async_grpo.AsyncGRPOConfig": {"__post_init__": (), "to_dict": (), "dtype": None},
 }
 ASYNC_KEYS: Mapping[str, Collection[str]] = {
     "trl.experimental.async_grpo.packing.TreeRow.pack": ("token_index", "old_log_probs", "segment_id"),

@@ -50,6 +50,10 @@ class AsyncOPOConfig(ObjectiveConfig, AsyncGRPOConfig):
     `generation_config.json`.
 
     Parameters:
+        num_iterations (`int`, *optional*, defaults to `1`):
+            Optimizer steps over the same completions, at least 1; see [`benchmarks/results/staleness.md`]. Set
+            `weight_sync_steps` to the same number to send weights after the last. A resumed run goes on with new
+            completions.
         max_skipped_steps (`int`, *optional*, defaults to `10`):
             As in [`RolloutConfig`]: number of consecutive optimizer steps with a non-finite gradient after which the
             run saves a checkpoint and ends, at least 1.
@@ -59,6 +63,7 @@ class AsyncOPOConfig(ObjectiveConfig, AsyncGRPOConfig):
         names the field, the value and what to do.
     """
 
+    num_iterations: int = field(default=1, metadata={"help": "Optimizer steps over the same completions."})
     max_skipped_steps: int = field(
         default=10, metadata={"help": "Consecutive optimizer steps with a non-finite gradient that end the run."}
     )

@@ -165,8 +165,8 @@ class InProcessWorker:
 
     Args:
         model (`str`):
-            As in the trainer: hub id or folder of a causal language model. Its copy here generates on the CPU, in
-            float32.
+            As in the trainer: hub id or folder of a causal language model, loaded with `args.model_init_kwargs`. Its
+            copy here generates on the CPU, in float32.
         args ([`AsyncOPOConfig`]):
             That of the trainer, with a `token_budget`, whose default only a server can tell.
         train_dataset (`~datasets.Dataset`):
@@ -224,7 +224,8 @@ class InProcessWorker:
 
     def start(self) -> None:
         args, tokenizer = self.args, self._loop_kwargs["processing_class"]
-        policy = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
+        options: Any = args.model_init_kwargs or {}  # a dict, once parsed
+        policy = AutoModelForCausalLM.from_pretrained(self.model, **{**options, "dtype": torch.float32}).eval()
         ends = policy.generation_config.eos_token_id
         self.loop = self.loop_class(
             **self._loop_kwargs,

@@ -41,6 +41,7 @@ class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
         self._trained: set[int] = set()  # groups in finished optimizer steps; on the process that collates
         self._collated: deque[set[int]] = deque()  # groups of each micro-batch that waits
         self._batches: list[Any] = []  # micro-batches of the current optimizer step
+        self._groups_of_step: set[int] = set()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *inputs, **named):
         """
@@ -91,6 +92,8 @@ class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         self._batches, total = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._collated:
+            self._groups_of_step = set().union(*(self._collated.popleft() for _ in self._batches))
         return self._batches, total
 
     def _batches_of_step(self) -> list[Any]:
@@ -98,8 +101,7 @@ class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if self._collated:
-            self._trained |= self._collated.popleft()
+        self._trained |= self._groups_of_step
         return loss
 
     def _run_epoch(self, **named):

@@ -21,7 +21,10 @@ from trl.experimental.async_grpo.async_rollout_worker import (
 from .. import objective
 from ..config import ObjectiveConfig
 from ..metrics.opo import rollout_metrics
+from .faults import GuardedLoop
 
+
+MOST_UNSCORED = 100  # groups in a row without any score, after which the run ends
 
 OWN = "opo"  # entry of a sample's metrics with what the loss needs of it; the trainer takes it out
 
@@ -95,7 +98,7 @@ def with_targets(
     return kept
 
 
-class OPORolloutLoop(_AsyncRolloutLoop):
+class OPORolloutLoop(GuardedLoop):
     """
     TRL's rollout loop, with OPO's targets.
 
@@ -108,6 +111,7 @@ class OPORolloutLoop(_AsyncRolloutLoop):
     def __init__(self, *, opo: ObjectiveConfig, trained: Collection[int] = frozenset(), **named):
         super().__init__(**named)
         self.opo, self.trained = opo, trained
+        self._unscored = 0  # groups, in a row
 
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
         return (work for work in super()._repeat_iterator() if work[0] not in self.trained)
@@ -117,6 +121,12 @@ class OPORolloutLoop(_AsyncRolloutLoop):
         conversations = [i for i, rows in enumerate(group.completions_sequences) for _ in rows]
         kept = with_targets(samples, conversations, self.opo) if samples else []
         self._counters["sample/unscored_total"] += len(samples) - len(kept)
+        self._unscored = 0 if kept else self._unscored + 1
+        if self._unscored == MOST_UNSCORED:
+            raise RuntimeError(
+                f"No completion of the last {MOST_UNSCORED} groups has a score. Check the rewards "
+                f"({', '.join(self.reward_func_names)}), which returned `None` or NaN for all of them."
+            )
         return kept
 
 

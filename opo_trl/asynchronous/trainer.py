@@ -24,14 +24,11 @@ from .. import objective
 from ..metrics.step import SampleReport, metrics_of_samples
 from ..rollout.trainer import SEQUENCE_CLAMP
 from ..trainer import MAX_WEIGHT, OPOTrainer
+from . import faults
 from .config import AsyncOPOConfig
 from .cpu import without_gpu
 from .resumable import ResumableAsyncTrainer
 from .targets import MEANS, OWN, make_targets
-
-
-# Modes in which vLLM reports the log-probabilities of what it samples from, at temperature 1 and at any other.
-_LOGPROBS_MODES = {True: ("raw_logprobs", "processed_logprobs"), False: ("processed_logprobs",)}
 
 
 class AsyncOPOTrainer(ResumableAsyncTrainer):
@@ -80,24 +77,22 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
             super().__init__(model, reward_funcs, args, *further, **named)
         self._reports: list[Tensor] = []  # of the current optimizer step, one per micro-batch
         self._syncs = 0  # of weights, so far
+        self._passes_left = 0  # over the micro-batches of the last optimizer step
         if isinstance(self.rollout_worker, AsyncRolloutWorker):
             make_targets(self.rollout_worker, args.objective)
+            faults.guard(self.rollout_worker, self.vllm_client, args.heartbeat_stale_after_s)
 
     def train(self, *args, **kwargs):
         """As in TRL; first checks which log-probabilities the server reports."""
         if isinstance(self.rollout_worker, AsyncRolloutWorker):
-            self.vllm_client.wait_for_server_ready()
-            mode = self.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
-            if mode not in _LOGPROBS_MODES[self.args.temperature == 1.0]:
-                raise ValueError(
-                    f"The vLLM server at {self.args.vllm_server_base_url} runs with `--logprobs-mode {mode}`, so with "
-                    f"temperature={self.args.temperature} it does not report the log-probabilities that it samples "
-                    "from. Start it with `--logprobs-mode processed_logprobs`."
-                )
-        return super().train(*args, **kwargs)
+            faults.check_logprobs(self.vllm_client, self.args.temperature)
+        self._passes_left = 0
+        with faults.training(self.rollout_worker):
+            return super().train(*args, **kwargs)
 
     def _sync_weight(self):
-        super()._sync_weight()
+        with faults.synchronizing(self):
+            super()._sync_weight()
         self._syncs += 1  # on all processes; only the main one knows `model_version`
 
     # From the worker to the loss
@@ -137,8 +132,11 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         # Of the whole optimizer step and all processes: TRL divides each micro-batch by its own number of tokens, so
         # that the gradient depends on how samples are distributed over micro-batches.
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return batches, sum(batch["opo_total"][0] for batch in batches)
+        if not self._passes_left:
+            super().get_batch_samples(epoch_iterator, num_batches, device)
+            self._passes_left = self.args.num_iterations
+        self._passes_left -= 1
+        return self._batches, sum(batch["opo_total"][0] for batch in self._batches)
 
     # The loss
 
@@ -245,5 +243,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         metrics |= {f"opo/{name}": mean for name, mean in zip(MEANS, means.tolist(), strict=True)}
         metrics["opo/escort/min"], metrics["opo/escort/max"] = omega.min().item(), omega.max().item()
         metrics["opo/positivity_margin"] = 1 + samples.target.min().item()
+        if self.args.num_iterations > 1:
+            metrics["opo/pass"] = self.args.num_iterations - self._passes_left
         for name in metrics.keys() - {"entropy", "opo/frac_skipped"}:
             self._metrics["train"][name].append(metrics[name])

@@ -113,6 +113,16 @@ RANGES: dict[str, Range] = {
     "max_tokens_per_micro_batch": _integer(1, text="a positive number of tokens"),
     "max_tool_calling_iterations": _COUNT_OR_ZERO,
     "pad_to_multiple_of": _COUNT,
+    # Asynchronous training
+    "in_process_staleness": _COUNT_OR_ZERO,
+    "token_budget": _integer(0, text="a positive number of tokens, or to 0 for `per_device_train_batch_size` samples"),
+    "max_inflight_tasks": _integer(1, also=(-1,), text="an integer of at least 1, or to -1 for what is useful"),
+    "queue_maxsize": _COUNT_OR_ZERO,
+    "weight_sync_steps": _COUNT,
+    "fork_threshold_tokens": _COUNT_OR_ZERO,
+    "request_timeout": _POSITIVE,
+    "weight_sync_timeout": _POSITIVE,
+    "heartbeat_stale_after_s": _POSITIVE,
     # Optimizer
     "learning_rate": _NOT_NEGATIVE,
     "weight_decay": _NOT_NEGATIVE,

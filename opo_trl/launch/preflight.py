@@ -63,21 +63,14 @@ def check_installed(args: RolloutConfig, model_config: ModelConfig) -> None:
 
 
 def check_vllm_server(args: RolloutConfig) -> None:
-    """Wait for a vLLM server as long as TRL would, and check that the port for sending it weights is free."""
+    """Wait for TRL's vLLM server, and check that the port for sending it weights is free."""
     if not (args.use_vllm and args.vllm_mode == "server"):
         return
     url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     field = (
         f"vllm_server_base_url={url!r}" if args.vllm_server_base_url else f"vllm_server_port={args.vllm_server_port}"
     )
-    deadline = time.monotonic() + args.vllm_server_timeout
-    while not _answers(f"{url}/health", field):
-        if time.monotonic() >= deadline:
-            raise ValueError(
-                f"{field}: nothing answered at {url}/health within vllm_server_timeout={args.vllm_server_timeout} "
-                "seconds. Start `trl vllm-serve` there, or set the address of a running server."
-            )
-        time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
+    await_health(url, field, args.vllm_server_timeout, start="trl vllm-serve")
     host = urlsplit(url).hostname
     with suppress(OSError), socket.create_connection((host, args.vllm_group_port), _HTTP_SECONDS):
         raise ValueError(
@@ -86,8 +79,35 @@ def check_vllm_server(args: RolloutConfig) -> None:
         )
 
 
-def _answers(url: str, field: str) -> bool:
-    """Whether a server reports that it is healthy; `False` while nothing listens."""
+def await_health(url: str, field: str, timeout: float, *, start: str) -> None:
+    """Wait for a vLLM server, which the command `start` starts, as long as TRL would."""
+    deadline = time.monotonic() + timeout
+    while (said := _status(f"{url}/health")) is None:
+        if time.monotonic() >= deadline:
+            raise ValueError(
+                f"{field}: nothing answered at {url}/health within vllm_server_timeout={timeout} seconds. Start "
+                f"`{start}` there, or set the address of a running server."
+            )
+        time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
+    if said != 200:
+        raise ValueError(
+            f"{field} is taken: the program that listens there is not a vLLM server, it answered {url}/health with "
+            f"{said}. Start `{start}` on a free port, and set the field to that."
+        )
+
+
+def check_development_mode(url: str) -> None:
+    """Check that a vLLM server has the routes through which it gets weights."""
+    said = _status(f"{url}/server_info?config_format=json")
+    if said != 200:
+        raise ValueError(
+            f"vllm_server_base_url={url!r}: the server answers {said} at /server_info, so it would take no weights. "
+            "Start `vllm serve` with `VLLM_SERVER_DEV_MODE=1` in its environment."
+        )
+
+
+def _status(url: str) -> int | str | None:
+    """Status that a server answers with, or the error; `None` while nothing listens."""
     parts = urlsplit(url)
     user, at, place = parts.netloc.rpartition("@")
     request = urllib.request.Request(parts._replace(netloc=place).geturl())
@@ -95,19 +115,13 @@ def _answers(url: str, field: str) -> bool:
         request.add_header("Authorization", f"Basic {b64encode(unquote(user).encode()).decode()}")
     try:
         with urllib.request.urlopen(request, timeout=_HTTP_SECONDS) as answer:
-            said = answer.status
+            return answer.status
     except urllib.error.HTTPError as error:
-        said = error.code
+        return error.code
     except urllib.error.URLError:
-        return False
+        return None
     except (OSError, http.client.HTTPException) as error:
-        said = repr(error)
-    if said != 200:
-        raise ValueError(
-            f"{field} is taken: the program that listens there is not a vLLM server, it answered {url} with {said}. "
-            "Start `trl vllm-serve` on a free port, and set the field to that."
-        )
-    return True
+        return repr(error)
 
 
 def check_model(
@@ -247,8 +261,14 @@ def check_context(
         )
 
 
-def check_columns(rewards: Sequence[Any], data: Dataset) -> None:
-    """Check that TRL can call the reward functions with the columns of a dataset."""
+def check_columns(
+    rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[str] = ("trainer_state", "log_extra", "log_metric")
+) -> None:
+    """
+    Check that TRL can call the reward functions with the columns of a dataset.
+
+    `of_trainer` are the further arguments that the trainer passes, except to an [`IsolatedReward`].
+    """
     for reward in rewards:
         isolated = isinstance(reward, IsolatedReward)
         function = reward.reward if isolated else reward
@@ -257,7 +277,7 @@ def check_columns(rewards: Sequence[Any], data: Dataset) -> None:
         named = f"reward_funcs={getattr(function, '__name__', type(function).__name__)!r}"
         columns = sorted({*data.column_names} - {"prompt", "completion"})
         given = ["prompts", "completions", "completion_ids"]
-        given += [] if isolated else ["trainer_state", "log_extra", "log_metric"]
+        given += [] if isolated else of_trainer
         try:
             signature = inspect.signature(function)
         except (ValueError, TypeError) as error:

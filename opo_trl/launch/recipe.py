@@ -10,7 +10,8 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -150,9 +151,20 @@ def _read_yaml(path: str | Path) -> dict[str, Any]:
     if not paths.is_file("config", path):
         hint = paths.hint_at_checkout(path) or "Pass the path of a recipe."
         raise ValueError(f"config={str(path)!r} does not exist, as seen from {os.getcwd()!r}. {hint}")
-    types = {name: hint for trainer in methods.by_trainer() for name, hint in _fields(trainer).items()}
-    types["env"] = str  # each variable is text
-    return strict_yaml.read(path, lambda field: _kind(types.get(field)))
+    return strict_yaml.read(path, lambda field: "text" if field == "env" else _kind(_type(field)))
+
+
+def _trainers_with(name: str) -> Iterator[str]:
+    """The trainers whose recipes have a field. Later ones are imported only if earlier ones do not have it."""
+    for trainer in methods.by_trainer():
+        with suppress(ImportError):  # of a trainer that does not fit the installed TRL
+            if name in _fields(trainer):
+                yield trainer
+
+
+def _type(name: str) -> Any:
+    trainer = next(_trainers_with(name), None)
+    return _fields(trainer)[name] if trainer else None
 
 
 def _kind(hint: Any) -> strict_yaml.Kind:
@@ -170,10 +182,10 @@ def hint_at_field(name: str, trainer: str, further: Iterable[str] = ()) -> str:
     """What to do about a name that is not a field: use the nearest one, among the fields and `further` names."""
     if name in _RENAMED:
         return f"In Transformers 5 it is {_RENAMED[name]}."
-    for other, method in methods.by_trainer().items():
-        if name in _fields(other):
-            described = f", which {method.page} describes" if method.page else ""
-            return f"It belongs to `trainer: {other}`{described}; this recipe is for `trainer: {trainer}`."
+    for other in _trainers_with(name):
+        page = methods.by_trainer()[other].page
+        described = f", which {page} describes" if page else ""
+        return f"It belongs to `trainer: {other}`{described}; this recipe is for `trainer: {trainer}`."
     near = difflib.get_close_matches(name, {*_fields(trainer), *further}, n=1)
     return f"Did you mean `{near[0]}`?" if near else "Remove it."
 
@@ -194,7 +206,7 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, Model
         raise ValueError(f"{' '.join(unknown)}: there is no such field. {hint}")
     script, args, model_config = parsed
     script.accelerate_config = find_accelerate_config(script.accelerate_config, recipe_path)
-    values = {f.name: getattr(part, f.name) for part in reversed(parsed) for f in fields(part)}
+    values = {f.name: getattr(part, f.name) for part in reversed(parsed) for f in fields(part) if f.init}
     merged = {name: _plain(value) for name, value in values.items() if name in named}
     return script, args, model_config, environment | merged
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..fields import DATA, MODEL, OBJECTIVE, OPTIMIZER, REWARDS, SAMPLING, deciding
-from ..methods import DEFAULT, METHODS, by_trainer
+from ..methods import DEFAULT, by_trainer, config_classes
 from .run_folder import ENVIRONMENT, LOG, RECIPE, SETTINGS, SUMMARY, is_run, read_json, read_lines
 
 
@@ -139,7 +139,7 @@ def kept_on_resume() -> tuple[str, ...]:
 def _ours(topic: str) -> tuple[str, ...]:
     from ..arguments import OPOScriptArguments  # imports TRL, which takes seconds
 
-    kinds = (OPOScriptArguments, *(method.config_class for method in METHODS))
+    kinds = (OPOScriptArguments, *config_classes())
     return tuple(dict.fromkeys(name for kind in kinds for name in deciding(kind, topic)))
 
 

@@ -10,6 +10,7 @@ workers hash strings alike, which determines the order of sets. They never impor
 server per process: if something else has started it before, workers also hold what that has imported.
 """
 
+import functools
 import logging
 import os
 import pickle
@@ -118,6 +119,11 @@ class IsolatedReward:
         self.timeouts = self.errors = 0
         self._pool: ProcessPool | None = None
         self._end: Callable[[], Any] = lambda: None  # ends the pool, if there is one
+
+    def __reduce__(self):
+        # Another process gets one without workers, and starts its own.
+        limits = {"workers": self.workers, "timeout": self.timeout, "memory": self.memory}
+        return functools.partial(IsolatedReward, self.reward, **limits), ()
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         n = len(completions)

@@ -35,6 +35,24 @@ def watched(base_url: str) -> Iterator[None]:
         done.set()
 
 
+def wait_until_it_answers(base_url: str) -> None:
+    """
+    Wait until a server is healthy.
+
+    Raises:
+        `RuntimeError`: it has not been for two minutes.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            urlopen(f"{base_url}/health", timeout=PERIOD).close()
+            return
+        except (OSError, HTTPException) as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(_message(base_url)) from error
+        time.sleep(1)
+
+
 def _watch(base_url: str, done: threading.Event) -> None:
     answered = time.monotonic()
     while not done.wait(PERIOD):

@@ -1,5 +1,6 @@
-# Shared by colocate.sbatch and vllm_server.sbatch, which source it without changing their arguments.
-# Sets hosts, gpus (per node), logs (a folder), fields (for training), output_dir, server_port, server_arguments.
+# Shared by colocate.sbatch, vllm_server.sbatch and async_server.sbatch, which source it without changing their
+# arguments. Sets hosts, gpus (per node), logs (a folder), fields (for training), output_dir, trainer, server_port,
+# server_arguments.
 # Arguments after `--` stay in the positional parameters.
 # shellcheck shell=bash disable=SC2016,SC2034
 
@@ -27,8 +28,8 @@ mkdir -p "$logs"
 
 settings=$(python recipes/slurm/settings.py "$recipe" "${fields[@]}")
 mapfile -t server_arguments <<<"$settings"
-output_dir=${server_arguments[0]} server_port=${server_arguments[1]}
-server_arguments=("${server_arguments[@]:2}")
+output_dir=${server_arguments[0]} trainer=${server_arguments[1]} server_port=${server_arguments[2]}
+server_arguments=("${server_arguments[@]:3}")
 
 # A run that has a checkpoint resumes. One that this job started, and that has none yet, starts again.
 newest_checkpoint() { # trainer_state.json is written last
@@ -68,6 +69,22 @@ start_training() { # HOST…: one launcher on each; the first is the main one
         --num_machines $# --num_processes $(($# * gpus)) --main_process_ip "$1" --main_process_port "$port" \
         --config "$recipe" "${fields[@]}" &
     training=$!
+}
+
+await_server() { # HOST
+    until curl --silent --fail --max-time 5 --output /dev/null "http://$1:$server_port/health"; do
+        kill -0 "$server" 2>/dev/null || fail "the vLLM server ended before it was ready: see $logs/server.log"
+        [ $SECONDS -lt "${SERVER_TIMEOUT:-1800}" ] ||
+            fail "the vLLM server is not ready after $SECONDS s (SERVER_TIMEOUT): see $logs/server.log"
+        sleep 2
+    done
+}
+
+train_with_server() { # HOST…
+    start_training "$@"
+    wait -n || true # for the first of the two to end
+    kill -0 "$training" 2>/dev/null && fail "the vLLM server ended during training: see $logs/server.log"
+    end_with_training
 }
 
 end_with_training() {

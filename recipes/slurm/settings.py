@@ -1,18 +1,24 @@
 """
-Print what the job scripts need from a recipe: `output_dir`, the server's port, and arguments for `trl vllm-serve`.
+Print what the job scripts need from a recipe: `output_dir`, `trainer`, the server's port, and the server's arguments.
 
     python recipes/slurm/settings.py RECIPE [--field value …]
 
-One item per line. It uses the parser of `opo-trl train`, so that the job and the run cannot disagree.
+One item per line. The server is `trl vllm-serve`, or `vllm serve` with `trainer: async_opo`. It uses the parser of
+`opo-trl train`, so that the job and the run cannot disagree.
 """
 
 import contextlib
 import sys
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
 
 
 with contextlib.redirect_stdout(sys.stderr):  # libraries may print when they are imported
     from opo_trl.launch.recipe import make_parser, read_recipe
 
+
+ASYNC = "async_opo"
 
 # Settings that server and trainer share: argument of `trl vllm-serve` → field.
 SERVER = {
@@ -25,13 +31,29 @@ SERVER = {
 }
 
 
+def of_async_server(arguments: Any, port: int) -> Iterator[str]:
+    """Arguments of `vllm serve`: what the trainer requires of it, and the same model."""
+    yield from (arguments.model_name_or_path, "--revision", arguments.model_revision, "--port", str(port))
+    yield from ("--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "nccl"}')
+    yield from ("--dtype", "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else arguments.dtype)
+    if arguments.trust_remote_code:
+        yield "--trust-remote-code"
+    if arguments.use_peft:
+        rank = max(16, arguments.lora_r)
+        yield from ("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(arguments.max_staleness + 2))
+
+
 def main(recipe_path: str, *command_line: str):
     """Print the settings of a recipe, overridden by fields of the command line."""
     recipe, trainer = read_recipe(recipe_path, command_line)
     recipe.pop("env", None)
     parser = make_parser(trainer, prog="settings.py")
     arguments, _ = parser.parse_known_args([*parser.take(recipe), *command_line])
-    print(arguments.output_dir, arguments.vllm_server_port, sep="\n")
+    if trainer == ASYNC:
+        port = urlsplit(arguments.vllm_server_base_url).port or 8000
+        print(arguments.output_dir, trainer, port, *of_async_server(arguments, port), sep="\n")
+        return
+    print(arguments.output_dir, trainer, arguments.vllm_server_port, sep="\n")
     for name, field in SERVER.items():
         value = getattr(arguments, field)
         if value is not None:

@@ -42,9 +42,8 @@ class Noted(AsyncOPOTrainer):
     """Notes the groups of each micro-batch that is trained, and their prompts' places in the stream."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        groups = sorted(self._collated[0])
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self.notes.append((self.state.global_step + 1, groups))
+        self.notes.append((self.state.global_step + 1, sorted(self._groups_of_step)))
         return loss
 
 

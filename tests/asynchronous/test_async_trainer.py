@@ -80,6 +80,18 @@ def test_run_does_not_depend_on_micro_batches(tiny_model, tmp_path, uncut, batch
     assert_same_run(snapshot(trainer.model), [e for e in trainer.state.log_history if "loss" in e], trainer=uncut)
 
 
+def test_each_pass_is_over_the_same_samples_with_the_policy_of_its_step(tiny_model, tmp_path, groups):
+    args = scripted.config(tmp_path, num_iterations=2, max_steps=4, learning_rate=0.1)
+    rows = scripted.samples(groups, args)
+    args.per_device_train_batch_size = len(rows)
+    trainer = scripted.train(tiny_model, args, rows)
+    for step in trainer.recorder.steps:
+        expected = scripted.reference(tiny_model, step.policy, groups, args)
+        assert relative_error(step.gradient, expected.gradient) < EXACT
+    assert [entry["opo/pass"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 1, 2]
+    assert [bool("reward" in entry) for entry in trainer.state.log_history if "loss" in entry][1] is False
+
+
 def test_run_does_not_depend_on_processes(tiny_model, tmp_path, uncut):
     script = str(Path(__file__).with_name("scripted.py"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]

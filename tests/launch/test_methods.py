@@ -12,7 +12,7 @@ import pytest
 import yaml
 from matplotlib.colors import to_rgb
 
-from opo_trl import RolloutConfig, RolloutTrainer, methods
+from opo_trl import AsyncOPOTrainer, RolloutConfig, RolloutTrainer, methods
 from opo_trl.checks.ranges import require
 from opo_trl.fields import OBJECTIVE
 from opo_trl.launch.compare import main as compare
@@ -131,7 +131,7 @@ def test_checkpoint_is_not_resumed_with_another_value_of_its_field(runs):
             {"trainer": "opo", "volume": 3},
             ["volume=3", "It belongs to `trainer: louder`; this recipe is for `trainer: opo`"],
         ),
-        ({"trainer": "gspo"}, ["trainer='gspo' does not exist", "one of opo, grpo, louder"]),
+        ({"trainer": "gspo"}, ["trainer='gspo' does not exist", "one of opo, grpo, async_opo, louder"]),
     ],
 )
 def test_wrong_field_is_named_with_what_to_do(tmp_path, capsys, fields, says):
@@ -161,10 +161,11 @@ def test_registry_imports_no_trainer():
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != METHOD], ids=lambda method: method.name)
 def test_method_has_its_classes_a_colour_and_a_page(method):
-    assert issubclass(method.trainer_class, RolloutTrainer)
+    assert issubclass(method.trainer_class, RolloutTrainer | AsyncOPOTrainer)
     assert method.trainer_class.config_class is method.config_class
     assert [other.color for other in METHODS].count(method.color) == 1
-    assert (ROOT / method.page).read_text(encoding="utf-8").startswith(f"# {method.label}\n")
+    title = "Asynchronous training" if method.name == "async_opo" else method.label
+    assert (ROOT / method.page).read_text(encoding="utf-8").startswith(f"# {title}\n")
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*/experiment*/*.yaml")), ids=lambda path: path.parent.name)

@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parents[2] / "recipes"
 GPU = ROOT.parent / "benchmarks" / "gpu" / "recipes"
 ALL = sorted(path for folder in (ROOT, GPU) for path in folder.rglob("*.yaml") if path.parent.name != "accelerate")
 EXPERIMENTS = [*sorted({path.parent for path in ALL if path.parent.name.startswith("experiment")}), GPU]
+ASYNC = [path for path in ALL if path.parent.name == "async"]
 REUSE = [path for path in ALL if path.parent.name == "reuse" or path.stem == "reuse"]
-QWEN = [path for path in ALL if "qwen3-1.7b" in path.parts and path not in REUSE]
+QWEN = [path for path in ALL if "qwen3-1.7b" in path.parts and path not in REUSE + ASYNC]
 ACCELERATE = sorted((ROOT / "accelerate").glob("*.yaml"))
 
 
@@ -60,7 +61,7 @@ def test_recipes_of_reuse_pass_four_times_over_earlier_rollouts_too(path):
     assert args.max_completions % args.generation_batch_size == 0
 
 
-@pytest.mark.parametrize("path", [path for path in ALL if path not in REUSE], ids=name)
+@pytest.mark.parametrize("path", [path for path in ALL if path not in REUSE + ASYNC], ids=name)
 def test_two_optimizer_steps_share_a_rollout(path):
     _, args, *_ = parse_recipe(path)
     assert args.optimizer_steps_per_rollout == 2
@@ -77,6 +78,16 @@ def test_rollout_holds_as_many_prompts_as_the_paper_says(path):
     if path.stem == "opo":
         assert args.temperature_range == [0.2, 1.5]
     assert args.learning_rate == (2e-5 if "lora" in path.parent.name else 2e-6)
+
+
+def test_recipe_of_asynchronous_training_is_for_the_gpus_that_it_names():
+    """Two of a node's four GPUs, for 16 prompts × 6 completions per optimizer step, as in experiment 1."""
+    path = ROOT / "qwen3-1.7b" / "async" / "opo.yaml"
+    _, args, *_ = parse_recipe(path)
+    command = re.search(r"CUDA_VISIBLE_DEVICES=0,1 opo-trl train --num_processes 2 --config", path.read_text())
+    assert command
+    assert 2 * args.completions_per_step == 96 == 16 * args.num_generations
+    assert f"--max-loras {args.max_staleness + 2}\n" in path.read_text()
 
 
 def test_experiment_2_takes_a_tenth_of_the_data_with_seed_42():
@@ -102,6 +113,8 @@ OBJECTIVES = {
         "ratio_form",
     },
 }
+_OF_A_ROLLOUT = {"beta", "adaptive_temperature", "anchor_correction"}
+OBJECTIVES["async_opo"] = OBJECTIVES["opo"] - _OF_A_ROLLOUT
 # … and all that may differ between the four. The rest is equal.
 METHOD_FIELDS = {
     *OBJECTIVES["grpo"],
@@ -118,7 +131,7 @@ METHOD_FIELDS = {
 @pytest.mark.parametrize("path", ALL, ids=name)
 def test_recipe_sets_all_fields_of_its_objective(path):
     written, trainer = read_recipe(path)
-    assert {"beta", *OBJECTIVES[trainer]} <= written.keys()
+    assert OBJECTIVES[trainer] | ({"beta"} if trainer != "async_opo" else set()) <= written.keys()
 
 
 def test_commands_in_comments_name_existing_files():

@@ -192,12 +192,12 @@ class Job:
                 found += [process] if mark in (process / "environ").read_bytes().split(b"\0") else []
         return found
 
-    def calls(self, name: str) -> list[list[str]]:
+    def calls(self, name: str, what: str = "argv") -> list:
         """Arguments of each call of a stand-in so far; within a step, in the order of its nodes."""
         path = self.folder / "calls"
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         calls = [line for line in lines if line["name"] == name]
-        return [line["argv"] for line in sorted(calls, key=lambda line: line["node"] or "")]
+        return [line[what] for line in sorted(calls, key=lambda line: line["node"] or "")]
 
 
 def write_program(path: Path, text: str):
@@ -235,7 +235,7 @@ def job(tmp_path, remembered) -> Iterator[Job]:
 def stand_ins(job) -> Job:
     """A job with stand-ins for training and serving, and short sleeps."""
     python = shlex.quote(sys.executable)
-    for name in ("trl", "opo-trl"):
+    for name in ("trl", "vllm", "opo-trl"):
         write_program(job.programs / name, f'exec {python} {shlex.quote(str(STAND_INS))} {name} "$@"')
     write_program(job.programs / "sleep", f"exec {shutil.which('sleep')} 0.2")
     return job
@@ -348,6 +348,74 @@ def test_server_is_ready_before_training_and_ends_with_it(stand_ins, recipe, fie
         *(*fields, "--use_vllm", "true", "--vllm_mode", "server"),
         *("--vllm_server_host", "127.0.0.2", "--vllm_server_port", port),
     ]
+
+
+ASYNC = "recipes/qwen3-1.7b/async/opo.yaml"
+
+
+@pytest.fixture(scope="module")
+def server() -> list[str]:
+    """Fields of a run with LoRA, and where its server is to be."""
+    return ["--vllm_server_base_url", f"http://localhost:{free_port()}", "--use_peft", "true", "--lora_r", "32"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "gpus", "more", "serving", "training"),
+    [
+        ("127.0.0.1 127.0.0.2", "4", {}, ("127.0.0.2", "0,1,2,3"), ("127.0.0.1", "4", [])),
+        ("127.0.0.1", "4", {}, ("127.0.0.1", "2,3"), ("127.0.0.1", "2", ["--gpu_ids", "0,1"])),
+        ("127.0.0.1", "3", {"SERVER_GPUS": "1"}, ("127.0.0.1", "2"), ("127.0.0.1", "2", ["--gpu_ids", "0,1"])),
+    ],
+    ids=["two nodes", "one node", "GPUs of the server"],
+)
+def test_asynchronous_training_has_a_server_of_its_own(stand_ins, server, hosts, gpus, more, serving, training):
+    port = server[1].rpartition(":")[2]
+    argv = [ASYNC, *server, "--", "--max-model-len", "2304"]
+    status, errors = stand_ins.run("async_server.sbatch", *argv, HOSTS=hosts, SLURM_GPUS_ON_NODE=gpus, **more)
+    assert status == 0, errors
+    serve, train = stand_ins.calls("srun")
+    assert f"--nodelist={serving[0]}" in serve
+    assert f"--nodelist={training[0]}" in train
+    shares = "1" if hosts == "127.0.0.1" else None
+    assert stand_ins.calls("opo-trl", "overlaps") == [shares]  # otherwise the second step waits for the first to end
+    (serves,), (devices,) = stand_ins.calls("vllm"), stand_ins.calls("vllm", "devices")
+    assert devices == serving[1]
+    assert stand_ins.calls("vllm", "develops") == ["1"]
+    assert serves == [
+        *("serve", "Qwen/Qwen3-1.7B", "--revision", "main", "--port", port),
+        *("--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "nccl"}'),
+        *("--dtype", "bfloat16", "--enable-lora", "--max-lora-rank", "32", "--max-loras", "6"),
+        *("--tensor-parallel-size", str(len(devices.split(","))), "--max-model-len", "2304"),
+    ]
+    (launcher,) = stand_ins.calls("opo-trl")
+    assert launcher[5:7] == ["--num_processes", training[1]]
+    assert launcher[launcher.index(ASYNC) + 1 :] == [
+        *(*training[2], *server),
+        *("--vllm_server_base_url", f"http://{serving[0]}:{port}"),
+    ]
+
+
+def test_asynchronous_training_ends_with_its_server(stand_ins, server):
+    more = {"HOSTS": "127.0.0.1", "SLURM_GPUS_ON_NODE": "2", "SERVER": "fails in training", "TRAINING": "continues"}
+    status, errors = stand_ins.run("async_server.sbatch", ASYNC, *server, **more)
+    assert status == 1
+    assert "error: the vLLM server ended during training" in errors
+
+
+@pytest.mark.parametrize(
+    ("script", "argv", "more", "message"),
+    [
+        ("async_server.sbatch", [ASYNC], {"HOSTS": "127.0.0.1"}, "a single node needs a GPU for the server and one"),
+        ("async_server.sbatch", [], {}, "the recipe is for trainer: opo, not async_opo: use vllm_server.sbatch"),
+        ("vllm_server.sbatch", [ASYNC], {}, "use async_server.sbatch"),
+        ("colocate.sbatch", [ASYNC], {}, "use async_server.sbatch"),
+    ],
+)
+def test_script_for_another_kind_of_server_is_named(stand_ins, recipe, script, argv, more, message):
+    status, errors = stand_ins.run(script, *(argv or [str(recipe)]), **more)
+    assert status == 1
+    assert message in errors
+    assert not stand_ins.calls("srun")
 
 
 def test_job_with_a_server_has_the_status_of_its_training(stand_ins, recipe, fields):

@@ -15,6 +15,7 @@ from benchmarks import (
     regime,
     regime_design,
     regime_report,
+    server_noise,
 )
 from opo_trl.launch.compare import main as compare
 from opo_trl.launch.recipe import parse
@@ -46,7 +47,7 @@ def test_regime_report_of_the_committed_runs_is_the_committed_one(tmp_path):
     assert files(tmp_path) == {name: (RESULTS / name).read_bytes() for name in written}
 
 
-@pytest.mark.parametrize("benchmark", [clipping, communication], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("benchmark", [clipping, communication, server_noise], ids=lambda module: module.__name__)
 def test_page_of_the_committed_measurements_is_the_committed_one(benchmark):
     name = benchmark.__name__.rpartition(".")[2]
     measured = json.loads((RESULTS / f"{name}.json").read_text())

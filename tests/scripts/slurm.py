@@ -1,8 +1,8 @@
 """
-Stand-ins on one machine for what the Slurm scripts call: `srun`, `scancel`, `scontrol`, and `trl` and `opo-trl` that
-pretend.
+Stand-ins on one machine for what the Slurm scripts call: `srun`, `scancel`, `scontrol`, and `trl`, `vllm` and
+`opo-trl` that pretend.
 
-    python tests/scripts/slurm.py srun|scancel|scontrol|trl|opo-trl ARGUMENT …
+    python tests/scripts/slurm.py srun|scancel|scontrol|trl|vllm|opo-trl ARGUMENT …
 
 A node is an address of the loopback network, and is listed in $HOSTS. Each call is a line of the file $CALLS. $SERVER
 and $TRAINING set how the server and training behave.
@@ -110,9 +110,11 @@ def trl(argv: list[str]) -> int:
 
 def opo_trl(argv: list[str]) -> int:
     """Training: ends with the status $TRAINING, `fails on one node`, `saves`, `saves when told`, or `continues`."""
+    url = value(argv, "--vllm_server_base_url") if "--vllm_server_base_url" in argv else None
     if "--vllm_server_host" in argv:
-        url = f"http://{value(argv, '--vllm_server_host')}:{value(argv, '--vllm_server_port')}/health"
-        urlopen(url).close()  # raises if the server is not ready, and asks $http_proxy unless told not to
+        url = f"http://{value(argv, '--vllm_server_host')}:{value(argv, '--vllm_server_port')}"
+    if url:
+        urlopen(f"{url}/health").close()  # raises if the server is not ready, and asks $http_proxy unless told not to
     if os.environ["TRAINING"].isdigit():
         return int(os.environ["TRAINING"])
     if os.environ["TRAINING"] == "fails on one node" and os.environ["SLURM_NODEID"] == "1":
@@ -140,5 +142,11 @@ def opo_trl(argv: list[str]) -> int:
 if __name__ == "__main__":
     name, *argv = sys.argv[1:]
     with open(os.environ["CALLS"], "a") as calls:
-        calls.write(json.dumps({"name": name, "argv": argv, "node": os.environ.get("SLURM_NODEID")}) + "\n")
-    sys.exit({"srun": srun, "scancel": scancel, "scontrol": scontrol, "trl": trl, "opo-trl": opo_trl}[name](argv))
+        own = {"node": os.environ.get("SLURM_NODEID"), "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
+        own |= {"overlaps": os.environ.get("SLURM_OVERLAP"), "develops": os.environ.get("VLLM_SERVER_DEV_MODE")}
+        calls.write(json.dumps({"name": name, "argv": argv, **own}) + "\n")
+    sys.exit(
+        {"srun": srun, "scancel": scancel, "scontrol": scontrol, "trl": trl, "vllm": trl, "opo-trl": opo_trl}[name](
+            argv
+        )
+    )

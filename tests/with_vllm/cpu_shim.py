@@ -7,7 +7,9 @@ are:
 1. the linear layer: vLLM's CPU build reorders a weight for its kernels when it is first loaded, and later loads would
    write into memory that is no longer read;
 2. AMX kernels: they crash on some virtual machines that announce AMX;
-3. the transport of weights to a server: NCCL needs GPUs; vLLM's own store-backed group transports the same tensors.
+3. the transport of weights to a server: NCCL needs GPUs; vLLM's own store-backed group transports the same tensors;
+4. `torch.Generator`: the worker of asynchronous training seeds its requests, and vLLM rewinds the generator of a token
+   that it discards, which a CPU's cannot; without this the server ends.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +43,7 @@ def register() -> None:
     import vllm.model_executor.layers.utils as layers
 
     layers.dispatch_cpu_unquantized_gemm = _keep_weight
+    torch.Generator = _Generator
     torch.cpu._is_amx_tile_supported = lambda: False
     engine.worker_init_process_group = _join_as_worker
     engine.packed_nccl_broadcast_consumer = _receive
@@ -52,6 +55,24 @@ def patch_client() -> None:
 
     client.packed_nccl_broadcast_producer = _send
     client.VLLMClient.init_communicator = _join_as_trainer
+
+
+def patch_async_trainer() -> None:
+    """The same for TRL's asynchronous trainer."""
+    import trl.experimental.async_grpo.weight_transfer as transfer
+
+    transfer.packed_nccl_broadcast_producer = _send
+    transfer.open_trainer_endpoint = lambda info: _Group(
+        info["master_address"], info["master_port"], 0, info["world_size"]
+    )
+
+
+class _Generator(torch.Generator):
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """What was drawn stays drawn."""
 
 
 def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:

@@ -1,0 +1,206 @@
+"""
+A server, worker process or reward that fails or hangs ends the run, in bounded time and with a message.
+
+TRL retries requests to a server that is gone for minutes, notices that the worker's process has died when its last
+heartbeat is `heartbeat_stale_after_s` old, waits for a reward as long as it takes, and then hangs where it tells a
+process that is gone to stop.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from trl.experimental.async_grpo.async_rollout_worker import (
+    AsyncRolloutWorker,
+    RolloutGroup,
+    RolloutSample,
+    _AsyncRolloutLoop,
+)
+from trl.experimental.async_grpo.vllm_client import VLLMClient
+from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
+
+from ..rollout.vllm_server import wait_until_it_answers, watched
+
+
+# Modes in which vLLM reports the log-probabilities of what it samples from, at temperature 1 and at any other.
+_LOGPROBS_MODES = {True: ("raw_logprobs", "processed_logprobs"), False: ("processed_logprobs",)}
+
+_STOP_LIMIT = 25.0  # seconds; TRL gives its process 20
+
+_MAY_PASS = (408, 425, 429)  # answers with which a server asks for another try
+
+
+# In the trainer's process
+
+
+def check_logprobs(client: VLLMClient, temperature: float) -> None:
+    """
+    Check that a server reports the log-probabilities of what it samples from.
+
+    Raises:
+        `ValueError`: it does not; the message has the option that it needs.
+        `TimeoutError`: it does not answer within `vllm_server_timeout`.
+    """
+    client.wait_for_server_ready()
+    mode = client.get_server_info()["model_config"]["logprobs_mode"]
+    if mode not in _LOGPROBS_MODES[temperature == 1.0]:
+        raise ValueError(
+            f"The vLLM server at {client.server_url} runs with `--logprobs-mode {mode}`, so with "
+            f"temperature={temperature} it does not report the log-probabilities that it samples from. Start it with "
+            "`--logprobs-mode processed_logprobs`."
+        )
+
+
+def guard(worker: AsyncRolloutWorker, client: VLLMClient, limit: float) -> None:
+    """
+    Let TRL's worker, which has not started yet, notice that its process or the server has ended, or a reward hangs.
+
+    Args:
+        limit (`float`): seconds that a reward may take for a group.
+    """
+    start, check_health, stop = worker.start, worker.check_health, worker.stop
+    worker._loop_kwargs["reward_limit"] = limit
+
+    def guarded_start():
+        start()
+        # This process's end for writing. While it is open, what reads a sample that a process has left half written
+        # waits for the rest.
+        worker.rollout_buffer._writer.close()
+
+    def guarded_check(stale_after_s: float):
+        process: Any = worker._process
+        if not process.is_alive() and not worker._failed_event.is_set():
+            raise RuntimeError(_ended(process.exitcode))
+        try:
+            check_health(stale_after_s)
+        except RuntimeError as error:
+            reason = str(error.__cause__ or error).partition("\n")[0]
+            raise RuntimeError(
+                f"The rollout worker has failed: {reason} Once that is repaired, resume from the last checkpoint."
+            ) from error
+        wait_until_it_answers(client.server_url)
+
+    def guarded_stop():
+        process: Any = worker._process
+        if process is None:
+            return
+        # TRL asks the process to stop by an event, and that hangs if the process is gone or stands still.
+        if process.is_alive() and not worker._failed_event.is_set():
+            stopping = threading.Thread(target=stop, daemon=True)
+            stopping.start()
+            stopping.join(_STOP_LIMIT)
+        process.kill()
+        process.join()
+        worker._process = None
+
+    worker.start, worker.check_health, worker.stop = guarded_start, guarded_check, guarded_stop  # type: ignore[method-assign]
+
+
+@contextmanager
+def training(worker: Any) -> Iterator[None]:
+    """Explain the end of a worker whose process was killed while it wrote a sample."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        process = getattr(worker, "_process", None)
+        if not isinstance(worker, AsyncRolloutWorker) or process is None:
+            raise
+        process.join(5)  # it may be on its way out
+        if process.is_alive():
+            raise
+        raise RuntimeError(_ended(process.exitcode)) from error
+
+
+@contextmanager
+def synchronizing(trainer: Any) -> Iterator[None]:
+    """
+    Watch the server while it is sent weights.
+
+    Raises:
+        `RuntimeError`: it does not answer, or does not take them.
+    """
+    if not trainer._lora_sync and not isinstance(getattr(trainer, "weight_transfer", None), WeightTransferClient):
+        yield
+        return
+    url = trainer.args.vllm_server_base_url
+    with watched(url):
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"The vLLM server at {url} has not taken the weights: {error} A server that was restarted must be "
+                "started again before the run is resumed from its last checkpoint."
+            ) from error
+
+
+def _ended(exit_code: int | None) -> str:
+    return (
+        f"The process of the rollout worker has ended with exit code {exit_code}; -9 is a kill, by a user or because "
+        "the machine ran out of memory. Resume from the last checkpoint."
+    )
+
+
+# In the worker's process
+
+
+class GuardedLoop(_AsyncRolloutLoop):
+    """
+    TRL's rollout loop, which ends if the server or a reward does not answer, and if it rejects a request.
+
+    Args:
+        reward_limit (`float`, *optional*): seconds that the rewards of a group may take. Other arguments are TRL's.
+    """
+
+    def __init__(self, *, reward_limit: float | None = None, **named):
+        super().__init__(**named)
+        self.reward_limit = reward_limit
+        self._answered = time.monotonic()
+
+    def run(self) -> None:
+        # Otherwise this process waits at its end until the trainer has taken all samples, which it no longer does.
+        self.rollout_buffer.cancel_join_thread()
+        super().run()
+
+    async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
+        try:
+            answer = await super()._post(path, payload, timeout, max_retries=1)  # the caller repeats it
+        except TimeoutError as error:
+            if time.monotonic() - self._answered >= timeout:
+                raise RuntimeError(
+                    f"The vLLM server has not answered any request for request_timeout={timeout} s. If it is healthy, "
+                    "set `request_timeout` to what the longest completion takes."
+                ) from error
+            raise
+        except Exception as error:
+            status = getattr(error, "status", 0)  # of an `aiohttp.ClientResponseError`; aiohttp comes with vLLM
+            if 400 <= status < 500 and status not in _MAY_PASS:
+                raise RuntimeError(
+                    f"The vLLM server rejects a request for {payload['model']!r} and {len(payload['prompt'])} + "
+                    f"{payload['max_tokens']} tokens: {error}. Its own log says why. It may have been restarted, so "
+                    "that it lacks the adapter, or its `--max-model-len` be too small."
+                ) from error
+            raise
+        self._answered = time.monotonic()
+        return answer
+
+    async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
+        scoring = asyncio.ensure_future(super()._score_group(group))
+        await asyncio.wait([scoring], timeout=self.reward_limit)
+        names = ", ".join(self.reward_func_names)
+        if not scoring.done():
+            raise RuntimeError(
+                f"Rewards ({names}) have not returned for heartbeat_stale_after_s={self.reward_limit:g} s. Give them "
+                "a time limit, or set `heartbeat_stale_after_s` to what they take."
+            )
+        try:
+            return scoring.result()
+        except Exception as error:
+            raise RuntimeError(
+                f"A reward ({names}) has failed with {type(error).__name__}: {error}. It must return `None` for a "
+                "completion that it cannot score."
+            ) from error

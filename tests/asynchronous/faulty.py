@@ -1,0 +1,33 @@
+"""A rollout loop without a server, and rewards that fail, for the worker's own process."""
+
+import asyncio
+import time
+
+from opo_trl.asynchronous.targets import OPORolloutLoop
+
+
+class LocalLoop(OPORolloutLoop):
+    """Every completion has the same many tokens, and no session of aiohttp is needed."""
+
+    async def _run_loops(self, stop_event):
+        await asyncio.gather(self._generate_loop(stop_event=stop_event), self._score_loop(stop_event=stop_event))
+
+    async def _generate_one_turn(self, prompt_ids):
+        await asyncio.sleep(0.01)
+        return [10] * self.max_tokens + [self.tokenizer.eos_token_id], [-1.0] * (self.max_tokens + 1)
+
+
+def fine(completions, **named):
+    return [float(i) for i, _ in enumerate(completions)]
+
+
+def raises(completions, **named):
+    raise KeyError("no such column")
+
+
+def hangs(completions, **named):
+    time.sleep(3600)
+
+
+def scores_nothing(completions, **named):
+    return [None] * len(completions)

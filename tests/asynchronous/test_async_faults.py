@@ -1,0 +1,165 @@
+"""A worker or reward that fails, in the worker's own process, and a server that rejects or is silent."""
+
+import asyncio
+import os
+import queue
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+
+import faulty
+import pytest
+import scripted
+from helpers import free_port
+from transformers import AutoTokenizer
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
+
+from opo_trl.asynchronous import faults
+from opo_trl.asynchronous.targets import make_targets
+from opo_trl.rollout import vllm_server
+
+
+PLAIN = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
+LIMIT = 120.0  # seconds, most of which the worker's process takes to import its libraries
+
+
+@pytest.fixture
+def healthy():
+    """Address of a server that answers every request with status 200."""
+
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Healthy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@contextmanager
+def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4):
+    """TRL's worker, guarded and running, with a loop that needs no server."""
+    for name in ("is_vllm_available", "is_aiohttp_available"):
+        monkeypatch.setattr(f"trl.experimental.async_grpo.async_rollout_worker.{name}", lambda: True)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.response_template = PLAIN
+    worker = AsyncRolloutWorker(
+        model_name=tiny_model,
+        dataset=scripted.DATA,
+        reward_funcs=[reward],
+        processing_class=tokenizer,
+        eos_token_ids=[tokenizer.eos_token_id],
+        num_generations=scripted.G,
+        max_inflight_tasks=2 * scripted.G,
+        max_tokens=tokens,
+    )
+    make_targets(worker, scripted.config(tmp_path).objective)
+    worker._loop_cls = faulty.LocalLoop
+    faults.guard(worker, SimpleNamespace(server_url=url), limit=1.0)
+    worker.start()
+    try:
+        yield worker
+    finally:
+        began = time.monotonic()
+        worker.stop()
+        assert time.monotonic() - began < 14  # TRL waits for 15 s while samples are on their way
+
+
+def take_samples(worker):
+    """What the trainer's dataset does, until something is raised."""
+    deadline = time.monotonic() + LIMIT
+    with faults.training(worker):
+        while time.monotonic() < deadline:
+            try:
+                worker.rollout_buffer.get(timeout=0.5)
+            except queue.Empty:
+                worker.check_health(stale_after_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (faulty.raises, r"A reward \(raises\) has failed with KeyError: 'no such column'\. It must return `None`"),
+        (
+            faulty.hangs,
+            r"Rewards \(hangs\) have not returned for heartbeat_stale_after_s=1 s\. Give them a time limit",
+        ),
+        (faulty.scores_nothing, r"No completion of the last 100 groups has a score\. Check .*\(scores_nothing\)"),
+    ],
+)
+def test_reward_that_fails_ends_the_run(monkeypatch, tiny_model, tmp_path, healthy, reward, message):
+    with (
+        working(monkeypatch, tiny_model, tmp_path, healthy, reward) as worker,
+        pytest.raises(RuntimeError, match=rf"The rollout worker has failed: RuntimeError: {message}"),
+    ):
+        take_samples(worker)
+
+
+@pytest.mark.parametrize("tokens", [4, 20_000])  # with many, the worker is killed inside a sample
+def test_worker_that_is_killed_ends_the_run(monkeypatch, tiny_model, tmp_path, healthy, tokens):
+    with working(monkeypatch, tiny_model, tmp_path, healthy, faulty.fine, tokens=tokens) as worker:
+        worker.rollout_buffer.get(timeout=LIMIT)
+        time.sleep(1)  # the pipe is full
+        os.kill(worker._process.pid, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"has ended with exit code -9.*Resume from the last checkpoint"):
+            take_samples(worker)
+        assert time.monotonic() - began < 20
+
+
+def test_silent_server_ends_the_run(monkeypatch, healthy):
+    monkeypatch.setattr(vllm_server, "PATIENCE", 1.0)
+    vllm_server.wait_until_it_answers(healthy)
+    with pytest.raises(RuntimeError, match="no longer answers"):
+        vllm_server.wait_until_it_answers(f"http://127.0.0.1:{free_port()}")
+
+
+# Requests
+
+
+class ResponseError(Exception):
+    """With what an `aiohttp.ClientResponseError` has."""
+
+    def __init__(self, status):
+        super().__init__(f"{status}, message='gone'")
+        self.status = status
+
+
+class Loop(faults.GuardedLoop):
+    def __init__(self, waited):
+        self._answered = time.monotonic() - waited
+
+
+@pytest.mark.parametrize(
+    ("error", "waited", "raised", "message"),
+    [
+        (
+            404,
+            0,
+            RuntimeError,
+            r"rejects a request for 'policy-v3' and 2 \+ 8 tokens: 404, message='gone'\. .*restarted",
+        ),
+        (503, 0, ResponseError, ""),  # which TRL tries again
+        (429, 0, ResponseError, ""),
+        (None, 0, TimeoutError, ""),
+        (None, 60, RuntimeError, r"not answered any request for request_timeout=30 s"),
+    ],
+)
+def test_request_that_cannot_succeed_is_not_repeated(monkeypatch, error, waited, raised, message):
+    async def fail(self, *args, **named):
+        raise TimeoutError if error is None else ResponseError(error)
+
+    monkeypatch.setattr(faults._AsyncRolloutLoop, "_post", fail)
+    payload = {"model": "policy-v3", "prompt": [1, 2], "max_tokens": 8}
+
+    with pytest.raises(raised, match=message):
+        asyncio.run(Loop(waited)._post("/v1/completions", payload, 30))

@@ -1,0 +1,288 @@
+"""`trainer: async_opo` in `opo-trl train`: a run in process, and what is rejected."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from helpers import distance, snapshot
+from peft import PeftModel
+from test_train import arguments
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from opo_trl import OPOConfig, OPOTrainer
+from opo_trl.asynchronous.in_process import InProcessWorker
+from opo_trl.data import to_prompts
+from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
+from opo_trl.evaluate import evaluate
+from opo_trl.launch.async_recipe import AsyncRecipeConfig, _Loop, _OfText
+from opo_trl.launch.recipe import read_recipe
+from opo_trl.methods import METHODS, Method, config_classes, register
+from opo_trl.report.run_folder import read_json, read_lines
+from opo_trl.rewards.scoring import IsolatedReward
+from opo_trl.train import main
+
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "arithmetic" / "async" / "opo.yaml"
+SHORT = {
+    "max_steps": 4,
+    "save_steps": 2,
+    "validation_steps": 2,
+    "validation_size": 20,
+    "report_size": 24,
+    "in_process_staleness": 1,
+    "per_device_train_batch_size": 24,
+    "warmup_steps": 0,
+    "learning_rate": 1e-3,
+}
+
+
+def train(folder: Path, **changes) -> int:
+    return main(arguments(RECIPE, **{**SHORT, "output_dir": folder, **changes}))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    assert train(folder) == 0
+    return folder
+
+
+def test_run_has_what_other_trainers_write(run):
+    assert {path.name for path in run.iterdir()} >= {
+        *("recipe.yaml", "settings.json", "environment.json", "requirements.txt", "plan.txt", "log.jsonl"),
+        *("completions.jsonl", "summary.json", "figures", "report.html", "checkpoint-4", "model.safetensors"),
+    }
+    log = read_lines(run / "log.jsonl")
+    steps = [line for line in log if "grad_norm" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert [line["opo/off_policy_steps"] for line in steps] == [0, 1, 2, 2]  # one version and the batch fetched ahead
+    assert all({"opo/chi2", "reward", "rewards/arithmetic_reward/mean"} <= line.keys() for line in steps)
+    assert [line["step"] for line in log if "validation/accuracy" in line] == [0, 2, 4]
+    assert (run / "plan.txt").read_text().startswith("AsyncOPO training plan\n  rollout    6 completions per prompt")
+    assert ">Asynchronous OPO, model arithmetic" in (run / "report.html").read_text().replace("\n", "")
+
+
+def test_plain_text_prompts_leave_the_tokenizer_as_it_was(run):
+    kept, base = (AutoTokenizer.from_pretrained(folder) for folder in (run, base_model_path()))
+    assert kept.chat_template == base.chat_template
+    assert kept.get_vocab() == base.get_vocab()
+    assert all(line["prompt"].endswith("=") for line in read_lines(run / "completions.jsonl"))
+
+
+def test_accuracies_are_those_of_other_trainers(run, tmp_path):
+    """Greedy ones do not depend on random numbers. The model attends along packed trees only in training."""
+    trainer = OPOTrainer(
+        base_model_path(),
+        arithmetic_reward,
+        OPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_completion_length=32),
+        to_prompts(Dataset.from_list([*make_problems("train", ["Level 3"])]), style="plain"),
+    )
+    summary = read_json(run / "summary.json")
+    for level in ("Level 3", "Level 4"):
+        problems = Dataset.from_list([*make_problems("test", [level])]).shuffle(seed=42).select(range(24))
+        expected = evaluate(trainer, to_prompts(problems, style="plain"), decoding="greedy").summary()
+        assert summary["before"][level]["greedy"] == expected
+        assert summary["after"][level]["greedy"] != expected
+
+
+def test_run_resumes_from_its_last_checkpoint(run, capsys):
+    assert train(run, max_steps=5, resume_from_checkpoint="last") == 0
+    steps = [line["step"] for line in read_lines(run / "log.jsonl") if "grad_norm" in line]
+    assert steps == [1, 2, 3, 4, 5]
+    assert train(run, max_steps=6, resume_from_checkpoint="last", alpha=0.5) == 2
+    assert "alpha=0.4 there, alpha=0.5 here" in capsys.readouterr().err
+
+
+def test_signal_ends_a_run_with_a_checkpoint(tmp_path, capfd):
+    quiet = {"validation_steps": 1000, "reward_funcs": "test_async_recipe.stop", "report_size": 1}
+    assert train(tmp_path, **quiet) == 143
+    assert (tmp_path / "checkpoint-1" / "manifest.json").is_file()
+    assert "Ended by SIGTERM after optimizer step 1" in capfd.readouterr().out
+
+
+def stop(completions, solution, **columns):
+    """A reward during whose call a scheduler asks the run to end; evaluations call it in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        os.kill(os.getpid(), signal.SIGTERM)
+    return arithmetic_reward(completions, solution)
+
+
+def test_adapters_are_trained_and_their_policy_generates(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(InProcessWorker, "destroy", lambda worker: sent.append(worker.policies[max(worker.policies)]))
+    adapters = {"use_peft": "true", "lora_target_modules": "all-linear", "learning_rate": 3e-2, "max_steps": 2}
+    assert train(tmp_path, validation_steps=2, **adapters) == 0
+    base = AutoModelForCausalLM.from_pretrained(base_model_path(), dtype=torch.float32)
+    before = snapshot(base)
+    trained = snapshot(PeftModel.from_pretrained(base, tmp_path).merge_and_unload())
+    assert distance(trained, before) > 1e-2
+    trained.pop("lm_head.weight")  # tied to the embeddings
+    assert distance({name: sent[0][name] for name in trained}, trained) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"watches": "stop if opo/chi2 > 2"},
+            "It belongs to `trainer: opo`, which docs/methods/opo.md describes; this",
+        ),
+        ({"steps_per_generation": 2}, "It belongs to `trainer: opo`"),
+        ({"top_p": 0.9}, "top_p=0.9 makes completions come from another distribution"),
+        ({"chi2_radius": 3}, "chi2_radius=3.0 is not possible in asynchronous training"),
+        ({"token_budget": -1}, "token_budget=-1 is not allowed. Set `token_budget` to a positive number of tokens"),
+        ({"in_process_staleness": -1}, "in_process_staleness=-1 is not allowed"),
+        ({"attn_implementation": "eager"}, "attn_implementation='eager' is not possible with trainer: async_opo"),
+        ({"reward_model_name_or_path": base_model_path()}, "is not possible with trainer: async_opo, whose worker"),
+        ({"reward_funcs": "test_async_recipe.needs_the_state"}, "cannot be called: missing a required argument"),
+        ({"vllm_server_base_url": "localhost"}, "vllm_server_base_url='localhost' is not allowed"),
+        ({"report_to": "nothing"}, "report_to='nothing' is not a tracker"),
+        ({"trainer": "opo"}, "which docs/async.md describes; this recipe is for `trainer: opo`"),
+    ],
+)
+def test_what_the_trainer_does_not_have_is_named(tmp_path, capsys, changes, message):
+    folder = tmp_path / "run"
+    assert train(folder, **changes) == 2
+    assert message in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def needs_the_state(completions, trainer_state, **columns):
+    """A reward that only works with the other trainers."""
+
+
+def on_server(folder: Path, url: str, **changes) -> Path:
+    """The recipe with a server."""
+    fields = yaml.safe_load(RECIPE.read_text()) | {"output_dir": str(folder / "run"), "vllm_server_base_url": url}
+    del fields["in_process_staleness"], fields["accelerate_config"]
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**fields, "vllm_server_timeout": 0, **changes}))
+    return path
+
+
+def test_token_budget_needs_a_server(tmp_path, capsys):
+    path = on_server(tmp_path, "http://localhost:9", in_process_staleness=0)
+    path.write_text(path.read_text().replace("token_budget: 0\n", ""))
+    assert main(["--config", str(path)]) == 2
+    assert "in_process_staleness=0 needs a `token_budget`" in capsys.readouterr().err
+
+
+def test_server_that_is_not_there_is_named(tmp_path, capsys):
+    assert main(["--config", str(on_server(tmp_path, "http://127.0.0.1:9"))]) == 2
+    assert "nothing answered at http://127.0.0.1:9/health" in (said := capsys.readouterr().err)
+    assert "Start `vllm serve` there" in said
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """A server that takes no weights."""
+
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+
+def test_server_that_takes_no_weights_is_named(tmp_path, capsys):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    assert main(["--config", str(on_server(tmp_path, f"http://127.0.0.1:{server.server_port}"))]) == 2
+    server.shutdown()
+    assert "answers 404 at /server_info" in (said := capsys.readouterr().err)
+    assert "`VLLM_SERVER_DEV_MODE=1`" in said
+
+
+def test_reward_that_cannot_be_sent_to_the_worker_is_named(tmp_path, capsys):
+    path = on_server(tmp_path, "http://127.0.0.1:9", reward_funcs=["test_async_recipe.local_reward"])
+    assert main(["--config", str(path)]) == 2
+    assert "cannot be sent to the worker process" in capsys.readouterr().err
+
+
+def _made():
+    return lambda completions, **columns: [0.0] * len(completions)
+
+
+local_reward = _made()
+
+
+def test_rewards_of_text_get_text_also_asynchronous_ones():
+    async def longest(prompts, completions, **columns):
+        return [float(len(prompt + completion)) for prompt, completion in zip(prompts, completions, strict=True)]
+
+    prompts, turns = ([[{"role": role, "content": text}] for text in ("a", "bc")] for role in ("user", "assistant"))
+    assert _OfText(longest)(prompts=prompts, completions=turns) == [2.0, 4.0]
+    assert _OfText(longest).__name__ == "longest"
+
+
+def test_configuration_of_recipes_leaves_the_dtype_to_the_model(tmp_path):
+    with pytest.raises(TypeError, match="dtype"):
+        AsyncRecipeConfig(str(tmp_path), use_cpu=True, bf16=False, dtype="bfloat16")
+
+
+# TRL's worker
+
+
+def in_worker(reward: IsolatedReward, said) -> None:
+    """What happens in the process of TRL's worker, without a server."""
+    tokenizer = AutoTokenizer.from_pretrained(base_model_path())
+    tokenizer.response_template = {}
+    names = ("rollout_buffer", "heartbeat_value", "failed_event", "exception_info_queue", "metrics_queue", "opo")
+    rest = dict.fromkeys(names) | {"model_version_value": SimpleNamespace(value=0), "model_name": ""}
+    data = Dataset.from_list([{"prompt": []}])
+    _Loop(dataset=data, reward_funcs=[reward], processing_class=tokenizer, eos_token_ids=[1], **rest)
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGINT)
+    said.put(reward(["1+1=2"], solution=["1+1=2"]))
+    reward.close()
+    signal.raise_signal(signal.SIGTERM)
+    said.put("still here")
+
+
+@pytest.mark.slow
+def test_worker_outlives_a_scheduler_and_isolates_rewards():
+    context = multiprocessing.get_context("spawn")
+    said = context.Queue()
+    process = context.Process(target=in_worker, args=(IsolatedReward(arithmetic_reward, workers=1), said), daemon=True)
+    process.start()
+    assert said.get(timeout=300) == [1.0]
+    process.join(60)
+    assert process.exitcode == -signal.SIGTERM
+    assert said.empty()
+
+
+# A TRL whose experimental modules have changed
+
+
+def test_method_that_does_not_fit_leaves_the_others_usable(tmp_path):
+    before = list(METHODS)
+    register(Method("broken", "Broken", "#000000", trainer="no_such_module.T", config="no_such_module.C"))
+    try:
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text("trainer: opo\nlearning_rat: 1.0e-3\n")
+        with pytest.raises(ValueError, match=r"Did you mean `learning_rate`\?"):
+            read_recipe(recipe)
+        assert len(config_classes()) == len(before)
+        recipe.write_text("trainer: broken\nlearning_rate: 1.0e-3\n")
+        with pytest.raises(ImportError, match="no_such_module"):
+            read_recipe(recipe)
+    finally:
+        METHODS[:] = before
+
+
+def test_other_trainers_do_not_import_experimental_modules():
+    script = (
+        "import sys; from opo_trl.launch.recipe import parse; import opo_trl.train\n"
+        f"parse(['--config', {str(ROOT / 'recipes' / 'arithmetic' / 'opo.yaml')!r}])\n"
+        "print([name for name in sys.modules if name.startswith('trl.experimental.async_grpo')])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip().splitlines()[-1] == "[]"
