@@ -84,7 +84,8 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
 
         print(write_report(arguments.folder))
     elif arguments.command == "recipes":
-        from .shipped import copy_out, describe as list_recipes
+        from .shipped import copy_out
+        from .shipped import describe as list_recipes
 
         print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else [list_recipes()]), sep="\n")
     elif arguments.command == "figures":

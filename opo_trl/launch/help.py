@@ -1,6 +1,8 @@
 """`opo-trl train --help`: this package's fields and a few of TRL's, in groups. `--help_all` lists all."""
 
 import argparse
+import copy
+import sys
 from typing import NoReturn
 
 
@@ -29,13 +31,13 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-_MORE = "--help_all lists every field, of TRL, Transformers and accelerate, too; docs/quickstart.md begins with a recipe."
+_MORE = "--help_all lists every field, those of TRL and Transformers too. `opo-trl recipes` has recipes to begin with."
 
 
 def short_help(parser: argparse.ArgumentParser) -> str:
     """The groups, as far as the parser's trainer has their fields."""
-    actions = {action.dest: action for action in parser._actions}
-    formatter = parser._get_formatter()
+    actions = {action.dest: _plain(action) for action in reversed(parser._actions)}  # `--field` precedes `--no_field`
+    formatter = argparse.ArgumentDefaultsHelpFormatter(parser.prog, max_help_position=36, width=120)
     formatter.add_text(f"{parser.prog} --config RECIPE [--field value ...]")
     formatter.add_text("Fields of a recipe; on the command line they take precedence.")
     for title, names in _GROUPS.items():
@@ -46,9 +48,17 @@ def short_help(parser: argparse.ArgumentParser) -> str:
     return formatter.format_help()
 
 
+def _plain(action: argparse.Action) -> argparse.Action:
+    """The option without its other spelling, and with a short name for its value."""
+    shown = copy.copy(action)
+    shown.option_strings = action.option_strings[:1]
+    shown.metavar = None if action.choices else "X"
+    return shown
+
+
 class ShortHelp(argparse.Action):
     """`--help`: print [`short_help`]."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> NoReturn:
-        parser._print_message(short_help(parser))
+        sys.stdout.write(short_help(parser))
         parser.exit()

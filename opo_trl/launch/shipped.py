@@ -47,7 +47,7 @@ def copy_out(name: str, output: Path) -> list[Path]:
     for target, source in targets.items():
         if target.exists() and target.read_bytes() != source.read_bytes():
             raise ValueError(
-                f"{str(target)!r} exists and differs from the package's. Move it, or set another folder with `--output`."
+                f"{str(target)!r} exists and differs from the package's. Move it, or set another folder: `--output`."
             )
     for target, source in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
