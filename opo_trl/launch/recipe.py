@@ -75,8 +75,9 @@ def make_parser(trainer: str, prog: str = "opo-trl train") -> _Parser:
     """Parser of recipes and command lines, into script, trainer and model arguments."""
     dataclass_types: Any = _argument_classes(trainer)
     parser = _Parser(dataclass_types, prog=prog, allow_abbrev=False, add_help=False)
-    parser.add_argument("-h", "--help", action=ShortHelp, nargs=0, help="show the most used fields")
-    parser.add_argument("--help_all", action="help", help="show all fields")
+    no_value: Any = {"default": argparse.SUPPRESS}
+    parser.add_argument("-h", "--help", action=ShortHelp, nargs=0, help="show the most used fields", **no_value)
+    parser.add_argument("--help_all", action="help", help="show all fields", **no_value)
     return parser
 
 
