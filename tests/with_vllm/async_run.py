@@ -117,6 +117,7 @@ def train(model: str, folder: Path, options: dict) -> dict | None:
     trainer = make(model, folder, options)
     if not options["synchronized"]:
         send_nothing_new(trainer)
+    trainer.rollout_worker._loop_kwargs |= options.get("requests", {})
     trainer.train()
     if not trainer.accelerator.is_main_process:
         return None
@@ -168,7 +169,7 @@ class Fault(TrainerCallback):
             allowed = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
             with (self.folder / "server.log").open("w") as log:
                 server = subprocess.Popen(
-                    self.options["command"], env=os.environ | allowed, stdout=log, stderr=log, start_new_session=True
+                    self.options["serve"], env=os.environ | allowed, stdout=log, stderr=log, start_new_session=True
                 )
             (self.folder / "server.pid").write_text(str(server.pid))
             self.trainer.vllm_client.server_timeout = 600
