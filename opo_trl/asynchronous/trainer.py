@@ -85,8 +85,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         """As in TRL; first checks which log-probabilities the server reports."""
         if isinstance(self.rollout_worker, AsyncRolloutWorker):
             faults.check_logprobs(self.vllm_client, self.args.temperature)
-        with faults.training(self.rollout_worker):
-            return super().train(*args, **kwargs)
+        return super().train(*args, **kwargs)
 
     def _sync_weight(self):
         with faults.synchronizing(self):

@@ -117,7 +117,8 @@ def train(model: str, folder: Path, options: dict) -> dict | None:
     trainer = make(model, folder, options)
     if not options["synchronized"]:
         send_nothing_new(trainer)
-    trainer.rollout_worker._loop_kwargs |= options.get("requests", {})
+    if "requests" in options:
+        trainer.rollout_worker._loop_kwargs |= options["requests"]
     trainer.train()
     if not trainer.accelerator.is_main_process:
         return None

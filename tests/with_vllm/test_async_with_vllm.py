@@ -36,6 +36,14 @@ def test_policy_learns_and_the_server_has_its_weights(run, full_server):
 
 
 @pytest.mark.vllm
+def test_filter_of_the_models_configuration_spoils_log_ratios(run, full_server):
+    """`AsyncGRPOTrainer` leaves `min_p` out of its requests, so that the server takes the model's."""
+    config = {"max_steps": 1, "temperature": 0.7}
+    result = run("train", script=SCRIPT, synchronized=True, config=config, requests={"min_p": None}, **full_server)
+    assert result["log"][0]["opo/log_ratio/absmax"] > 0.1
+
+
+@pytest.mark.vllm
 def test_without_synchronization_the_server_does_not(run, full_server):
     result = run("train", script=SCRIPT, synchronized=False, config=FAST, **full_server)
     assert result["gap"] > OTHER
