@@ -133,8 +133,8 @@ def synchronizing(trainer: Any) -> Iterator[None]:
             raise
         except Exception as error:
             raise RuntimeError(
-                f"The vLLM server at {url} has not taken the weights: {error} A server that was restarted must be "
-                "started again before the run is resumed from its last checkpoint."
+                f"The vLLM server at {url} has not taken the weights: {error} Start it anew, and resume the run from "
+                "its last checkpoint."
             ) from error
 
 

@@ -68,6 +68,9 @@ def make(model: str, folder: Path, options: dict, **config: Any) -> AsyncOPOTrai
         **({"peft_config": adapter} if options["adapter"] else {}),
     )
     trainer.remove_callback(PrinterCallback)
+    if trainer._lora_sync and trainer.accelerator.is_main_process:
+        for version in range(1, 10):  # of earlier runs with this server
+            trainer.vllm_client.unload_lora_adapter(f"trl-policy-v{version}")
     return trainer
 
 
@@ -129,8 +132,6 @@ def train(model: str, folder: Path, options: dict) -> dict | None:
     trained = (
         PeftModel.from_pretrained(base, folder) if options["adapter"] else AutoModelForCausalLM.from_pretrained(folder)
     )
-    for version in range(trainer.model_version + 1 if trainer._lora_sync else 0):
-        trainer.vllm_client.unload_lora_adapter(f"trl-policy-v{version}")  # for the next run with this server
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
         "processes": trainer.accelerator.num_processes,
