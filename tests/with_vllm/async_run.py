@@ -158,7 +158,7 @@ class Fault(TrainerCallback):
         self.trainer, self.folder, self.options = trainer, folder, options
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step != 3:
+        if state.global_step != 3 or not self.trainer.accelerator.is_main_process:
             return
         what, group = self.options["what"], self.options["pid"]
         if what == "worker killed":
@@ -189,7 +189,8 @@ def faulty(model: str, folder: Path, options: dict) -> None:
 
 def fault(model: str, folder: Path, options: dict) -> dict:
     """How a process ends that trains while something fails: its status, what it said, and after how many seconds."""
-    command = [sys.executable, __file__, "faulty", str(folder), json.dumps(options)]
+    launcher = [sys.executable, *(options["torchrun"] if "torchrun" in options else [])]
+    command = [*launcher, __file__, "faulty", str(folder), json.dumps(options)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     seconds = time.time() - float((folder / "at").read_text())
     if options["what"] == "server hung":

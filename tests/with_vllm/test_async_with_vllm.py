@@ -12,7 +12,7 @@ SAME, OTHER = 1e-4, 0.01
 SCRIPT = "async_run.py"
 FAST = {"max_steps": 8, "learning_rate": 2e-3}  # so fast that old weights are revealed
 FAST_ADAPTER = {"max_steps": 8, "learning_rate": 1e-2}
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def mean_reward(log: list[dict]) -> float:
@@ -69,7 +69,7 @@ def test_two_processes_train_with_one_server(run, request, kind):
     server = request.getfixturevalue(kind)
     config = {**(FAST_ADAPTER if server["adapter"] else FAST), "ddp_backend": "gloo"}
     config |= {"per_device_train_batch_size": 24}
-    result = run("train", TORCHRUN, script=SCRIPT, synchronized=True, config=config, **server)
+    result = run("train", (sys.executable, *TORCHRUN), script=SCRIPT, synchronized=True, config=config, **server)
     assert result["processes"] == 2
     assert result["adapter"] == server["adapter"]
     assert result["gap"] < SAME
@@ -87,16 +87,19 @@ def test_log_probabilities_of_another_temperature_are_refused(run, adapter_serve
 # Faults; the last two end the servers
 
 
-def ended(run, server: dict, what: str) -> dict:
+def ended(run, server: dict, what: str, config: dict | None = None, **options) -> dict:
     """How a run has ended that had 40 steps to go when something failed."""
-    result = run("fault", script=SCRIPT, what=what, patience=10.0, config=FAST | {"max_steps": 43}, **server)
+    config = FAST | {"max_steps": 43} | (config or {})
+    result = run("fault", script=SCRIPT, what=what, patience=10.0, config=config, **options, **server)
     assert result["status"] == 1
     return result
 
 
 @pytest.mark.vllm
-def test_worker_that_is_killed_ends_the_training(run, full_server):
-    result = ended(run, full_server, "worker killed")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_worker_that_is_killed_ends_the_training(run, full_server, processes):
+    two = {"config": {"ddp_backend": "gloo", "per_device_train_batch_size": 24}, "torchrun": TORCHRUN}
+    result = ended(run, full_server, "worker killed", **(two if processes == 2 else {}))
     assert "The process of the rollout worker has ended with exit code -9" in result["output"]
     assert result["seconds"] < 90
 
