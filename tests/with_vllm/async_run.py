@@ -189,15 +189,14 @@ def faulty(model: str, folder: Path, options: dict) -> None:
 
 def fault(model: str, folder: Path, options: dict) -> dict:
     """How a process ends that trains while something fails: its status, what it said, and after how many seconds."""
-    launcher = [sys.executable, *(options["torchrun"] if "torchrun" in options else [])]
-    command = [*launcher, __file__, "faulty", str(folder), json.dumps(options)]
+    command = [sys.executable, *options.get("torchrun", []), __file__, "faulty", str(folder), json.dumps(options)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     seconds = time.time() - float((folder / "at").read_text())
     if options["what"] == "server hung":
         os.killpg(options["pid"], signal.SIGCONT)
     if (folder / "server.pid").exists():
         os.killpg(int((folder / "server.pid").read_text()), signal.SIGKILL)
-    return {"status": ended.returncode, "output": ended.stderr[-3000:], "seconds": seconds}
+    return {"status": ended.returncode, "output": ended.stderr[-20000:], "seconds": seconds}
 
 
 if __name__ == "__main__":
