@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,14 @@ def gap(model: torch.nn.Module, completions: list[tuple[list[int], list[int], to
 
 
 def send_nothing_new(trainer: AsyncOPOTrainer):
-    """Keep up the appearance of synchronization, so that the server stays with the weights that it began with."""
+    """Send only the first weights, however often the trainer synchronizes."""
     if not trainer._lora_sync:
-        trainer.weight_transfer.send_weights = lambda iterator: [*iterator]
+        send, sent = trainer.weight_transfer.send_weights, []
+
+        def send_the_first(iterator: Iterator):
+            sent.append([*iterator] if sent else send(iterator))
+
+        trainer.weight_transfer.send_weights = send_the_first
         return
     load, first = trainer.vllm_client.load_lora_adapter, Path(trainer._lora_dir, "first")
 
