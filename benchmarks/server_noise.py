@@ -225,9 +225,9 @@ def report(results: dict[str, Any]) -> str:
         "of\ncompletions of the current policy, which should be 0.\n\n"
         f'"arithmetic", {COMPLETIONS["arithmetic"]} completions:\n\n'
         f"{table([*header, 'mean length', 'root mean square', 'median', 'largest'], first)}\n\n"
-        f'"random", {COMPLETIONS["random"]} completions, {surprise:.1f} nats per token. Root mean square of Δ by '
-        "length; the exponent of its growth, which is 0.5 for independent\nerrors and 1 for errors in one direction; and "
-        f"the length at which it is {TARGET:g}, the size of small targets with μ = 0.3, if it\ngrows with the root of the "
+        f'"random", {COMPLETIONS["random"]} completions, {surprise:.1f} nats per token. Root mean square by length; '
+        "the exponent of its growth, which is 0.5\nfor independent errors and 1 for errors in one direction; and the "
+        f"length at which it is {TARGET:g}, the size of small targets with\nμ = 0.3, if it grows with the root of the "
         "length from the longest on:\n\n"
         f"{table([*header, *map(str, LENGTHS), 'exponent', f'{TARGET:g} at length'], second)}\n\n"
         f"Measured {results['date'][:10]} with vLLM {results['vllm']}, {versions}.\n"

@@ -223,8 +223,7 @@ ASYNC_CONTRACT: Contract = {
         "check_health": ("stale_after_s",),
         "stop": (),
     },
-    "trl.experimental.async_grpo.vllm_client.VLLMClient": {"wait_for_server_ready": (), "get_server_info": ()},
-    "trl.experimental.async_grpo.weight_transfer": {"WeightTransferClient": None},
+    "multiprocessing.queues.Queue": {"_writer": None},
     _WORKER: {"_AsyncRolloutLoop": None},
     "trl.experimental.async_grpo.AsyncGRPOConfig": {"__post_init__": (), "to_dict": (), "dtype": None},
 }

@@ -7,6 +7,7 @@ process that is gone to stop.
 """
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -62,6 +63,7 @@ def guard(worker: AsyncRolloutWorker, client: VLLMClient, limit: float) -> None:
         limit (`float`): seconds that a reward may take for a group.
     """
     start, check_health, stop = worker.start, worker.check_health, worker.stop
+    take = worker.rollout_buffer.get
     worker._loop_kwargs["reward_limit"] = limit
 
     def guarded_start():
@@ -69,6 +71,16 @@ def guard(worker: AsyncRolloutWorker, client: VLLMClient, limit: float) -> None:
         # This process's end for writing. While it is open, what reads a sample that a process has left half written
         # waits for the rest.
         worker.rollout_buffer._writer.close()
+
+    def guarded_take(block: bool = True, timeout: float | None = None):
+        process: Any = worker._process
+        try:
+            return take(block, timeout)
+        except (EOFError, OSError) as error:
+            process.join(5)
+            if worker._failed_event.is_set():
+                guarded_check(math.inf)
+            raise RuntimeError(_ended(process.exitcode)) from error
 
     def guarded_check(stale_after_s: float):
         process: Any = worker._process
@@ -96,22 +108,9 @@ def guard(worker: AsyncRolloutWorker, client: VLLMClient, limit: float) -> None:
         process.join()
         worker._process = None
 
-    worker.start, worker.check_health, worker.stop = guarded_start, guarded_check, guarded_stop  # type: ignore[method-assign]
-
-
-@contextmanager
-def training(worker: Any) -> Iterator[None]:
-    """Explain the end of a worker whose process was killed while it wrote a sample."""
-    try:
-        yield
-    except (EOFError, OSError) as error:
-        process = getattr(worker, "_process", None)
-        if not isinstance(worker, AsyncRolloutWorker) or process is None:
-            raise
-        process.join(5)  # it may be on its way out
-        if process.is_alive():
-            raise
-        raise RuntimeError(_ended(process.exitcode)) from error
+    guarded = {"start": guarded_start, "check_health": guarded_check, "stop": guarded_stop}
+    vars(worker).update(guarded)
+    vars(worker.rollout_buffer)["get"] = guarded_take
 
 
 @contextmanager
@@ -122,7 +121,8 @@ def synchronizing(trainer: Any) -> Iterator[None]:
     Raises:
         `RuntimeError`: it does not answer, or does not take them.
     """
-    if not trainer._lora_sync and not isinstance(getattr(trainer, "weight_transfer", None), WeightTransferClient):
+    to_server = trainer._lora_sync or isinstance(trainer.weight_transfer, WeightTransferClient)
+    if not to_server or not trainer.accelerator.is_main_process:
         yield
         return
     url = trainer.args.vllm_server_base_url
@@ -133,8 +133,8 @@ def synchronizing(trainer: Any) -> Iterator[None]:
             raise
         except Exception as error:
             raise RuntimeError(
-                f"The vLLM server at {url} has not taken the weights: {error} A server that was restarted must be "
-                "started again before the run is resumed from its last checkpoint."
+                f"The vLLM server at {url} has not taken the weights: {error} Start it anew, and resume the run from "
+                "its last checkpoint."
             ) from error
 
 

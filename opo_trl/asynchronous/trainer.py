@@ -87,8 +87,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         if isinstance(self.rollout_worker, AsyncRolloutWorker):
             faults.check_logprobs(self.vllm_client, self.args.temperature)
         self._passes_left = 0
-        with faults.training(self.rollout_worker):
-            return super().train(*args, **kwargs)
+        return super().train(*args, **kwargs)
 
     def _sync_weight(self):
         with faults.synchronizing(self):

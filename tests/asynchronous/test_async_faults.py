@@ -16,6 +16,7 @@ import scripted
 from helpers import free_port
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
+from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from opo_trl.asynchronous import faults
 from opo_trl.asynchronous.targets import make_targets
@@ -77,12 +78,11 @@ def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4):
 def take_samples(worker):
     """What the trainer's dataset does, until something is raised."""
     deadline = time.monotonic() + LIMIT
-    with faults.training(worker):
-        while time.monotonic() < deadline:
-            try:
-                worker.rollout_buffer.get(timeout=0.5)
-            except queue.Empty:
-                worker.check_health(stale_after_s=60.0)
+    while time.monotonic() < deadline:
+        try:
+            worker.rollout_buffer.get(timeout=0.5)
+        except queue.Empty:
+            worker.check_health(stale_after_s=60.0)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,27 @@ def test_silent_server_ends_the_run(monkeypatch, healthy):
     vllm_server.wait_until_it_answers(healthy)
     with pytest.raises(RuntimeError, match="no longer answers"):
         vllm_server.wait_until_it_answers(f"http://127.0.0.1:{free_port()}")
+
+
+def test_synchronization_that_fails_names_the_server():
+    url = f"http://127.0.0.1:{free_port()}"
+    trainer = SimpleNamespace(
+        _lora_sync=True,
+        accelerator=SimpleNamespace(is_main_process=True),
+        args=SimpleNamespace(vllm_server_base_url=url),
+    )
+    with (
+        pytest.raises(RuntimeError, match=f"The vLLM server at {url} no longer answers"),
+        faults.synchronizing(trainer),
+    ):
+        VLLMClient(url).pause()
+    with pytest.raises(RuntimeError, match=f"at {url} has not taken the weights: Request failed: 400, full"):  # noqa: SIM117
+        with faults.synchronizing(trainer):
+            raise Exception("Request failed: 400, full")  # what TRL's client raises
+    # A transfer that has nothing to do with a server keeps its errors.
+    trainer._lora_sync, trainer.weight_transfer = False, None
+    with pytest.raises(KeyError), faults.synchronizing(trainer):
+        raise KeyError
 
 
 # Requests

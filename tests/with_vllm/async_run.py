@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,9 @@ def make(model: str, folder: Path, options: dict, **config: Any) -> AsyncOPOTrai
         **({"peft_config": adapter} if options["adapter"] else {}),
     )
     trainer.remove_callback(PrinterCallback)
+    if trainer._lora_sync and trainer.accelerator.is_main_process:
+        for version in range(1, 10):  # of earlier runs with this server
+            trainer.vllm_client.unload_lora_adapter(f"trl-policy-v{version}")
     return trainer
 
 
@@ -98,9 +102,14 @@ def gap(model: torch.nn.Module, completions: list[tuple[list[int], list[int], to
 
 
 def send_nothing_new(trainer: AsyncOPOTrainer):
-    """Keep up the appearance of synchronization, so that the server stays with the weights that it began with."""
+    """Send only the first weights, however often the trainer synchronizes."""
     if not trainer._lora_sync:
-        trainer.weight_transfer.send_weights = lambda iterator: [*iterator]
+        send, sent = trainer.weight_transfer.send_weights, []
+
+        def send_the_first(iterator: Iterator):
+            sent.append([*iterator] if sent else send(iterator))
+
+        trainer.weight_transfer.send_weights = send_the_first
         return
     load, first = trainer.vllm_client.load_lora_adapter, Path(trainer._lora_dir, "first")
 
@@ -117,6 +126,8 @@ def train(model: str, folder: Path, options: dict) -> dict | None:
     trainer = make(model, folder, options)
     if not options["synchronized"]:
         send_nothing_new(trainer)
+    if "requests" in options:
+        trainer.rollout_worker._loop_kwargs |= options["requests"]
     trainer.train()
     if not trainer.accelerator.is_main_process:
         return None
@@ -127,8 +138,6 @@ def train(model: str, folder: Path, options: dict) -> dict | None:
     trained = (
         PeftModel.from_pretrained(base, folder) if options["adapter"] else AutoModelForCausalLM.from_pretrained(folder)
     )
-    for version in range(trainer.model_version + 1 if trainer._lora_sync else 0):
-        trainer.vllm_client.unload_lora_adapter(f"trl-policy-v{version}")  # for the next run with this server
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
         "processes": trainer.accelerator.num_processes,
@@ -155,7 +164,7 @@ class Fault(TrainerCallback):
         self.trainer, self.folder, self.options = trainer, folder, options
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step != 3:
+        if state.global_step != 3 or not self.trainer.accelerator.is_main_process:
             return
         what, group = self.options["what"], self.options["pid"]
         if what == "worker killed":
@@ -168,7 +177,7 @@ class Fault(TrainerCallback):
             allowed = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
             with (self.folder / "server.log").open("w") as log:
                 server = subprocess.Popen(
-                    self.options["command"], env=os.environ | allowed, stdout=log, stderr=log, start_new_session=True
+                    self.options["serve"], env=os.environ | allowed, stdout=log, stderr=log, start_new_session=True
                 )
             (self.folder / "server.pid").write_text(str(server.pid))
             self.trainer.vllm_client.server_timeout = 600
@@ -186,14 +195,14 @@ def faulty(model: str, folder: Path, options: dict) -> None:
 
 def fault(model: str, folder: Path, options: dict) -> dict:
     """How a process ends that trains while something fails: its status, what it said, and after how many seconds."""
-    command = [sys.executable, __file__, "faulty", str(folder), json.dumps(options)]
+    command = [sys.executable, *options.get("torchrun", []), __file__, "faulty", str(folder), json.dumps(options)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     seconds = time.time() - float((folder / "at").read_text())
     if options["what"] == "server hung":
         os.killpg(options["pid"], signal.SIGCONT)
     if (folder / "server.pid").exists():
         os.killpg(int((folder / "server.pid").read_text()), signal.SIGKILL)
-    return {"status": ended.returncode, "output": ended.stderr[-3000:], "seconds": seconds}
+    return {"status": ended.returncode, "output": ended.stderr[-20000:], "seconds": seconds}
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def server(command: list[str], environment: dict[str, str], log: Path) -> Iterat
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
     try:
         wait_for_server(process, port, log)
-        yield {"port": port, "pid": process.pid, "command": command}
+        yield {"port": port, "pid": process.pid, "serve": command}
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

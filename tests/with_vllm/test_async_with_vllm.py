@@ -12,7 +12,7 @@ SAME, OTHER = 1e-4, 0.01
 SCRIPT = "async_run.py"
 FAST = {"max_steps": 8, "learning_rate": 2e-3}  # so fast that old weights are revealed
 FAST_ADAPTER = {"max_steps": 8, "learning_rate": 1e-2}
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def mean_reward(log: list[dict]) -> float:
@@ -33,6 +33,14 @@ def test_policy_learns_and_the_server_has_its_weights(run, full_server):
     assert 1 <= max(entry["opo/off_policy_steps"] for entry in log) <= 5
     # What the model's generation_config.json says was overruled: sampled was what is trained.
     assert log[0]["opo/log_ratio/absmax"] < 1e-3
+
+
+@pytest.mark.vllm
+def test_filter_of_the_models_configuration_spoils_log_ratios(run, full_server):
+    """`AsyncGRPOTrainer` leaves `min_p` out of its requests, so that the server takes the model's."""
+    config = {"max_steps": 1, "temperature": 0.7}
+    result = run("train", script=SCRIPT, synchronized=True, config=config, requests={"min_p": None}, **full_server)
+    assert result["log"][0]["opo/log_ratio/absmax"] > 0.1
 
 
 @pytest.mark.vllm
@@ -61,7 +69,7 @@ def test_two_processes_train_with_one_server(run, request, kind):
     server = request.getfixturevalue(kind)
     config = {**(FAST_ADAPTER if server["adapter"] else FAST), "ddp_backend": "gloo"}
     config |= {"per_device_train_batch_size": 24}
-    result = run("train", TORCHRUN, script=SCRIPT, synchronized=True, config=config, **server)
+    result = run("train", (sys.executable, *TORCHRUN), script=SCRIPT, synchronized=True, config=config, **server)
     assert result["processes"] == 2
     assert result["adapter"] == server["adapter"]
     assert result["gap"] < SAME
@@ -79,16 +87,19 @@ def test_log_probabilities_of_another_temperature_are_refused(run, adapter_serve
 # Faults; the last two end the servers
 
 
-def ended(run, server: dict, what: str) -> dict:
+def ended(run, server: dict, what: str, config: dict | None = None, **options) -> dict:
     """How a run has ended that had 40 steps to go when something failed."""
-    result = run("fault", script=SCRIPT, what=what, patience=10.0, config=FAST | {"max_steps": 43}, **server)
+    config = FAST | {"max_steps": 43} | (config or {})
+    result = run("fault", script=SCRIPT, what=what, patience=10.0, config=config, **options, **server)
     assert result["status"] == 1
     return result
 
 
 @pytest.mark.vllm
-def test_worker_that_is_killed_ends_the_training(run, full_server):
-    result = ended(run, full_server, "worker killed")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_worker_that_is_killed_ends_the_training(run, full_server, processes):
+    two = {"config": {"ddp_backend": "gloo", "per_device_train_batch_size": 24}, "torchrun": TORCHRUN}
+    result = ended(run, full_server, "worker killed", **(two if processes == 2 else {}))
     assert "The process of the rollout worker has ended with exit code -9" in result["output"]
     assert result["seconds"] < 90
 
