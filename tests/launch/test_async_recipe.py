@@ -254,10 +254,10 @@ def in_worker(reward: IsolatedReward, said, buffer, ended: bool) -> None:
 @pytest.mark.parametrize("ended", [False, True])
 def test_worker_outlives_a_scheduler_and_isolates_rewards(ended):
     context = multiprocessing.get_context("spawn")
-    said, reward = context.Queue(), IsolatedReward(arithmetic_reward, workers=1)
-    process = context.Process(target=in_worker, args=(reward, said, context.Queue(), ended), daemon=True)
+    said, buffer, reward = context.Queue(), context.Queue(), IsolatedReward(arithmetic_reward, workers=1)
+    process = context.Process(target=in_worker, args=(reward, said, buffer, ended), daemon=True)
     process.start()
-    assert said.get(timeout=300) == [1.0]
+    assert said.get(timeout=120) == [1.0]
     process.join(60)
     assert process.exitcode == (-signal.SIGTERM if ended else 0)
     assert said.empty()
