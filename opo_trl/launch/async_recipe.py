@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from datasets import Dataset
@@ -119,6 +119,8 @@ class _Loop(OPORolloutLoop):
         signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
         # TRL starts this process as a daemon, which may not start any; `IsolatedReward` does, and ends them itself.
         multiprocessing.current_process().daemon = False
+        # Nobody reads what is still queued when the trainer ends this process. It would wait for a reader, for 15 s.
+        cast(Any, self.rollout_buffer).cancel_join_thread()
 
 
 class AsyncRecipeTrainer(AsyncOPOTrainer):

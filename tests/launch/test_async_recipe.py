@@ -231,31 +231,35 @@ def test_configuration_of_recipes_leaves_the_dtype_to_the_model(tmp_path):
 # TRL's worker
 
 
-def in_worker(reward: IsolatedReward, said) -> None:
-    """What happens in the process of TRL's worker, without a server."""
+def in_worker(reward: IsolatedReward, said, buffer, ended: bool) -> None:
+    """What happens in the process of TRL's worker, without a server; at last it ends, or is ended."""
     tokenizer = AutoTokenizer.from_pretrained(base_model_path())
     tokenizer.response_template = {}
-    names = ("rollout_buffer", "heartbeat_value", "failed_event", "exception_info_queue", "metrics_queue", "opo")
+    names = ("heartbeat_value", "failed_event", "exception_info_queue", "metrics_queue", "opo")
     rest = dict.fromkeys(names) | {"model_version_value": SimpleNamespace(value=0), "model_name": ""}
+    rest["rollout_buffer"] = buffer
     data = Dataset.from_list([{"prompt": []}])
     _Loop(dataset=data, reward_funcs=[reward], processing_class=tokenizer, eos_token_ids=[1], **rest)
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
     said.put(reward(["1+1=2"], solution=["1+1=2"]))
     reward.close()
-    signal.raise_signal(signal.SIGTERM)
-    said.put("still here")
+    buffer.put("x" * 10**6)  # more than fits into a pipe
+    if ended:
+        signal.raise_signal(signal.SIGTERM)
+        said.put("still here")
 
 
 @pytest.mark.slow
-def test_worker_outlives_a_scheduler_and_isolates_rewards():
+@pytest.mark.parametrize("ended", [False, True])
+def test_worker_outlives_a_scheduler_and_isolates_rewards(ended):
     context = multiprocessing.get_context("spawn")
-    said = context.Queue()
-    process = context.Process(target=in_worker, args=(IsolatedReward(arithmetic_reward, workers=1), said), daemon=True)
+    said, buffer, reward = context.Queue(), context.Queue(), IsolatedReward(arithmetic_reward, workers=1)
+    process = context.Process(target=in_worker, args=(reward, said, buffer, ended), daemon=True)
     process.start()
-    assert said.get(timeout=300) == [1.0]
+    assert said.get(timeout=120) == [1.0]
     process.join(60)
-    assert process.exitcode == -signal.SIGTERM
+    assert process.exitcode == (-signal.SIGTERM if ended else 0)
     assert said.empty()
 
 

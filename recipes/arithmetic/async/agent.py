@@ -9,7 +9,7 @@ An agent with a tool, trained by `AsyncOPOTrainer` on a CPU: the model of the em
 2. Reinforcement learning with the tool: the reward is 1 for a right answer, however it was found. What the tool writes
    is not trained; the call and the answer of a conversation are one completion, with one log-ratio.
 
-The problems of the training are all different, so the mean reward is an accuracy on new ones. With a vLLM server, pass
+No problem occurs twice, nor in both parts, so the mean reward is an accuracy on new ones. With a vLLM server, pass
 `reward_funcs` and `tools` to the trainer instead of the worker.
 """
 
@@ -69,6 +69,13 @@ def calculate(expression: str) -> str:
     return str(sum(map(int, numbers)))
 
 
+def problems_of_half(half: int) -> list[dict]:
+    """A half of the training problems: the first one for reinforcement learning, the other for the fine-tuning."""
+    rows = list(make_problems("train", ["Level 3"]))
+    middle = len(rows) // 2
+    return rows[middle:] if half else rows[:middle]
+
+
 def build_base(folder: Path, *, steps: int, share: float, seed: int = 0) -> None:
     """
     Save the embedded model after it has seen calls of the tool, and its tokenizer with the tokens for them.
@@ -81,7 +88,7 @@ def build_base(folder: Path, *, steps: int, share: float, seed: int = 0) -> None
     """
     tokenizer = AutoTokenizer.from_pretrained(base_model_path())
     model = AutoModelForCausalLM.from_pretrained(base_model_path(), dtype=torch.float32)
-    problems = [row["problem"] for row in make_problems("train", ["Level 3"])]
+    problems = [row["problem"] for row in problems_of_half(1)]
     own = work_out(model, tokenizer, problems)
     tokenizer.add_special_tokens({"additional_special_tokens": [CALL, END_OF_CALL, RESULT, END_OF_RESULT]})
     tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
@@ -131,7 +138,7 @@ def train(base: Path, folder: Path, *, steps: int, staleness: int = 2) -> list[d
     data = Dataset.from_list(
         [
             {"prompt": [{"role": "user", "content": row["problem"]}], "solution": row["solution"]}
-            for row in make_problems("train", ["Level 3"])
+            for row in problems_of_half(0)
         ]
     )
     args = AsyncOPOConfig(
