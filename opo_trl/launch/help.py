@@ -3,7 +3,6 @@
 import argparse
 import copy
 import sys
-from typing import NoReturn
 
 
 _GROUPS: dict[str, tuple[str, ...]] = {
@@ -59,6 +58,6 @@ def _plain(action: argparse.Action) -> argparse.Action:
 class ShortHelp(argparse.Action):
     """`--help`: print [`short_help`]."""
 
-    def __call__(self, parser, namespace, values, option_string=None) -> NoReturn:
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
         sys.stdout.write(short_help(parser))
         parser.exit()
