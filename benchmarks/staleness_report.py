@@ -35,7 +35,7 @@ the best three on two more. L = 1 takes the settings of L = 0, L = 64 those of L
 gradient clipping. Then {n} seeds that no choice was based on.
 
 Accuracies in % on 500 test problems, sampled at temperature 1 and greedy, ± half of the 95 % t interval. Differences
-are paired by seed; ▲ and ▼ mark those whose interval excludes 0."""
+are paired by seed; ▲ and ▼ mark those whose interval excludes 0, as one in twenty does by chance."""
 
 
 def write_report(record: Mapping[str, Any], folder: Path) -> None:

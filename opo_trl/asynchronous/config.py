@@ -51,9 +51,8 @@ class AsyncOPOConfig(ObjectiveConfig, AsyncGRPOConfig):
 
     Parameters:
         num_iterations (`int`, *optional*, defaults to `1`):
-            Optimizer steps over the same completions, at least 1; see [`benchmarks/results/staleness.md`]. Set
-            `weight_sync_steps` to the same number to send weights after the last. A resumed run goes on with new
-            completions.
+            Optimizer steps over the same completions, at least 1. Set `weight_sync_steps` to the same number to send
+            weights after the last one. A resumed run goes on with new completions.
         max_skipped_steps (`int`, *optional*, defaults to `10`):
             As in [`RolloutConfig`]: number of consecutive optimizer steps with a non-finite gradient after which the
             run saves a checkpoint and ends, at least 1.
