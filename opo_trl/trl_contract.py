@@ -364,6 +364,9 @@ def names(tree: ast.Module) -> set[str]:
     found = {method.name for method in methods(tree)}
     for node in ast.walk(tree):
         match node:
+            case ast.ClassDef(body=body):
+                fields = [part.target for part in body if isinstance(part, ast.AnnAssign) and part.value]
+                found |= {target.id for target in fields if isinstance(target, ast.Name)}
             case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Attribute(attr=name, value=ast.Call()):
                 found.add(name)
             case ast.Attribute(attr=name, value=ast.Name(id=owner)) if owner in ("self", "trl_contract"):
