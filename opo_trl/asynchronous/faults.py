@@ -108,9 +108,9 @@ def guard(worker: AsyncRolloutWorker, client: VLLMClient, limit: float) -> None:
         process.join()
         worker._process = None
 
-    guarded = {"start": guarded_start, "check_health": guarded_check, "stop": guarded_stop}
-    vars(worker).update(guarded)
-    vars(worker.rollout_buffer)["get"] = guarded_take
+    replaced: Any = worker  # mypy rejects assignments to methods
+    replaced.start, replaced.check_health, replaced.stop = guarded_start, guarded_check, guarded_stop
+    replaced.rollout_buffer.get = guarded_take
 
 
 @contextmanager
