@@ -86,6 +86,8 @@ def guard(worker: AsyncRolloutWorker, client: VLLMClient, limit: float) -> None:
         process: Any = worker._process
         if not process.is_alive() and not worker._failed_event.is_set():
             raise RuntimeError(_ended(process.exitcode))
+        if worker._failed_event.is_set():
+            process.join(5)  # the reason is on its way
         try:
             check_health(stale_after_s)
         except RuntimeError as error:
