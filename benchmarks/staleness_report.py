@@ -32,7 +32,9 @@ completion is one version older. With L = 64, all rollouts are the base model's.
 
 Every method has the same trials at L = 0, 4 and 16: four learning rates × three values of its own field, on one seed;
 the best three on two more. L = 1 takes the settings of L = 0, L = 64 those of L = 16. Constant learning rate, no
-gradient clipping. Then {n} seeds that no choice was based on.
+gradient clipping. Then {n} seeds that no choice was based on. Some choices are at an end of their grid: AsyncGRPO's
+clip range at L = 4 and 16, M2PO's threshold at 4 and learning rate at 16, GSPO's clip range at 0, OPO's μ at 0 and 4.
+Trials and runs are measured on the same problems; the intervals are those of training seeds.
 
 Accuracies in % on 500 test problems, sampled at temperature 1 and greedy, ± half of the 95 % t interval. Differences
 are paired by seed; ▲ and ▼ mark those whose interval excludes 0, as one in twenty does by chance."""

@@ -196,6 +196,7 @@ ASYNC_CONTRACT: Contract = {
         "_save_checkpoint": ("model", "trial"),
         "_trained_groups": None,
         "_groups_before_resume": None,
+        "_epoch_stop_groups": None,
         "_last_groups_trained": None,
     },
     _ASYNC: {"get_peak_flops_per_device": None},

@@ -52,7 +52,7 @@ class AsyncOPOConfig(ObjectiveConfig, AsyncGRPOConfig):
     Parameters:
         num_iterations (`int`, *optional*, defaults to `1`):
             Optimizer steps over the same completions, at least 1. Set `weight_sync_steps` to the same number to send
-            weights after the last one. A resumed run goes on with new completions.
+            weights after the last one. A run that is resumed before it generates their prompts' completions anew.
         max_skipped_steps (`int`, *optional*, defaults to `10`):
             As in [`RolloutConfig`]: number of consecutive optimizer steps with a non-finite gradient after which the
             run saves a checkpoint and ends, at least 1.
@@ -77,6 +77,8 @@ class AsyncOPOConfig(ObjectiveConfig, AsyncGRPOConfig):
                 require(getattr(self, name) in words, name, getattr(self, name), f"one of {', '.join(words)}")
         super().__post_init__()
         self.check_objective()
+        self._reject_shares_of_unknown_steps()
+        require(not self.auto_find_batch_size, "auto_find_batch_size", True, "false: the rollout worker starts once")
 
     def _reject_what_needs_a_rollout(self):
         for each in dataclasses.fields(ObjectiveConfig):
@@ -87,6 +89,23 @@ class AsyncOPOConfig(ObjectiveConfig, AsyncGRPOConfig):
                     f"{each.name}={value!r} is not possible in asynchronous training, which scores one group at a "
                     f"time. {fix}."
                 )
+
+    def _reject_shares_of_unknown_steps(self):
+        """How many optimizer steps an epoch has is known when it ends."""
+        if self.max_steps > 0:
+            return
+        shares = {
+            name: value
+            for name in ("save_steps", "logging_steps", "eval_steps", "warmup_steps")
+            if 0 < (value := getattr(self, name) or 0) < 1
+        }
+        if self.lr_scheduler_type not in ("constant", "constant_with_warmup"):
+            shares["lr_scheduler_type"] = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
+        for name, value in shares.items():
+            raise ValueError(
+                f"{name}={value!r} needs the number of optimizer steps, which num_train_epochs="
+                f"{self.num_train_epochs:g} does not tell in asynchronous training. Set `max_steps`."
+            )
 
     def _reject_untrained_sampling(self):
         for name, neutral in _UNTRAINED_SAMPLING.items():

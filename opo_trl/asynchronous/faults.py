@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from accelerate import Accelerator, DistributedType
 from trl.experimental.async_grpo.async_rollout_worker import (
     AsyncRolloutWorker,
     RolloutGroup,
@@ -52,6 +53,23 @@ def check_logprobs(client: VLLMClient, temperature: float) -> None:
             f"The vLLM server at {client.server_url} runs with `--logprobs-mode {mode}`, so with "
             f"temperature={temperature} it does not report the log-probabilities that it samples from. Start it with "
             "`--logprobs-mode processed_logprobs`."
+        )
+
+
+def check_sharding(accelerator: Accelerator) -> None:
+    """
+    Check that TRL can send the parameters to a server: it gathers those of FSDP2 only.
+
+    Raises:
+        `ValueError`: DeepSpeed ZeRO-3 or FSDP 1 shards them.
+    """
+    deepspeed = accelerator.state.deepspeed_plugin
+    zero3 = deepspeed is not None and deepspeed.zero_stage == 3
+    fsdp1 = accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2
+    if zero3 or fsdp1:
+        raise ValueError(
+            f"{'DeepSpeed ZeRO-3' if zero3 else 'FSDP 1'} shards parameters in a way that TRL's asynchronous trainer "
+            "cannot send to a server. Use FSDP2 (`fsdp_version: 2`), or DeepSpeed with a `zero_stage` of at most 2."
         )
 
 

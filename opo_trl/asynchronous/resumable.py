@@ -26,22 +26,29 @@ logger = get_logger(__name__)
 
 TRAINED = "trained_prompts.json"
 
+_ROOM = 32  # for rows and micro-batches smaller than TRL expects
+
 
 class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
     """
     [`~trl.experimental.async_grpo.AsyncGRPOTrainer`] that resumes with the prompts that it has not trained.
 
-    Prompts of which a completion has been trained are skipped; completions that were on the way are generated anew.
+    Prompts of which a completion has been trained, in all of its passes, are skipped; completions that were on the way
+    are generated anew.
     """
 
     args: AsyncOPOConfig
 
     def __init__(self, *inputs, **named):
         super().__init__(*inputs, **named)
-        self._trained: set[int] = set()  # groups in finished optimizer steps; on the process that collates
-        self._collated: deque[set[int]] = deque()  # groups of each micro-batch that waits
+        self._collated: deque[set[int]] = deque()  # groups of each micro-batch that waits; where batches are collated
         self._batches: list[Any] = []  # micro-batches of the current optimizer step
         self._groups_of_step: set[int] = set()
+        self._passes_left = 0  # over them
+        self._has_begun = False
+        if self._epoch_stop_groups is not None:
+            # TRL's bound on the steps of an epoch, which must never be reached, counts each sample once.
+            self.args.max_steps *= self.args.num_iterations * _ROOM
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *inputs, **named):
         """
@@ -54,18 +61,22 @@ class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
 
         Raises:
             `ValueError`: the wanted checkpoint is not complete, or there is none.
+            `RuntimeError`: the trainer has trained before; TRL does not start its worker again.
         """
-        self._collated.clear()
+        if self._has_begun:
+            raise RuntimeError(
+                "train() was called before, and the rollout worker cannot be started again. Make a new trainer, and "
+                "resume from this one's last checkpoint."
+            )
+        self._has_begun = True
         self._skip(())
         return super().train(checkpoint.resolve(resume_from_checkpoint, self.args.output_dir), *inputs, **named)
 
     def _skip(self, trained: Collection[int]) -> None:
         """Begin with the prompts that are not among those of the given groups."""
-        self._trained = set(trained)
-        # TRL counts epochs by this set, which its collator adds to, and by a number that says where it began.
-        self._trained_groups.clear()
-        self._trained_groups |= self._trained
-        self._groups_before_resume, self._last_groups_trained = 0, len(self._trained)
+        # TRL counts epochs by this set and by a number that says where it began.
+        self._trained_groups = set(trained)
+        self._groups_before_resume, self._last_groups_trained = 0, len(trained)
         options = getattr(self.rollout_worker, "_loop_kwargs", None)
         if options is not None:
             options["trained"] = frozenset(trained)
@@ -82,6 +93,7 @@ class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
         loader = super().get_train_dataloader()
         inner = loader.base_dataloader
         collate = inner.collate_fn
+        collate.groups_trained = set()  # TRL would take for trained what has been collated
 
         def noted(examples: list) -> dict[str, Any]:
             self._collated.append({sample["group_id"] for row in examples[0] for sample in row.samples})
@@ -91,17 +103,21 @@ class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
         return loader
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        self._batches, total = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._collated:
-            self._groups_of_step = set().union(*(self._collated.popleft() for _ in self._batches))
-        return self._batches, total
+        if not self._passes_left:
+            self._batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+            self._passes_left = self.args.num_iterations
+            if self._collated:
+                self._groups_of_step = set().union(*(self._collated.popleft() for _ in self._batches))
+        self._passes_left -= 1
+        return self._batches, None
 
     def _batches_of_step(self) -> list[Any]:
         return self._batches
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self._trained |= self._groups_of_step
+        if not self._passes_left:
+            self._trained_groups |= self._groups_of_step
         return loss
 
     def _run_epoch(self, **named):
@@ -125,7 +141,7 @@ class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
     def _save_rng_state(self, output_dir: str):
         super()._save_rng_state(output_dir)
         if self.accelerator.is_main_process:
-            (Path(output_dir) / TRAINED).write_text(json.dumps(_ranges(self._trained)))
+            (Path(output_dir) / TRAINED).write_text(json.dumps(_ranges(self._trained_groups)))
         self.accelerator.wait_for_everyone()  # the manifest lists the files of all processes
         if self.args.should_save:
             checkpoint.finalize(Path(output_dir))

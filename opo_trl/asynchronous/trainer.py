@@ -60,8 +60,8 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
 
     Raises:
         `TypeError`: `args` is a configuration of another trainer.
-        `ValueError`: the rollout worker does not make OPO's targets, or the server reports other log-probabilities
-            than those of the policy that it samples from.
+        `ValueError`: the rollout worker does not make OPO's targets, parameters are sharded by ZeRO-3 or FSDP 1, or
+            the server reports other log-probabilities than those of the policy that it samples from.
     """
 
     _tag_names = ["trl", "async-opo"]  # noqa: RUF012 (TRL declares these as class attributes)
@@ -75,9 +75,10 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
             raise TypeError(f"args is of type {type(args).__name__}. Pass an `AsyncOPOConfig`.")
         with without_gpu() if args.device.type == "cpu" else nullcontext():
             super().__init__(model, reward_funcs, args, *further, **named)
+        faults.check_sharding(self.accelerator)
         self._reports: list[Tensor] = []  # of the current optimizer step, one per micro-batch
         self._syncs = 0  # of weights, so far
-        self._passes_left = 0  # over the micro-batches of the last optimizer step
+        self._synced_at = 0  # optimizer step
         if isinstance(self.rollout_worker, AsyncRolloutWorker):
             make_targets(self.rollout_worker, args.objective)
             faults.guard(self.rollout_worker, self.vllm_client, args.heartbeat_stale_after_s)
@@ -86,13 +87,13 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         """As in TRL; first checks which log-probabilities the server reports."""
         if isinstance(self.rollout_worker, AsyncRolloutWorker):
             faults.check_logprobs(self.vllm_client, self.args.temperature)
-        self._passes_left = 0
         return super().train(*args, **kwargs)
 
     def _sync_weight(self):
         with faults.synchronizing(self):
             super()._sync_weight()
         self._syncs += 1  # on all processes; only the main one knows `model_version`
+        self._synced_at = self.state.global_step
 
     # From the worker to the loss
 
@@ -131,11 +132,8 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         # Of the whole optimizer step and all processes: TRL divides each micro-batch by its own number of tokens, so
         # that the gradient depends on how samples are distributed over micro-batches.
-        if not self._passes_left:
-            super().get_batch_samples(epoch_iterator, num_batches, device)
-            self._passes_left = self.args.num_iterations
-        self._passes_left -= 1
-        return self._batches, sum(batch["opo_total"][0] for batch in self._batches)
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return batches, sum(batch["opo_total"][0] for batch in batches)
 
     # The loss
 
@@ -198,7 +196,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
             mu=mu.expand_as(share),
             weights=weights,
             clamped=clamped,
-            age=age * args.weight_sync_steps,
+            age=age * args.weight_sync_steps + self.state.global_step - self._synced_at,
             sequence_log_ratio=whole.clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP),
             kl=zero,
             policy_loss=losses,

@@ -120,8 +120,8 @@ RANGES: dict[str, Range] = {
     "queue_maxsize": _COUNT_OR_ZERO,
     "weight_sync_steps": _COUNT,
     "fork_threshold_tokens": _COUNT_OR_ZERO,
-    "request_timeout": _POSITIVE,
-    "weight_sync_timeout": _POSITIVE,
+    "request_timeout": _COUNT,
+    "weight_sync_timeout": _COUNT,
     "heartbeat_stale_after_s": _POSITIVE,
     # Optimizer
     "learning_rate": _NOT_NEGATIVE,

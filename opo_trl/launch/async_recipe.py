@@ -20,6 +20,7 @@ from typing import Any, ClassVar, cast
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import AutoTokenizer, GenerationConfig
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
@@ -155,6 +156,8 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         self._rewards = reward_funcs  # an evaluation calls them with text if the prompts are text
         self._chat = chat = copy.deepcopy(tokenizer)
         chat.response_template = _TEXT
+        # The worker goes through its dataset in order, epoch after epoch.
+        train_dataset = train_dataset.shuffle(seed=args.seed, keep_in_memory=True)
         if isinstance(train_dataset[0]["prompt"], str):
             chat.chat_template = _TEXT_ONLY
             train_dataset = train_dataset.map(_as_conversation, keep_in_memory=True)
@@ -226,6 +229,8 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
             return_tensors="pt",
             **(self.args.chat_template_kwargs or {}),
         )
+        if isinstance(self.model, FSDPModule) and "generate" not in vars(self.model):
+            register_fsdp_forward_method(self.model, "generate")  # PEFT's calls the inner model
         with _ordinary_attention(self.model):
             made = self.model.generate(**asked.to(device), generation_config=self.generation_config)
         ids = made[:, asked["input_ids"].shape[1] :].tolist()

@@ -39,7 +39,7 @@ def of_async_server(arguments: Any, port: int) -> Iterator[str]:
     if arguments.trust_remote_code:
         yield "--trust-remote-code"
     if arguments.use_peft:
-        rank = max(16, arguments.lora_r)
+        rank = next(rank for rank in (16, 32, 64, 128, 256, 320, 512) if rank >= arguments.lora_r)  # vLLM's choices
         yield from ("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(arguments.max_staleness + 2))
 
 

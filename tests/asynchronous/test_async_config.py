@@ -5,14 +5,17 @@ import http.server
 import json
 import pickle
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from accelerate import DistributedType
 from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from opo_trl import AsyncOPOConfig, AsyncOPOTrainer, OPOConfig
+from opo_trl.asynchronous.faults import check_sharding
 from opo_trl.config import ObjectiveConfig
 
 
@@ -128,3 +131,23 @@ def test_log_probabilities_of_another_policy_are_rejected(server, config, monkey
     else:
         with pytest.raises(ValueError, match=rf"--logprobs-mode {mode}`.*temperature=.*processed_logprobs`"):
             trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("save_steps", 0.1), ("logging_steps", 0.5), ("warmup_steps", 0.05), ("lr_scheduler_type", "cosine")],
+)
+def test_share_of_an_unknown_number_of_steps_is_rejected(tmp_path, field, value):
+    named = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, field: value}
+    with pytest.raises(ValueError, match=rf"{field}={value!r} needs the number of optimizer steps.*Set `max_steps`"):
+        AsyncOPOConfig(**named)
+    AsyncOPOConfig(**named, max_steps=100)
+
+
+@pytest.mark.parametrize(("stage", "rejected"), [(2, False), (3, True)])
+def test_parameters_that_cannot_be_sent_are_rejected(stage, rejected):
+    # Without DeepSpeed's processes, only what the check reads of accelerate.
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+    accelerator = SimpleNamespace(state=state, distributed_type=DistributedType.DEEPSPEED, is_fsdp2=False)
+    with pytest.raises(ValueError, match=r"ZeRO-3 shards parameters.*Use FSDP2") if rejected else nullcontext():
+        check_sharding(accelerator)

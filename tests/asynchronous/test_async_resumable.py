@@ -128,9 +128,11 @@ def test_checkpoint_that_a_kill_cut_short_is_not_resumed(tiny_model, tmp_path):
     resumed = make(tiny_model, tmp_path, max_steps=5)
     resumed.train(resume_from_checkpoint="auto")
     assert [step for step, _ in trained_groups(tmp_path)] == [1, 2, 3, 4, 5]
+    with pytest.raises(RuntimeError, match=r"train\(\) was called before.*Make a new trainer"):
+        resumed.train()
     (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
     with pytest.raises(ValueError, match=r"checkpoint-5' cannot be resumed: it has no trainer_state\.json"):
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+        make(tiny_model, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
 
 
 def test_run_that_was_finished_trains_no_more(tiny_model, tmp_path):
@@ -139,6 +141,16 @@ def test_run_that_was_finished_trains_no_more(tiny_model, tmp_path):
     resumed.train(resume_from_checkpoint=True)
     assert [step for step, _ in trained_groups(tmp_path)] == [1, 2]
     assert resumed.state.global_step == 2
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_an_epoch_is_every_prompt(tiny_model, tmp_path, passes):
+    """Fifteen prompts with a score, and then one of the next epoch: eight steps of two prompts, in all passes."""
+    options = {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 8, "num_iterations": passes}
+    trainer = make(tiny_model, tmp_path, **options, max_tool_calling_iterations=0, save_strategy="no")
+    trainer.train()
+    assert trainer.state.global_step == 8 * passes
+    assert {*trainer._trained_groups} == {*range(17)} - {UNSCORED}
 
 
 def test_place_of_trl_is_taken_over(tiny_model, tmp_path):

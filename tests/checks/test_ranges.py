@@ -1,5 +1,5 @@
 """
-Every numeric field of the three configurations: just outside its range, NaN, infinite, or of another type.
+Every numeric field of the configurations: just outside its range, NaN, infinite, or of another type.
 
 The tests go through the fields of the installed versions, so a field that a later release adds fails until it has a
 range.
@@ -17,9 +17,15 @@ from opo_trl import OPOConfig, RolloutConfig
 from opo_trl.arguments import OPOScriptArguments, check_values
 from opo_trl.checks import ranges
 from opo_trl.checks.ranges import RANGES, Range, numeric_fields
+from opo_trl.launch.async_recipe import AsyncRecipeConfig
 
 
-CONFIGURATIONS = (OPOConfig, OPOScriptArguments, ModelConfig)
+CONFIGURATIONS = (
+    AsyncRecipeConfig,
+    OPOConfig,
+    OPOScriptArguments,
+    ModelConfig,
+)  # the last decides
 NUMBERS = {name: kind for kind in CONFIGURATIONS for name in numeric_fields(kind)}
 
 # Other fields to set so that a field is checked.
@@ -36,6 +42,8 @@ def make(name: str, value):
         # OPO rejects some inherited fields altogether.
         kind = RolloutConfig if name in fields(RolloutConfig) else OPOConfig
         kind("…", use_cpu=True, bf16=False, **{name: value}, **TOGETHER.get(name, {}))
+    elif NUMBERS[name] is AsyncRecipeConfig:
+        AsyncRecipeConfig("…", use_cpu=True, bf16=False, **{name: value})
     else:
         check_values(NUMBERS[name](**{name: value}))
 
