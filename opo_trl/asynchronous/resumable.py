@@ -8,11 +8,13 @@ skips its prompts; and groups are finished out of order, or never, so that it tr
 
 import itertools
 import json
+import math
 from collections import deque
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer
@@ -122,7 +124,9 @@ class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
 
     def _run_epoch(self, **named):
         # Resumed from the last step's checkpoint, Transformers would train one step more.
-        if self.state.global_step >= self.state.max_steps:
+        epochs_are_over = len(self._trained_groups) >= (self._epoch_stop_groups or math.inf)  # on the main process
+        over = torch.tensor(int(epochs_are_over), device=self.accelerator.device)
+        if self.state.global_step >= self.state.max_steps or self.accelerator.reduce(over, reduction="sum").item():
             self.control.should_training_stop = True
             return
         super()._run_epoch(**named)

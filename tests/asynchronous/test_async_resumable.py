@@ -147,10 +147,13 @@ def test_run_that_was_finished_trains_no_more(tiny_model, tmp_path):
 def test_an_epoch_is_every_prompt(tiny_model, tmp_path, passes):
     """Fifteen prompts with a score, and then one of the next epoch: eight steps of two prompts, in all passes."""
     options = {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 8, "num_iterations": passes}
-    trainer = make(tiny_model, tmp_path, **options, max_tool_calling_iterations=0, save_strategy="no")
+    trainer = make(tiny_model, tmp_path, **options, max_tool_calling_iterations=0)
     trainer.train()
     assert trainer.state.global_step == 8 * passes
     assert {*trainer._trained_groups} == {*range(17)} - {UNSCORED}
+    resumed = make(tiny_model, tmp_path, **options, max_tool_calling_iterations=0)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8 * passes
 
 
 def test_place_of_trl_is_taken_over(tiny_model, tmp_path):

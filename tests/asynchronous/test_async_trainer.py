@@ -81,13 +81,16 @@ def test_run_does_not_depend_on_micro_batches(tiny_model, tmp_path, uncut, batch
 
 
 def test_each_pass_is_over_the_same_samples_with_the_policy_of_its_step(tiny_model, tmp_path, groups):
-    args = scripted.config(tmp_path, num_iterations=2, max_steps=4, learning_rate=0.1)
+    args = scripted.config(tmp_path, num_iterations=2, weight_sync_steps=2, max_steps=4, learning_rate=0.1)
     rows = scripted.samples(groups, args)
     args.per_device_train_batch_size = len(rows)
     trainer = scripted.train(tiny_model, args, rows)
     for step in trainer.recorder.steps:
         expected = scripted.reference(tiny_model, step.policy, groups, args)
         assert relative_error(step.gradient, expected.gradient) < EXACT
+    # Ages count from the first version, in optimizer steps: not only those at which weights were sent.
+    ages = [entry["opo/off_policy_steps"] for entry in trainer.state.log_history if "loss" in entry]
+    assert ages == [0, 1, 2, 3]
     assert [entry["opo/pass"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 1, 2]
     assert [bool("reward" in entry) for entry in trainer.state.log_history if "loss" in entry][1] is False
 

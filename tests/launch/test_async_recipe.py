@@ -24,7 +24,7 @@ from opo_trl.asynchronous.in_process import InProcessWorker
 from opo_trl.data import to_prompts
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.evaluate import evaluate
-from opo_trl.launch.async_recipe import AsyncRecipeConfig, _Loop, _OfText
+from opo_trl.launch.async_recipe import AsyncRecipeConfig, AsyncRecipeTrainer, _Loop, _OfText
 from opo_trl.launch.recipe import read_recipe
 from opo_trl.methods import METHODS, Method, config_classes, register
 from opo_trl.report.run_folder import read_json, read_lines
@@ -212,6 +212,30 @@ def _made():
 
 
 local_reward = _made()
+
+
+def places(completions, place, **columns):
+    return [float(i) for i in place]
+
+
+def test_prompts_are_shuffled_by_the_seed(tmp_path):
+    """TRL's worker goes through its dataset in order."""
+    orders = []
+    for seed in (1, 1, 2):
+        args = AsyncRecipeConfig(
+            str(tmp_path),
+            seed=seed,
+            in_process_staleness=0,
+            token_budget=0,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+        )
+        data = Dataset.from_dict({"prompt": [f"{i}+1=" for i in range(20)], "place": range(20)})
+        trainer = AsyncRecipeTrainer(base_model_path(), [places], args, data)
+        orders.append(trainer.rollout_worker._loop_kwargs["dataset"]["place"][:])
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == list(range(20)) != orders[0]
 
 
 def test_rewards_of_text_get_text_also_asynchronous_ones():
