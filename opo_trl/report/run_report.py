@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..methods import BASELINE, DEFAULT, method_of
+from .evaluation import described, read_evaluation
 from .pages import render, versions
 from .run_folder import COMPLETIONS, ENVIRONMENT, LOG, PLAN, RECIPE, SETTINGS, SUMMARY, is_run, read_json, read_lines
 from .verdicts import Verdict, fired, judge
@@ -47,12 +48,13 @@ def describe(folder: Path) -> dict[str, Any]:
     """The content of the report."""
     log, settings, summary = read_lines(folder / LOG), read_json(folder / SETTINGS), read_json(folder / SUMMARY)
     verdicts, watches = judge(log, settings), fired(log, settings)
-    plan = folder / PLAN
+    plan, evaluation = folder / PLAN, read_evaluation(folder)
     return {
         "name": folder.resolve().name,
         "summary": [_method(settings), _progress(log, settings, summary), _conclusion(verdicts)],
         "plan": plan.read_text() if plan.exists() else "",
         "accuracies": _accuracies(summary),
+        "evaluation": described(evaluation) if evaluation else None,
         "figures": _figures(folder) if log else {},
         "captions": _CAPTIONS,
         "verdicts": [{"said": verdict, "curve": _spark(verdict.points)} for verdict in verdicts],
