@@ -15,8 +15,8 @@ from .run_folder import write_json
 
 EVALUATION, EVALUATION_TABLE = "evaluation.json", "evaluation.md"
 
-# Why lm-eval and our reward judge a problem differently → what that means. "prompt": lm-eval's rule gives our completion
-# the verdict of our reward, so only the completions differ; otherwise the rules differ on our completion.
+# Why lm-eval and our reward judge a problem differently → what that means. "prompt": lm-eval's rule gives our
+# completion the verdict of our reward, so only the completions differ; otherwise the rules differ on our completion.
 REASONS = {
     "prompt": "the completions differ; lm-eval's rule judges ours as our reward does",
     "no box": r"lm-eval takes an answer from our completion, in which our reward finds none in `\boxed{}`",
@@ -69,14 +69,13 @@ def described(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def markdown(content: Mapping[str, Any]) -> str:
     """The table and the sentences, as Markdown that reads as text."""
-    described_ = described(content)
-    table = [described_["table"]["head"], *described_["table"]["rows"]]
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in table
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    sentences = [f"- {sentence}" for sentence in described_["sentences"]]
+    said = described(content)
+    table = [said["table"]["head"], *said["table"]["rows"]]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in table]
+    lines = [f"| {' | '.join(row)} |" for row in padded]
+    lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
+    sentences = [f"- {sentence}" for sentence in said["sentences"]]
     return "\n".join([f"# Evaluation of {content['model']}", "", *lines, "", *sentences, ""])
 
 
@@ -106,8 +105,8 @@ def _interval(score: Mapping[str, Any]) -> str:
 
 def _how(name: str, task: Mapping[str, Any]) -> str:
     settings = task["settings"]
-    said = f"{name}: lm-eval {settings['lm_eval_version']}, task `{settings['lm_eval_task']}`, backend {settings['backend']}"
-    said += f", at most {settings['max_completion_length']:,} tokens per completion"
+    said = f"{name}: lm-eval {settings['lm_eval_version']}, task `{settings['lm_eval_task']}`, backend "
+    said += f"{settings['backend']}, at most {settings['max_completion_length']:,} tokens per completion"
     if settings["chat_template_kwargs"]:
         said += f", chat template with {json.dumps(settings['chat_template_kwargs'])}"
     if "opo_trl" not in task:

@@ -127,7 +127,8 @@ def test_adapter_of_a_run_is_evaluated_as_the_run_asked_and_shown_in_its_report(
     # The base model solves half of these problems, an adapter of noise none.
     assert task["opo_trl"]["greedy"]["correct"] == task["lm_eval"][0]["score"] == 0
     report = (folder / "report.html").read_text()
-    assert "<h2>Evaluation</h2>" in report and "opo_trl: pass@3" in report
+    assert "<h2>Evaluation</h2>" in report
+    assert "opo_trl: pass@3" in report
     assert str(folder / "report.html") in capsys.readouterr().out
 
     described = json.loads((folder / "adapter_config.json").read_text())
@@ -141,7 +142,7 @@ def test_adapter_of_a_run_is_evaluated_as_the_run_asked_and_shown_in_its_report(
 
 
 class Scripted(LM):
-    """Answers a problem that lm-eval asks with the first of its two completions, and one that we ask with the second."""
+    """Writes the first completion of a case for lm-eval's prompt, and the second for ours."""
 
     def __init__(self, cases):
         super().__init__()
