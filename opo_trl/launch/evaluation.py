@@ -480,7 +480,7 @@ def _result(
 
 
 def _to_compare(verdicts: Mapping[tuple[str, str], Sequence["Verdict"]]) -> tuple[str, str] | None:
-    """Metric and filter to compare with our reward: the most lenient, which is the last; `None` if it is no verdict."""
+    """Metric and filter to compare with our reward: the last and most lenient; `None` if it is no verdict."""
     last = list(verdicts)[-1][1]
     metrics = [metric for metric, name in verdicts if name == last]
     metric = "math_verify" if "math_verify" in metrics else metrics[0]
