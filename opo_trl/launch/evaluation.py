@@ -28,7 +28,7 @@ from ..checks.errors import report_error
 from ..data import INSTRUCTION
 from ..data.arithmetic import arithmetic_reward, base_model_path
 from ..evaluate import Evaluation
-from ..report.evaluation import REASONS, markdown, read_evaluation, write_evaluation
+from ..report.evaluation import REASONS, markdown, read_evaluation, steps_trained, write_evaluation
 from ..report.run_folder import SETTINGS, environment, is_run
 from ..rewards.accuracy import accuracy_reward
 from ..rewards.boxes import final_answer
@@ -162,9 +162,11 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             }
             results[name if len(tasks) == 1 else theirs] = entry
         reward.close()
+    about = {"model": subject.name, "optimizer_steps": steps_trained(Path(subject.name))}
     earlier = read_evaluation(output)
-    tasks = {**earlier.get("tasks", {}), **results} if earlier.get("model") == subject.name else results
-    content = {"model": subject.name, "environment": environment(), "tasks": tasks}
+    same = all(earlier.get(name) == value for name, value in about.items())
+    tasks = {**earlier["tasks"], **results} if earlier and same else results
+    content = {**about, "environment": environment(), "tasks": tasks}
     output.mkdir(parents=True, exist_ok=True)
     written = write_evaluation(output, content)
     if is_run(output):

@@ -126,9 +126,27 @@ def load_task(
         elif data is not None:
             spec = str(_from_files(name, data, Path(folder), num_fewshot))
         try:
-            return manager.load([spec])["tasks"]
+            tasks = manager.load([spec])["tasks"]
         except Exception as error:  # a task's own code may raise anything
             raise ValueError(_why(name, data, error)) from error
+    check_kind(name, tasks)
+    return tasks
+
+
+def check_kind(name: str, tasks: Mapping[str, Any]) -> None:
+    """
+    Check that tasks only need a model that reads and writes text.
+
+    Raises:
+        `ValueError`: one has images, or runs the code that the model writes.
+    """
+    for theirs, task in tasks.items():
+        for attribute, what in (("UNSAFE_CODE", "runs the code that the model writes"), ("MULTIMODAL", "has images")):
+            if getattr(task, attribute, False):
+                raise ValueError(
+                    f"--tasks {name}: lm-eval's task {theirs!r} {what}, which this command does not do. Use `lm_eval` "
+                    "itself."
+                )
 
 
 def _why(name: str, data: Path | None, error: Exception) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .run_folder import write_json
+from .run_folder import SUMMARY, read_json, write_json
 
 
 EVALUATION, EVALUATION_TABLE = "evaluation.json", "evaluation.md"
@@ -46,6 +46,11 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
             "`opo-trl evaluate` again."
         ) from error
     return content
+
+
+def steps_trained(folder: Path) -> int | None:
+    """Optimizer steps of the finished run in a folder; a resumed run has more of them, and another model."""
+    return read_json(folder / SUMMARY).get("optimizer_steps")
 
 
 def write_evaluation(folder: Path, content: Mapping[str, Any]) -> list[Path]:

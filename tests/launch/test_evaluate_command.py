@@ -127,9 +127,12 @@ def test_adapter_of_a_run_is_evaluated_as_the_run_asked_and_shown_in_its_report(
     # The base model solves half of these problems, an adapter of noise none.
     assert task["opo_trl"]["greedy"]["correct"] == task["lm_eval"][0]["score"] == 0
     report = (folder / "report.html").read_text()
+    assert "Measured" not in report
     assert "<h2>Evaluation</h2>" in report
     assert "opo_trl: pass@3" in report
     assert str(folder / "report.html") in capsys.readouterr().out
+    (folder / "summary.json").write_text('{"optimizer_steps": 9}')  # the run has been resumed
+    assert "Measured before the run ended" in write_report(folder).read_text()
 
     described = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": "/gone"}))
@@ -287,6 +290,7 @@ REJECTED = {
 }
 REJECTED_WITH_LM_EVAL = {
     "unknown task": (["--tasks", "gsm8kk"], "has no task 'gsm8kk'. Did you mean 'gsm8k'?"),
+    "other antlr4": (["--tasks", "minerva_math500"], "needs antlr4-python3-runtime 4.11, with which our reward"),
     "data without path": (["--data", "gsm8k"], "names no path. Write it as `--data gsm8k=FOLDER`"),
     "data of another task": (["--data", "math=x"], "task 'math' is not in `--tasks`"),
     "data missing": (["--data", "gsm8k=nowhere"], "'nowhere' does not exist"),
@@ -324,6 +328,15 @@ def test_bad_input_is_rejected(options, message, folder, gsm8k_data, capsys, mon
 @pytest.mark.parametrize(("options", "message"), REJECTED_WITH_LM_EVAL.values(), ids=REJECTED_WITH_LM_EVAL)
 def test_what_does_not_fit_a_task_is_rejected(options, message, folder, gsm8k_data, capsys, monkeypatch):
     assert message in rejected(options, folder, gsm8k_data, capsys, monkeypatch)
+
+
+@needs_lm_eval
+@pytest.mark.parametrize(
+    ("attribute", "what"), [("UNSAFE_CODE", "runs the code that the model writes"), ("MULTIMODAL", "has images")]
+)
+def test_task_that_needs_more_than_text_is_rejected(attribute, what):
+    with pytest.raises(ValueError, match=f"lm-eval's task 'one' {what}"):
+        harness.check_kind("some", {"none": SimpleNamespace(), "one": SimpleNamespace(**{attribute: True})})
 
 
 @needs_lm_eval
