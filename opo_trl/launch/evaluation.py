@@ -404,6 +404,7 @@ def measure(
             "lm_eval_task_version": about["version"],
             "lm_eval_decoding": "sampled" if about["sampled"] else "greedy" if about["generates"] else "likelihood",
             "problems": len(first),
+            "prompts_cut": harness.count_cut(lm, [verdict.prompt for verdict in first], length),
             "samples": samples,
             "sampling": dict(asking.sampling),
         },
@@ -421,6 +422,7 @@ def measure(
     known = [problem for problem in problems if problem is not None]
     solutions = [solution for _, solution in known]
     prompts = [_prompt(lm, problem, asking) for problem, _ in known]
+    entry["settings"]["our_prompts_cut"] = harness.count_cut(lm, prompts, length)
     greedy = harness.generate(lm, prompts, {"do_sample": False, "temperature": 0.0, "max_gen_toks": length})
     torch.manual_seed(_SEED)
     repeated = [prompt for prompt in prompts for _ in range(samples)]

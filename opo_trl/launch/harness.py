@@ -62,6 +62,7 @@ class Verdict:
 
     Args:
         doc (`dict`): the problem's row.
+        prompt (`str`): what the model was asked.
         target (`str`): its gold answer.
         completion (`str`): what the model wrote.
         answer (`str`): what the task's filter takes from it.
@@ -69,6 +70,7 @@ class Verdict:
     """
 
     doc: dict[str, Any]
+    prompt: str
     target: str
     completion: str
     answer: str
@@ -282,6 +284,7 @@ def score(
             answer = sample["filtered_resps"][0]
             verdict = Verdict(
                 doc=sample["doc"],
+                prompt=str(sample["arguments"][0][0]),
                 target=str(sample["target"]),
                 completion=sample["resps"][0][0] if generates else str(sample["resps"]),
                 answer=str(answer[0] if isinstance(answer, list) and answer else answer),
@@ -327,6 +330,12 @@ def generate(lm: LM, prompts: Sequence[str], options: Mapping[str, Any]) -> list
         for index, prompt in enumerate(prompts)
     ]
     return lm.generate_until(requests)
+
+
+def count_cut(lm: LM, prompts: Sequence[str], length: int) -> int:
+    """How many prompts leave no room for `length` tokens in the context: lm-eval cuts them on the left."""
+    context = getattr(lm, "max_length", None)  # a scripted model has none
+    return sum(len(lm.tok_encode(prompt)) > context - length for prompt in prompts) if context else 0
 
 
 def summarize(values: Sequence[float]) -> dict[str, Any]:

@@ -114,6 +114,9 @@ def _how(name: str, task: Mapping[str, Any]) -> str:
     said += f"{settings['backend']}, at most {settings['max_completion_length']:,} tokens per completion"
     if settings["chat_template_kwargs"]:
         said += f", chat template with {json.dumps(settings['chat_template_kwargs'])}"
+    for field, whose in (("prompts_cut", "lm-eval's"), ("our_prompts_cut", "our")):
+        if settings.get(field):
+            said += f", {settings[field]} of {whose} prompts cut on the left to fit into the context"
     if "opo_trl" not in task:
         return f"{said}. Not measured with our reward: {settings['not_ours']}."
     if settings["prompt_style"] == "chat":

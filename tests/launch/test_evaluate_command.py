@@ -222,6 +222,8 @@ def test_prompt_is_that_of_training(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     trained = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert lm.tok_encode(asked) == trained
+    room = lm.max_length - len(trained)
+    assert [harness.count_cut(lm, [asked, asked], length) for length in (room, room + 1)] == [0, 2]
 
 
 @needs_lm_eval
