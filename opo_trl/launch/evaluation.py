@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -33,11 +33,10 @@ from ..report.run_folder import SETTINGS, environment, is_run
 from ..rewards.accuracy import accuracy_reward
 from ..rewards.boxes import final_answer
 from ..rewards.scoring import IsolatedReward
+from . import harness
+from .harness import Verdict
 from .preflight import check_model, load_tokenizer
 
-
-if TYPE_CHECKING:
-    from .harness import Verdict
 
 EMBEDDED = "arithmetic"  # the embedded model, and the task that it was made for
 _SEED = 0  # of our samples
@@ -115,8 +114,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     output = _output(arguments)
     subject = find_model(arguments.model, arguments.base_model)
     check_installed(arguments.backend, adapter=subject.adapter is not None)
-    from . import harness
-
     data = _data(arguments.data, names)
     harness.check_names(names)
     config = check_model("MODEL", subject.model, revision=None, trust_remote_code=False, pickled=False)
@@ -389,8 +386,6 @@ def measure(
     batch_size: int,
 ) -> dict[str, Any]:
     """lm-eval's scores of a task and ours on the same problems, and how far they agree: an entry of the JSON."""
-    from . import harness
-
     how = {"limit": limit, "num_fewshot": num_fewshot, "length": length, "batch_size": batch_size}
     about, verdicts = harness.score(lm, task, chat=asking.style == "chat", **how)
     first = next(iter(verdicts.values()))
@@ -483,7 +478,7 @@ def _result(
     )
 
 
-def _to_compare(verdicts: Mapping[tuple[str, str], Sequence["Verdict"]]) -> tuple[str, str] | None:
+def _to_compare(verdicts: Mapping[tuple[str, str], Sequence[Verdict]]) -> tuple[str, str] | None:
     """Metric and filter to compare with our reward: the last and most lenient; `None` if it is no verdict."""
     last = list(verdicts)[-1][1]
     metrics = [metric for metric, name in verdicts if name == last]
@@ -496,10 +491,10 @@ def _row(
     index: int,
     reward: _Reward,
     problem: tuple[str, str],
-    theirs: "Verdict",
+    theirs: Verdict,
     again: float | None,
     ours: Mapping[str, Any],
-    rescored: "Verdict",
+    rescored: Verdict,
     sampled: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Both verdicts on a problem, each rule's verdict on the other's completion, and why they differ."""
@@ -528,7 +523,7 @@ def _judged(reward: float | None) -> bool | None:
     return None if reward is None else reward >= 1.0
 
 
-def _reason(mine: bool | None, rescored: "Verdict", needs_box: bool) -> str:
+def _reason(mine: bool | None, rescored: Verdict, needs_box: bool) -> str:
     """A key of `REASONS`, from the verdicts of our reward and of lm-eval on our completion."""
     if mine is None:
         return "unscored"

@@ -2,7 +2,7 @@
 What `opo-trl evaluate` takes from lm-eval, EleutherAI's evaluation harness: its tasks, models and scores.
 
 Only lm-eval's documented interface is used: `TaskManager`, `simple_evaluate`, `Instance`, the model classes, and task
-files that include another one.
+files that include another one. It is an extra, so it is imported where it is used.
 """
 
 import difflib
@@ -11,22 +11,23 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lm_eval
 import torch
 import yaml
 from datasets import Dataset, DatasetDict
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import LM
-from lm_eval.tasks import TaskManager
 
 from ..checks.blame import LIBRARY_ERRORS
 from ..data.arithmetic import make_problems
 from ..evaluate import wilson_interval
 
+
+if TYPE_CHECKING:
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
 
 # Our name of a task → lm-eval's; every other name is lm-eval's own.
 ALIASES = {"math": "hendrycks_math500"}
@@ -78,7 +79,9 @@ class Verdict:
 
 
 @functools.cache
-def _manager(defaults: bool) -> TaskManager:
+def _manager(defaults: bool) -> "TaskManager":
+    from lm_eval.tasks import TaskManager
+
     return TaskManager(include_defaults=defaults)
 
 
@@ -96,7 +99,7 @@ def check_names(names: Sequence[str]) -> None:
         if ALIASES.get(name, name) not in known:
             near = difflib.get_close_matches(name, [EMBEDDED, *ALIASES, *known], n=1)
             hint = f"Did you mean {near[0]!r}?" if near else "`lm_eval ls tasks` lists them."
-            raise ValueError(f"--tasks {name}: lm-eval {lm_eval.__version__} has no task {name!r}. {hint}")
+            raise ValueError(f"--tasks {name}: lm-eval {version('lm_eval')} has no task {name!r}. {hint}")
 
 
 def load_task(
@@ -222,7 +225,7 @@ def load_model(
     template: Mapping[str, Any],
     rank: int | None,
     ends_thinking: bool,
-) -> LM:
+) -> "LM":
     """
     Load a model with lm-eval's class for the backend, `"hf"` or `"vllm"`.
 
@@ -231,6 +234,8 @@ def load_model(
     Raises:
         `ValueError`: it cannot be loaded.
     """
+    from lm_eval.api.registry import get_model
+
     options: dict[str, Any] = {"pretrained": model, "tokenizer": tokenizer}
     if ends_thinking:
         options["think_end_token"] = "</think>"
@@ -246,7 +251,7 @@ def load_model(
         options |= {"enable_thinking": thinking, "chat_template_args": rest, "batch_size": "auto"}
         options |= {"lora_local_path": adapter, "max_lora_rank": max(rank or 0, 16)} if adapter else {}
     try:
-        return lm_eval.api.registry.get_model(backend)(**options)
+        return get_model(backend)(**options)
     except LIBRARY_ERRORS as error:
         said = (str(error).strip() or type(error).__name__).rstrip(".")
         raise ValueError(
@@ -256,7 +261,7 @@ def load_model(
 
 
 def score(
-    lm: LM, task: Any, *, limit: int | None, num_fewshot: int | None, chat: bool, length: int, batch_size: int
+    lm: "LM", task: Any, *, limit: int | None, num_fewshot: int | None, chat: bool, length: int, batch_size: int
 ) -> tuple[dict[str, Any], dict[tuple[str, str], list[Verdict]]]:
     """
     Have lm-eval generate and score a task with its own prompts.
@@ -265,8 +270,10 @@ def score(
         `tuple`: lm-eval's description of the task, and the verdicts of each metric and filter, in the order of the
         problems.
     """
+    from lm_eval import simple_evaluate
+
     generates = task.OUTPUT_TYPE == "generate_until"
-    results = lm_eval.simple_evaluate(
+    results = simple_evaluate(
         model=lm,
         tasks=[task],
         limit=limit,
@@ -303,28 +310,25 @@ def score(
 
 def rescore(task: Any, completions: Sequence[str], **options: Any) -> dict[tuple[str, str], list[Verdict]]:
     """lm-eval's verdicts on given completions, one per problem: of a model that answers with them."""
-    return score(_Replay(completions), task, chat=False, **options)[1]
+    from lm_eval.api.model import LM
+
+    class Replay(LM):
+        def generate_until(self, requests, disable_tqdm=False):
+            return [completions[request.doc_id] for request in requests]
+
+        def loglikelihood(self, requests, disable_tqdm=False):
+            raise NotImplementedError
+
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            raise NotImplementedError
+
+    return score(Replay(), task, chat=False, **options)[1]
 
 
-class _Replay(LM):
-    """A model that writes given completions, by the number of the problem."""
-
-    def __init__(self, completions: Sequence[str]):
-        super().__init__()
-        self.completions = completions
-
-    def generate_until(self, requests, disable_tqdm=False):
-        return [self.completions[request.doc_id] for request in requests]
-
-    def loglikelihood(self, requests, disable_tqdm=False):
-        raise NotImplementedError
-
-    def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        raise NotImplementedError
-
-
-def generate(lm: LM, prompts: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+def generate(lm: "LM", prompts: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     """Completions of prompts, by the same engine that serves lm-eval's tasks; `options` are `generation_kwargs`."""
+    from lm_eval.api.instance import Instance
+
     requests = [
         Instance("generate_until", doc={}, arguments=(prompt, {"until": [], **options}), idx=index)
         for index, prompt in enumerate(prompts)
@@ -332,7 +336,7 @@ def generate(lm: LM, prompts: Sequence[str], options: Mapping[str, Any]) -> list
     return lm.generate_until(requests)
 
 
-def count_cut(lm: LM, prompts: Sequence[str], length: int) -> int:
+def count_cut(lm: "LM", prompts: Sequence[str], length: int) -> int:
     """How many prompts leave no room for `length` tokens in the context: lm-eval cuts them on the left."""
     context = getattr(lm, "max_length", None)  # a scripted model has none
     return sum(len(lm.tok_encode(prompt)) > context - length for prompt in prompts) if context else 0

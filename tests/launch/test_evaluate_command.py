@@ -18,7 +18,7 @@ from opo_trl import RolloutConfig, RolloutTrainer
 from opo_trl.data import to_prompts
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.evaluate import evaluate
-from opo_trl.launch import evaluation
+from opo_trl.launch import evaluation, harness
 from opo_trl.launch.evaluation import Asking, find_model, main, measure, problem_of
 from opo_trl.report.evaluation import EVALUATION, EVALUATION_TABLE, REASONS
 from opo_trl.report.run_report import write_report
@@ -26,12 +26,10 @@ from opo_trl.report.run_report import write_report
 
 try:
     from lm_eval.api.model import LM
-
-    from opo_trl.launch import harness
 except ImportError:
-    harness, LM = None, object
+    LM = None
 
-needs_lm_eval = pytest.mark.skipif(harness is None, reason="needs lm_eval: pip install 'opo_trl[evaluate]'")
+needs_lm_eval = pytest.mark.skipif(LM is None, reason="needs lm_eval: pip install 'opo_trl[evaluate]'")
 
 LIMIT = 60
 
@@ -144,7 +142,7 @@ def test_adapter_of_a_run_is_evaluated_as_the_run_asked_and_shown_in_its_report(
 # lm-eval's own tasks: scripted completions, judged by both
 
 
-class Scripted(LM):
+class Scripted(LM or object):
     """Writes the first completion of a case for lm-eval's prompt, and the second for ours."""
 
     def __init__(self, cases):
