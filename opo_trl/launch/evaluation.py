@@ -38,7 +38,6 @@ from .harness import Verdict
 from .preflight import check_model, load_tokenizer
 
 
-EMBEDDED = "arithmetic"  # the embedded model, and the task that it was made for
 _SEED = 0  # of our samples
 _BATCH, _LENGTH = 8, 1024  # without a run
 
@@ -146,7 +145,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     )
     results = {}
     for name, tasks in loaded.items():
-        reward = _Reward(name == EMBEDDED)
+        reward = _Reward(name == harness.EMBEDDED)
         for theirs, task in tasks.items():
             how = {"limit": arguments.limit, "num_fewshot": shots, "length": asking.length, "batch_size": batch_size}
             entry = measure(lm, task, asking, reward, samples=arguments.samples, ks=_ks(arguments), **how)
@@ -234,7 +233,7 @@ def find_model(name: str, base_model: str | None = None) -> Subject:
         is_adapter = is_folder and (folder / "adapter_config.json").is_file()
     if base_model is not None and not is_adapter:
         raise ValueError(f"--base_model {base_model} has no effect: MODEL={name!r} is not an adapter. Remove it.")
-    if name == EMBEDDED and not is_folder:
+    if name == harness.EMBEDDED and not is_folder:
         return Subject(name, base_model_path(), None, base_model_path(), {"prompt_style": "plain"} | _short())
     if not is_folder:
         return Subject(name, name, None, name, {})
@@ -291,9 +290,13 @@ def _data(given: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
         name, sign, path = entry.partition("=")
         if not sign or not path:
             raise ValueError(f"--data {entry!r} names no path. Write it as `--data gsm8k=FOLDER`.")
-        if name not in names or name == EMBEDDED or name in data:
-            why = "is not in `--tasks`" if name not in names else "has its data embedded" if name == EMBEDDED else ""
-            raise ValueError(f"--data {entry}: task {name!r} {why or 'has two `--data`'}. Remove it.")
+        reasons = {
+            "is not in `--tasks`": name not in names,
+            "has its data embedded": name == harness.EMBEDDED,
+            "has two `--data`": name in data,
+        }
+        for why in (why for why, holds in reasons.items() if holds):
+            raise ValueError(f"--data {entry}: task {name!r} {why}. Remove it.")
         paths.check_name("data", path)
         with paths.readable("data", path):
             if not Path(path).exists():

@@ -181,13 +181,11 @@ def _from_files(name: str, data: Path, folder: Path, num_fewshot: int | None) ->
     if theirs not in manager.all_subtasks:
         raise ValueError(f"--data {name}={data}: {theirs!r} is a group of tasks. Name one of its tasks in `--tasks`.")
     config: dict[str, Any] = {"include": str(manager.task_index[theirs].yaml_path), "task": theirs}
+    files = {}
     if data.is_dir():
-        found = {split: data / f"{split}{end}" for split in _SPLITS for end in _ENDINGS}
-        files = {
-            split: next(path for end in _ENDINGS if (path := data / f"{split}{end}").is_file())
-            for split in found
-            if any((data / f"{split}{end}").is_file() for end in _ENDINGS)
-        }
+        for split in _SPLITS:
+            there = [path for end in _ENDINGS if (path := data / f"{split}{end}").is_file()]
+            files |= {split: path for path in there[:1]}
     else:
         files = {"test": data}
         config |= {"test_split": "test", "training_split": None, "validation_split": None, "fewshot_split": None}

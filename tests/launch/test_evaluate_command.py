@@ -236,6 +236,17 @@ def test_tasks_read_local_files(name, problems, shared_data):
     assert all(problem_of(doc) for doc in docs)
 
 
+@needs_lm_eval
+def test_one_file_is_enough_without_examples(gsm8k_data, tmp_path):
+    Dataset.from_json(str(gsm8k_data / "test.jsonl"), cache_dir=str(tmp_path)).to_parquet(
+        tmp_path / "problems.parquet"
+    )
+    for data in (gsm8k_data / "test.jsonl", tmp_path / "problems.parquet"):
+        (task,) = harness.load_task("gsm8k", data=data, levels=None, seed=0, num_fewshot=0).values()
+        assert [doc["question"] for doc in task.eval_docs] == [f"test problem {i}?" for i in range(len(CASES))]
+        assert task.get_config("num_fewshot") == 0
+
+
 def test_columns_of_math_and_gsm8k_are_known():
     assert problem_of({"problem": "p", "solution": r"\boxed{1}", "answer": "1"}) == ("p", r"\boxed{1}")
     assert problem_of({"question": "q", "answer": "7*2\n#### 1,400"}) == ("q", "1400")
@@ -293,6 +304,8 @@ REJECTED_WITH_LM_EVAL = {
     "other antlr4": (["--tasks", "minerva_math500"], "needs antlr4-python3-runtime 4.11, with which our reward"),
     "data without path": (["--data", "gsm8k"], "names no path. Write it as `--data gsm8k=FOLDER`"),
     "data of another task": (["--data", "math=x"], "task 'math' is not in `--tasks`"),
+    "data twice": (["--data", "gsm8k=data", "--data", "gsm8k=data"], "task 'gsm8k' has two `--data`"),
+    "data of the embedded task": (["--tasks", "arithmetic", "--data", "arithmetic=x"], "has its data embedded"),
     "data missing": (["--data", "gsm8k=nowhere"], "'nowhere' does not exist"),
     "data without splits": (["--data", "gsm8k=model"], "has none of test.jsonl"),
     "data in another format": (["--data", "gsm8k=model/tokenizer.txt"], "tokenizer.txt cannot be read"),
