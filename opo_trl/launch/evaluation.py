@@ -30,6 +30,7 @@ from ..data.arithmetic import arithmetic_reward, base_model_path
 from ..evaluate import Evaluation
 from ..report.evaluation import REASONS, markdown, read_evaluation, steps_trained, write_evaluation
 from ..report.run_folder import SETTINGS, environment, is_run
+from ..report.run_report import write_report
 from ..rewards.accuracy import accuracy_reward
 from ..rewards.boxes import final_answer
 from ..rewards.scoring import IsolatedReward
@@ -124,15 +125,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             f"max_completion_length={asking.length} leaves no room for a prompt: the model's context has {context} "
             "tokens. Set `--max_completion_length` to less."
         )
-    settings, shots = subject.settings, arguments.num_fewshot
-    levels = next((settings[f] for f in ("report_levels", "validation_levels", "levels") if settings.get(f)), None)
-    seed = settings.get("subset_seed", 42)
-    loaded = {
-        name: harness.load_task(name, data=data.get(name), levels=levels, seed=seed, num_fewshot=shots)
-        for name in names
-    }
-    _check_shots(loaded, data, shots)
-    batch_size = arguments.batch_size or settings.get("per_device_eval_batch_size") or _BATCH
+    loaded = _load_tasks(names, data, subject.settings, arguments.num_fewshot)
+    batch_size = arguments.batch_size or subject.settings.get("per_device_eval_batch_size") or _BATCH
     lm = harness.load_model(
         subject.model,
         subject.adapter,
@@ -143,12 +137,14 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         rank=subject.rank,
         ends_thinking="</think>" in tokenizer.get_vocab(),
     )
-    results = {}
+    output.mkdir(parents=True, exist_ok=True)
+    measured, written = {}, []
     for name, tasks in loaded.items():
         reward = _Reward(name == harness.EMBEDDED)
         for theirs, task in tasks.items():
-            how = {"limit": arguments.limit, "num_fewshot": shots, "length": asking.length, "batch_size": batch_size}
-            entry = measure(lm, task, asking, reward, samples=arguments.samples, ks=_ks(arguments), **how)
+            how = {"limit": arguments.limit, "num_fewshot": arguments.num_fewshot, "length": asking.length}
+            how |= {"samples": arguments.samples, "ks": _ks(arguments), "batch_size": batch_size}
+            entry = measure(lm, task, asking, reward, **how)
             entry["settings"] |= {
                 "lm_eval_task": theirs,
                 "lm_eval_version": version("lm_eval"),
@@ -156,21 +152,22 @@ def _evaluate(arguments: argparse.Namespace) -> None:
                 "data": str(data[name]) if name in data else None,
                 "limit": arguments.limit,
             }
-            results[name if len(tasks) == 1 else theirs] = entry
+            label = name if len(tasks) == 1 else theirs
+            measured[label] = entry
+            written = _add(output, subject, {label: entry})  # at once: the next task may take hours, or fail
         reward.close()
+    print(markdown({"model": subject.name, "tasks": measured}))
+    print(*written, sep="\n")
+
+
+def _add(output: Path, subject: Subject, tasks: Mapping[str, Any]) -> list[Path]:
+    """Add tasks to the files of an evaluation, unless they are of another model; returns the paths of all files."""
     about = {"model": subject.name, "optimizer_steps": steps_trained(Path(subject.name))}
     earlier = read_evaluation(output)
-    same = all(earlier.get(name) == value for name, value in about.items())
-    tasks = {**earlier["tasks"], **results} if earlier and same else results
-    content = {**about, "environment": environment(), "tasks": tasks}
-    output.mkdir(parents=True, exist_ok=True)
-    written = write_evaluation(output, content)
-    if is_run(output):
-        from ..report.run_report import write_report
-
-        written.append(write_report(output))
-    print(markdown({**content, "tasks": results}))
-    print(*written, sep="\n")
+    if earlier and all(earlier.get(name) == value for name, value in about.items()):
+        tasks = {**earlier["tasks"], **tasks}
+    written = write_evaluation(output, {**about, "environment": environment(), "tasks": tasks})
+    return [*written, write_report(output)] if is_run(output) else written
 
 
 # Before anything starts
@@ -324,6 +321,20 @@ def _asking(arguments: argparse.Namespace, settings: Mapping[str, Any], tokenize
         length=arguments.max_completion_length or settings.get("max_completion_length") or _LENGTH,
         sampling={name: value for name, value in sampling.items() if value is not None},
     )
+
+
+def _load_tasks(
+    names: Sequence[str], data: Mapping[str, Path], settings: Mapping[str, Any], num_fewshot: int | None
+) -> dict[str, dict[str, Any]]:
+    """Task → lm-eval's tasks of that name. The embedded problems have the levels that the run reported, if any."""
+    levels, seed = None, settings.get("subset_seed", 42)
+    if settings.get("dataset_name") == harness.EMBEDDED:
+        fields = ("report_levels", "validation_levels", "levels")
+        levels = next((settings[name] for name in fields if settings.get(name)), None)
+    options = {"levels": levels, "seed": seed, "num_fewshot": num_fewshot}
+    loaded = {name: harness.load_task(name, data=data.get(name), **options) for name in names}
+    _check_shots(loaded, data, num_fewshot)
+    return loaded
 
 
 def _check_shots(loaded: Mapping[str, Mapping[str, Any]], data: Mapping[str, Path], num_fewshot: int | None) -> None:
@@ -504,6 +515,7 @@ def _row(
     right, mine = bool(theirs.right), _judged(ours["reward"])
     row: dict[str, Any] = {
         "problem": index,
+        "text": problem[0],
         "target": theirs.target,
         "lm_eval": {
             "right": right,

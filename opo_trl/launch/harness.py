@@ -181,11 +181,11 @@ def _from_files(name: str, data: Path, folder: Path, num_fewshot: int | None) ->
     if theirs not in manager.all_subtasks:
         raise ValueError(f"--data {name}={data}: {theirs!r} is a group of tasks. Name one of its tasks in `--tasks`.")
     config: dict[str, Any] = {"include": str(manager.task_index[theirs].yaml_path), "task": theirs}
-    files = {}
+    files: dict[str, Path] = {}
     if data.is_dir():
         for split in _SPLITS:
-            there = [path for end in _ENDINGS if (path := data / f"{split}{end}").is_file()]
-            files |= {split: path for path in there[:1]}
+            if there := [path for end in _ENDINGS if (path := data / f"{split}{end}").is_file()]:
+                files[split] = there[0]
     else:
         files = {"test": data}
         config |= {"test_split": "test", "training_split": None, "validation_split": None, "fewshot_split": None}

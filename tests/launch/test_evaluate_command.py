@@ -111,7 +111,8 @@ def test_adapter_of_a_run_is_evaluated_as_the_run_asked_and_shown_in_its_report(
                 parameter.normal_()
     adapter.save_pretrained(folder)
     AutoTokenizer.from_pretrained(base_model_path()).save_pretrained(folder)
-    settings = {"prompt_style": "plain", "max_completion_length": 7, "temperature": 0.5, "levels": ["Level 1"]}
+    settings = {"prompt_style": "plain", "max_completion_length": 7, "temperature": 0.5}
+    settings |= {"dataset_name": "arithmetic", "levels": ["Level 1"]}
     (folder / "settings.json").write_text(json.dumps(settings))
     (folder / "recipe.yaml").write_text("{}")
     assert "Evaluation" not in write_report(folder).read_text()
@@ -121,6 +122,8 @@ def test_adapter_of_a_run_is_evaluated_as_the_run_asked_and_shown_in_its_report(
     assert task["settings"]["max_completion_length"] == 7
     assert task["settings"]["sampling"]["temperature"] == 0.5
     assert task["opo_trl"]["pass_at"].keys() == {"3"}
+    level_1 = {row["problem"] for row in make_problems("test", ["Level 1"])}
+    assert {row["text"] for row in task["samples"]} <= level_1
     assert all(1 <= len(row["opo_trl"]["completion"]) <= 7 for row in task["samples"])
     # The base model solves half of these problems, an adapter of noise none.
     assert task["opo_trl"]["greedy"]["correct"] == task["lm_eval"][0]["score"] == 0
