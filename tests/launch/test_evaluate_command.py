@@ -19,7 +19,8 @@ from opo_trl.data import to_prompts
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.evaluate import evaluate
 from opo_trl.launch import evaluation, harness
-from opo_trl.launch.evaluation import Asking, find_model, main, measure, problem_of
+from opo_trl.launch.agreement import Asking, Reward, measure, problem_of, prompt_of
+from opo_trl.launch.evaluation import find_model, main
 from opo_trl.report.evaluation import EVALUATION, EVALUATION_TABLE, REASONS
 from opo_trl.report.run_report import write_report
 
@@ -196,7 +197,7 @@ def gsm8k_data(tmp_path_factory) -> Path:
 @needs_lm_eval
 def test_different_verdicts_are_explained(gsm8k_data):
     tasks = harness.load_task("gsm8k", data=gsm8k_data, levels=None, seed=0, num_fewshot=2)
-    reward = evaluation._Reward(False)
+    reward = Reward(False)
     entry = measure(Scripted(CASES), tasks["gsm8k"], ASKING, reward, **HOW)
     reward.close()
     assert [row["reason"] for row in entry["samples"]] == [case[3] for case in CASES]
@@ -219,7 +220,7 @@ def test_prompt_is_that_of_training(tiny_model):
     )
     row = {"problem": "What is 1+1?", "level": None, "type": None, "solution": r"\boxed{2}"}
     (prompt,) = to_prompts(Dataset.from_list([row]), instruction="Think.")["prompt"]
-    asked = evaluation._prompt(lm, row["problem"], Asking("chat", "Think.", {}, 4, {}))
+    asked = prompt_of(lm, row["problem"], Asking("chat", "Think.", {}, 4, {}))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     trained = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert lm.tok_encode(asked) == trained
@@ -275,7 +276,7 @@ def test_a_task_that_compares_likelihoods_has_only_the_score_of_lm_eval(tmp_path
             return [(-1.0 - float(request.args[1].strip()), False) for request in requests]
 
     task = harness._manager(False).load([spec])["tasks"]["likelihoods"]
-    entry = measure(Sure([]), task, ASKING, evaluation._Reward(True), **HOW)
+    entry = measure(Sure([]), task, ASKING, Reward(True), **HOW)
     assert entry["lm_eval"][0]["score"] == 1.0
     assert "opo_trl" not in entry
     assert "likelihoods" in entry["settings"]["not_ours"]

@@ -1,0 +1,231 @@
+"""
+One task, measured by lm-eval and by us: both scores, and problem by problem where the verdicts differ and why.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..data.arithmetic import arithmetic_reward
+from ..evaluate import Evaluation
+from ..report.evaluation import REASONS
+from ..rewards.accuracy import accuracy_reward
+from ..rewards.boxes import final_answer
+from ..rewards.scoring import IsolatedReward
+from . import harness
+from .harness import Verdict
+
+
+_SEED = 0  # of our samples
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How our side asks: as the run did, unless the command line says otherwise."""
+
+    style: str
+    instruction: str
+    template: Mapping[str, Any]
+    length: int
+    sampling: Mapping[str, Any]
+
+
+class Reward:
+    """Our reward for the problems of a task: for the embedded one its own, otherwise `accuracy_reward`, isolated."""
+
+    def __init__(self, embedded: bool):
+        self.name = "arithmetic_reward" if embedded else "accuracy_reward"
+        self.needs_box = not embedded
+        self._isolated = None if embedded else IsolatedReward(accuracy_reward)
+        self.function: Callable[..., list[float | None]] = self._isolated or arithmetic_reward
+
+    def __call__(self, completions: Sequence[str], solutions: Sequence[str]) -> list[float | None]:
+        return self.function(completions=list(completions), solution=list(solutions))
+
+    def close(self) -> None:
+        if self._isolated is not None:
+            self._isolated.close()
+
+
+def problem_of(doc: Mapping[str, Any]) -> tuple[str, str] | None:
+    r"""
+    Problem and solution in a row of a task's dataset; `None` if its columns are not those of MATH or GSM8K.
+
+    The solution is in the column `solution`, or is the column `answer`: all of it, or what follows `####`.
+    """
+    if isinstance(doc.get("problem"), str) and isinstance(doc.get("solution"), str):
+        return doc["problem"], doc["solution"]
+    answer = doc.get("answer")
+    if isinstance(doc.get("problem"), str) and isinstance(answer, str | int):
+        return doc["problem"], str(answer)
+    if isinstance(doc.get("question"), str) and isinstance(answer, str) and "####" in answer:
+        return doc["question"], answer.rpartition("####")[2].strip().replace(",", "")
+    return None
+
+
+def measure(
+    lm: Any,
+    task: Any,
+    asking: Asking,
+    reward: Reward,
+    *,
+    samples: int,
+    ks: Sequence[int],
+    limit: int | None,
+    num_fewshot: int | None,
+    length: int,
+    batch_size: int,
+) -> dict[str, Any]:
+    """lm-eval's scores of a task and ours on the same problems, and how far they agree: an entry of the JSON."""
+    how = {"limit": limit, "num_fewshot": num_fewshot, "length": length, "batch_size": batch_size}
+    about, verdicts = harness.score(lm, task, chat=asking.style == "chat", **how)
+    first = next(iter(verdicts.values()))
+    entry: dict[str, Any] = {
+        "settings": {
+            "prompt_style": asking.style,
+            "instruction": asking.instruction,
+            "chat_template_kwargs": dict(asking.template) if asking.style == "chat" else {},
+            "max_completion_length": length,
+            "num_fewshot": about["num_fewshot"],
+            "lm_eval_task_version": about["version"],
+            "lm_eval_decoding": "sampled" if about["sampled"] else "greedy" if about["generates"] else "likelihood",
+            "problems": len(first),
+            "prompts_cut": harness.count_cut(lm, [verdict.prompt for verdict in first], length),
+            "samples": samples,
+            "sampling": dict(asking.sampling),
+        },
+        "lm_eval": [
+            {"metric": metric, "filter": name, **harness.summarize([verdict.right for verdict in found])}
+            for (metric, name), found in verdicts.items()
+        ],
+    }
+    problems = [problem_of(verdict.doc) for verdict in first]
+    if not about["generates"] or None in problems:
+        what = "compares likelihoods" if not about["generates"] else "has no columns problem and solution"
+        entry["settings"]["not_ours"] = f"the task {what}"
+        return entry
+
+    known = [problem for problem in problems if problem is not None]
+    solutions = [solution for _, solution in known]
+    prompts = [prompt_of(lm, problem, asking) for problem, _ in known]
+    entry["settings"]["our_prompts_cut"] = harness.count_cut(lm, prompts, length)
+    greedy = harness.generate(lm, prompts, {"do_sample": False, "temperature": 0.0, "max_gen_toks": length})
+    torch.manual_seed(_SEED)
+    repeated = [prompt for prompt in prompts for _ in range(samples)]
+    drawn = harness.generate(lm, repeated, {"do_sample": True, "max_gen_toks": length, **asking.sampling})
+    ours = _result(prompts, greedy, reward(greedy, solutions))
+    several = _result(repeated, drawn, reward(drawn, [s for s in solutions for _ in range(samples)]), samples)
+    entry["opo_trl"] = {
+        "reward": reward.name,
+        "greedy": ours.summary(),
+        "sampled": several.summary(),
+        "pass_at": {
+            str(k): dict(zip(("low", "high"), several.pass_at_interval(k), strict=True), score=several.pass_at(k))
+            for k in ks
+        },
+    }
+    chosen = _to_compare(verdicts)
+    if chosen is not None:
+        theirs = verdicts[chosen]
+        rescored = harness.rescore(task, greedy, **how)[chosen]
+        again = reward([verdict.completion for verdict in theirs], solutions)
+        rows = [
+            _row(index, reward, *row, several.samples[index * samples : (index + 1) * samples])
+            for index, row in enumerate(zip(known, theirs, again, ours.samples, rescored, strict=True))
+        ]
+        counts = Counter(row["reason"] for row in rows)
+        entry["agreement"] = {
+            "metric": chosen[0],
+            "filter": chosen[1],
+            "problems": len(rows),
+            "same": counts[None],
+            "same_completion": sum(row["lm_eval"]["completion"] == row["opo_trl"]["completion"] for row in rows),
+            "reasons": {reason: counts[reason] for reason in REASONS},
+        }
+        entry["samples"] = rows
+    return entry
+
+
+def prompt_of(lm: Any, problem: str, asking: Asking) -> str:
+    """As `data.to_prompts` asks, and as text, with the chat template applied."""
+    if asking.style == "plain":
+        return problem
+    return lm.apply_chat_template([{"role": "user", "content": f"{problem}\n\n{asking.instruction}"}])
+
+
+def _result(
+    prompts: Sequence[str], completions: Sequence[str], rewards: Sequence[float | None], per_problem: int = 1
+) -> Evaluation:
+    scored = [reward for reward in rewards if reward is not None]
+    return Evaluation(
+        correct=sum(reward >= 1.0 for reward in scored),
+        scored=len(scored),
+        unscorable=len(rewards) - len(scored),
+        samples=[
+            {"prompt": prompt, "completion": completion, "reward": reward}
+            for prompt, completion, reward in zip(prompts, completions, rewards, strict=True)
+        ],
+        per_problem=per_problem,
+    )
+
+
+def _to_compare(verdicts: Mapping[tuple[str, str], Sequence[Verdict]]) -> tuple[str, str] | None:
+    """Metric and filter to compare with our reward: the last and most lenient; `None` if it is no verdict."""
+    last = list(verdicts)[-1][1]
+    metrics = [metric for metric, name in verdicts if name == last]
+    metric = "math_verify" if "math_verify" in metrics else metrics[0]
+    chosen = (metric, last)
+    return chosen if {float(verdict.right) for verdict in verdicts[chosen]} <= {0.0, 1.0} else None
+
+
+def _row(
+    index: int,
+    reward: Reward,
+    problem: tuple[str, str],
+    theirs: Verdict,
+    again: float | None,
+    ours: Mapping[str, Any],
+    rescored: Verdict,
+    sampled: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Both verdicts on a problem, each rule's verdict on the other's completion, and why they differ."""
+    right, mine = bool(theirs.right), _judged(ours["reward"])
+    row: dict[str, Any] = {
+        "problem": index,
+        "text": problem[0],
+        "target": theirs.target,
+        "lm_eval": {
+            "right": right,
+            "answer": theirs.answer,
+            "completion": theirs.completion,
+            "right_by_our_reward": _judged(again),
+        },
+        "opo_trl": {
+            "right": mine,
+            "completion": ours["completion"],
+            "right_by_lm_eval": bool(rescored.right),
+            "sampled_right": sum(bool(_judged(each["reward"])) for each in sampled),
+        },
+    }
+    row["reason"] = None if right is mine else _reason(mine, rescored, reward.needs_box)
+    return row
+
+
+def _judged(reward: float | None) -> bool | None:
+    return None if reward is None else reward >= 1.0
+
+
+def _reason(mine: bool | None, rescored: Verdict, needs_box: bool) -> str:
+    """A key of `REASONS`, from the verdicts of our reward and of lm-eval on our completion."""
+    if mine is None:
+        return "unscored"
+    if bool(rescored.right) is mine:
+        return "prompt"
+    if needs_box and final_answer(rescored.completion.rpartition("</think>")[2]) is None:
+        return "no box"
+    if rescored.answer == "[invalid]":
+        return "no match"
+    return "rule" if rescored.answer == rescored.completion else "notation"
