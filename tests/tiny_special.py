@@ -15,6 +15,7 @@ from transformers import (
     Qwen2_5_VLProcessor,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from trl.chat_template_utils import get_training_chat_template
 
 
 def save_caller(model: str, folder: Path, turns: list[dict], tools: list[Callable], **template) -> str:
@@ -30,14 +31,14 @@ def save_caller(model: str, folder: Path, turns: list[dict], tools: list[Callabl
     """
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    in_training = get_training_chat_template(tokenizer)  # with tools, TRL renders prompts by this one
     tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
     policy.resize_token_embeddings(len(tokenizer))
 
     def rendered(number: int) -> list[int]:
         follows = number < len(turns) and turns[number]["role"] == "assistant"
-        return tokenizer.apply_chat_template(
-            turns[:number], tools=tools, add_generation_prompt=follows, return_dict=False, **template
-        )
+        options = {"chat_template": in_training, "add_generation_prompt": follows, **template}
+        return tokenizer.apply_chat_template(turns[:number], tools=tools, return_dict=False, **options)
 
     tokens = rendered(len(turns))
     labels = torch.full((1, len(tokens)), -100)

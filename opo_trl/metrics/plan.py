@@ -222,8 +222,11 @@ def _row_tokens(trainer: Any) -> tuple[int, int]:
 
 
 def _prompt_tokens(trainer: Any) -> int:
-    """Tokens of the longest of the first 10,000 prompts, without the chat template; 0 for a stream."""
-    if not isinstance(trainer.train_dataset, Dataset):
+    """
+    Tokens of the longest of the first 10,000 prompts, without the chat template; 0 for a stream, and for environments
+    that make their own prompts.
+    """
+    if not isinstance(trainer.train_dataset, Dataset) or "prompt" not in trainer.train_dataset.column_names:
         return 0
     prompts = trainer.train_dataset.select_columns("prompt")[:10_000]["prompt"]
     texts = (p if isinstance(p, str) else " ".join(str(message.get("content")) for message in p) for p in prompts)

@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ CLASSES = {"trl": (GRPOConfig, GRPOTrainer), "opo": (OPOConfig, OPOTrainer)}
 OF_THE_CLIPPED_LOSS = "clip_ratio/"
 
 # What a rollout has logged before any loss is computed, by the beginning of its name.
-OF_THE_ROLLOUT = ("reward", "frac_reward", "completions/", "num_tokens", "learning_rate", "tools/", "step", "epoch")
+OF_THE_ROLLOUT = ("reward", "frac_reward", "completions/", "num_tokens", "learning_rate", "tools/", "epoch")
 
 # What is handed to every reward function besides the dataset's columns.
 ALWAYS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -80,7 +81,8 @@ class Run:
 
     @property
     def files(self) -> set[str]:
-        return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()}
+        found = {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()}
+        return {re.sub(r"events\.out\..*", "events.out", name) for name in found}
 
 
 def run(script: Callable, side: str, folder: Path, *arguments: Any) -> Run:
@@ -109,7 +111,7 @@ def side_by_side(script: Callable, folder: Path, *arguments: Any, learns: bool =
                 assert of_trl[argument] == of_opo[argument], f"{argument} of {name}"
     check_logs(trl.trainer.state.log_history, opo.trainer.state.log_history)
     assert trl.files <= opo.files
-    for name in ("global_step", "max_steps", "epoch", "num_input_tokens_seen", "is_world_process_zero"):
+    for name in ("global_step", "max_steps", "epoch", "is_world_process_zero"):
         assert getattr(trl.trainer.state, name) == getattr(opo.trainer.state, name), name
     if learns:
         assert all(entry["grad_norm"] > 0 for made in (trl, opo) for entry in made.entries[:1])
