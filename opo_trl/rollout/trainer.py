@@ -384,7 +384,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
-        with self._recorded_rewards() as recorded:
+        # A reward may score with the policy itself, and leave it in evaluation mode.
+        with self._keep_mode(), self._recorded_rewards() as recorded:
             rollout = super()._generate_and_score_completions(inputs)
         rewards = recorded[-1]
         n_local = len(rollout["advantages"])

@@ -5,11 +5,12 @@ A reduced script keeps a script's interface (how it makes prompts, rewards, mode
 afterwards) at a size that a CPU trains in a second. The page's table names its test.
 """
 
-import importlib
+import asyncio
 import json
 import re
 import signal
 import sqlite3
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from side_by_side import CLASSES, Run, moved, run, side_by_side
 from tiny_special import save_caller, vision_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from trl.rewards import accuracy_reward
@@ -342,7 +343,7 @@ def test_scripts_grpo(tiny_model, tmp_path, monkeypatch):
         "def vowels(completions, **kwargs):\n"
         "    return [float(sum(c[0]['content'].count(v) for v in 'aeiou')) for c in completions]\n"
     )
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the script adds to it
     for made in side_by_side(scripts_grpo, tmp_path, tiny_model, tmp_path, monkeypatch):
         entry = made.entries[0]
         parts = [
@@ -636,8 +637,14 @@ def cookbook_rewards(config_class, trainer_class, out: Run, model_name: str):
     dataset = dataset.map(
         lambda row: {"prompt": ask(row["question"], "Show your work."), "answer": row["answer"].split("#### ")[1]}
     )
+    in_4_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_use_double_quant=True,
+    )
     model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32),
+        AutoModelForCausalLM.from_pretrained(model_name, quantization_config=in_4_bits, dtype=torch.float32),
         LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], bias="none", task_type="CAUSAL_LM"),
     )
     args = config_class(
@@ -662,7 +669,7 @@ def cookbook_rewards(config_class, trainer_class, out: Run, model_name: str):
 
 
 def test_cookbook_several_rewards(tiny_model, tmp_path):
-    """Rewards below 0 and integers, the `answer` overwritten by `map`, and generation with the trained object."""
+    """A base in 4 bits, rewards below 0 and integers, an `answer` that `map` has overwritten, and generation."""
     for made in side_by_side(cookbook_rewards, tmp_path, tiny_model):
         assert made.given("numbers_reward")[0]["answer"][0].isdigit()
         entry = made.entries[0]
@@ -728,11 +735,8 @@ def test_fields_that_trl_has_removed_are_rejected_alike(tmp_path):
 
 def patterns(config_class, trainer_class, out: Run, model: str):
     async def slow_reward(prompts, completions, **kwargs):
-        await transformers_sleep()
+        await asyncio.sleep(0.001)
         return [1.0 if completion else 0.0 for completion in completions]
-
-    async def transformers_sleep():
-        await importlib.import_module("asyncio").sleep(0.001)
 
     def tokens_reward(completion_ids, **kwargs):
         return [float(len(ids)) for ids in completion_ids]
