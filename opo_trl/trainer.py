@@ -301,7 +301,7 @@ class OPOTrainer(PartitionedTrainer):
         return loss
 
     def _log_step(self, reports: list[SampleReport]):
-        """Gather the reports of an optimizer step, or of an evaluated batch, from all processes, once, and log them."""
+        """Gather the reports of an optimizer step, or evaluated batch, from all processes, once, and log them."""
         mode = self._mode
         samples = SampleReport.gather(reports, self.accelerator)
         metrics = {f"opo/{name}": value for name, value in self._drive_metrics[mode].items()}

@@ -1,6 +1,7 @@
 """What GRPO scripts do around training: callbacks, evaluation, checkpoints, subclasses, their own loops."""
 
 import functools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,7 +146,7 @@ def test_callbacks_change_the_run_alike(tiny_model, tmp_path):
         history = made.trainer.state.log_history
         assert history[0]["own"] == 1
         assert made.trainer.optimizer.param_groups[0]["lr"] == 0.003
-        assert next(entry for entry in history if "eval_reward" in entry)["eval_reward"] == 3 * 3.5
+        assert next(entry for entry in history if "eval_reward" in entry)["eval_reward"] == 3 * 1.5
         assert made.trainer.state.global_step == 4
         assert "checkpoint-1/trainer_state.json" in made.files
 
@@ -399,6 +400,24 @@ def test_mistakes_are_reported_as_by_trl(tiny_model, tmp_path):
         of_trl, of_opo = (fails(side, **fields) for side in CLASSES)
         assert type(of_trl) is type(of_opo) is ValueError
         assert next(iter(fields)) in str(of_opo) or str(of_trl) == str(of_opo)
+
+
+def test_what_is_rejected_and_not_by_trl(tiny_model, tmp_path):
+    """As docs/porting.md says."""
+    for fields, said in (
+        ({"temperature": 0}, "positive"),
+        ({"top_k": -1}, "0 for all tokens"),
+        ({"scale_rewards": "x"}, "one of group, batch, none"),
+        ({"learning_rate": "1e-5"}, "finite number"),
+        ({"generation_kwargs": {"max_new_tokens": 5}}, "Set `max_completion_length` to 5"),
+        ({"epsilon": 0.3}, "Remove `epsilon`"),
+        ({"loss_type": "dr_grpo"}, "Remove `loss_type`"),
+        ({"gradient_accumulation_steps": 12}, "needs 12 prompts"),
+    ):
+        make(GRPOConfig, GRPOTrainer, Run(tmp_path), tiny_model, **fields)
+        with pytest.raises(ValueError, match=re.escape(said)) as raised:
+            make(OPOConfig, OPOTrainer, Run(tmp_path), tiny_model, **fields)
+        assert next(iter(fields)) in str(raised.value) or "generation_batch_size" in str(raised.value)
 
 
 # What was found on the way

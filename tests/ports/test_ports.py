@@ -33,6 +33,8 @@ from trl.rewards import accuracy_reward
 from trl.scripts import grpo as trl_script
 
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "porting.md"
+
 SMALL = {
     "use_cpu": True,
     "bf16": False,
@@ -721,7 +723,7 @@ def test_course(tiny_model, tmp_path):
 
 def test_fields_that_trl_has_removed_are_rejected_alike(tmp_path):
     """The course, the cookbook and both gists set them for TRL 0.x: the line has to go with either class."""
-    for removed in ("max_prompt_length", "vllm_device"):
+    for removed in ("max_prompt_length", "vllm_device", "warmup_ratio"):
         messages = []
         for config_class, _ in CLASSES.values():
             with pytest.raises(TypeError, match=removed) as raised:
@@ -870,3 +872,15 @@ def test_environments_of_the_documentation(adder, tmp_path, several):
         else:
             assert len(trainer.train_dataset) == 2
             assert trainer.reward_func_names == ["Counter"]
+
+
+# The page
+
+
+def test_page_names_the_tests_of_its_scripts():
+    table = PAGE.read_text(encoding="utf-8").split("## The twelve scripts")[1].split("\n\n")[2]
+    rows = table.splitlines()[2:]
+    named = [re.findall(r"`(test_\w+)`", row) for row in rows]
+    assert len(rows) == 12
+    assert all(len(names) == 1 and callable(globals()[names[0]]) for names in named)
+    assert len({names[0] for names in named}) == 12
