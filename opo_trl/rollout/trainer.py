@@ -440,4 +440,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             for kind in self._reward_failures:
                 metrics[kind].append(self._reward_failures[kind])
                 self._reward_failures[kind] = 0
+        # TRL would log metrics without a value as None, which a script's callbacks and TensorBoard do not expect.
+        own = self._metrics[self._mode]
+        for name in [name for name in own if name.startswith("opo/") and all(map(math.isnan, own[name]))]:
+            del own[name]
         super().log(logs, start_time)

@@ -151,6 +151,28 @@ def test_callbacks_change_the_run_alike(tiny_model, tmp_path):
         assert "checkpoint-1/trainer_state.json" in made.files
 
 
+def test_callbacks_can_format_what_is_logged(tiny_model, tmp_path):
+    """Also if all rewards are equal: metrics without a value are left out."""
+
+    class Prints(TrainerCallback):
+        def on_log(self, args, state, control, logs, **kwargs):
+            print(*(f"{name}={value:.3f}" for name, value in logs.items()))
+
+    def equal(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    def script(config_class, trainer_class, out: Run):
+        arguments = {"callbacks": [Prints()], "eval_dataset": FEW}
+        options = {"eval_strategy": "steps", "eval_steps": 1}
+        return trained(
+            config_class, trainer_class, out, tiny_model, reward_funcs=equal, arguments=arguments, **options
+        )
+
+    _, opo = side_by_side(script, tmp_path, learns=False)
+    assert opo.entries[0]["opo/frac_zero_drive"] == 1
+    assert "opo/target_fit" not in opo.entries[0]
+
+
 def test_early_stopping_and_best_model(tiny_model, tmp_path):
     def script(config_class, trainer_class, out: Run):
         arguments = {"callbacks": [EarlyStoppingCallback(1), RichProgressCallback()], "eval_dataset": FEW}
