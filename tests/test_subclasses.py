@@ -475,12 +475,17 @@ def test_example_of_the_learning_rate(tiny_model, tmp_path):
 
 
 def test_example_of_reward_weights(tiny_model, tmp_path):
-    trainer = make_trainer(tiny_model, tmp_path, script=Script(functions=2), max_steps=3, reward_weights=[1.0, 2.0])
-    trainer.add_callback(callback_of_the_page("FadeOut", trainer))
-    trainer.train()
-    for step, entry in enumerate(logged(trainer)):
-        first, last = (entry[f"rewards/reward_{i}/mean"] for i in range(2))
-        assert entry["reward"] == pytest.approx(first + 2 * (1 - step / 100) * last)
+    def run(max_steps: int, resume=None):
+        options = {"save_strategy": "steps", "save_steps": 2, "reward_weights": [1.0, 2.0], "max_steps": max_steps}
+        trainer = make_trainer(tiny_model, tmp_path, script=Script(functions=2), **options)
+        trainer.add_callback(callback_of_the_page("FadeOut", trainer))
+        trainer.train(resume_from_checkpoint=resume)
+        return logged(trainer)
+
+    for entries in (run(3), run(4, resume=tmp_path / "checkpoint-2")):
+        for entry in entries:
+            first, last = (entry[f"rewards/reward_{i}/mean"] for i in range(2))
+            assert entry["reward"] == pytest.approx(first + 2 * (1 - (entry["step"] - 1) / 100) * last)
 
 
 def test_example_of_rollouts(tiny_model, tmp_path):

@@ -124,7 +124,8 @@ def check_logs(of_trl: list[dict[str, Any]], of_opo: list[dict[str, Any]]) -> No
     for one, other in zip(of_trl, of_opo, strict=True):
         missing = {name for name in one.keys() - other.keys() if OF_THE_CLIPPED_LOSS not in name}
         assert not missing, missing
-        assert all(value is None or isinstance(value, int | float) for value in other.values())
+        # TRL logs None for its own metrics, such as the mean of a reward that has scored nothing.
+        assert all(isinstance(value, int | float) for name, value in other.items() if name not in one)
         for name in one:
             if one["step"] <= 1 and name.startswith(OF_THE_ROLLOUT):
                 same = one[name] == other[name] or math.isclose(one[name], other[name], rel_tol=1e-6)

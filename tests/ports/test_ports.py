@@ -479,8 +479,10 @@ def countdown(config_class, trainer_class, out: Run, model: str):
         "save_steps": 1,
     }
     path = out.folder.parent / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
+    del recipe["learning_rate"]
+    path.write_text(yaml.safe_dump(recipe) + "learning_rate: 1e-2\n")  # text to YAML, which the parser converts
     model_args, script_args, training_args = parser.parse_args_and_config(["--config", str(path)])
+    assert training_args.learning_rate == 0.01
     tokenizer = AutoTokenizer.from_pretrained(script_args.tokenizer_name_or_path or model_args.model_name_or_path)
 
     def begun(nums: list[int], target: int) -> dict:
