@@ -32,7 +32,7 @@ from .checks.errors import report_error
 from .checks.generation import check_tokens
 from .checks.model import dry_run_model
 from .config import RolloutConfig
-from .data.arithmetic import base_model_path
+from .data.models import EMBEDDED_MODELS
 from .launch import preflight
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data
@@ -46,9 +46,6 @@ from .rewards.checked import RewardError
 from .rollout.checkpoint import resolve as find_checkpoint
 from .rollout.prompts import check_enough_prompts
 from .rollout.trainer import RolloutTrainer
-
-
-EMBEDDED_MODEL = "arithmetic"  # name of the embedded base model in a recipe
 
 
 @dataclass
@@ -102,6 +99,7 @@ def prepare(argv: Sequence[str]) -> Run:
         lock = run_folder.claim(folder, resume=resume, overwrite=script.overwrite)
         if checkpoint is None:
             forget_if_changed(folder, settings)
+        settings |= {"prompt_style_used": data.prompt_style}  # a recipe may leave it open
         run_folder.write_description(folder, recipe=recipe, settings=settings, seed=args.seed)
     return Run(trainer, script, data, checkpoint, lock)
 
@@ -142,9 +140,9 @@ def _check_models(
 
 
 def model_path(model_config: ModelConfig) -> str:
-    """Hub id or folder of the model; for the embedded one, its folder in the installed package."""
+    """Hub id or folder of the model; for an embedded one, its folder in the installed package."""
     name = str(model_config.model_name_or_path)
-    return base_model_path() if name == EMBEDDED_MODEL else name
+    return EMBEDDED_MODELS[name]() if name in EMBEDDED_MODELS else name
 
 
 def make_trainer(
@@ -165,6 +163,7 @@ def make_trainer(
         reward_funcs=reward_funcs,
         args=args,
         train_dataset=data.training,
+        eval_dataset=data.evaluation,
         callbacks=[LogFile(folder)],
         quantization_config=get_quantization_config(model_config),
         peft_config=get_peft_config(model_config),
@@ -203,6 +202,7 @@ def run(ready: Run) -> dict[str, Any]:
     summary = known_accuracies(folder, checkpoint)
     before = ReportBefore(trainer, data.report, script.report_samples, summary)
     trainer.callback_handler.callbacks.insert(0, before)  # prints above the progress bar
+    trainer.plan += f"\n  {'data':<10} {data.plan}"
     if is_main:
         (folder / run_folder.PLAN).write_text(trainer.plan + "\n")
     started = time.perf_counter()

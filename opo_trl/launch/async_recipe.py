@@ -143,9 +143,15 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         args: AsyncRecipeConfig,
         train_dataset: Dataset,
         *,
+        eval_dataset: Any = None,
         quantization_config: Any = None,
         **named,
     ):
+        if eval_dataset is not None:
+            raise ValueError(
+                f"eval_strategy={args.eval_strategy!s} is not possible with trainer: async_opo. Set "
+                "`validation_steps` instead, and remove `eval_strategy`."
+            )
         options: Any = args.model_init_kwargs or {}  # a dict, once parsed
         args.model_init_kwargs = {name: value for name, value in options.items() if name != "attn_implementation"}
         _check(args, reward_funcs, train_dataset, options.get("attn_implementation"), quantization_config)

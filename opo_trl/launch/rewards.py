@@ -14,6 +14,7 @@ from trl.rewards import get_soft_overlong_punishment
 from ..arguments import OPOScriptArguments
 from ..config import RolloutConfig
 from ..data.arithmetic import arithmetic_reward
+from ..data.gym import gym_reward
 from ..rewards.accuracy import accuracy_reward, format_reward
 from ..rewards.scoring import IsolatedReward
 
@@ -23,9 +24,13 @@ REWARDS: dict[str, Callable] = {
     "accuracy_reward": accuracy_reward,
     "format_reward": format_reward,
     "arithmetic_reward": arithmetic_reward,
+    "gym_reward": gym_reward,
     "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
     "think_format_reward": rewards.think_format_reward,
+    # Under the name and with the limits of TRL's script.
+    "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
 }
+_ISOLATED = (accuracy_reward, gym_reward)
 
 
 def load_reward(name: str) -> Callable:
@@ -63,7 +68,7 @@ def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
     """
     _check(script, args)
     found: list = []
-    for name in script.reward_funcs:
+    for name in script.reward_funcs or []:
         if name == "soft_overlong_punishment":
             found.append(get_soft_overlong_punishment(args.max_completion_length, script.overlong_cache))
         else:
@@ -73,9 +78,10 @@ def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
 
 def _check(script: OPOScriptArguments, args: RolloutConfig) -> None:
     length, cache = args.max_completion_length, script.overlong_cache
-    if ("soft_overlong_punishment" in script.reward_funcs) != (cache is not None):
+    names = script.reward_funcs or []
+    if ("soft_overlong_punishment" in names) != (cache is not None):
         raise ValueError(
-            f"reward_funcs={script.reward_funcs} and overlong_cache={cache}: `soft_overlong_punishment` and "
+            f"reward_funcs={names} and overlong_cache={cache}: `soft_overlong_punishment` and "
             "`overlong_cache` need each other. Set both, or neither."
         )
     if cache is not None and not (length and 0 < cache <= length):
@@ -83,7 +89,7 @@ def _check(script: OPOScriptArguments, args: RolloutConfig) -> None:
             f"overlong_cache={cache} is not allowed. Set `overlong_cache` to a positive number up to "
             f"max_completion_length={length}."
         )
-    n_rewards = len(script.reward_funcs) + bool(script.reward_model_name_or_path)
+    n_rewards = len(names) + bool(script.reward_model_name_or_path)
     if args.reward_weights is not None and len(args.reward_weights) != n_rewards:
         raise ValueError(
             f"reward_weights={args.reward_weights} does not fit {n_rewards} rewards. Set `reward_weights` to one "
@@ -92,8 +98,8 @@ def _check(script: OPOScriptArguments, args: RolloutConfig) -> None:
 
 
 def _isolated(reward: Callable, script: OPOScriptArguments) -> Callable:
-    """`accuracy_reward` in worker processes: SymPy may run forever on what a model writes. Others as they are."""
-    if reward is not accuracy_reward or not script.reward_workers:
+    """Rewards that parse what a model writes, and may hang on it, in worker processes. Others as they are."""
+    if reward not in _ISOLATED or not script.reward_workers:
         return reward
     workers = max(script.reward_workers // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
     limits: Any = {"timeout": script.reward_timeout, "memory": script.reward_memory}

@@ -109,7 +109,7 @@ def test_recipe_in_the_run_folder_repeats_the_run(run):
         ({"fraction": 0.0001}, "fraction=0.0001"),
         ({"reward_funcs": "no_such.reward"}, "reward_funcs='no_such.reward'"),
         ({"dataset_name": "./no_such"}, "no_such"),
-        ({"prompt_style": "dataset"}, "levels=['Level 3'] has no effect with prompt_style='dataset'"),
+        ({"prompt_style": "dataset"}, "dataset_name has no column 'prompt', only ['problem'"),
     ],
 )
 def test_rejected_run_leaves_the_run_in_its_folder_alone(run, capsys, overrides, message):
