@@ -81,7 +81,8 @@ def make_problems(
         *_, message = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
         if message.endswith(_MISSING):
             raise ImportError(message)
-        raise ValueError(message if "dataset_" in message else f"dataset_name={name!r} cannot be drawn: {message}")
+        is_clear = message.startswith(("dataset_name=", "dataset_settings=", "levels="))
+        raise ValueError(message if is_clear else f"dataset_name={name!r} cannot be drawn: {message}")
     return json.loads(done.stdout)
 
 
@@ -186,7 +187,8 @@ def _dataset(task: str, settings: dict[str, Any], level: str | None) -> Any:
     try:
         chosen = settings if level is None else _at_level(CURRICULA, task, settings, level)
         config = config_class(**chosen)
-        config.validate()
+        if hasattr(config, "validate"):
+            config.validate()
         return dataset_class(config=config)
     except (AssertionError, TypeError, AttributeError) as error:
         shown = {name: value for name, value in settings.items() if name != "seed"}
@@ -198,14 +200,12 @@ def _dataset(task: str, settings: dict[str, Any], level: str | None) -> Any:
 def _at_level(curricula: Mapping[str, Any], task: str, settings: dict[str, Any], level: str) -> dict[str, Any]:
     """The settings, with those that the curriculum determines."""
     if task not in curricula:
-        raise ValueError(f"dataset_levels: {task} has no curriculum. Leave levels out.")
+        raise ValueError(f"levels={[level]}: {task} has no curriculum. Leave `levels` out.")
     curriculum = curricula[task]()
     attributes = curriculum.attributes.values()
     highest = max(len(attribute.levels) for attribute in attributes) - 1
     if not (level.isdecimal() and int(level) <= highest):
-        raise ValueError(
-            f"dataset_levels={level!r} is not a level of {task}. Set it to one of 0 to {highest}, in quotes or not."
-        )
+        raise ValueError(f"levels={[level]}: {task} has the levels 0 to {highest}. Set `levels` to some of them.")
     for attribute in attributes:
         curriculum.set_attr_level(attribute.name, min(int(level), len(attribute.levels) - 1))
     made = curriculum.generate_configuration()
@@ -219,7 +219,7 @@ def _at_level(curricula: Mapping[str, Any], task: str, settings: dict[str, Any],
         if name in settings:
             raise ValueError(
                 f"dataset_settings={{{name}: {settings[name]!r}}} is a setting that the levels of {task} determine. "
-                "Remove it, or the levels."
+                "Remove it, or `levels`."
             )
     return settings | {name: getattr(made, name) for name in determined}
 

@@ -101,10 +101,11 @@ class _Source:
             return draw_or_load(str(script.dataset_name), script.dataset_config, split, levels, settings)
         parts: Any = [*script.datasets]  # TRL makes objects of them
         mixture: Any = get_dataset(DatasetMixtureConfig(parts))["train"]
-        if script.test_split_size is None:
+        size = script.test_split_size
+        if size is None:
             return mixture
         # TRL draws this split without a seed, so that each process would hold out other rows.
-        return mixture.train_test_split(script.test_split_size, seed=script.subset_seed)[split]
+        return mixture.train_test_split(int(size) if size >= 1 else size, seed=script.subset_seed)[split]
 
     def prompts(self, problems: Dataset) -> Dataset:
         """The rows with their prompts."""
