@@ -5,9 +5,9 @@ as `benchmarks/base_models.py` says. To build it again (two minutes on one CPU c
     pip install 'opo_trl[gym]'
     python -m benchmarks.spelling_base --output opo_trl/data/spelling/base
 
-Prompts are the task's own. Their fixed part is one token of the vocabulary; the rest are letters. Two mistakes are more
-likely than the right habit, so that greedy decoding makes them too: the first two letters of the answer change places,
-and a letter that is written twice in a row is written once.
+Prompts are the task's own. Their fixed part is one token of the vocabulary; the rest are letters. Two mistakes are
+more likely than the right habit, so that greedy decoding makes them too: the first two letters of the answer change
+places, and a letter that is written twice in a row is written once.
 
 The script ends by measuring the stored weights on test problems of each level of the task's curriculum, and writes
 `ACCURACY.json` next to them.
