@@ -167,19 +167,27 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
     """
     A dataset that brings its prompts, with columns renamed (new name → old name), and which of its columns they are.
 
-    A dataset without a column `solution`, which rewards read, gets one of its final answers, if it has them.
+    A dot leads into a mapping, whose value becomes a further column. A dataset without a column `solution`, which
+    rewards read, gets one of its final answers, if it has them.
 
     Raises:
         `ValueError`: it has no such column, or already has one of the new names.
     """
-    renamed = rename_columns(rows, columns)
-    names = renamed.column_names
-    answers = None if "solution" in names else _answer_column(renamed)
-    if answers is None:
-        return renamed, dict(columns)
-    texts = _as_text([_value(row, answers) for row in renamed.select_columns([_stored(names, answers)])])
-    texts = [final_answer(_boxed(text)) if isinstance(text, str) else text for text in texts]
-    return renamed.add_column("solution", column(texts)), {**columns, "solution": answers}
+    stored = rows.column_names
+    inner = {ours: theirs for ours, theirs in columns.items() if theirs not in stored and "." in theirs}
+    renamed = rename_columns(rows, {ours: theirs for ours, theirs in columns.items() if ours not in inner})
+    if "solution" not in {*renamed.column_names, *inner} and (answers := _answer_column(renamed)):
+        inner["solution"] = answers
+    for ours, theirs in inner.items():
+        outer = _stored(renamed.column_names, theirs)
+        if outer not in renamed.column_names or ours in renamed.column_names:
+            raise _misfit(columns, stored)
+        values = [_value(row, theirs) for row in renamed.select_columns([outer])]
+        if ours == "solution":
+            texts = [_boxed(value) for value in _as_text(values)]
+            values = [final_answer(text) if isinstance(text, str) else text for text in texts]
+        renamed = renamed.add_column(ours, column(values))
+    return renamed, {**columns, **inner}
 
 
 def rename_columns(dataset: Dataset, columns: Mapping[str, str]) -> Dataset:
@@ -192,11 +200,15 @@ def rename_columns(dataset: Dataset, columns: Mapping[str, str]) -> Dataset:
     names = dataset.column_names
     for new, old in columns.items():
         if old not in names or (new in names and new not in columns.values()):
-            raise ValueError(
-                f"columns={dict(columns)!r} does not fit the dataset, whose columns are {', '.join(names)}. Set "
-                "`columns` to new names for some of them."
-            )
+            raise _misfit(columns, names)
     return dataset.rename_columns({old: new for new, old in columns.items()})
+
+
+def _misfit(columns: Mapping[str, str], names: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"columns={dict(columns)!r} does not fit the dataset, whose columns are {', '.join(names)}. Set `columns` to "
+        "new names for some of them."
+    )
 
 
 def select(problems: Dataset, levels: Sequence[str] | None, fraction: float, seed: int) -> Dataset:

@@ -187,6 +187,15 @@ class TestColumns:
         assert prompts[0] == {"prompt": prompt, **row} | ({"solution": solution} if solution else {})
         assert sources.keys() == ({"solution"} if solution and "solution" not in row else set())
 
+    def test_a_dot_leads_into_a_mapping_next_to_prompts_too(self):
+        rows = datasets.Dataset.from_list([{"question": "2 + 2 =", "gold": {"value": "4", "kind": "sum"}}])
+        columns = {"prompt": "question", "solution": "gold.value", "kind": "gold.kind"}
+        prompts, sources = as_prompts(rows, columns)
+        assert prompts[0] == {"prompt": "2 + 2 =", "gold": rows[0]["gold"], "solution": "4", "kind": "sum"}
+        assert sources == columns
+        with pytest.raises(ValueError, match=r"columns=\{'solution': 'silver.value'\} does not fit"):
+            as_prompts(rows, {"solution": "silver.value"})
+
     def test_levels_with_another_column_name(self, tmp_path: Path):
         rows = self.rows(problem=["a", "b"], answer=["1", "2"], difficulty=["easy", "hard"])
         file = write(tmp_path / "some.jsonl", rows)
