@@ -27,12 +27,16 @@ from pyarrow.parquet import ParquetFile
 from ..checks.paths import hint_at_checkout, readable
 from ..rewards.boxes import find_boxes
 from .arithmetic import make_problems
+from .guessing import make_games
 
 
 logger = logging.getLogger(__name__)
 
 # Name → function of split and levels (all of them if `None`) that returns rows with the columns below.
-EMBEDDED: dict[str, Callable[[Any, Sequence[str] | None], list[dict[str, str]]]] = {"arithmetic": make_problems}
+EMBEDDED: dict[str, Callable[[Any, Sequence[str] | None], list[dict[str, str]]]] = {
+    "arithmetic": make_problems,
+    "guessing": make_games,
+}
 
 COLUMNS = ("problem", "level", "type", "solution")
 _OPTIONAL = ("level", "type")

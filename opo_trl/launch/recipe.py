@@ -56,7 +56,7 @@ class _Parser(TrlParser):
                 continue  # already the default, and no word expresses it
             if isinstance(value, list) and any(item is None or isinstance(item, Mapping | list) for item in value):
                 self.error(f"{name}={value!r} is not allowed")
-            elif isinstance(value, list) and actions[name].nargs == "+":
+            elif isinstance(value, list) and value and actions[name].nargs == "+":
                 words += [f"--{name}", *map(str, value)]
             elif value is not None and not isinstance(value, Mapping | list):
                 words.append(f"--{name}={value}")
