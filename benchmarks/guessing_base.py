@@ -1,7 +1,7 @@
 """
-Builds the stored base model of the guessing game: a small Qwen3, trained on games of a timid player. It writes the calls
-of the tool, and mostly guesses one of the four lowest numbers that are left; only one guess in five is near the middle.
-To build it again (about four minutes on one CPU core):
+Builds the stored base model of the guessing game: a small Qwen3, trained on games of a timid player. It writes the
+calls of the tool, and mostly guesses one of the four lowest numbers that are left; only one guess in five is near the
+middle. To build it again (about four minutes on one CPU core):
 
     python -m benchmarks.guessing_base --output opo_trl/data/guessing/base
 
@@ -50,7 +50,7 @@ MAX_LENGTH = 128
 # What is written for a call and for its result, apart from the number and the word, is one token each.
 CALL, END_OF_CALL = '<tool_call>{"name": "guess", "arguments": {"number": ', "}}</tool_call>"
 RESULT, END_OF_RESULT = "<tool_response>", "</tool_response>"
-PROMPT = tuple(re.split(r"\d+", problem(SMALLEST, LARGEST, LEVELS[0])))
+PROMPT = tuple(re.split(r"\d+", problem(SMALLEST, LARGEST, LEVELS[0])))  # its " to " is that of a result, too
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>"
     "{% else %}{{ m.content }}{% for call in m.tool_calls or [] %}"
@@ -75,7 +75,7 @@ RESPONSE = {
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build the tokenizer: a token for each number, and for each piece of text that the game needs."""
-    texts = [*PROMPT, CALL, END_OF_CALL, RESULT, END_OF_RESULT, HIGHER, LOWER, RIGHT, OVER]
+    texts = [*PROMPT, CALL, END_OF_CALL, RESULT, END_OF_RESULT, f"{HIGHER}: ", f"{LOWER}: ", RIGHT, OVER]
     numbers = [*(str(guesses(level)) for level in LEVELS), *map(str, range(SMALLEST, LARGEST + 1))]
     pattern = "|".join([*map(re.escape, texts), r"\d+"])
     tokenizer = base_models.build_tokenizer([*texts, *numbers], pattern, MAX_LENGTH)
@@ -95,12 +95,12 @@ def play(level: str, rng: random.Random, known: list[tuple[int, int]]) -> list[t
     """A game of the timid player, as pieces of text, each with whether the player wrote it."""
     low, high = rng.choice(known)
     game = Guessing()
-    game.reset(str(rng.randint(low, high)), level)
-    parts, heard = [(problem(low, high, level), False)], ""
+    asked = problem(low, high, level)
+    game.reset([{"role": "user", "content": asked}], str(rng.randint(low, high)), level)
+    parts, heard = [(asked, False)], ""
     while heard not in (RIGHT, OVER):
-        guess = timid_guess(low, high, rng)
+        guess = timid_guess(game.low, game.high, rng)
         heard = game.guess(guess)
-        low, high = (guess + 1, high) if heard == HIGHER else (low, guess - 1)
         parts += [(f"{CALL}{guess}{END_OF_CALL}<eos>", True), (f"{RESULT}{heard}{END_OF_RESULT}", False)]
     return [*parts, ("<eos>", True)]
 
@@ -142,7 +142,7 @@ def found(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, level: st
     games, texts = [], []
     for row in make_games("test", [level]):
         game = Guessing()
-        game.reset(row["solution"][len("\\boxed{") : -1], level)
+        game.reset([{"role": "user", "content": row["problem"]}], row["solution"][len("\\boxed{") : -1], level)
         games.append(game)
         texts.append(row["problem"])
     number = re.compile(re.escape(CALL) + r"(\d+)" + re.escape(END_OF_CALL))

@@ -167,8 +167,8 @@ def check_together(
     _check_data(script)
     if script.environment_factory is not None and "reward_funcs" not in recipe:
         raise ValueError(
-            f"environment_factory={script.environment_factory!r} needs `reward_funcs` to be set, whose first one defines "
-            "what counts as correct. Set `reward_funcs: []` if the environment alone gives the reward."
+            f"environment_factory={script.environment_factory!r} needs `reward_funcs` to be set: its first function "
+            "defines what counts as correct. Set `reward_funcs: []` if the environment alone gives the reward."
         )
     _check_evaluation(args)
     for name, value in given(model_config).items() if not model_config.use_peft else ():

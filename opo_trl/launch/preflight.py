@@ -269,9 +269,7 @@ def check_context(
         )
 
 
-def check_columns(
-    rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[str] = OF_TRAINER
-) -> None:
+def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[str] = OF_TRAINER) -> None:
     """
     Check that TRL can call the reward functions with the columns of a dataset.
 

@@ -92,8 +92,8 @@ def load_tools(script: OPOScriptArguments, args: RolloutConfig) -> Tools:
     asked = f"environment_factory={script.environment_factory!r}" if found.factory else f"tools={script.tools!r}"
     if script.prompt_style == "plain":
         raise ValueError(
-            f"{asked} needs conversations, but prompt_style='plain' makes prompts of plain text. Set `prompt_style` to "
-            "'chat', or to 'dataset' for prompts that are messages."
+            f"{asked} needs conversations, but prompt_style='plain' makes prompts of plain text. Set `prompt_style` "
+            "to 'chat', or to 'dataset' for prompts that are messages."
         )
     if args.max_completion_length is None:
         raise ValueError(
@@ -221,8 +221,8 @@ def check_rows(found: Tools, script: OPOScriptArguments, data: Dataset) -> None:
         return
     if isinstance(data[0]["prompt"], str):
         raise ValueError(
-            f"dataset_name={script.dataset_name!r} has prompts of plain text, but tools need conversations. Write each "
-            'prompt as messages: [{"role": "user", "content": …}].'
+            f"dataset_name={script.dataset_name!r} has prompts of plain text, but tools need conversations. Write "
+            'each prompt as messages: [{"role": "user", "content": …}].'
         )
     if found.factory is not None:
         named = f"environment_factory={script.environment_factory!r}"

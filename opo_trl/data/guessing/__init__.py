@@ -1,7 +1,7 @@
 """
 An embedded environment with several turns, in which reinforcement learning shows an effect within minutes on a CPU:
-finding a number by guesses (`game.py`), and a small base model that writes the calls, but mostly guesses near the lower
-end of what is left (`base/`, built by `benchmarks/guessing_base.py`).
+finding a number by guesses (`game.py`), and a small base model that writes the calls, but mostly guesses near the
+lower end of what is left (`base/`, built by `benchmarks/guessing_base.py`).
 """
 
 from importlib.resources import files

@@ -1,8 +1,9 @@
 r"""
 Guessing a number: an environment of TRL's `environment_factory`, which needs several turns.
 
-The model knows a range, such as 23 to 51, and has a tool, `guess`, which says whether the number is higher or lower. Who
-halves what is left always finds it: "Level 5" has five guesses and 16 to 31 numbers. All numbers are from 10 to 99.
+The model knows a range, such as 23 to 51, and has a tool, `guess`, which says whether the number is higher or lower,
+and what is left. Who halves what is left always finds it: "Level 5" has five guesses and 16 to 31 numbers. All numbers
+are from 10 to 99.
 
 The rows have the four columns of the MATH dataset (`problem`, `level`, `type`, `solution`), so that a recipe's levels,
 validation and report work as for any other task. To print a few:
@@ -11,6 +12,7 @@ validation and report work as for any other task. To print a few:
 """
 
 import random
+import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -33,15 +35,17 @@ class Guessing:
     It is a function of the row and of the calls, without random numbers of its own.
     """
 
-    def reset(self, solution: str, level: str, **row: Any) -> None:
+    def reset(self, prompt: list[dict[str, str]], solution: str, level: str, **row: Any) -> None:
         """
         Begin a game.
 
         Args:
+            prompt (`list[dict[str, str]]`): messages; the first two numbers of the last one are the range.
             solution (`str`): the number.
             level (`str`): such as `"Level 5"`, which has five guesses.
             row: the other columns, which the game does not need.
         """
+        self.low, self.high = map(int, re.findall(r"\d+", prompt[-1]["content"])[:2])
         self.number, self.left, self.found = int(solution), guesses(level), False
 
     def guess(self, number: int) -> str:
@@ -52,8 +56,8 @@ class Guessing:
             number: your guess.
 
         Returns:
-            "higher" or "lower" if the number is higher or lower than the guess, "right" if you have found it, and
-            "over" if no guess is left.
+            Whether the number is higher or lower than the guess, and what is left; "right" if you have found it, and
+            "over" if you have no guess left.
         """
         number = int(number)  # a model may write it in quotation marks
         if self.found or not self.left:
@@ -64,7 +68,11 @@ class Guessing:
             return RIGHT
         if not self.left:
             return OVER
-        return HIGHER if self.number > number else LOWER
+        if self.number > number:
+            self.low, said = max(self.low, number + 1), HIGHER
+        else:
+            self.high, said = min(self.high, number - 1), LOWER
+        return f"{said}: {self.low} to {self.high}"
 
     def get_reward(self) -> float:
         """1.0 if the number was found, 0.0 otherwise."""
