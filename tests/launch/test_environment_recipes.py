@@ -141,7 +141,7 @@ def test_game_is_trained_from_its_recipe(tmp_path):
     assert log[0]["reward"] == log[0]["rewards/Guessing/mean"]
     assert "tools      guess (environment: Guessing)" in (tmp_path / "run" / "plan.txt").read_text()
     summary = read_json(tmp_path / "run" / "summary.json")
-    assert {*summary["after"]} == {"Level 5", "Level 6"}
+    assert {*summary["after"]} == {"Level 4", "Level 5"}
     assert summary["before"]["Level 5"]["sampled"]["scored"] == 12
     kept = read_lines(tmp_path / "run" / "completions.jsonl")
     calls = sum(bool(message.get("tool_calls")) for line in kept for message in line["completion"])

@@ -16,7 +16,7 @@ GPU = ROOT.parent / "benchmarks" / "gpu" / "recipes"
 ALL = sorted(path for folder in (ROOT, GPU) for path in folder.rglob("*.yaml") if path.parent.name != "accelerate")
 EXPERIMENTS = [*sorted({path.parent for path in ALL if path.parent.name.startswith("experiment")}), GPU]
 ASYNC = [path for path in ALL if path.parent.name == "async"]
-REUSE = [path for path in ALL if path.parent.name == "reuse" or path.stem == "reuse"]
+REUSE = [path for path in ALL if path.parent.name in ("reuse", "guessing") or path.stem == "reuse"]
 QWEN = [path for path in ALL if "qwen3-1.7b" in path.parts and path not in REUSE + ASYNC]
 ACCELERATE = sorted((ROOT / "accelerate").glob("*.yaml"))
 

@@ -1,14 +1,14 @@
 r"""
 Guessing a number: an environment of TRL's `environment_factory`, which needs several turns.
 
-The model knows a range, such as 23 to 51, and has a tool, `guess`, which says whether the number is higher or lower,
-and what is left. Who halves what is left always finds it: "Level 5" has five guesses and 16 to 31 numbers. All numbers
-are from 10 to 99.
+The model knows a range, such as 23 to 36, and has a tool, `guess`, which says whether the number is higher or lower,
+and what is left. Who halves what is left always finds it: "Level 4" has four guesses and 8 to 15 numbers, "Level 5" five
+and 16 to 31. All numbers are from 10 to 49.
 
 The rows have the four columns of the MATH dataset (`problem`, `level`, `type`, `solution`), so that a recipe's levels,
 validation and report work as for any other task. To print a few:
 
-    python -c "from opo_trl.data.guessing import make_games as m; print(*m('test', ['Level 5'])[:3], sep='\n')"
+    python -c "from opo_trl.data.guessing import make_games as m; print(*m('test', ['Level 4'])[:3], sep='\n')"
 """
 
 import random
@@ -19,10 +19,10 @@ from typing import Any, Literal
 from ..arithmetic.task import check_selection
 
 
-LEVELS = ("Level 3", "Level 4", "Level 5", "Level 6")
-SPLIT_SIZES = {"train": 1024, "test": 300}
+LEVELS = ("Level 4", "Level 5")
+SPLIT_SIZES = {"train": 1024, "test": 400}
 SEED = 20
-SMALLEST, LARGEST = 10, 99
+SMALLEST, LARGEST = 10, 49
 HIGHER, LOWER, RIGHT, OVER = "higher", "lower", "right", "over"
 
 Game = tuple[int, int, int]  # the range, both ends included, and the number
@@ -42,7 +42,7 @@ class Guessing:
         Args:
             prompt (`list[dict[str, str]]`): messages; the first two numbers of the last one are the range.
             solution (`str`): the number.
-            level (`str`): such as `"Level 5"`, which has five guesses.
+            level (`str`): such as `"Level 4"`, which has four guesses.
             row: the other columns, which the game does not need.
         """
         self.low, self.high = map(int, re.findall(r"\d+", prompt[-1]["content"])[:2])
@@ -80,7 +80,7 @@ class Guessing:
 
 
 def guesses(level: str) -> int:
-    """Guesses of a level: 5 of `"Level 5"`."""
+    """Guesses of a level: 4 of `"Level 4"`."""
     return int(level.rpartition(" ")[2])
 
 
@@ -102,13 +102,13 @@ def make_games(split: Literal["train", "test"], levels: Iterable[str] | None = N
     """
     Make the games of a split, the same on every call and machine.
 
-    Per level there are 1,024 games in `"train"` and 300 in `"test"`, all distinct, and no range is in both.
+    Per level there are 1,024 games in `"train"` and 400 in `"test"`, all distinct, and no range is in both.
 
     Args:
         split (`Literal["train", "test"]`):
             The split.
         levels (`Iterable[str]`, *optional*):
-            Levels to include, in this order: `"Level 3"` to `"Level 6"`. All of them if `None`.
+            Levels to include, in this order: `"Level 4"` and `"Level 5"`. Both if `None`.
 
     Returns:
         `list[dict[str, str]]`: Rows with the keys `problem`, `level`, `type` (`"Guessing"`) and `solution`, the number
