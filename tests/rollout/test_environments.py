@@ -24,6 +24,7 @@ from helpers import (
     trained,
     without_times,
 )
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opo_trl.data import to_prompts
 from opo_trl.data.guessing import Guessing, base_model_path, make_games
@@ -58,12 +59,24 @@ class Bounded(RecordingOPO):
         return super()._sample_losses(inputs, logps, entropies)
 
 
-def playing(folder, *, train=True, environment=Guessing, reward_funcs=None, data=GAMES, **options):
+@pytest.fixture(scope="session")
+def player(tmp_path_factory) -> str:
+    """The embedded player, with an output layer of its own: the reference takes gradients by each parameter."""
+    folder = tmp_path_factory.mktemp("player")
+    model = AutoModelForCausalLM.from_pretrained(base_model_path(), dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base_model_path()).save_pretrained(folder)
+    return str(folder)
+
+
+def playing(player, folder, *, train=True, environment=Guessing, reward_funcs=None, data=GAMES, **options):
     """A trainer on games of four guesses, trained or not."""
     arguments = {"rollout_func": None, "reward_funcs": reward_funcs, "train_dataset": data}
     arguments["environment_factory"] = environment
     options = {"max_completion_length": 60, "learning_rate": 0.02, **OFF_POLICY, **options}
-    return (trained if train else make_trainer)(base_model_path(), folder, trainer_arguments=arguments, **options)
+    return (trained if train else make_trainer)(player, folder, trainer_arguments=arguments, **options)
 
 
 def reference_of(trainer) -> Reference:
@@ -95,8 +108,8 @@ def turns(mask: torch.Tensor) -> int:
     ],
     ids=lambda options: " ".join(options) or "default",
 )
-def test_gradient_of_conversations_is_the_definition(tmp_path, options):
-    trainer = playing(tmp_path, **options)
+def test_gradient_of_conversations_is_the_definition(player, tmp_path, options):
+    trainer = playing(player, tmp_path, **options)
     reference = reference_of(trainer)
     for number, step in enumerate(trainer.steps):
         assert_step_equals(step, reference.step(number))
@@ -120,9 +133,9 @@ def test_gradient_of_conversations_is_the_definition(tmp_path, options):
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_advantage_of_a_conversation_reaches_every_token_of_all_its_turns(tmp_path, reduction):
+def test_advantage_of_a_conversation_reaches_every_token_of_all_its_turns(player, tmp_path, reduction):
     """The first step is on-policy: the loss has the derivative −μ v* by the log-ratio, times the scale."""
-    trainer = playing(tmp_path, trainer_class=Bounded, max_steps=1, log_ratio_reduction=reduction)
+    trainer = playing(player, tmp_path, trainer_class=Bounded, max_steps=1, log_ratio_reduction=reduction)
     lengths = (trainer.rollouts[0].tool_mask * trainer.rollouts[0].completion_mask).sum(dim=1)
     seen = Counter()
     for inputs, derivative in trainer.derivatives:
@@ -139,10 +152,10 @@ def test_advantage_of_a_conversation_reaches_every_token_of_all_its_turns(tmp_pa
 
 
 @pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
-def test_log_probabilities_of_what_the_environment_said_have_no_effect(tmp_path, monkeypatch, trainer_class):
+def test_log_probabilities_of_what_the_environment_said_have_no_effect(player, tmp_path, monkeypatch, trainer_class):
     """In the second step the log-ratios are not 0; there the environment's tokens get other log-probabilities."""
     options = {"trainer_class": trainer_class} | ({"loss_type": "grpo"} if trainer_class is RecordingBaseline else {})
-    as_is = playing(tmp_path / "1", **options)
+    as_is = playing(player, tmp_path / "1", **options)
     parent = trainer_class._get_per_token_logps_and_entropies
     shifted = []
 
@@ -156,7 +169,7 @@ def test_log_probabilities_of_what_the_environment_said_have_no_effect(tmp_path,
         return torch.where(said, 5 * logps - 3.0, logps), *others
 
     monkeypatch.setattr(trainer_class, "_get_per_token_logps_and_entropies", with_noise)
-    other = playing(tmp_path / "2", **options)
+    other = playing(player, tmp_path / "2", **options)
     assert sum(shifted) > 20
     for one, two in zip(as_is.steps, other.steps, strict=True):
         assert all(two.gradient[name].equal(one.gradient[name]) for name in one.gradient)
@@ -166,8 +179,8 @@ def test_log_probabilities_of_what_the_environment_said_have_no_effect(tmp_path,
 # What a run is made of
 
 
-def test_environment_alone_gives_the_reward_and_accuracies_count_it(tmp_path):
-    trainer = playing(tmp_path, train=False, reward_funcs=[])
+def test_environment_alone_gives_the_reward_and_accuracies_count_it(player, tmp_path):
+    trainer = playing(player, tmp_path, train=False, reward_funcs=[])
     assert trainer.reward_func_names == ["Guessing"]
     held_out = to_prompts(Dataset.from_list(make_games("test", ["Level 4"])), instruction="").select(range(24))
     result = evaluate(trainer, held_out)
@@ -175,16 +188,16 @@ def test_environment_alone_gives_the_reward_and_accuracies_count_it(tmp_path):
     assert [sample["reward"] for sample in result.samples] == [float(right) for right in found]
     assert 0 < result.correct == sum(found) < 24
     # With a function in `reward_funcs`, that one decides, and the environment's is added to it in training.
-    other = playing(tmp_path, train=False, reward_funcs=[lambda completions, **_: [1.0] * len(completions)])
+    other = playing(player, tmp_path, train=False, reward_funcs=[lambda completions, **_: [1.0] * len(completions)])
     assert evaluate(other, held_out).correct == 24
 
 
-def test_plan_names_the_tools_the_environment_and_the_turns(tmp_path):
-    trainer = playing(tmp_path, train=False, max_tool_calling_iterations=4)
+def test_plan_names_the_tools_the_environment_and_the_turns(player, tmp_path):
+    trainer = playing(player, tmp_path, train=False, max_tool_calling_iterations=4)
     (line,) = [line for line in trainer.plan.splitlines() if line.startswith("  tools ")]
     assert "guess (environment: Guessing); called in at most 4 turns of a conversation" in line
     assert "60 tokens" in line
-    assert "  tools " not in make_trainer(base_model_path(), tmp_path).plan
+    assert "  tools " not in make_trainer(player, tmp_path).plan
 
 
 @pytest.mark.parametrize(
@@ -197,13 +210,13 @@ def test_plan_names_the_tools_the_environment_and_the_turns(tmp_path):
     ],
     ids=["one pass", "dynamic sampling", "replay", "GRPO, three passes"],
 )
-def test_run_resumes_bitwise_although_its_environment_draws_random_numbers(tmp_path, options):
+def test_run_resumes_bitwise_although_its_environment_draws_random_numbers(player, tmp_path, options):
     options = {"environment": Drawn, "max_steps": 8, "optim": "adamw_torch", "learning_rate": 1e-3, **options}
     options |= {"save_strategy": "steps", "save_steps": 1}
-    whole = playing(tmp_path, **options)
+    whole = playing(player, tmp_path, **options)
     expected = snapshot(whole.model)
     for step in (1, 3, 4):  # in the middle of a rollout or pass, and at the end of one
-        resumed = playing(tmp_path / "resumed", train=False, **options)
+        resumed = playing(player, tmp_path / "resumed", train=False, **options)
         random.seed(step)
         # An evaluation draws, too, and leaves no trace.
         evaluate(resumed, GAMES.select(range(4)))
