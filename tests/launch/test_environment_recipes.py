@@ -150,22 +150,23 @@ def test_game_is_trained_from_its_recipe(tmp_path):
     assert "guess(number=" in report
     assert "→ higher: " in report
     # A comparison reads the environment's reward, whose name only the log has.
-    assert reward(read_run(tmp_path / "run")) == [(line["step"], line["reward"]) for line in log]
+    assert reward(read_run(tmp_path / "run")) == [(1, log[0]["reward"])]
 
 
 def test_qwen3_recipe_trains_with_the_real_template(small_qwen3, tmp_path):
     """A random model calls no tool, so a reward that it can improve is in front of the environment's."""
     here = {"use_cpu": "true", "bf16": "false", "dtype": "float32", "use_vllm": "false", "use_peft": "true"}
     here |= {"accelerate_config": "../../accelerate/cpu.yaml", "gradient_checkpointing": "false"}
-    sizes = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
-    sizes |= {**SMALL, "max_completions": 24, "max_completion_length": 12, "learning_rate": 1e-3, "report_size": 2}
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 1}
+    sizes |= {"num_generations": 2, "max_completions": 4, "max_completion_length": 8, "learning_rate": 1e-3}
+    sizes |= {"validation_size": 1, "validation_steps": 4, "report_size": 1}
     fields = {"model_name_or_path": small_qwen3, "output_dir": tmp_path / "run"}
-    rewards = ("--reward_funcs", "test_train.ascii_reward")
+    rewards = ("--reward_funcs", "test_train.ascii_reward", "--report_levels", "Level 5")
     assert main([*arguments(QWEN, **here, **sizes, **fields), *rewards]) == 0
     log = [line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]
-    assert [line["opo/pass"] for line in log] == [number for number in (1, 2, 3, 4) for _ in range(2)] * 2
+    assert [line["opo/pass"] for line in log] == [1, 2, 3, 4]
     assert all(line["grad_norm"] > 0 for line in log)
-    assert {line["rewards/Guessing/mean"] for line in log} == {0.0}
+    assert {line["rewards/Guessing/mean"] for line in log if "reward" in line} == {0.0}
     (prompt,) = read_lines(tmp_path / "run" / "completions.jsonl")[0]["prompt"]
     assert prompt["content"].startswith("Find the number from ")
     assert "Call the tool guess once per message" in prompt["content"]
@@ -224,7 +225,7 @@ def test_mistake_is_named_before_any_work_starts(tmp_path, fields, says):
         (
             ["environment_factory"],
             {"reward_funcs": ["accuracy_reward"]},
-            r"max_tool_calling_iterations=6 has no effect without tools",
+            r"max_tool_calling_iterations=5 has no effect without tools",
         ),
         ([*OF_OPO_ROLLOUT], {"trainer": "async_opo", **OF_ASYNC}, r"not possible in a recipe with trainer: async_opo"),
     ],
