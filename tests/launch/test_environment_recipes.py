@@ -1,6 +1,7 @@
 """Recipes that name tools and an environment: what is checked before a run, and the recipes of the guessing game."""
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import yaml
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3ForCausalLM, set_seed
 
 from opo_trl.data.guessing import Guessing, base_model_path
+from opo_trl.evaluate import evaluate
 from opo_trl.report.measures import reward
 from opo_trl.report.run_folder import read_json, read_lines
 from opo_trl.report.runs import read_run
@@ -153,16 +155,18 @@ def test_game_is_trained_from_its_recipe(tmp_path):
     assert reward(read_run(tmp_path / "run")) == [(1, log[0]["reward"])]
 
 
+ON_CPU = {"use_cpu": "true", "bf16": "false", "dtype": "float32", "use_vllm": "false", "use_peft": "true"}
+ON_CPU |= {"accelerate_config": "../../accelerate/cpu.yaml", "gradient_checkpointing": "false"}
+FEW = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 1}
+FEW |= {"num_generations": 2, "max_completions": 4, "learning_rate": 1e-3, "validation_size": 1, "report_size": 1}
+
+
 def test_qwen3_recipe_trains_with_the_real_template(small_qwen3, tmp_path):
     """A random model calls no tool, so a reward that it can improve is in front of the environment's."""
-    here = {"use_cpu": "true", "bf16": "false", "dtype": "float32", "use_vllm": "false", "use_peft": "true"}
-    here |= {"accelerate_config": "../../accelerate/cpu.yaml", "gradient_checkpointing": "false"}
-    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 1}
-    sizes |= {"num_generations": 2, "max_completions": 4, "max_completion_length": 8, "learning_rate": 1e-3}
-    sizes |= {"validation_size": 1, "validation_steps": 4, "report_size": 1}
+    sizes = {**FEW, "max_completion_length": 8, "validation_steps": 4}
     fields = {"model_name_or_path": small_qwen3, "output_dir": tmp_path / "run"}
     rewards = ("--reward_funcs", "test_train.ascii_reward", "--report_levels", "Level 5")
-    assert main([*arguments(QWEN, **here, **sizes, **fields), *rewards]) == 0
+    assert main([*arguments(QWEN, **ON_CPU, **sizes, **fields), *rewards]) == 0
     log = [line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]
     assert [line["opo/pass"] for line in log] == [1, 2, 3, 4]
     assert all(line["grad_norm"] > 0 for line in log)
@@ -170,6 +174,40 @@ def test_qwen3_recipe_trains_with_the_real_template(small_qwen3, tmp_path):
     (prompt,) = read_lines(tmp_path / "run" / "completions.jsonl")[0]["prompt"]
     assert prompt["content"].startswith("Find the number from ")
     assert "Call the tool guess once per message" in prompt["content"]
+
+
+def test_game_is_played_through_the_real_template(small_qwen3, tmp_path, monkeypatch):
+    """A player who halves what is left always wins: its calls reach the environment, and only they are trained."""
+    fields = {"model_name_or_path": small_qwen3, "output_dir": tmp_path / "run"}
+    trainer = prepare(arguments(QWEN, **ON_CPU, **FEW, **fields)).trainer
+    tokenizer, heard = trainer.processing_class, []
+
+    def halve(prompt_ids, *_, **__):
+        turns = []
+        for text in tokenizer.batch_decode(prompt_ids):
+            said = text.rpartition("<tool_response>")[2] if "<tool_response>" in text else text
+            heard.append(said)
+            low, high = map(int, re.findall(r"(\d+) to (\d+)", said)[-1] if " to " in said else (0, 0))
+            call = json.dumps({"name": "guess", "arguments": {"number": (low + high) // 2}})
+            written = f"<tool_call>\n{call}\n</tool_call>" if high else "I have it."
+            turns.append(tokenizer(written + "<|im_end|>")["input_ids"])
+        return turns, None
+
+    monkeypatch.setattr(trainer, "_generate_single_turn", halve)
+    rows = [dict(trainer.train_dataset[i // 2]) for i in range(4)]
+    assert evaluate(trainer, trainer.train_dataset.select(range(12))).correct == 12
+    assert any(said.startswith("\nhigher: ") for said in heard)
+    rollout = trainer._generate_and_score_completions(rows)
+    assert rollout["rewards_per_func"].flatten().tolist() == [1.0] * 4
+    columns = ("completion_ids", "tool_mask", "completion_mask")
+    for ids, own, mask in zip(*(rollout[column] for column in columns), strict=True):
+        model_wrote = tokenizer.decode(ids[(own * mask).bool()])
+        template_wrote = tokenizer.decode(ids[((1 - own) * mask).bool()])
+        assert model_wrote.count("<tool_call>") == template_wrote.count("<tool_response>") >= 1
+        assert model_wrote.endswith("I have it.<|im_end|>")
+        assert "<tool_response>" not in model_wrote
+        assert "<think>" not in model_wrote
+        assert "guess" not in template_wrote
 
 
 def test_functions_are_tools_and_a_factory_makes_environments(tmp_path):
