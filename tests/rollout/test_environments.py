@@ -25,7 +25,7 @@ from helpers import (
     trained,
     without_times,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from opo_trl.data import to_prompts
 from opo_trl.data.guessing import Guessing, base_model_path, make_games
@@ -46,6 +46,16 @@ class Drawn(Guessing):
     def reset(self, **row):
         super().reset(**row)
         self.number = random.randint(self.low, self.high)
+
+
+class Evaluating(TrainerCallback):
+    """Plays games after every step, for which the environment draws, too."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        assert evaluate(self.trainer, GAMES.select(range(4)), seed=state.global_step).scored == 4
 
 
 class Locked(Guessing):
@@ -240,9 +250,7 @@ def test_run_resumes_bitwise_although_its_environment_draws_random_numbers(playe
     expected = snapshot(whole.model)
     for step in (1, 3, 4):  # in the middle of a rollout or pass, and at the end of one
         resumed = playing(player, tmp_path / "resumed", train=False, **options)
-        random.seed(step)
-        # An evaluation draws, too, and leaves no trace.
-        evaluate(resumed, GAMES.select(range(4)))
+        resumed.add_callback(Evaluating(resumed))
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         own = snapshot(resumed.model)
         assert all(own[name].equal(expected[name]) for name in expected), step
