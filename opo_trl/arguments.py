@@ -40,7 +40,14 @@ class OPOScriptArguments(ScriptArguments):
             Reward functions: `accuracy_reward`, `format_reward`, `arithmetic_reward`, `gym_reward`, TRL's
             `reasoning_accuracy_reward`, `think_format_reward` and `soft_overlong_punishment`, or dotted import paths.
             The first one defines what counts as correct in every accuracy. By default `gym_reward` for the tasks of
-            reasoning-gym, none with a reward model, and `accuracy_reward` for all else.
+            reasoning-gym, none with a reward model, and `accuracy_reward` for all else. `[]` if the environment alone
+            gives the reward.
+        tools (`list[str]`, *optional*):
+            Dotted import paths of functions that the model can call, each with a docstring and type hints.
+        environment_factory (`str`, *optional*):
+            Dotted import path of a class, or of a function that makes its objects: an environment, whose public
+            methods the model can call. Its `reset` begins each conversation; its `get_reward`, if it has one, is a
+            reward after those of `reward_funcs`.
         reward_workers (`int`, *optional*, defaults to `4`):
             Worker processes per node that run `accuracy_reward` or `gym_reward`, divided among the node's training
             processes, at least one each; 0 scores in the training processes. Other rewards always run there, unless
@@ -104,6 +111,12 @@ class OPOScriptArguments(ScriptArguments):
     )
     reward_funcs: Annotated[list[str] | None, REWARDS] = field(
         default=None, metadata={"help": "Reward functions, by name or dotted path."}
+    )
+    tools: Annotated[list[str] | None, DATA] = field(
+        default=None, metadata={"help": "Functions that the model can call, by dotted path."}
+    )
+    environment_factory: Annotated[str | None, DATA] = field(
+        default=None, metadata={"help": "Class whose objects are environments, by dotted path."}
     )
     reward_model_name_or_path: Annotated[str | None, REWARDS] = field(
         default=None, metadata={"help": "Reward model to add to the reward functions."}
@@ -196,6 +209,11 @@ def check_together(
         `ValueError`: names the fields, their values and what to do.
     """
     _check_data(script)
+    if script.environment_factory is not None and "reward_funcs" not in recipe:
+        raise ValueError(
+            f"environment_factory={script.environment_factory!r} needs `reward_funcs` to be set: its first function "
+            "defines what counts as correct. Set `reward_funcs: []` if the environment alone gives the reward."
+        )
     _check_evaluation(args)
     for name, value in given(model_config).items() if not model_config.use_peft else ():
         # A recipe that sets `use_peft: false` turns adapters off on purpose.

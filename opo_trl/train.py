@@ -40,6 +40,7 @@ from .launch.recipe import parse, split
 from .launch.resume import check_same_run, forget_if_changed, known_accuracies
 from .launch.rewards import load_rewards
 from .launch.signals import StopOnSignal
+from .launch.tools import Tools, check_rows, check_tool_template, load_tools
 from .report import run_folder
 from .report.run_report import write_report
 from .rewards.checked import RewardError
@@ -75,14 +76,18 @@ def prepare(argv: Sequence[str]) -> Run:
     settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
     checkpoint, resume = _find_checkpoint(script, args, settings, model_path(model_config))
 
+    tools = load_tools(script, args)
     reward_funcs = load_rewards(script, args)
     config, tokenizer = _check_models(script, args, model_config)
+    check_tool_template(tools, tokenizer)
     with _blamed_on(f"dataset_name={script.dataset_name!r}"):
         with args.main_process_first(desc="loading the dataset"):
-            data = load_data(script, args, tokenizer)
-        preflight.check_template_options(args, tokenizer, data.training[0]["prompt"])
-        preflight.check_columns(reward_funcs, data.training)
-        preflight.check_context(data.training["prompt"], tokenizer, config, args, script.max_prompt_length)
+            data = load_data(script, args, tokenizer, **tools.for_template)
+        prompts, limit = data.training["prompt"], script.max_prompt_length
+        preflight.check_template_options(args, tokenizer, prompts[0])
+        check_rows(tools, script, data.training)
+        preflight.check_columns(reward_funcs, data.training, of_trainer=tools.for_rewards)
+        preflight.check_context(prompts, tokenizer, config, args, limit, **tools.for_template)
     if isinstance(args, RolloutConfig):  # asynchronous training repeats its prompts, and has a server of another kind
         check_enough_prompts(len(data.training), args)
         if args.process_index == 0:
@@ -91,7 +96,7 @@ def prepare(argv: Sequence[str]) -> Run:
     folder, options = Path(args.output_dir), args.model_init_kwargs
     with_options = f" with model_init_kwargs={options!r}" if options else ""
     with run_folder.left_as_found(folder), _blamed_on(_named(model_config) + with_options):
-        trainer = make_trainer(script, args, model_config, data, reward_funcs)
+        trainer = make_trainer(script, args, model_config, data, reward_funcs, tools)
         if checkpoint is not None:
             trainer.check_resumable(checkpoint)
     lock: AbstractContextManager[Any] = nullcontext()
@@ -146,7 +151,12 @@ def model_path(model_config: ModelConfig) -> str:
 
 
 def make_trainer(
-    script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig, data: Data, reward_funcs: list
+    script: OPOScriptArguments,
+    args: RolloutConfig,
+    model_config: ModelConfig,
+    data: Data,
+    reward_funcs: list,
+    tools: Tools | None = None,
 ) -> RolloutTrainer:
     """Build the trainer of a run, with its log file, progress bar and validation."""
     folder = Path(args.output_dir)
@@ -167,6 +177,7 @@ def make_trainer(
         callbacks=[LogFile(folder)],
         quantization_config=get_quantization_config(model_config),
         peft_config=get_peft_config(model_config),
+        **({} if tools is None else tools.for_trainer),
     )
     if data.validation is not None:
         steps, decoding = script.validation_steps, script.validation_decoding

@@ -19,12 +19,16 @@ from ..rewards.boxes import final_answer, find_boxes
 from . import gym
 from .arithmetic import make_problems
 from .files import column, load_rows
+from .guessing import make_games
 
 
 logger = logging.getLogger(__name__)
 
 # Name → function of split and levels (all of them if `None`) that returns rows with the columns below.
-EMBEDDED: dict[str, Callable[[Any, Sequence[str] | None], list[dict[str, str]]]] = {"arithmetic": make_problems}
+EMBEDDED: dict[str, Callable[[Any, Sequence[str] | None], list[dict[str, str]]]] = {
+    "arithmetic": make_problems,
+    "guessing": make_games,
+}
 
 COLUMNS = ("problem", "level", "type", "solution")
 _PROBLEMS = ("problem", "question", "query", "instruction", "prompt")

@@ -35,7 +35,7 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
             unchanged, for a model without a chat template. A solution without a box is kept unchanged.
         instruction (`str`, *optional*):
             What the user message asks for after the problem; by default step-by-step reasoning and a final answer in
-            `\boxed{}`. Ignored in the style `"plain"`.
+            `\boxed{}`; nothing if it is empty. Ignored in the style `"plain"`.
 
     Returns:
         `Dataset`: Rows with the columns `prompt`, `solution` (the final answer), `level` and `type`. Rows of
@@ -55,7 +55,8 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
             unusable.append(_named(index, row["problem"], reason))
             continue
         problem = row["problem"]
-        prompt = problem if style == "plain" else [{"role": "user", "content": f"{problem}\n\n{instruction}"}]
+        message = "\n\n".join(filter(None, (problem, instruction)))
+        prompt = problem if style == "plain" else [{"role": "user", "content": message}]
         answer = row["solution"] if scored_elsewhere else _answer(row["solution"], in_boxes)
         kept = {name: row[name] for name in ("level", "type", *scored_elsewhere)}
         rows.append({"prompt": prompt, "solution": answer, **kept})

@@ -41,9 +41,13 @@ class Data:
     prompt_style: str
 
 
-def load_data(script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
+def load_data(
+    script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, **in_template: Any
+) -> Data:
     """
     Load the problems of a run: `levels` of the training split, and held-out ones of the test split.
+
+    `in_template` are further arguments of the chat template that lengthen a prompt, such as `tools`.
 
     Raises:
         `ValueError`: the dataset cannot be read, a selection leaves no row, or a chat prompt has no template.
@@ -53,8 +57,8 @@ def load_data(script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTra
     prompts = source.prompts(training)
     check_template(prompts, tokenizer)
     if script.max_prompt_length is not None:
-        template_kwargs: Any = args.chat_template_kwargs  # a dict, once parsed
-        prompts = drop_long_prompts(prompts, tokenizer, script.max_prompt_length, template_kwargs)
+        template_kwargs: Any = args.chat_template_kwargs or {}  # a dict, once parsed
+        prompts = drop_long_prompts(prompts, tokenizer, script.max_prompt_length, template_kwargs | in_template)
 
     def held_out(name: str, levels: list[str] | None, size: int | None) -> Dataset:
         try:

@@ -67,7 +67,7 @@ class _Parser(TrlParser):
                 self.set_defaults_with_config(**{name: value})
             elif isinstance(value, list) and any(item is None or isinstance(item, Mapping | list) for item in value):
                 self.error(f"{name}={value!r} is not allowed")
-            elif isinstance(value, list) and actions[name].nargs == "+":
+            elif isinstance(value, list) and value and actions[name].nargs == "+":
                 words += [f"--{name}", *map(str, value)]
             elif value is not None and not isinstance(value, Mapping | list):
                 words.append(f"--{name}={value}")

@@ -1,11 +1,8 @@
 """The reward functions of a run. To add one, add it to [`REWARDS`]; a recipe can also name any by its dotted path."""
 
-import importlib
 import inspect
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from trl import rewards
@@ -17,6 +14,7 @@ from ..data.arithmetic import arithmetic_reward
 from ..data.gym import gym_reward
 from ..rewards.accuracy import accuracy_reward, format_reward
 from ..rewards.scoring import IsolatedReward
+from . import dotted
 
 
 # Name in `reward_funcs` → function.
@@ -42,19 +40,10 @@ def load_reward(name: str) -> Callable:
     """
     if name in REWARDS:
         return REWARDS[name]
-    module, _, attribute = name.rpartition(".")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        reward = getattr(importlib.import_module(module), attribute)
-        if not callable(reward) or inspect.isclass(reward):
-            raise TypeError(f"{reward!r} is {'a class, ' if callable(reward) else ''}not a function")
-    except Exception as error:  # the module's own code may raise anything
-        raise ValueError(
-            f"reward_funcs={name!r} cannot be imported ({type(error).__name__}: {error}). Use one of "
-            f"{', '.join(REWARDS)}, or the dotted path of a function, such as my_rewards.length_reward."
-        ) from error
-    finally:
-        sys.path.pop(0)
+    wanted = f"one of {', '.join(REWARDS)}, or to the dotted path of a function"
+    reward = dotted.load("reward_funcs", name, wanted, example="my_rewards.length_reward")
+    if inspect.isclass(reward):
+        raise ValueError(f"reward_funcs={name!r} is a class, not a function. Set `reward_funcs` to {wanted}.")
     return reward
 
 
