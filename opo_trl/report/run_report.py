@@ -164,7 +164,7 @@ def _text(content: Any) -> str:
 
 def _content(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
-    return f"→ {content}" if message["role"] == "tool" else str(content)
+    return f"→ {content}" if message.get("role") == "tool" else str(content)
 
 
 def _calls(message: dict[str, Any]) -> list[str]:
