@@ -120,8 +120,8 @@ def report(task: str, record: dict[str, Any]) -> str:
     seconds = [run["seconds"] for run in runs]
     versions = ", ".join(f"{package} {number}" for package, number in record["versions"].items())
     return (
-        f"# {about.title}\n\n`python -m benchmarks.embedded_tasks report` makes this page; the script's docstring says "
-        "what is measured.\n"
+        f"# {about.title}\n\n`python -m benchmarks.embedded_tasks report` makes this page; the script's docstring "
+        "says what is measured.\n"
         f"`recipes/{about.recipe}`, seeds {', '.join(str(run['seed']) for run in runs)}: "
         f"{runs[0]['completions']:,.0f} completions each, {min(seconds):.0f} to {max(seconds):.0f}\nseconds of "
         f"training on a busy machine with {record['cpu_cores']} CPU cores. Intervals are 95 % t intervals over "
