@@ -20,12 +20,13 @@ def test_five_lines_train_off_policy_and_log_to_trackio(tiny_model, tmp_path, mo
     section = README.read_text(encoding="utf-8").partition("## Five lines of Python")[2]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
     small = "use_cpu=True, bf16=False, max_completion_length=6, max_steps=10"
-    template = 'chat_template_kwargs={"enable_thinking": False}, '  # the small model's template has no thinking
     for old, new in (
         ('"Qwen/Qwen3-0.6B"', repr(tiny_model)),
         ('"qwen3-opo"', f"{str(tmp_path / 'run')!r}, {small}"),
-        (template, ""),
-        ("reward_funcs=accuracy_reward", "reward_funcs=[accuracy_reward, length]"),  # a random model solves nothing
+        ('{"enable_thinking": False}', "None"),  # the small model's template has no thinking
+        ("accuracy_reward, args", "[accuracy_reward, length], args"),  # a random model solves nothing
+        ("\nOPOTrainer(", "\ntrainer = OPOTrainer("),
+        (").train()", ")\ntrainer.train()"),
     ):
         assert code.count(old) == 1
         code = code.replace(old, new)
