@@ -48,6 +48,20 @@ class Drawn(Guessing):
         self.number = random.randint(self.low, self.high)
 
 
+class OwnGenerator(Guessing):
+    """A game that draws its numbers from a generator of its own; counts its objects."""
+
+    made = 0
+
+    def __init__(self):
+        self.rng = random.Random(OwnGenerator.made % 16)
+        OwnGenerator.made += 1
+
+    def reset(self, **row):
+        super().reset(**row)
+        self.number = self.rng.randint(self.low, self.high)
+
+
 class Evaluating(TrainerCallback):
     """Plays games after every step, for which the environment draws, too."""
 
@@ -231,6 +245,19 @@ def test_plan_names_the_tools_the_environment_and_the_turns(player, tmp_path):
     assert "guess (environment: Guessing); called in at most 4 turns of a conversation" in line
     assert "60 tokens" in line
     assert "  tools " not in make_trainer(player, tmp_path).plan
+
+
+def test_evaluations_do_not_touch_the_environments_of_training(player, tmp_path):
+    """Not even those that have a generator of their own, which goes on from one conversation to the next."""
+    options = {"environment": OwnGenerator, "max_steps": 5}
+    alone = playing(player, tmp_path / "1", **options)
+    trainer = playing(player, tmp_path / "2", train=False, **options)
+    trainer.add_callback(Evaluating(trainer))
+    trainer.train()
+    one, other = snapshot(alone.model), snapshot(trainer.model)
+    assert all(one[name].equal(other[name]) for name in one)
+    # One for each conversation of a rollout, and of an evaluation.
+    assert OwnGenerator.made == 16 + 16 + 4
 
 
 @pytest.mark.parametrize(
