@@ -84,6 +84,10 @@ def found(completions, **columns) -> list[float]:
     return [float("right" in [message["content"] for message in turns]) for turns in completions]
 
 
+def messages(completions, **columns) -> list[float]:
+    return [float(len(turns)) for turns in completions]
+
+
 class Differentiated(RecordingOPO):
     """Records, of each part, the derivative of the loss by the log-probability of every token."""
 
@@ -140,6 +144,8 @@ def turns(mask: torch.Tensor) -> int:
         {"padding_free": True},
         {"max_tokens_per_micro_batch": 120},
         {"ratio_form": "exact", "beta": 0.1},
+        {"mask_truncated_completions": True, "max_completion_length": 32, "reward_funcs": [messages]},
+        {"mask_truncated_completions": True, "max_completion_length": 36},
         {"max_sampling_rounds": 4},
         {"num_iterations": 3, "max_staleness": 2, "max_steps": 8},
         {"num_iterations": 2, "max_staleness": 1, "max_steps": 6, "max_sampling_rounds": 3},
@@ -163,6 +169,11 @@ def test_gradient_of_conversations_is_the_definition(player, tmp_path, options):
             assert not tool_wrote & {*ids[kept & (own == 1)].tolist()}
     if options.get("max_sampling_rounds"):
         assert sum(entry.get("dynamic_sampling/frac_replaced", 0) for entry in logged(trainer)) > 0
+    if options.get("mask_truncated_completions"):
+        # Three calls and their results have 30 tokens, the fourth call four, and its result would have three or six.
+        cut = ~mask.bool().any(dim=1)
+        assert cut.any() == (options["max_completion_length"] == 32)
+        assert (mask.sum(dim=1) == 34).any() == (not cut.any())  # ended between two messages, and trained
     if options.get("max_tokens_per_micro_batch"):  # the tool's tokens take room, too
         parts = [batch for step in trainer.steps for batch in step.batches]
         sizes = [batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in parts]
