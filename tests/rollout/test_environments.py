@@ -48,6 +48,20 @@ class Drawn(Guessing):
         self.number = random.randint(self.low, self.high)
 
 
+class OwnGenerator(Guessing):
+    """A game that draws its numbers from a generator of its own; counts its objects."""
+
+    made = 0
+
+    def __init__(self):
+        self.rng = random.Random(OwnGenerator.made % 16)
+        OwnGenerator.made += 1
+
+    def reset(self, **row):
+        super().reset(**row)
+        self.number = self.rng.randint(self.low, self.high)
+
+
 class Evaluating(TrainerCallback):
     """Plays games after every step, for which the environment draws, too."""
 
@@ -68,6 +82,10 @@ class Locked(Guessing):
 def found(completions, **columns) -> list[float]:
     assert "environments" not in columns
     return [float("right" in [message["content"] for message in turns]) for turns in completions]
+
+
+def messages(completions, **columns) -> list[float]:
+    return [float(len(turns)) for turns in completions]
 
 
 class Differentiated(RecordingOPO):
@@ -126,6 +144,8 @@ def turns(mask: torch.Tensor) -> int:
         {"padding_free": True},
         {"max_tokens_per_micro_batch": 120},
         {"ratio_form": "exact", "beta": 0.1},
+        {"mask_truncated_completions": True, "max_completion_length": 32, "reward_funcs": [messages]},
+        {"mask_truncated_completions": True, "max_completion_length": 36},
         {"max_sampling_rounds": 4},
         {"num_iterations": 3, "max_staleness": 2, "max_steps": 8},
         {"num_iterations": 2, "max_staleness": 1, "max_steps": 6, "max_sampling_rounds": 3},
@@ -149,6 +169,11 @@ def test_gradient_of_conversations_is_the_definition(player, tmp_path, options):
             assert not tool_wrote & {*ids[kept & (own == 1)].tolist()}
     if options.get("max_sampling_rounds"):
         assert sum(entry.get("dynamic_sampling/frac_replaced", 0) for entry in logged(trainer)) > 0
+    if options.get("mask_truncated_completions"):
+        # Three calls and their results have 30 tokens, the fourth call four, and its result would have three or six.
+        cut = ~mask.bool().any(dim=1)
+        assert cut.any() == (options["max_completion_length"] == 32)
+        assert (mask.sum(dim=1) == 34).any() == (not cut.any())  # ended between two messages, and trained
     if options.get("max_tokens_per_micro_batch"):  # the tool's tokens take room, too
         parts = [batch for step in trainer.steps for batch in step.batches]
         sizes = [batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in parts]
@@ -231,6 +256,19 @@ def test_plan_names_the_tools_the_environment_and_the_turns(player, tmp_path):
     assert "guess (environment: Guessing); called in at most 4 turns of a conversation" in line
     assert "60 tokens" in line
     assert "  tools " not in make_trainer(player, tmp_path).plan
+
+
+def test_evaluations_do_not_touch_the_environments_of_training(player, tmp_path):
+    """Not even those that have a generator of their own, which goes on from one conversation to the next."""
+    options = {"environment": OwnGenerator, "max_steps": 5}
+    alone = playing(player, tmp_path / "1", **options)
+    trainer = playing(player, tmp_path / "2", train=False, **options)
+    trainer.add_callback(Evaluating(trainer))
+    trainer.train()
+    one, other = snapshot(alone.model), snapshot(trainer.model)
+    assert all(one[name].equal(other[name]) for name in one)
+    # One for each conversation of a rollout, and of an evaluation.
+    assert OwnGenerator.made == 16 + 16 + 4
 
 
 @pytest.mark.parametrize(
