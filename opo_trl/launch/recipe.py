@@ -230,11 +230,13 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, Model
     launch = take_launch_options(recipe, trainer)
     environment = {"env": recipe.pop("env")} if "env" in recipe else {}
     os.environ.update({name: str(value) for name, value in environment.get("env", {}).items()})
-    named = recipe.keys() | {a[2:].split("=")[0].replace("-", "_") for a in words if a.startswith("--")}
+    parser = make_parser(trainer)
+    fields_of = {option: action.dest for action in parser._actions for option in action.option_strings}
+    options = [word.split("=")[0] for word in words if word.startswith("--")]
+    named = recipe.keys() | {fields_of.get(option, option) for option in options}
     is_of_trl = named <= _fields_of_trl()
     if is_of_trl:
         words, named = _without_meaningless(recipe, words), named - MEANINGLESS.keys()
-    parser = make_parser(trainer)
     *parsed, unknown = parser.parse_args_into_dataclasses(
         [*parser.take(recipe), *words], return_remaining_strings=True, look_for_args_file=False
     )
@@ -267,7 +269,8 @@ def _without_meaningless(recipe: dict[str, Any], words: Sequence[str]) -> list[s
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in MEANINGLESS:
-        finder.add_argument(f"--{name}", nargs="?", const=True, default=argparse.SUPPRESS)
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        finder.add_argument(*spellings, nargs="?", const=True, default=argparse.SUPPRESS)
     on_line, rest = finder.parse_known_args(words)
     found = {name: recipe.pop(name) for name in MEANINGLESS if name in recipe} | vars(on_line)
     if found and os.environ.get("RANK", "0") == "0":
@@ -303,4 +306,6 @@ def _plain(value: Any) -> Any:
         return value.value
     if hasattr(value, "to_dict"):  # a mapping that Transformers has turned into an object
         value = value.to_dict()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value

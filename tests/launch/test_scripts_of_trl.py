@@ -134,6 +134,23 @@ def test_a_field_of_this_package_makes_the_recipe_its_own(folder: Path, capsys):
     assert "epsilon_high=0.28 has no effect in OPO" in capsys.readouterr().err
 
 
+def test_every_spelling_of_a_command_line_is_one_of_trls(folder: Path, caplog):
+    words = [
+        "--epsilon-high",
+        "0.3",
+        "--no_shuffle_dataset",
+        "--no-dataloader-pin-memory",
+        "--debug",
+        "underflow_overflow",
+    ]
+    _, args, _, stored = recipe.parse(["--config", write(folder, RECIPE), *words])
+    assert "epsilon_high='0.3'" in caplog.text
+    assert not args.shuffle_dataset
+    assert (stored["shuffle_dataset"], stored["dataloader_pin_memory"]) == (False, False)
+    assert stored["debug"] == ["underflow_overflow"]
+    assert yaml.safe_dump(stored)
+
+
 def test_reward_model_comes_first_as_in_trl(folder: Path):
     fields = {"reward_model_name_or_path": "./model", "reward_funcs": ["accuracy_reward", "my_rewards.length"]}
     weights = {"reward_weights": [3.0, 1.0, 2.0]}
