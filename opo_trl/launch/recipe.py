@@ -161,7 +161,8 @@ def take_launch_options(recipe: dict[str, Any], trainer: str) -> dict[str, Any]:
 def launch_words(options: Mapping[str, Any]) -> list[str]:
     """Options of `accelerate launch` as words of its command line."""
     flags = {name for name, value in options.items() if value is True and _launch_actions()[name].nargs == 0}
-    given = {name: value for name, value in options.items() if name not in flags and value is not False}
+    unset = {name for name, value in options.items() if value is None or value is False}
+    given = {name: value for name, value in options.items() if name not in flags | unset}
     return [*(f"--{name}" for name in flags), *(f"--{name}={value}" for name, value in given.items())]
 
 

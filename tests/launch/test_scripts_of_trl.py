@@ -11,7 +11,7 @@ import yaml
 from trl.scripts import grpo
 
 from opo_trl import train
-from opo_trl.launch import recipe
+from opo_trl.launch import cli, recipe
 from opo_trl.launch.data import load_data
 from opo_trl.report.run_folder import read_json, read_lines
 
@@ -189,11 +189,27 @@ def test_options_of_accelerate_in_a_recipe(folder: Path):
     read, trainer = recipe.read_recipe(path)
     launch = recipe.take_launch_options(read, trainer)
     assert launch == {"num_processes": 1, "num_machines": 1, "mixed_precision": "no"}
-    assert recipe.launch_words({"cpu": True, "multi_gpu": False, "num_processes": 2}) == ["--cpu", "--num_processes=2"]
+    words = recipe.launch_words({"cpu": True, "multi_gpu": False, "num_machines": None, "num_processes": 0})
+    assert words == ["--cpu", "--num_processes=0"]
     command = [sys.executable, "-m", "opo_trl.launch.cli", "train", "--config", path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert yaml.safe_load((folder / "run" / "recipe.yaml").read_text())["num_processes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"num_processes": "many"}, "num_processes: invalid int value: 'many'. It is an option of accelerate"),
+        ({"mixed_precision": "fp4"}, "mixed_precision: invalid choice: 'fp4'"),
+        ({"config_file": "nope.yaml"}, "config_file='nope.yaml' does not exist"),
+    ],
+)
+def test_mistaken_options_of_accelerate_are_named_in_one_line(folder: Path, capsys, option, said):
+    assert cli.main(["train", "--config", write(folder, RECIPE | option)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def test_best_checkpoint_is_loaded_at_the_end(folder: Path):
