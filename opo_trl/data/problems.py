@@ -199,8 +199,8 @@ def _check_prompts(prompts: Iterable[Any]) -> None:
         kinds.add(is_text)
         if not (is_text or is_chat) or len(kinds) > 1:
             raise ValueError(
-                f"the dataset's column 'prompt' holds {str(prompt)[:60]!r} in row {index}. Set every prompt to text, or "
-                "every one to a list of messages."
+                f"the dataset's column 'prompt' holds {str(prompt)[:60]!r} in row {index}. Set every prompt to text, "
+                "or every one to a list of messages."
             )
 
 
