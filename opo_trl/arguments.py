@@ -164,11 +164,12 @@ class OPOScriptArguments(ScriptArguments):
         is_mapping = isinstance(self.dataset_settings, dict | None)
         require(is_mapping, "dataset_settings", self.dataset_settings, "a mapping: `dataset_settings: {size: 1000}`")
         drawn = str(self.dataset_name).startswith(gym.PREFIX)
-        if self.instruction is None:
-            self.instruction = gym.INSTRUCTION if drawn else INSTRUCTION
         if self.reward_funcs is None:
             default = "gym_reward" if drawn else "accuracy_reward"
             self.reward_funcs = [] if self.reward_model_name_or_path else [default]
+        if self.instruction is None:
+            in_tags = drawn and "accuracy_reward" not in self.reward_funcs  # which reads boxes
+            self.instruction = gym.INSTRUCTION if in_tags else INSTRUCTION
         pairs: Any = self.columns.items() if isinstance(self.columns, dict) else [(self.columns, None)]
         plain = self.columns is None or all(isinstance(name, str) for pair in pairs for name in pair)
         require(plain, "columns", self.columns, "a mapping of names: `columns: {problem: question}`")

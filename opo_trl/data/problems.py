@@ -106,8 +106,8 @@ def draw_or_load(
     drawn = name.startswith(gym.PREFIX)
     if settings is not None and not drawn:
         raise ValueError(
-            f"dataset_settings={settings!r} has no effect with dataset_name={name!r}: it is for the tasks of "
-            f"{gym.PREFIX}…. Remove it."
+            f"dataset_settings={settings!r} has no effect with dataset_name={name!r}: it is for "
+            f"reasoning-gym's tasks. Remove it, or set `dataset_name` to '{gym.PREFIX}' and a task."
         )
     if not drawn and name not in EMBEDDED:
         return load_rows(name, config, split)
@@ -132,6 +132,8 @@ def as_problems(name: str, rows: Dataset, columns: Mapping[str, str]) -> tuple[D
     Raises:
         `ValueError`: it has no such column.
     """
+    if columns and name.startswith(gym.PREFIX):
+        raise ValueError(f"columns={dict(columns)!r} has no effect with dataset_name={name!r}. Remove `columns`.")
     names = rows.column_names
     for ours, theirs in columns.items():
         if ours not in COLUMNS or not _leads_somewhere(rows, theirs):
