@@ -248,12 +248,27 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, Model
     if is_of_trl:
         named |= {"trainer"}
         if script.reward_model_name_or_path and script.reward_funcs and args.reward_weights:
-            first, *rest = args.reward_weights  # in TRL's script the reward model comes first, here last
-            args.reward_weights = [*rest, first]
+            args.reward_weights = _reward_model_last(args.reward_weights)
     script.accelerate_config = find_accelerate_config(script.accelerate_config, recipe_path)
     values = {f.name: getattr(part, f.name) for part in reversed(parsed) for f in fields(part) if f.init}
     merged = {name: _plain(value) for name, value in values.items() if name in named}
     return script, args, model_config, environment | launch | merged
+
+
+def as_stored(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as a run's folder stores it: one of `trl grpo` without [`MEANINGLESS`], and with its trainer."""
+    if not recipe.keys() - _launch_actions().keys() - {"env"} <= _fields_of_trl():
+        return dict(recipe)
+    stored = {name: value for name, value in recipe.items() if name not in MEANINGLESS} | {"trainer": methods.DEFAULT}
+    if all(stored.get(name) for name in ("reward_model_name_or_path", "reward_funcs", "reward_weights")):
+        stored["reward_weights"] = _reward_model_last(stored["reward_weights"])
+    return stored
+
+
+def _reward_model_last(weights: Sequence[float]) -> list[float]:
+    """Weights in our order of rewards. In TRL's script the reward model comes first."""
+    first, *rest = weights
+    return [*rest, first]
 
 
 def _fields_of_trl() -> set[str]:
