@@ -177,11 +177,12 @@ class OPOScriptArguments(ScriptArguments):
         is_mapping = isinstance(self.dataset_settings, dict | None)
         require(is_mapping, "dataset_settings", self.dataset_settings, "a mapping: `dataset_settings: {size: 1000}`")
         drawn = str(self.dataset_name).startswith(gym.PREFIX)
-        if self.instruction is None:
-            self.instruction = gym.INSTRUCTION if drawn else INSTRUCTION
         if self.reward_funcs is None:
             default = "gym_reward" if drawn else "accuracy_reward"
             self.reward_funcs = [] if self.reward_model_name_or_path else [default]
+        if self.instruction is None:
+            in_tags = drawn and "accuracy_reward" not in self.reward_funcs  # which reads boxes
+            self.instruction = gym.INSTRUCTION if in_tags else INSTRUCTION
         pairs: Any = self.columns.items() if isinstance(self.columns, dict) else [(self.columns, None)]
         plain = self.columns is None or all(isinstance(name, str) for pair in pairs for name in pair)
         require(plain, "columns", self.columns, "a mapping of names: `columns: {problem: question}`")
@@ -247,19 +248,28 @@ def _check_data(script: OPOScriptArguments) -> None:
         raise ValueError(
             f"dataset_name={script.dataset_name!r} and datasets={script.datasets!r} are both set. Remove one of them."
         )
-    for part in script.datasets:
-        try:
-            DatasetConfig(**part)
-        except TypeError as error:
-            known = ", ".join(DatasetConfig.__dataclass_fields__)
+    known = ", ".join(DatasetConfig.__dataclass_fields__)
+    for part in script.datasets if isinstance(script.datasets, list) else [script.datasets]:
+        path = part.get("path") if isinstance(part, dict) and part is not script.datasets else None
+        if not (isinstance(path, str) and path and part.keys() <= DatasetConfig.__dataclass_fields__.keys()):
             raise ValueError(
-                f"datasets={part!r} is not allowed: {error}. Set `datasets` to a list of mappings with `path` and, as "
-                f"needed, others of {known}."
-            ) from error
-    mixed = (("test_split_size", script.test_split_size, None), ("streaming", script.streaming, False))
-    for name, value, default in mixed:
-        if value != default and not script.datasets:
-            raise ValueError(f"{name}={value!r} has no effect without `datasets`. Remove `{name}`.")
+                f"datasets={part!r} is not allowed. Set `datasets` to a list of mappings with `path` and, as needed, "
+                f"others of {known}."
+            )
+    of_mixtures = (("test_split_size", None), ("streaming", False))
+    of_others = (("dataset_config", None), ("dataset_settings", None))
+    for names, has_effect, where in (
+        (of_mixtures, script.datasets, "without `datasets`"),
+        (of_others, not script.datasets, "with `datasets`"),
+    ):
+        for name, default in names:
+            if getattr(script, name) != default and not has_effect:
+                raise ValueError(f"{name}={getattr(script, name)!r} has no effect {where}. Remove `{name}`.")
+    size = script.test_split_size
+    if size is not None and size >= 1 and not float(size).is_integer():
+        raise ValueError(
+            f"test_split_size={size!r} is not allowed. Set it to a number of rows, or to a fraction below 1."
+        )
     for name in NOT_STREAMED:
         if getattr(script, name):
             raise ValueError(f"{name}=True has no effect here: {NOT_STREAMED[name]}. Remove `{name}`.")

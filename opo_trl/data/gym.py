@@ -18,6 +18,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -62,13 +63,15 @@ def make_problems(
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} of dataset_name={name!r} does not exist. Set it to 'train' or 'test'.")
     for field, value, least in (("seed", seed, 0), ("size", size, 1)):
-        if not isinstance(value, int) or not least <= value < TEST_SEED // 2:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < TEST_SEED // 2:
             raise ValueError(
                 f"dataset_settings={{{field}: {value!r}}} is not allowed. Set `{field}` to an integer from {least} to "
                 f"{TEST_SEED // 2 - 1:,}."
             )
     seeded = dict(settings) | {"seed": seed + TEST_SEED * (split == "test")}
-    asked = [[name.removeprefix(PREFIX), seeded, level] for level in (levels if levels is not None else [None])]
+    asked = [
+        [name.removeprefix(PREFIX), seeded, level] for level in dict.fromkeys([None] if levels is None else levels)
+    ]
     done = subprocess.run(
         [sys.executable, "-m", __name__],
         input=json.dumps(asked),
@@ -92,7 +95,8 @@ def gym_reward(completions: list[Any], task: list[str], entry: list[str], **colu
     one, and in many tasks a part of it for a near miss.
 
     The answer is the text between the last `<answer>` and `</answer>` after the reasoning; without them, all of a
-    plain completion, and none of a conversation. What makes the scorer raise an error is not an answer: 0.
+    plain completion, and none of a conversation. Reasoning that does not end has no answer. What makes the scorer
+    raise an error is not an answer: 0.
 
     Some scorers evaluate answers as Python. While they run, a process can neither write nor start anything, or connect
     to anything; that is no sandbox, and they may still hang. So run it in an [`IsolatedReward`], as recipes do.
@@ -107,7 +111,10 @@ def gym_reward(completions: list[Any], task: list[str], entry: list[str], **colu
 
 def _answer(completion: Any) -> str | None:
     is_text = isinstance(completion, str)
-    text = (completion if is_text else completion[-1]["content"] or "").rpartition("</think>")[2]
+    text = completion if is_text else completion[-1]["content"] or ""
+    _, ended, text = text.rpartition("</think>")
+    if not ended and "<think>" in text:
+        return None
     tagged = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
     if tagged:
         return tagged[-1].strip()
@@ -132,20 +139,21 @@ def _score(answer: str | None, scorer: Any, entry: dict[str, Any]) -> float:
 
 _FORBIDDEN = re.compile(
     r"os\.(?!listdir|scandir|walk|fwalk|getxattr|add_dll)|subprocess\.|shutil\.|socket\.|ctypes\.|pty\.|signal\.|tempfile\."
+    r"|sqlite3\.|resource\."
 )
-_scoring = False
+_free: frozenset[int] | None = None  # threads that may write while another one scores; `None` while none does
 
 
 @contextlib.contextmanager
 def _without_effects() -> Iterator[None]:
     """Let what runs in this context, and imports and reads files, do nothing else to the world around it."""
-    global _scoring
+    global _free
     _install_hook()
-    _scoring = True
+    _free = frozenset(thread.ident or 0 for thread in threading.enumerate()) - {threading.get_ident()}
     try:
         yield
     finally:
-        _scoring = False
+        _free = None
 
 
 @functools.cache
@@ -154,7 +162,9 @@ def _install_hook() -> None:  # a hook cannot be removed
 
 
 def _forbid(event: str, arguments: tuple) -> None:
-    if _scoring and (_FORBIDDEN.match(event) or (event == "open" and not _only_reads(arguments))):
+    if _free is None or threading.get_ident() in _free:
+        return
+    if _FORBIDDEN.match(event) or (event == "open" and not _only_reads(arguments)):
         raise PermissionError(f"an answer asked for {event}")
 
 
@@ -204,7 +214,7 @@ def _at_level(curricula: Mapping[str, Any], task: str, settings: dict[str, Any],
     curriculum = curricula[task]()
     attributes = curriculum.attributes.values()
     highest = max(len(attribute.levels) for attribute in attributes) - 1
-    if not (level.isdecimal() and int(level) <= highest):
+    if level not in map(str, range(highest + 1)):
         raise ValueError(f"levels={[level]}: {task} has the levels 0 to {highest}. Set `levels` to some of them.")
     for attribute in attributes:
         curriculum.set_attr_level(attribute.name, min(int(level), len(attribute.levels) - 1))

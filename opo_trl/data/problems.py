@@ -10,7 +10,7 @@ A dataset in a file or on the Hub needs no code: its columns are recognized by t
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -110,8 +110,8 @@ def draw_or_load(
     drawn = name.startswith(gym.PREFIX)
     if settings is not None and not drawn:
         raise ValueError(
-            f"dataset_settings={settings!r} has no effect with dataset_name={name!r}: it is for the tasks of "
-            f"{gym.PREFIX}…. Remove it."
+            f"dataset_settings={settings!r} has no effect with dataset_name={name!r}: it is for "
+            f"reasoning-gym's tasks. Remove it, or set `dataset_name` to '{gym.PREFIX}' and a task."
         )
     if not drawn and name not in EMBEDDED:
         return load_rows(name, config, split)
@@ -136,9 +136,11 @@ def as_problems(name: str, rows: Dataset, columns: Mapping[str, str]) -> tuple[D
     Raises:
         `ValueError`: it has no such column.
     """
+    if columns and name.startswith(gym.PREFIX):
+        raise ValueError(f"columns={dict(columns)!r} has no effect with dataset_name={name!r}. Remove `columns`.")
     names = rows.column_names
     for ours, theirs in columns.items():
-        if ours not in COLUMNS or theirs.partition(".")[0] not in names:
+        if ours not in COLUMNS or not _leads_somewhere(rows, theirs):
             raise ValueError(
                 f"columns={dict(columns)!r} does not fit dataset_name='{name}'. Set `columns` to a mapping of "
                 f"{', '.join(COLUMNS)} to its columns: {', '.join(names)}."
@@ -175,7 +177,7 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
     rewards read, gets one of its final answers, if it has them.
 
     Raises:
-        `ValueError`: it has no such column, or already has one of the new names.
+        `ValueError`: it has no such column, or already has one of the new names, or a prompt is unusable.
     """
     stored = rows.column_names
     inner = {ours: theirs for ours, theirs in columns.items() if theirs not in stored and "." in theirs}
@@ -183,15 +185,29 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
     if "solution" not in {*renamed.column_names, *inner} and (answers := _answer_column(renamed)):
         inner["solution"] = answers
     for ours, theirs in inner.items():
-        outer = _stored(renamed.column_names, theirs)
-        if outer not in renamed.column_names or ours in renamed.column_names:
+        if not _leads_somewhere(renamed, theirs) or ours in renamed.column_names:
             raise _misfit(columns, stored)
-        values = [_value(row, theirs) for row in renamed.select_columns([outer])]
+        values = [_value(row, theirs) for row in renamed.select_columns([_stored(renamed.column_names, theirs)])]
         if ours == "solution":
             texts = [_boxed(value) for value in _as_text(values)]
             values = [final_answer(text) if isinstance(text, str) else text for text in texts]
         renamed = renamed.add_column(ours, column(values))
+    if "prompt" in renamed.column_names:
+        _check_prompts(renamed["prompt"])
     return renamed, {**columns, **inner}
+
+
+def _check_prompts(prompts: Iterable[Any]) -> None:
+    kinds = set()
+    for index, prompt in enumerate(prompts):
+        is_text = isinstance(prompt, str) and bool(prompt.strip())
+        is_chat = isinstance(prompt, list) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
+        kinds.add(is_text)
+        if not (is_text or is_chat) or len(kinds) > 1:
+            raise ValueError(
+                f"the dataset's column 'prompt' holds {str(prompt)[:60]!r} in row {index}. Set every prompt to text, "
+                "or every one to a list of messages."
+            )
 
 
 def rename_columns(dataset: Dataset, columns: Mapping[str, str]) -> Dataset:
@@ -230,13 +246,21 @@ def _answer_column(rows: Dataset) -> str | None:
         return "solution"
     for name in _ANSWERS:
         outer, _, inner = name.partition(".")
-        if outer in names and (not inner or all(inner in (value or ()) for value in first[outer])):
+        if outer in names and (not inner or all(isinstance(v, Mapping) and inner in v for v in first[outer])):
             return name
     return "solution" if "solution" in names else None
 
 
 def _stored(names: Sequence[str], path: str) -> str:
     return path if path in names else path.partition(".")[0]
+
+
+def _leads_somewhere(rows: Dataset, path: str) -> bool:
+    """Whether there is such a column or, after a dot, such a key in a mapping of any row."""
+    if path in rows.column_names:
+        return True
+    outer = path.partition(".")[0]
+    return outer in rows.column_names and any(_value(row, path) is not None for row in rows.select_columns([outer]))
 
 
 def _value(row: Mapping[str, Any], path: str) -> Any:

@@ -5,6 +5,7 @@ A recipe can name any dataset: its columns are recognized, `columns` maps others
 is, as in TRL. To add one that needs code, as the embedded task does, see `opo_trl.data.problems.EMBEDDED`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import DatasetMixtureConfig, get_dataset
 
 from ..arguments import OPOScriptArguments
+from ..checks.blame import LIBRARY_ERRORS
 from ..config import RolloutConfig
 from ..data import drop_long_prompts, to_prompts, without_overlap
 from ..data.problems import Sources, as_problems, as_prompts, draw_or_load, has_prompts, select
@@ -104,12 +106,20 @@ class _Source:
             settings: Any = script.dataset_settings  # a dict, once parsed
             return draw_or_load(str(script.dataset_name), script.dataset_config, split, levels, settings)
         parts: Any = [*script.datasets]  # TRL makes objects of them
-        mixture: Any = get_dataset(DatasetMixtureConfig(parts))["train"]
-        size = script.test_split_size
+        try:
+            mixture: Any = get_dataset(DatasetMixtureConfig(parts))["train"]
+        except LIBRARY_ERRORS as error:
+            raise ValueError(f"datasets={parts!r} cannot be loaded: {error}. Change it.") from error
+        size, is_training = script.test_split_size, split == script.dataset_train_split
+        if size is None and not is_training:
+            raise ValueError("test_split_size=None leaves `datasets` without a test split. Set `test_split_size`.")
         if size is None:
             return mixture
+        n_held_out = int(size) if size >= 1 else math.ceil(size * len(mixture))
+        if n_held_out >= len(mixture):
+            raise ValueError(f"test_split_size={size!r} leaves none of the {len(mixture)} rows to train on. Lower it.")
         # TRL draws this split without a seed, so that each process would hold out other rows.
-        return mixture.train_test_split(int(size) if size >= 1 else size, seed=script.subset_seed)[split]
+        return mixture.train_test_split(n_held_out, seed=script.subset_seed)["train" if is_training else "test"]
 
     def prompts(self, problems: Dataset) -> Dataset:
         """The rows with their prompts."""

@@ -161,7 +161,8 @@ def take_launch_options(recipe: dict[str, Any], trainer: str) -> dict[str, Any]:
 def launch_words(options: Mapping[str, Any]) -> list[str]:
     """Options of `accelerate launch` as words of its command line."""
     flags = {name for name, value in options.items() if value is True and _launch_actions()[name].nargs == 0}
-    given = {name: value for name, value in options.items() if name not in flags and value is not False}
+    unset = {name for name, value in options.items() if value is None or value is False}
+    given = {name: value for name, value in options.items() if name not in flags | unset}
     return [*(f"--{name}" for name in flags), *(f"--{name}={value}" for name, value in given.items())]
 
 
@@ -230,11 +231,13 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, Model
     launch = take_launch_options(recipe, trainer)
     environment = {"env": recipe.pop("env")} if "env" in recipe else {}
     os.environ.update({name: str(value) for name, value in environment.get("env", {}).items()})
-    named = recipe.keys() | {a[2:].split("=")[0].replace("-", "_") for a in words if a.startswith("--")}
+    parser = make_parser(trainer)
+    fields_of = {option: action.dest for action in parser._actions for option in action.option_strings}
+    options = [word.split("=")[0] for word in words if word.startswith("--")]
+    named = recipe.keys() | {fields_of.get(option, option) for option in options}
     is_of_trl = named <= _fields_of_trl()
     if is_of_trl:
         words, named = _without_meaningless(recipe, words), named - MEANINGLESS.keys()
-    parser = make_parser(trainer)
     *parsed, unknown = parser.parse_args_into_dataclasses(
         [*parser.take(recipe), *words], return_remaining_strings=True, look_for_args_file=False
     )
@@ -245,12 +248,27 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, Model
     if is_of_trl:
         named |= {"trainer"}
         if script.reward_model_name_or_path and script.reward_funcs and args.reward_weights:
-            first, *rest = args.reward_weights  # in TRL's script the reward model comes first, here last
-            args.reward_weights = [*rest, first]
+            args.reward_weights = _reward_model_last(args.reward_weights)
     script.accelerate_config = find_accelerate_config(script.accelerate_config, recipe_path)
     values = {f.name: getattr(part, f.name) for part in reversed(parsed) for f in fields(part) if f.init}
     merged = {name: _plain(value) for name, value in values.items() if name in named}
     return script, args, model_config, environment | launch | merged
+
+
+def as_stored(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as a run's folder stores it: one of `trl grpo` without [`MEANINGLESS`], and with its trainer."""
+    if not recipe.keys() - _launch_actions().keys() - {"env"} <= _fields_of_trl():
+        return dict(recipe)
+    stored = {name: value for name, value in recipe.items() if name not in MEANINGLESS} | {"trainer": methods.DEFAULT}
+    if all(stored.get(name) for name in ("reward_model_name_or_path", "reward_funcs", "reward_weights")):
+        stored["reward_weights"] = _reward_model_last(stored["reward_weights"])
+    return stored
+
+
+def _reward_model_last(weights: Sequence[float]) -> list[float]:
+    """Weights in our order of rewards. In TRL's script the reward model comes first."""
+    first, *rest = weights
+    return [*rest, first]
 
 
 def _fields_of_trl() -> set[str]:
@@ -267,7 +285,8 @@ def _without_meaningless(recipe: dict[str, Any], words: Sequence[str]) -> list[s
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in MEANINGLESS:
-        finder.add_argument(f"--{name}", nargs="?", const=True, default=argparse.SUPPRESS)
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        finder.add_argument(*spellings, nargs="?", const=True, default=argparse.SUPPRESS)
     on_line, rest = finder.parse_known_args(words)
     found = {name: recipe.pop(name) for name in MEANINGLESS if name in recipe} | vars(on_line)
     if found and os.environ.get("RANK", "0") == "0":
@@ -303,4 +322,6 @@ def _plain(value: Any) -> Any:
         return value.value
     if hasattr(value, "to_dict"):  # a mapping that Transformers has turned into an object
         value = value.to_dict()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def test_split_seed_and_size_are_checked_first():
         ("dataset_settings={seed: -1}", ("train", None, {"seed": -1})),
         ("dataset_settings={size: 0}", ("train", None, {"size": 0})),
         ("dataset_settings={size: '9'}", ("train", None, {"size": "9"})),
+        ("dataset_settings={size: True}", ("train", None, {"size": True})),
     ):
         with pytest.raises(ValueError, match=r"Set ") as error:
             make_problems("reasoning_gym/countdown", *arguments)
@@ -54,6 +56,8 @@ def test_recipe_of_a_task_gets_its_reward_and_instruction():
     script = OPOScriptArguments(dataset_name="reasoning_gym/countdown", dataset_settings='{"size": 7}')
     assert (script.reward_funcs, script.instruction) == (["gym_reward"], INSTRUCTION)
     assert script.dataset_settings == {"size": 7}
+    boxed = OPOScriptArguments(dataset_name="reasoning_gym/countdown", reward_funcs=["accuracy_reward"])
+    assert "boxed" in boxed.instruction  # this reward does not read tags
     other = OPOScriptArguments(dataset_name="some/name")
     assert other.reward_funcs == ["accuracy_reward"]
     assert "boxed" in other.instruction
@@ -111,6 +115,7 @@ class TestProblems:
             ("countdwn", None, {}, "Did you mean 'reasoning_gym/countdown'?"),
             ("composite", None, {}, "does not exist"),
             ("countdown", ["9"], {}, "levels=['9']: countdown has the levels 0 to 4"),
+            ("countdown", ["01"], {}, "levels=['01']: countdown has the levels 0 to 4"),
             ("countdown", ["Level 1"], {}, "levels=['Level 1']: countdown has the levels 0 to 4"),
             ("acre", ["0"], {}, "levels=['0']: acre has no curriculum"),
             ("countdown", None, {"numbers": 3}, "{numbers: 3} is not a setting of countdown"),
@@ -125,6 +130,13 @@ class TestProblems:
             draw(task, levels=levels, **settings)
         assert said in str(error.value)
 
+    def test_a_level_that_is_named_twice_is_drawn_once(self):
+        assert draw("chain_sum", levels=["1", "0", "1"], size=3) == draw("chain_sum", levels=["1", "0"], size=3)
+
+    def test_columns_have_no_effect(self):
+        with pytest.raises(ValueError, match=r"columns=.* has no effect .* Remove `columns`"):
+            load_problems("reasoning_gym/chain_sum", columns={"problem": "entry"}, settings={"size": 2})
+
     def test_prompts_keep_what_the_scorer_reads(self):
         problems = load_problems("reasoning_gym/chain_sum", settings={"size": 4})
         chat, plain = to_prompts(problems, instruction=INSTRUCTION), to_prompts(problems, style="plain")
@@ -137,6 +149,10 @@ class TestProblems:
         assert len(without_overlap(held_out, problems)) == 2
 
 
+def save(path: Path) -> int:
+    return path.write_text("line")
+
+
 @needs_gym
 class TestReward:
     def test_answer_is_what_the_tags_hold(self):
@@ -147,9 +163,12 @@ class TestReward:
             (f"<answer>no</answer> <answer>{right}</answer>", 1.0),
             (f"<answer>{right}</answer> <answer>no</answer>", 0.0),
             (f"<answer>{right}</answer></think> done", 0.0),
+            (f"<think>perhaps <answer>{right}</answer>", 0.0),
+            (f"<think>hm</think> <answer>{right}</answer>", 1.0),
             (right, 0.0),
         ):
             assert score([row], [[{"role": "assistant", "content": text}]]) == [expected], text
+        assert score([row], [f"<think>\n{right}"]) == [0.0]
         assert score([row], [f" {right}\n"]) == [1.0]  # a plain completion is the answer
         assert score([row], [f"so <answer>{right}</answer>"]) == [1.0]
 
@@ -184,10 +203,28 @@ class TestReward:
             f"__import__('subprocess').run(['touch', '{tmp_path}/new'])",
             f"__import__('shutil').rmtree('{tmp_path}')",
             "__import__('socket').create_connection(('localhost', 9))",
+            f"__import__('sqlite3').connect('{tmp_path}/new')",
         ):
             assert score([row], [program])[0] < 0.1
             assert [path.name for path in tmp_path.iterdir()] == ["kept"], program
         (tmp_path / "after").write_text("this process may still write")
+
+    def test_other_threads_write_while_an_answer_is_scored(self, tmp_path, monkeypatch):
+        written = []
+
+        def scored(scorer, answer, entry):
+            thread.start_now.set()
+            thread.join(10)
+            return 1.0
+
+        thread = threading.Thread(target=lambda: thread.start_now.wait(10) and written.append(save(tmp_path / "log")))
+        thread.start_now = threading.Event()
+        thread.start()
+        rows = draw("chain_sum", size=1)
+        scorer = type("Scorer", (), {"score_answer": scored})()
+        monkeypatch.setattr(gym, "_scorer", lambda key: scorer)
+        assert score(rows, ["1"]) == [1.0]
+        assert written == [len("line")]
 
     def test_scorer_that_hangs_costs_one_completion(self):
         rows = draw("countdown", size=2)

@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from opo_trl.data import files, load_problems, to_prompts
-from opo_trl.data.problems import as_prompts, has_prompts, rename_columns
+from opo_trl.data.problems import as_problems, as_prompts, has_prompts, rename_columns
 
 
 ROWS = [
@@ -195,6 +195,33 @@ class TestColumns:
         assert sources == columns
         with pytest.raises(ValueError, match=r"columns=\{'solution': 'silver.value'\} does not fit"):
             as_prompts(rows, {"solution": "silver.value"})
+
+    @pytest.mark.parametrize("style", ["problems", "prompts"])
+    def test_a_dot_that_leads_nowhere_is_rejected(self, style):
+        rows = datasets.Dataset.from_list([{"problem": "a", "extra": {"gold": "4"}}])
+        columns = {"solution": "extra.golden"}
+        with pytest.raises(ValueError, match=r"columns=\{'solution': 'extra.golden'\} does not fit"):
+            as_prompts(rows, columns) if style == "prompts" else as_problems("x", rows, columns)
+
+    def test_a_name_may_have_a_dot(self):
+        rows = datasets.Dataset.from_list([{"my.problem": "a", "my.answer": "4"}])
+        problems, _ = as_problems("x", rows, {"problem": "my.problem", "solution": "my.answer"})
+        assert (problems[0]["problem"], problems[0]["solution"]) == ("a", "\\boxed{4}")
+
+    def test_a_mapping_written_as_text_has_no_answer(self):
+        rows = datasets.Dataset.from_list([{"prompt": "a", "reward_model": '{"ground_truth": "4"}'}])
+        assert as_prompts(rows, {})[0].column_names == ["prompt", "reward_model"]
+
+    @pytest.mark.parametrize(
+        "prompts",
+        [["a", None], ["a", " "], ["a", [{"role": "user", "content": "b"}]], [[{"role": "user"}], []], [3, 4]],
+        ids=["none", "blank", "both kinds", "no message", "numbers"],
+    )
+    def test_prompts_that_cannot_be_used_are_named(self, tmp_path: Path, prompts):
+        file = write(tmp_path / "some.jsonl", self.rows(prompt=prompts, solution=["1", "2"]))
+        row = 0 if prompts[0] == 3 else 1
+        with pytest.raises(ValueError, match=rf"column 'prompt' holds .* in row {row}\. Set every prompt to text"):
+            as_prompts(files.load_rows(file), {})
 
     def test_levels_with_another_column_name(self, tmp_path: Path):
         rows = self.rows(problem=["a", "b"], answer=["1", "2"], difficulty=["easy", "hard"])

@@ -368,6 +368,36 @@ DATA = [
         {"dataset_name": None, "datasets": [{"folder": "./data"}]},
     ),
     Case(
+        "mixture that is one mapping",
+        ["datasets={'path': './data'} is not allowed", "a list of mappings"],
+        {"dataset_name": None, "datasets": {"path": "./data"}},
+    ),
+    Case(
+        "mixture of what does not exist",
+        ["datasets=", "'./nowhere'", "cannot be loaded", "Change it"],
+        {"dataset_name": None, "datasets": [{"path": "./nowhere"}]},
+    ),
+    Case(
+        "mixture without a test split",
+        ["report_levels: test_split_size=None", "Set `test_split_size`"],
+        {"dataset_name": None, "datasets": [{"path": "./data"}], "report_levels": ["all"]},
+    ),
+    Case(
+        "mixture that is held out completely",
+        ["test_split_size=8", "none of the 8 rows", "Lower it"],
+        {"dataset_name": None, "datasets": [{"path": "./data"}], "levels": None, "test_split_size": 8},
+    ),
+    Case(
+        "part of a row",
+        ["test_split_size=1.5 is not allowed", "a number of rows"],
+        {"dataset_name": None, "datasets": [{"path": "./data"}], "test_split_size": 1.5},
+    ),
+    Case(
+        "configuration of a mixture",
+        ["dataset_config='main'", "no effect with `datasets`", "Remove"],
+        {"dataset_name": None, "datasets": [{"path": "./data"}], "dataset_config": "main"},
+    ),
+    Case(
         "test split of no mixture",
         ["test_split_size=0.1", "no effect without `datasets`", "Remove"],
         {"test_split_size": 0.1},

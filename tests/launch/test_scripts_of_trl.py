@@ -11,8 +11,9 @@ import yaml
 from trl.scripts import grpo
 
 from opo_trl import train
-from opo_trl.launch import recipe
+from opo_trl.launch import cli, jobs, recipe
 from opo_trl.launch.data import load_data
+from opo_trl.report import run_folder
 from opo_trl.report.run_folder import read_json, read_lines
 
 
@@ -134,6 +135,23 @@ def test_a_field_of_this_package_makes_the_recipe_its_own(folder: Path, capsys):
     assert "epsilon_high=0.28 has no effect in OPO" in capsys.readouterr().err
 
 
+def test_every_spelling_of_a_command_line_is_one_of_trls(folder: Path, caplog):
+    words = [
+        "--epsilon-high",
+        "0.3",
+        "--no_shuffle_dataset",
+        "--no-dataloader-pin-memory",
+        "--debug",
+        "underflow_overflow",
+    ]
+    _, args, _, stored = recipe.parse(["--config", write(folder, RECIPE), *words])
+    assert "epsilon_high='0.3'" in caplog.text
+    assert not args.shuffle_dataset
+    assert (stored["shuffle_dataset"], stored["dataloader_pin_memory"]) == (False, False)
+    assert stored["debug"] == ["underflow_overflow"]
+    assert yaml.safe_dump(stored)
+
+
 def test_reward_model_comes_first_as_in_trl(folder: Path):
     fields = {"reward_model_name_or_path": "./model", "reward_funcs": ["accuracy_reward", "my_rewards.length"]}
     weights = {"reward_weights": [3.0, 1.0, 2.0]}
@@ -144,6 +162,19 @@ def test_reward_model_comes_first_as_in_trl(folder: Path):
     only = {name: value for name, value in RECIPE.items() if not name.startswith("reward_")}
     script, *_ = recipe.parse(["--config", write(folder, only | {"reward_model_name_or_path": "./model"})])
     assert script.reward_funcs == []
+
+
+def test_comparison_recognizes_its_finished_run(folder: Path):
+    rewards = {"reward_model_name_or_path": "./model", "reward_funcs": ["accuracy_reward"], "reward_weights": [3, 1]}
+    path = write(folder, RECIPE | rewards | {"num_processes": 1})
+    *_, stored = recipe.parse(["--config", path, "--seed", "1"])
+    run = folder / "out" / "seed-1"
+    (run / "checkpoint-1").mkdir(parents=True)
+    (run / "recipe.yaml").write_text(yaml.safe_dump(stored))
+    assert run_folder.is_run(run)
+    jobs.check_earlier_run(jobs.Job(Path(path), 1, run, ()))
+    with pytest.raises(ValueError, match=r"learning_rate: .* there, 0\.5 requested"):
+        jobs.check_earlier_run(jobs.Job(Path(path), 1, run, ("--learning_rate", "0.5")))
 
 
 def test_mixture_of_datasets(folder: Path):
@@ -172,11 +203,27 @@ def test_options_of_accelerate_in_a_recipe(folder: Path):
     read, trainer = recipe.read_recipe(path)
     launch = recipe.take_launch_options(read, trainer)
     assert launch == {"num_processes": 1, "num_machines": 1, "mixed_precision": "no"}
-    assert recipe.launch_words({"cpu": True, "multi_gpu": False, "num_processes": 2}) == ["--cpu", "--num_processes=2"]
+    words = recipe.launch_words({"cpu": True, "multi_gpu": False, "num_machines": None, "num_processes": 0})
+    assert words == ["--cpu", "--num_processes=0"]
     command = [sys.executable, "-m", "opo_trl.launch.cli", "train", "--config", path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert yaml.safe_load((folder / "run" / "recipe.yaml").read_text())["num_processes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"num_processes": "many"}, "num_processes: invalid int value: 'many'. It is an option of accelerate"),
+        ({"mixed_precision": "fp4"}, "mixed_precision: invalid choice: 'fp4'"),
+        ({"config_file": "nope.yaml"}, "config_file='nope.yaml' does not exist"),
+    ],
+)
+def test_mistaken_options_of_accelerate_are_named_in_one_line(folder: Path, capsys, option, said):
+    assert cli.main(["train", "--config", write(folder, RECIPE | option)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def test_best_checkpoint_is_loaded_at_the_end(folder: Path):
