@@ -72,8 +72,18 @@ class Evaluation:
         Mean probability that at least one of `k` of a problem's completions is correct, by the unbiased estimate of
         Chen et al. (2021, arXiv 2107.03374), over the problems with at least `k` scored completions; NaN without any.
         """
-        chances = [1 - math.comb(n - right, k) / math.comb(n, k) for right, n in self.by_problem if n >= k]
+        chances = self._chances(k)
         return sum(chances) / len(chances) if chances else float("nan")
+
+    def pass_at_interval(self, k: int) -> tuple[float, float]:
+        """95 % interval of [`pass_at`]: the normal one over problems; Wilson's with one completion per problem."""
+        if self.per_problem == 1:
+            return wilson_interval(self.correct, self.scored)
+        return _interval_over_problems(self._chances(k), self.pass_at(k))
+
+    def _chances(self, k: int) -> list[float]:
+        """The probability for each problem with at least `k` scored completions."""
+        return [1 - math.comb(n - right, k) / math.comb(n, k) for right, n in self.by_problem if n >= k]
 
     def summary(self) -> dict[str, Any]:
         """
@@ -91,6 +101,8 @@ class Evaluation:
 
 
 def _interval_over_problems(accuracies: list[float], mean: float) -> tuple[float, float]:
+    if set(accuracies) in ({0.0}, {1.0}):  # no spread to measure: the normal interval would be a single point
+        return wilson_interval(sum(map(int, accuracies)), len(accuracies))
     if len(accuracies) < 2:
         return 0.0, 1.0
     half = NormalDist().inv_cdf(0.975) * stdev(accuracies) / len(accuracies) ** 0.5

@@ -249,8 +249,10 @@ def check(
     Check the version of TRL, the names of the contract and the keys that functions must add to a rollout.
 
     Raises:
-        `ImportError`: names everything that does not fit, and the tested range.
+        `ImportError`: names everything that does not fit, and the tested range; or a class that another package has
+            replaced.
     """
+    check_replaced(contract)
     problems = [f"{name} {problem}" for name, problem in _mismatches(contract, version, keys)]
     if problems:
         raise ImportError(
@@ -258,6 +260,25 @@ def check(
             f"install it with `pip install 'trl{TESTED_VERSIONS}'`, and the other libraries in the versions that "
             "`pip install opo_trl` chooses."
         )
+
+
+def check_replaced(contract: Contract = CONTRACT) -> None:
+    """
+    Check that the classes of the contract are the libraries' own. Unsloth puts classes made of rewritten source in
+    place of TRL's when it is imported, and changes functions that TRL's own classes call. A trainer checks it again
+    when it is made and when it trains, because that may have happened after our import.
+
+    Raises:
+        `ImportError`: names the class, and what is in its place.
+    """
+    for path in contract:
+        owner = _resolve(path)
+        if inspect.isclass(owner) and owner.__module__.partition(".")[0] != path.partition(".")[0]:
+            raise ImportError(
+                f"{path} has been replaced by {owner.__module__}.{owner.__qualname__}, as Unsloth does when it is "
+                "imported. Its methods are rewritten, so OPO would train something else. Train in a process that does "
+                "not import that package: docs/migrating/unsloth.md says what to use instead."
+            )
 
 
 def check_rollout(rollout: Mapping) -> None:

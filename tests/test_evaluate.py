@@ -19,7 +19,7 @@ from invariance.launch import launch, logs
 from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
-from opo_trl.evaluate import _own_random_state, evaluate, wilson_interval
+from opo_trl.evaluate import Evaluation, _own_random_state, evaluate, wilson_interval
 from opo_trl.rewards.checked import RewardError
 from opo_trl.rewards.scoring import IsolatedReward
 
@@ -110,6 +110,17 @@ def test_several_completions_of_a_problem_give_pass_at_k(trainer):
     half = 1.959964 * statistics.stdev(accuracies) / 6**0.5
     expected = [max(summary["accuracy"] - half, 0.0), min(summary["accuracy"] + half, 1.0)]
     assert [summary["low"], summary["high"]] == pytest.approx(expected, abs=1e-6)
+    assert result.pass_at_interval(1) == pytest.approx(expected, abs=1e-6)
+    low, high = result.pass_at_interval(2)
+    assert low < result.pass_at(2) < high
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_interval_over_problems_without_spread_is_not_a_point(reward):
+    samples = [{"prompt": "", "completion": "", "reward": reward}] * 12
+    result = Evaluation(12 * int(reward), 12, 0, samples, per_problem=2)
+    expected = wilson_interval(6 * int(reward), 6)
+    assert result.pass_at_interval(2) == (result.summary()["low"], result.summary()["high"]) == expected
 
 
 def test_greedy_is_greedy(trainer):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
-from .. import objective
+from .. import objective, trl_contract
 from ..metrics.step import SampleReport, metrics_of_samples
 from ..rollout.trainer import SEQUENCE_CLAMP
 from ..trainer import MAX_WEIGHT, OPOTrainer
@@ -70,6 +70,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
     args: AsyncOPOConfig
 
     def __init__(self, model: str, reward_funcs=None, args: AsyncOPOConfig | None = None, *further, **named):
+        trl_contract.check_replaced()
         args = AsyncOPOConfig(f"{model.split('/')[-1]}-AsyncOPO") if args is None else args
         if not isinstance(args, AsyncOPOConfig):
             raise TypeError(f"args is of type {type(args).__name__}. Pass an `AsyncOPOConfig`.")
@@ -85,6 +86,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
 
     def train(self, *args, **kwargs):
         """As in TRL; first checks which log-probabilities the server reports."""
+        trl_contract.check_replaced()
         if isinstance(self.rollout_worker, AsyncRolloutWorker):
             faults.check_logprobs(self.vllm_client, self.args.temperature)
         return super().train(*args, **kwargs)

@@ -3,6 +3,7 @@ The `opo-trl` command.
 
     opo-trl train --config recipes/R.yaml [--accelerate_config X] [--field value] [--num_processes 4 …]
     opo-trl compare RECIPE_OR_RUN … [--seeds 1 2 3] --output FOLDER
+    opo-trl evaluate MODEL --tasks gsm8k,math [--output FOLDER]
     opo-trl report RUN_FOLDER
     opo-trl figures RUN_FOLDER
     opo-trl recipes [RECIPE] [--output FOLDER]
@@ -35,7 +36,7 @@ a first run, minutes on a CPU:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `opo-trl`; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    own_parser = argv[:1] in (["train"], ["compare"])
+    own_parser = argv[:1] in (["train"], ["compare"], ["evaluate"])
     parser = _make_parser()
     arguments, _ = parser.parse_known_args(argv[:1] if own_parser else argv)
     if arguments.command is None:
@@ -58,6 +59,7 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("train", help="train from a recipe, through accelerate", add_help=False)
     commands.add_parser("compare", help="compare methods over seeds, or finished runs", add_help=False)
+    commands.add_parser("evaluate", help="evaluate a model with lm-eval, next to our own pass@k", add_help=False)
     for name, text in (
         ("figures", "redraw the figures of a run"),
         ("report", "rewrite the report of a run, finished or not"),
@@ -81,6 +83,10 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
         from .compare import main as compare
 
         return compare(words)
+    if arguments.command == "evaluate":
+        from .evaluation import main as evaluate
+
+        return evaluate(words)
     if arguments.command == "report":
         from ..report.run_report import write_report
 

@@ -9,6 +9,7 @@ The folder of a run: its recipe, environment, log and results.
     log.jsonl            one line per logged step: all metrics
     completions.jsonl    completions of the validation problems, over training
     summary.json         accuracies before and after, with intervals
+    evaluation.json      what `opo-trl evaluate` measured, with both verdicts on each problem; evaluation.md: its table
     figures/             drawn from log.jsonl and summary.json
     _lock                locked while a run writes here; contains its process and machine
     report.html          the report: plan, accuracies, curves, diagnostics, completions

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..methods import BASELINE, DEFAULT, method_of
+from .evaluation import described, read_evaluation, steps_trained
 from .pages import render, versions
 from .run_folder import COMPLETIONS, ENVIRONMENT, LOG, PLAN, RECIPE, SETTINGS, SUMMARY, is_run, read_json, read_lines
 from .verdicts import Verdict, fired, judge
@@ -53,6 +54,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "summary": [_method(settings), _progress(log, settings, summary), _conclusion(verdicts)],
         "plan": plan.read_text() if plan.exists() else "",
         "accuracies": _accuracies(summary),
+        "evaluation": _evaluation(folder),
         "figures": _figures(folder) if log else {},
         "captions": _CAPTIONS,
         "verdicts": [{"said": verdict, "curve": _spark(verdict.points)} for verdict in verdicts],
@@ -104,6 +106,18 @@ def _accuracies(summary: dict[str, Any]) -> dict[str, Any]:
                 passed = (f"{each['pass_at'][k]:.1%}" if each else "–" for each in (result, then))
                 rows.append([f"{level}, {decoding}, pass@{k}", *passed])
     return {"head": ["accuracy [95 % interval]", "before", "after"], "rows": rows}
+
+
+def _evaluation(folder: Path) -> dict[str, Any] | None:
+    """What `opo-trl evaluate` measured, if it has been run."""
+    content = read_evaluation(folder)
+    if not content:
+        return None
+    shown, then = described(content), content.get("optimizer_steps")
+    if then != steps_trained(folder):
+        when = "before the run ended" if then is None else f"after {then:,} optimizer steps"
+        shown["sentences"].insert(0, f"Measured {when}: run `opo-trl evaluate` again.")
+    return shown
 
 
 def _interval(result: dict[str, Any] | None) -> str:

@@ -110,6 +110,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
     @takes_what_grpo_takes(RolloutConfig)
     def __init__(self, model, reward_funcs=None, args: RolloutConfig | None = None, *further, **named):
+        trl_contract.check_replaced()
         args = self._checked_args(model, args, quantized=named.get("quantization_config") is not None)
         super().__init__(model, reward_list(reward_funcs), args, *further, **named)
         self._check_dataset()
@@ -184,7 +185,9 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
         Raises:
             `ValueError`: the checkpoint is not complete, or lies inside a rollout that is cut differently in this run.
+            `ImportError`: another package has replaced TRL's trainer since this one was made.
         """
+        trl_contract.check_replaced()
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         if found is not None:
             self.check_resumable(found)

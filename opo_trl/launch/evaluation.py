@@ -1,0 +1,551 @@
+"""
+Evaluate a trained model with lm-eval, next to our own accuracy and pass@k on the same problems.
+
+    opo-trl evaluate runs/qwen3 --tasks gsm8k,math [--data gsm8k=FOLDER] [--limit 200] [--samples 8]
+
+MODEL is the folder of a run, of a model or of a LoRA adapter, an id on the Hub, or `arithmetic`, the embedded model.
+lm-eval generates with its own prompts and scores by its own rules. Our side asks as in training (prompt style,
+instruction, arguments of the chat template, completion length and sampling are the run's) and scores with our reward.
+Both use the same engine. What the numbers mean, and why they differ: `docs/evaluating.md`.
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from trl import GRPOConfig
+
+from ..checks import paths
+from ..checks.errors import report_error
+from ..data import INSTRUCTION
+from ..data.arithmetic import arithmetic_reward, base_model_path
+from ..evaluate import Evaluation
+from ..report.evaluation import REASONS, markdown, read_evaluation, steps_trained, write_evaluation
+from ..report.run_folder import SETTINGS, environment, is_run
+from ..report.run_report import write_report
+from ..rewards.accuracy import accuracy_reward
+from ..rewards.boxes import final_answer
+from ..rewards.scoring import IsolatedReward
+from . import harness
+from .harness import Verdict
+from .preflight import check_model, load_tokenizer
+
+
+_SEED = 0  # of our samples
+_BATCH, _LENGTH = 8, 1024  # without a run
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model to evaluate: a folder or Hub id, maybe an adapter for it, and the settings of the run that made it."""
+
+    name: str
+    model: str
+    adapter: str | None
+    tokenizer: str
+    settings: Mapping[str, Any]
+
+    @property
+    def rank(self) -> int | None:
+        """Rank of the adapter."""
+        return _read_json(Path(self.adapter) / "adapter_config.json").get("r") if self.adapter else None
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How our side asks: as the run did, unless the command line says otherwise."""
+
+    style: str
+    instruction: str
+    template: Mapping[str, Any]
+    length: int
+    sampling: Mapping[str, Any]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point of `opo-trl evaluate`; returns the exit status."""
+    parser = _make_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        _evaluate(arguments)
+    except (ValueError, ImportError) as error:
+        return report_error(parser.prog, error, debug=arguments.debug)
+    return 0
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="opo-trl evaluate",
+        description="Evaluate a model with lm-eval, next to our own accuracy and pass@k on the same problems.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder of a run, model or adapter; Hub id; or arithmetic")
+    parser.add_argument("--tasks", required=True, help="gsm8k, math, arithmetic, or names of lm-eval, with commas")
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="TASK=PATH",
+        help="read a task's data from a file, or a folder with train.jsonl and test.jsonl, instead of the Hub",
+    )
+    parser.add_argument("--limit", type=int, help="only the first LIMIT problems of each task (default: all)")
+    parser.add_argument("--samples", type=int, default=4, help="our completions per problem (default: 4)")
+    parser.add_argument("--k", type=int, nargs="+", help="pass@k to report (default: 1, 2, 4 … up to --samples)")
+    parser.add_argument("--num_fewshot", type=int, help="examples in lm-eval's prompt (default: the task's)")
+    parser.add_argument("--prompt_style", choices=("chat", "plain"), help="default: the run's")
+    parser.add_argument("--max_completion_length", type=int, help=f"in tokens (default: the run's, or {_LENGTH})")
+    parser.add_argument("--batch_size", type=int, help=f"with --backend hf (default: the run's, or {_BATCH})")
+    parser.add_argument("--backend", choices=("hf", "vllm"), default="hf", help="what generates (default: hf)")
+    parser.add_argument("--base_model", help="model of an adapter, if it is not where the adapter says")
+    parser.add_argument("--output", type=Path, help="folder for the results (default: MODEL, if it is a folder)")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    names = _check_numbers(arguments)
+    output = _output(arguments)
+    subject = find_model(arguments.model, arguments.base_model)
+    check_installed(arguments.backend, adapter=subject.adapter is not None)
+    data = _data(arguments.data, names)
+    harness.check_names(names)
+    config = check_model("MODEL", subject.model, revision=None, trust_remote_code=False, pickled=False)
+    tokenizer = load_tokenizer(subject.tokenizer, revision=None, trust_remote_code=False)
+    asking = _asking(arguments, subject.settings, tokenizer)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and asking.length >= context:
+        raise ValueError(
+            f"max_completion_length={asking.length} leaves no room for a prompt: the model's context has {context} "
+            "tokens. Set `--max_completion_length` to less."
+        )
+    loaded = _load_tasks(names, data, subject.settings, arguments.num_fewshot)
+    batch_size = arguments.batch_size or subject.settings.get("per_device_eval_batch_size") or _BATCH
+    lm = harness.load_model(
+        subject.model,
+        subject.adapter,
+        subject.tokenizer,
+        backend=arguments.backend,
+        batch_size=batch_size,
+        template=asking.template if asking.style == "chat" else {},
+        rank=subject.rank,
+        ends_thinking="</think>" in tokenizer.get_vocab(),
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    measured, written = {}, []
+    for name, tasks in loaded.items():
+        reward = _Reward(name == harness.EMBEDDED)
+        for theirs, task in tasks.items():
+            how = {"limit": arguments.limit, "num_fewshot": arguments.num_fewshot, "length": asking.length}
+            how |= {"samples": arguments.samples, "ks": _ks(arguments), "batch_size": batch_size}
+            entry = measure(lm, task, asking, reward, **how)
+            entry["settings"] |= {
+                "lm_eval_task": theirs,
+                "lm_eval_version": version("lm_eval"),
+                "backend": arguments.backend,
+                "data": str(data[name]) if name in data else None,
+                "limit": arguments.limit,
+            }
+            label = name if len(tasks) == 1 else theirs
+            measured[label] = entry
+            written = _add(output, subject, {label: entry})  # at once: the next task may take hours, or fail
+        reward.close()
+    print(markdown({"model": subject.name, "tasks": measured}))
+    print(*written, sep="\n")
+
+
+def _add(output: Path, subject: Subject, tasks: Mapping[str, Any]) -> list[Path]:
+    """Add tasks to the files of an evaluation, unless they are of another model; returns the paths of all files."""
+    about = {"model": subject.name, "optimizer_steps": steps_trained(Path(subject.name))}
+    earlier = read_evaluation(output)
+    if earlier and all(earlier.get(name) == value for name, value in about.items()):
+        tasks = {**earlier["tasks"], **tasks}
+    written = write_evaluation(output, {**about, "environment": environment(), "tasks": tasks})
+    return [*written, write_report(output)] if is_run(output) else written
+
+
+# Before anything starts
+
+
+def _check_numbers(arguments: argparse.Namespace) -> list[str]:
+    """Check what needs no library; the names of the tasks."""
+    names = [name.strip() for name in arguments.tasks.split(",")]
+    if not all(names):
+        raise ValueError(f"--tasks {arguments.tasks!r} has an empty name. Name tasks: `--tasks gsm8k,math`.")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"--tasks {arguments.tasks} names {name!r} twice. Remove one of them.")
+    for name in ("limit", "samples", "max_completion_length", "batch_size"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value} is not allowed. Set it to a positive number.")
+    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
+        raise ValueError(f"--num_fewshot {arguments.num_fewshot} is not allowed. Set it to 0 or more.")
+    for k in arguments.k or ():
+        if not 1 <= k <= arguments.samples:
+            raise ValueError(
+                f"--k {k} is not possible with --samples {arguments.samples}. Set `--k` to numbers from 1 to that, or "
+                "raise `--samples`."
+            )
+    return names
+
+
+def _ks(arguments: argparse.Namespace) -> list[int]:
+    return sorted(set(arguments.k or [2**i for i in range(arguments.samples.bit_length())]))
+
+
+def _output(arguments: argparse.Namespace) -> Path:
+    """Folder for the results; it can be written, and what it holds of an earlier evaluation can be read."""
+    output = arguments.output
+    if output is None:
+        output = Path(arguments.model)
+        if not output.is_dir():
+            raise ValueError(
+                f"MODEL={arguments.model!r} is not a folder, so there is no place for the results. Set `--output` to "
+                "a folder; or, if MODEL should be one, correct its path."
+            )
+    paths.check_name("output", output)
+    paths.check_folder("output", output)
+    read_evaluation(output)
+    return output
+
+
+def find_model(name: str, base_model: str | None = None) -> Subject:
+    """
+    Find the model in a folder, its base model if it is an adapter, and the settings of the run that made it.
+
+    Raises:
+        `ValueError`: the folder has no model, or an adapter no base model.
+    """
+    paths.check_name("MODEL", name)
+    folder = Path(name)
+    with paths.readable("MODEL", name):
+        is_folder = folder.is_dir()
+        is_adapter = is_folder and (folder / "adapter_config.json").is_file()
+    if base_model is not None and not is_adapter:
+        raise ValueError(f"--base_model {base_model} has no effect: MODEL={name!r} is not an adapter. Remove it.")
+    if name == harness.EMBEDDED and not is_folder:
+        return Subject(name, base_model_path(), None, base_model_path(), {"prompt_style": "plain"} | _short())
+    if not is_folder:
+        return Subject(name, name, None, name, {})
+    near = folder.resolve().parent if folder.resolve().name.startswith("checkpoint-") else folder
+    settings = _read_json(near / SETTINGS)
+    if is_adapter:
+        model = base_model or _read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        if not model or (not Path(model).is_dir() and (model.startswith(("/", ".", "~")) or model.count("/") > 1)):
+            raise ValueError(
+                f"MODEL={name!r} is an adapter for the model {model!r}, which does not exist here. Set `--base_model` "
+                "to that model's folder or Hub id."
+            )
+        tokenizer = name if (folder / "tokenizer_config.json").is_file() else model
+        return Subject(name, model, name, tokenizer, settings)
+    if not (folder / "config.json").is_file():
+        checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+        hint = "Pass the folder of a model, which has a config.json."
+        if checkpoints:
+            hint = f"Its run has not finished: pass its last checkpoint, {str(checkpoints[-1])!r}."
+        raise ValueError(f"MODEL={name!r} holds no model. {hint}")
+    return Subject(name, name, None, name, settings)
+
+
+def _short() -> dict[str, Any]:
+    """The embedded model's context has 128 tokens, and its completions at most 20."""
+    return {"max_completion_length": 32, "per_device_eval_batch_size": 100}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        with paths.readable("MODEL", path):
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+        raise ValueError(f"MODEL: {str(path)!r} is not a JSON object: {error}. Restore that file.") from error
+
+
+def check_installed(backend: str, *, adapter: bool) -> None:
+    """Check that the packages are installed that an evaluation needs."""
+    for asked, package, needs, install in (
+        ("`opo-trl evaluate`", "lm_eval", True, "'opo_trl[evaluate]'"),
+        ("--backend vllm", "vllm", backend == "vllm", "'opo_trl[vllm]'"),
+        ("MODEL is an adapter, which", "peft", adapter, "'opo_trl[peft]'"),
+    ):
+        if needs and find_spec(package) is None:
+            raise ValueError(f"{asked} needs {package}, which is not installed. `pip install {install}`.")
+
+
+def _data(given: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
+    """Task → file or folder of its data."""
+    data: dict[str, Path] = {}
+    for entry in given:
+        name, sign, path = entry.partition("=")
+        if not sign or not path:
+            raise ValueError(f"--data {entry!r} names no path. Write it as `--data gsm8k=FOLDER`.")
+        reasons = {
+            "is not in `--tasks`": name not in names,
+            "has its data embedded": name == harness.EMBEDDED,
+            "has two `--data`": name in data,
+        }
+        for why in (why for why, holds in reasons.items() if holds):
+            raise ValueError(f"--data {entry}: task {name!r} {why}. Remove it.")
+        paths.check_name("data", path)
+        with paths.readable("data", path):
+            if not Path(path).exists():
+                raise ValueError(f"--data {entry}: {path!r} does not exist. Pass an existing file or folder.")
+        data[name] = Path(path)
+    return data
+
+
+def _asking(arguments: argparse.Namespace, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Asking:
+    style = arguments.prompt_style or settings.get("prompt_style")
+    if style not in ("chat", "plain"):  # unknown, or the data's own prompts
+        style = "chat" if tokenizer.chat_template else "plain"
+    if style == "chat" and not tokenizer.chat_template:
+        raise ValueError(
+            f"prompt_style='chat' is impossible: the tokenizer of MODEL={arguments.model!r} has no chat template. Set "
+            "`--prompt_style plain`, or put a chat_template.jinja there."
+        )
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    fields = GRPOConfig.__dataclass_fields__
+    sampling = {name: settings[name] if name in settings else fields[name].default for name in names}
+    return Asking(
+        style=style,
+        instruction=settings.get("instruction", INSTRUCTION),
+        template=settings.get("chat_template_kwargs") or {},
+        length=arguments.max_completion_length or settings.get("max_completion_length") or _LENGTH,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+    )
+
+
+def _load_tasks(
+    names: Sequence[str], data: Mapping[str, Path], settings: Mapping[str, Any], num_fewshot: int | None
+) -> dict[str, dict[str, Any]]:
+    """Task → lm-eval's tasks of that name. The embedded problems have the levels that the run reported, if any."""
+    levels, seed = None, settings.get("subset_seed", 42)
+    if settings.get("dataset_name") == harness.EMBEDDED:
+        fields = ("report_levels", "validation_levels", "levels")
+        levels = next((settings[name] for name in fields if settings.get(name)), None)
+    options = {"levels": levels, "seed": seed, "num_fewshot": num_fewshot}
+    loaded = {name: harness.load_task(name, data=data.get(name), **options) for name in names}
+    _check_shots(loaded, data, num_fewshot)
+    return loaded
+
+
+def _check_shots(loaded: Mapping[str, Mapping[str, Any]], data: Mapping[str, Path], num_fewshot: int | None) -> None:
+    """Examples in a prompt must not come from the problems that are evaluated."""
+    for name, path in data.items():
+        for task in loaded[name].values():
+            shots, fixed = task.get_config("num_fewshot") or 0, task.get_config("fewshot_config")
+            shots = num_fewshot if num_fewshot is not None and shots else shots
+            if path.is_file() and shots and not (fixed and fixed.samples):
+                raise ValueError(
+                    f"--data {name}={path} is one file, the problems, but the task's prompt has {shots} examples from "
+                    "the training split. Pass a folder with both, or set `--num_fewshot 0`."
+                )
+
+
+# The measurement
+
+
+class _Reward:
+    """Our reward for the problems of a task: for the embedded one its own, otherwise `accuracy_reward`, isolated."""
+
+    def __init__(self, embedded: bool):
+        self.name = "arithmetic_reward" if embedded else "accuracy_reward"
+        self.needs_box = not embedded
+        self._isolated = None if embedded else IsolatedReward(accuracy_reward)
+        self.function: Callable[..., list[float | None]] = self._isolated or arithmetic_reward
+
+    def __call__(self, completions: Sequence[str], solutions: Sequence[str]) -> list[float | None]:
+        return self.function(completions=list(completions), solution=list(solutions))
+
+    def close(self) -> None:
+        if self._isolated is not None:
+            self._isolated.close()
+
+
+def problem_of(doc: Mapping[str, Any]) -> tuple[str, str] | None:
+    r"""
+    Problem and solution in a row of a task's dataset; `None` if its columns are not those of MATH or GSM8K.
+
+    The solution is in the column `solution`, or is the column `answer`: all of it, or what follows `####`.
+    """
+    if isinstance(doc.get("problem"), str) and isinstance(doc.get("solution"), str):
+        return doc["problem"], doc["solution"]
+    answer = doc.get("answer")
+    if isinstance(doc.get("problem"), str) and isinstance(answer, str | int):
+        return doc["problem"], str(answer)
+    if isinstance(doc.get("question"), str) and isinstance(answer, str) and "####" in answer:
+        return doc["question"], answer.rpartition("####")[2].strip().replace(",", "")
+    return None
+
+
+def measure(
+    lm: Any,
+    task: Any,
+    asking: Asking,
+    reward: _Reward,
+    *,
+    samples: int,
+    ks: Sequence[int],
+    limit: int | None,
+    num_fewshot: int | None,
+    length: int,
+    batch_size: int,
+) -> dict[str, Any]:
+    """lm-eval's scores of a task and ours on the same problems, and how far they agree: an entry of the JSON."""
+    how = {"limit": limit, "num_fewshot": num_fewshot, "length": length, "batch_size": batch_size}
+    about, verdicts = harness.score(lm, task, chat=asking.style == "chat", **how)
+    first = next(iter(verdicts.values()))
+    entry: dict[str, Any] = {
+        "settings": {
+            "prompt_style": asking.style,
+            "instruction": asking.instruction,
+            "chat_template_kwargs": dict(asking.template) if asking.style == "chat" else {},
+            "max_completion_length": length,
+            "num_fewshot": about["num_fewshot"],
+            "lm_eval_task_version": about["version"],
+            "lm_eval_decoding": "sampled" if about["sampled"] else "greedy" if about["generates"] else "likelihood",
+            "problems": len(first),
+            "prompts_cut": harness.count_cut(lm, [verdict.prompt for verdict in first], length),
+            "samples": samples,
+            "sampling": dict(asking.sampling),
+        },
+        "lm_eval": [
+            {"metric": metric, "filter": name, **harness.summarize([verdict.right for verdict in found])}
+            for (metric, name), found in verdicts.items()
+        ],
+    }
+    problems = [problem_of(verdict.doc) for verdict in first]
+    if not about["generates"] or None in problems:
+        what = "compares likelihoods" if not about["generates"] else "has no columns problem and solution"
+        entry["settings"]["not_ours"] = f"the task {what}"
+        return entry
+
+    known = [problem for problem in problems if problem is not None]
+    solutions = [solution for _, solution in known]
+    prompts = [_prompt(lm, problem, asking) for problem, _ in known]
+    entry["settings"]["our_prompts_cut"] = harness.count_cut(lm, prompts, length)
+    greedy = harness.generate(lm, prompts, {"do_sample": False, "temperature": 0.0, "max_gen_toks": length})
+    torch.manual_seed(_SEED)
+    repeated = [prompt for prompt in prompts for _ in range(samples)]
+    drawn = harness.generate(lm, repeated, {"do_sample": True, "max_gen_toks": length, **asking.sampling})
+    ours = _result(prompts, greedy, reward(greedy, solutions))
+    several = _result(repeated, drawn, reward(drawn, [s for s in solutions for _ in range(samples)]), samples)
+    entry["opo_trl"] = {
+        "reward": reward.name,
+        "greedy": ours.summary(),
+        "sampled": several.summary(),
+        "pass_at": {
+            str(k): dict(zip(("low", "high"), several.pass_at_interval(k), strict=True), score=several.pass_at(k))
+            for k in ks
+        },
+    }
+    chosen = _to_compare(verdicts)
+    if chosen is not None:
+        theirs = verdicts[chosen]
+        rescored = harness.rescore(task, greedy, **how)[chosen]
+        again = reward([verdict.completion for verdict in theirs], solutions)
+        rows = [
+            _row(index, reward, *row, several.samples[index * samples : (index + 1) * samples])
+            for index, row in enumerate(zip(known, theirs, again, ours.samples, rescored, strict=True))
+        ]
+        counts = Counter(row["reason"] for row in rows)
+        entry["agreement"] = {
+            "metric": chosen[0],
+            "filter": chosen[1],
+            "problems": len(rows),
+            "same": counts[None],
+            "same_completion": sum(row["lm_eval"]["completion"] == row["opo_trl"]["completion"] for row in rows),
+            "reasons": {reason: counts[reason] for reason in REASONS},
+        }
+        entry["samples"] = rows
+    return entry
+
+
+def _prompt(lm: Any, problem: str, asking: Asking) -> str:
+    """As `data.to_prompts` asks, and as text, with the chat template applied."""
+    if asking.style == "plain":
+        return problem
+    return lm.apply_chat_template([{"role": "user", "content": f"{problem}\n\n{asking.instruction}"}])
+
+
+def _result(
+    prompts: Sequence[str], completions: Sequence[str], rewards: Sequence[float | None], per_problem: int = 1
+) -> Evaluation:
+    scored = [reward for reward in rewards if reward is not None]
+    return Evaluation(
+        correct=sum(reward >= 1.0 for reward in scored),
+        scored=len(scored),
+        unscorable=len(rewards) - len(scored),
+        samples=[
+            {"prompt": prompt, "completion": completion, "reward": reward}
+            for prompt, completion, reward in zip(prompts, completions, rewards, strict=True)
+        ],
+        per_problem=per_problem,
+    )
+
+
+def _to_compare(verdicts: Mapping[tuple[str, str], Sequence[Verdict]]) -> tuple[str, str] | None:
+    """Metric and filter to compare with our reward: the last and most lenient; `None` if it is no verdict."""
+    last = list(verdicts)[-1][1]
+    metrics = [metric for metric, name in verdicts if name == last]
+    metric = "math_verify" if "math_verify" in metrics else metrics[0]
+    chosen = (metric, last)
+    return chosen if {float(verdict.right) for verdict in verdicts[chosen]} <= {0.0, 1.0} else None
+
+
+def _row(
+    index: int,
+    reward: _Reward,
+    problem: tuple[str, str],
+    theirs: Verdict,
+    again: float | None,
+    ours: Mapping[str, Any],
+    rescored: Verdict,
+    sampled: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Both verdicts on a problem, each rule's verdict on the other's completion, and why they differ."""
+    right, mine = bool(theirs.right), _judged(ours["reward"])
+    row: dict[str, Any] = {
+        "problem": index,
+        "text": problem[0],
+        "target": theirs.target,
+        "lm_eval": {
+            "right": right,
+            "answer": theirs.answer,
+            "completion": theirs.completion,
+            "right_by_our_reward": _judged(again),
+        },
+        "opo_trl": {
+            "right": mine,
+            "completion": ours["completion"],
+            "right_by_lm_eval": bool(rescored.right),
+            "sampled_right": sum(bool(_judged(each["reward"])) for each in sampled),
+        },
+    }
+    row["reason"] = None if right is mine else _reason(mine, rescored, reward.needs_box)
+    return row
+
+
+def _judged(reward: float | None) -> bool | None:
+    return None if reward is None else reward >= 1.0
+
+
+def _reason(mine: bool | None, rescored: Verdict, needs_box: bool) -> str:
+    """A key of `REASONS`, from the verdicts of our reward and of lm-eval on our completion."""
+    if mine is None:
+        return "unscored"
+    if bool(rescored.right) is mine:
+        return "prompt"
+    if needs_box and final_answer(rescored.completion.rpartition("</think>")[2]) is None:
+        return "no box"
+    if rescored.answer == "[invalid]":
+        return "no match"
+    return "rule" if rescored.answer == rescored.completion else "notation"

@@ -1,0 +1,350 @@
+"""
+What `opo-trl evaluate` takes from lm-eval, EleutherAI's evaluation harness: its tasks, models and scores.
+
+Only lm-eval's documented interface is used: `TaskManager`, `simple_evaluate`, `Instance`, the model classes, and task
+files that include another one. It is an extra, so it is imported where it is used.
+"""
+
+import difflib
+import functools
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+from datasets import Dataset, DatasetDict
+
+from ..checks.blame import LIBRARY_ERRORS
+from ..data.arithmetic import make_problems
+from ..evaluate import wilson_interval
+
+
+if TYPE_CHECKING:
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
+
+# Our name of a task → lm-eval's; every other name is lm-eval's own.
+ALIASES = {"math": "hendrycks_math500"}
+EMBEDDED = "arithmetic"  # made here, from the embedded problems; lm-eval's tag of that name has other tasks
+_ENDINGS = {".jsonl": "json", ".jsonl.gz": "json", ".json": "json", ".parquet": "parquet"}
+_SPLITS = ("train", "validation", "test")
+
+# As `arithmetic_reward`: everything after the last `=` of the completion is the answer.
+_ARITHMETIC = {
+    "task": "arithmetic_embedded",
+    "test_split": "test",
+    "output_type": "generate_until",
+    "doc_to_text": "{{problem}}",
+    "doc_to_target": "{{solution.split('=')[-1]}}",
+    "generation_kwargs": {"until": ["\n"], "do_sample": False},
+    "filter_list": [
+        {"name": "answer", "filter": [{"function": "regex", "regex_pattern": "([^=]*)$"}, {"function": "take_first"}]}
+    ],
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    "num_fewshot": 0,
+    "metadata": {"version": 1.0},
+}
+
+# They repeat what was asked for here.
+for _name in ("lm_eval.evaluator", "lm_eval.api.task", "lm_eval.config.task", "lm_eval.tasks"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """
+    lm-eval's judgement of one problem.
+
+    Args:
+        doc (`dict`): the problem's row.
+        prompt (`str`): what the model was asked.
+        target (`str`): its gold answer.
+        completion (`str`): what the model wrote.
+        answer (`str`): what the task's filter takes from it.
+        right (`float`): the metric.
+    """
+
+    doc: dict[str, Any]
+    prompt: str
+    target: str
+    completion: str
+    answer: str
+    right: float
+
+
+@functools.cache
+def _manager(defaults: bool) -> "TaskManager":
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=defaults)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """
+    Check that lm-eval has each task.
+
+    Raises:
+        `ValueError`: names the unknown task, and the nearest known one.
+    """
+    for name in names:
+        if name == EMBEDDED:
+            continue
+        known = _manager(True).all_tasks
+        if ALIASES.get(name, name) not in known:
+            near = difflib.get_close_matches(name, [EMBEDDED, *ALIASES, *known], n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else "`lm_eval ls tasks` lists them."
+            raise ValueError(f"--tasks {name}: lm-eval {version('lm_eval')} has no task {name!r}. {hint}")
+
+
+def load_task(
+    name: str, *, data: Path | None, levels: Sequence[str] | None, seed: int, num_fewshot: int | None
+) -> dict[str, Any]:
+    """
+    Load a task with its data; a group or tag is several tasks.
+
+    Args:
+        name (`str`):
+            `"arithmetic"`, a key of [`ALIASES`], or a name of lm-eval.
+        data (`Path`, *optional*):
+            File or folder to read instead of the Hub; see [`_from_files`].
+        levels (`list[str]`, *optional*), seed (`int`):
+            Levels of the embedded problems, and the seed that shuffles them. Others stay in the order of their data.
+        num_fewshot (`int`, *optional*):
+            Examples in the prompt instead of the task's own number.
+
+    Raises:
+        `ValueError`: the task or its data cannot be loaded.
+    """
+    theirs = ALIASES.get(name, name)
+    manager = _manager(name != EMBEDDED)
+    with TemporaryDirectory() as folder:
+        spec: Any = theirs
+        if name == EMBEDDED:
+            problems = Dataset.from_list(make_problems("test", levels)).shuffle(seed=seed)
+            spec = {**_ARITHMETIC, "custom_dataset": lambda **_: DatasetDict(test=problems)}
+        elif data is not None:
+            spec = str(_from_files(name, data, Path(folder), num_fewshot))
+        try:
+            tasks = manager.load([spec])["tasks"]
+        except Exception as error:  # a task's own code may raise anything
+            raise ValueError(_why(name, data, error)) from error
+    check_kind(name, tasks)
+    return tasks
+
+
+def check_kind(name: str, tasks: Mapping[str, Any]) -> None:
+    """
+    Check that tasks only need a model that reads and writes text.
+
+    Raises:
+        `ValueError`: one has images, or runs the code that the model writes.
+    """
+    for theirs, task in tasks.items():
+        for attribute, what in (("UNSAFE_CODE", "runs the code that the model writes"), ("MULTIMODAL", "has images")):
+            if getattr(task, attribute, False):
+                raise ValueError(
+                    f"--tasks {name}: lm-eval's task {theirs!r} {what}, which this command does not do. Use `lm_eval` "
+                    "itself."
+                )
+
+
+def _why(name: str, data: Path | None, error: Exception) -> str:
+    said = (str(error).strip() or type(error).__name__).rstrip(".")
+    if "lm-eval[math]" in said:
+        return (
+            f"--tasks {name} needs antlr4-python3-runtime 4.11, with which our reward cannot read `50\\%`. Use "
+            "`math`, or run `lm_eval` in an environment of its own."
+        )
+    if data is not None:
+        fix = "Pass files with the splits and columns of the task's dataset on the Hub"
+        return f"--data {name}={data} does not fit the task: {type(error).__name__}: {said}. {fix}."
+    return (
+        f"--tasks {name} cannot be loaded: {type(error).__name__}: {said}. Without a connection to the Hub, pass its "
+        f"data: `--data {name}=FOLDER`, a folder with files such as test.jsonl in the Hub's columns."
+    )
+
+
+def _from_files(name: str, data: Path, folder: Path, num_fewshot: int | None) -> Path:
+    """
+    Write a task file that is lm-eval's own, except that it reads local files; returns its path.
+
+    `data` is a folder with `train`, `validation` or `test`, each as `.jsonl`, `.jsonl.gz`, `.json` or `.parquet`, or
+    one such file, which is then the test split of a task without examples in the prompt.
+    """
+    theirs, manager = ALIASES.get(name, name), _manager(True)
+    if theirs not in manager.all_subtasks:
+        raise ValueError(f"--data {name}={data}: {theirs!r} is a group of tasks. Name one of its tasks in `--tasks`.")
+    config: dict[str, Any] = {"include": str(manager.task_index[theirs].yaml_path), "task": theirs}
+    files: dict[str, Path] = {}
+    if data.is_dir():
+        for split in _SPLITS:
+            if there := [path for end in _ENDINGS if (path := data / f"{split}{end}").is_file()]:
+                files[split] = there[0]
+    else:
+        files = {"test": data}
+        config |= {"test_split": "test", "training_split": None, "validation_split": None, "fewshot_split": None}
+        config |= {"num_fewshot": 0} if num_fewshot == 0 else {}
+    if not files:
+        wanted = ", ".join(f"test{end}" for end in _ENDINGS)
+        raise ValueError(f"--data {name}={data} has none of {wanted}. Put the task's test split there.")
+    builders = {_builder(path) for path in files.values()}
+    if None in builders or len(builders) > 1:
+        raise ValueError(
+            f"--data {name}={data}: {', '.join(path.name for path in files.values())} cannot be read together. "
+            f"Convert them to one of {', '.join(_ENDINGS)}."
+        )
+    config |= {
+        "dataset_path": builders.pop(),
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {split: str(path.resolve()) for split, path in files.items()}},
+    }
+    path = folder / f"{theirs}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def _builder(path: Path) -> str | None:
+    return next((builder for end, builder in _ENDINGS.items() if path.name.endswith(end)), None)
+
+
+def load_model(
+    model: str,
+    adapter: str | None,
+    tokenizer: str,
+    *,
+    backend: str,
+    batch_size: int,
+    template: Mapping[str, Any],
+    rank: int | None,
+    ends_thinking: bool,
+) -> "LM":
+    """
+    Load a model with lm-eval's class for the backend, `"hf"` or `"vllm"`.
+
+    `template` are arguments of the chat template. With `ends_thinking`, lm-eval reads only what follows `</think>`.
+
+    Raises:
+        `ValueError`: it cannot be loaded.
+    """
+    from lm_eval.api.registry import get_model
+
+    options: dict[str, Any] = {"pretrained": model, "tokenizer": tokenizer}
+    if ends_thinking:
+        options["think_end_token"] = "</think>"
+    thinking = template.get("enable_thinking")
+    if backend == "hf":
+        options |= {"batch_size": batch_size, "chat_template_args": dict(template)}
+        options |= {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+        options |= {"use_safetensors": True}  # pickled weights could run code
+        options |= {"peft": adapter} if adapter else {}
+    else:
+        # This class takes `enable_thinking` only here, and loses it among the arguments of the template.
+        rest = {name: value for name, value in template.items() if name != "enable_thinking"}
+        options |= {"enable_thinking": thinking, "chat_template_args": rest, "batch_size": "auto"}
+        options |= {"lora_local_path": adapter, "max_lora_rank": max(rank or 0, 16)} if adapter else {}
+    try:
+        return get_model(backend)(**options)
+    except LIBRARY_ERRORS as error:
+        said = (str(error).strip() or type(error).__name__).rstrip(".")
+        raise ValueError(
+            f"MODEL={model!r} cannot be loaded with --backend {backend}: {type(error).__name__}: {said}. `--debug` "
+            "shows where."
+        ) from error
+
+
+def score(
+    lm: "LM", task: Any, *, limit: int | None, num_fewshot: int | None, chat: bool, length: int, batch_size: int
+) -> tuple[dict[str, Any], dict[tuple[str, str], list[Verdict]]]:
+    """
+    Have lm-eval generate and score a task with its own prompts.
+
+    Returns:
+        `tuple`: lm-eval's description of the task, and the verdicts of each metric and filter, in the order of the
+        problems.
+    """
+    from lm_eval import simple_evaluate
+
+    generates = task.OUTPUT_TYPE == "generate_until"
+    results = simple_evaluate(
+        model=lm,
+        tasks=[task],
+        limit=limit,
+        num_fewshot=num_fewshot,
+        batch_size=batch_size,
+        apply_chat_template=chat,
+        gen_kwargs={"max_gen_toks": length} if generates else None,
+        task_manager=_manager(False),
+        bootstrap_iters=0,
+    )
+    name = task.task_name
+    verdicts: dict[tuple[str, str], list[Verdict]] = {}
+    for sample in sorted(results["samples"][name], key=lambda sample: sample["doc_id"]):
+        for metric in sample["metrics"]:
+            answer = sample["filtered_resps"][0]
+            verdict = Verdict(
+                doc=sample["doc"],
+                prompt=str(sample["arguments"][0][0]),
+                target=str(sample["target"]),
+                completion=sample["resps"][0][0] if generates else str(sample["resps"]),
+                answer=str(answer[0] if isinstance(answer, list) and answer else answer),
+                right=sample[metric],
+            )
+            verdicts.setdefault((metric, sample["filter"]), []).append(verdict)
+    config = results["configs"][name]
+    about = {
+        "num_fewshot": results["n-shot"][name],
+        "version": results["versions"].get(name),
+        "generates": generates,
+        "sampled": generates and bool((config.get("generation_kwargs") or {}).get("do_sample")),
+    }
+    return about, verdicts
+
+
+def rescore(task: Any, completions: Sequence[str], **options: Any) -> dict[tuple[str, str], list[Verdict]]:
+    """lm-eval's verdicts on given completions, one per problem: of a model that answers with them."""
+    from lm_eval.api.model import LM
+
+    class Replay(LM):
+        def generate_until(self, requests, disable_tqdm=False):
+            return [completions[request.doc_id] for request in requests]
+
+        def loglikelihood(self, requests, disable_tqdm=False):
+            raise NotImplementedError
+
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            raise NotImplementedError
+
+    return score(Replay(), task, chat=False, **options)[1]
+
+
+def generate(lm: "LM", prompts: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    """Completions of prompts, by the same engine that serves lm-eval's tasks; `options` are `generation_kwargs`."""
+    from lm_eval.api.instance import Instance
+
+    requests = [
+        Instance("generate_until", doc={}, arguments=(prompt, {"until": [], **options}), idx=index)
+        for index, prompt in enumerate(prompts)
+    ]
+    return lm.generate_until(requests)
+
+
+def count_cut(lm: "LM", prompts: Sequence[str], length: int) -> int:
+    """How many prompts leave no room for `length` tokens in the context: lm-eval cuts them on the left."""
+    context = getattr(lm, "max_length", None)  # a scripted model has none
+    return sum(len(lm.tok_encode(prompt)) > context - length for prompt in prompts) if context else 0
+
+
+def summarize(values: Sequence[float]) -> dict[str, Any]:
+    """Mean of a metric over problems with its 95 % interval: Wilson's if it is right or wrong, otherwise none."""
+    numbers = [float(value) for value in values if isinstance(value, bool | int | float) or hasattr(value, "item")]
+    if len(numbers) < len(values) or not numbers:  # such as the counts that perplexity is made of
+        return {"score": math.nan, "low": None, "high": None, "problems": len(values)}
+    mean, binary = sum(numbers) / len(numbers), set(numbers) <= {0.0, 1.0}
+    low, high = wilson_interval(int(sum(numbers)), len(numbers)) if binary else (None, None)
+    return {"score": mean, "low": low, "high": high, "problems": len(numbers)}

@@ -1,0 +1,132 @@
+"""
+The evaluation of a model by `opo-trl evaluate`: its files, table and sentences.
+
+    evaluation.json      scores of lm-eval and our own with intervals, and both verdicts on each problem, by task
+    evaluation.md        the table, and what the agreement says
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .run_folder import SUMMARY, read_json, write_json
+
+
+EVALUATION, EVALUATION_TABLE = "evaluation.json", "evaluation.md"
+
+# Why lm-eval and our reward judge a problem differently → what that means. "prompt": lm-eval's rule gives our
+# completion the verdict of our reward, so only the completions differ; otherwise the rules differ on our completion.
+REASONS = {
+    "prompt": "the completions differ; lm-eval's rule judges ours as our reward does",
+    "no box": r"lm-eval takes an answer from our completion, in which our reward finds none in `\boxed{}`",
+    "no match": "our reward finds an answer in our completion, and lm-eval's pattern finds none",
+    "notation": "both find an answer in our completion, and only one takes it for the gold answer",
+    "rule": "only one takes our completion for right; this task of lm-eval extracts and compares in one step",
+    "unscored": "our reward cannot score our completion",
+}
+
+
+def read_evaluation(folder: Path) -> dict[str, Any]:
+    """
+    Read `evaluation.json`; empty if there is none.
+
+    Raises:
+        `ValueError`: it is not the file that [`write_evaluation`] writes.
+    """
+    path = folder / EVALUATION
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        described(content)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{str(path)!r} cannot be read: {type(error).__name__}: {error}. Delete that file, and run "
+            "`opo-trl evaluate` again."
+        ) from error
+    return content
+
+
+def steps_trained(folder: Path) -> int | None:
+    """Optimizer steps of the finished run in a folder; a resumed run has more of them, and another model."""
+    return read_json(folder / SUMMARY).get("optimizer_steps")
+
+
+def write_evaluation(folder: Path, content: Mapping[str, Any]) -> list[Path]:
+    """Write `evaluation.json` and `evaluation.md`; returns their paths."""
+    write_json(folder / EVALUATION, content)
+    (folder / EVALUATION_TABLE).write_text(markdown(content), encoding="utf-8")
+    return [folder / EVALUATION, folder / EVALUATION_TABLE]
+
+
+def described(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A table with a row per score, and sentences on how each task was measured and how far the two agree."""
+    rows, sentences = [], []
+    for name, task in content["tasks"].items():
+        rows += _rows(name, task)
+        sentences.append(_how(name, task))
+        if "agreement" in task:
+            sentences += _agreement(name, task["agreement"])
+    head = ["task", "measured by", "prompt", "decoding", "problems", "score [95 % interval]"]
+    return {"table": {"head": head, "rows": rows}, "sentences": sentences}
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """The table and the sentences, as Markdown that reads as text."""
+    said = described(content)
+    table = [said["table"]["head"], *said["table"]["rows"]]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in table]
+    lines = [f"| {' | '.join(row)} |" for row in padded]
+    lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
+    sentences = [f"- {sentence}" for sentence in said["sentences"]]
+    return "\n".join([f"# Evaluation of {content['model']}", "", *lines, "", *sentences, ""])
+
+
+def _rows(name: str, task: Mapping[str, Any]) -> list[list[str]]:
+    settings, rows = task["settings"], []
+    shots = f"{settings['num_fewshot']}-shot"
+    theirs = f"{shots}, {'chat template' if settings['prompt_style'] == 'chat' else 'plain'}"
+    for score in task["lm_eval"]:
+        by = f"lm-eval: {score['metric']}" + (f", {score['filter']}" if score["filter"] != "none" else "")
+        rows.append([name, by, theirs, settings["lm_eval_decoding"], str(score["problems"]), _interval(score)])
+    if "opo_trl" in task:
+        ours, problems = task["opo_trl"], str(settings["problems"])
+        prompt = "chat template, instruction" if settings["prompt_style"] == "chat" else "plain"
+        rows.append([name, f"opo_trl: {ours['reward']}", prompt, "greedy", problems, _interval(ours["greedy"])])
+        sampled = f"{settings['samples']} sampled"
+        for k, passed in ours["pass_at"].items():
+            rows.append([name, f"opo_trl: pass@{k}", prompt, sampled, problems, _interval(passed)])
+    return rows
+
+
+def _interval(score: Mapping[str, Any]) -> str:
+    if score["low"] is None:
+        return f"{score['score']:.4g}"
+    value = score["score"] if "score" in score else score["accuracy"]
+    return f"{value:.1%} [{score['low']:.1%}, {score['high']:.1%}]"
+
+
+def _how(name: str, task: Mapping[str, Any]) -> str:
+    settings = task["settings"]
+    said = f"{name}: lm-eval {settings['lm_eval_version']}, task `{settings['lm_eval_task']}`, backend "
+    said += f"{settings['backend']}, at most {settings['max_completion_length']:,} tokens per completion"
+    if settings["chat_template_kwargs"]:
+        said += f", chat template with {json.dumps(settings['chat_template_kwargs'])}"
+    for field, whose in (("prompts_cut", "lm-eval's"), ("our_prompts_cut", "our")):
+        if settings.get(field):
+            said += f", {settings[field]} of {whose} prompts cut on the left to fit into the context"
+    if "opo_trl" not in task:
+        return f"{said}. Not measured with our reward: {settings['not_ours']}."
+    if settings["prompt_style"] == "chat":
+        said += f", our instruction “{settings['instruction']}”"
+    return f"{said}, our samples at temperature {settings['sampling']['temperature']:g}."
+
+
+def _agreement(name: str, agreement: Mapping[str, Any]) -> list[str]:
+    problems, same, reasons = agreement["problems"], agreement["same"], agreement["reasons"]
+    metric = agreement["metric"] + (f", {agreement['filter']}" if agreement["filter"] != "none" else "")
+    said = [f"{name}: lm-eval ({metric}) and our reward give {same} of {problems} problems the same verdict."]
+    said += [f"{name}, {count} × {reason}: {REASONS[reason]}." for reason, count in reasons.items() if count]
+    return said

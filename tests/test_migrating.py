@@ -1,0 +1,194 @@
+"""The pages on migrating: their fields exist, their numbers are those of a run, and their code runs as it stands."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset
+from tiny import make_tokenizer
+from trl import ModelConfig
+
+from opo_trl import OPOConfig, OPOTrainer, RolloutConfig
+from opo_trl.arguments import OPOScriptArguments
+from opo_trl.asynchronous.config import AsyncOPOConfig
+from opo_trl.launch.recipe import parse, read_recipe
+from opo_trl.launch.rewards import load_reward
+from opo_trl.train import main
+
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "migrating"
+PAGES = sorted(FOLDER.glob("*.md"))
+FIELDS = {
+    field.name
+    for kind in (OPOConfig, RolloutConfig, AsyncOPOConfig, OPOScriptArguments, ModelConfig)
+    for field in fields(kind)
+}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (FOLDER / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def rows(page: Path) -> list[list[str]]:
+    """Rows of the tables whose second column has our fields."""
+    found, ours = [], False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if not cells:
+            ours = False
+        elif cells[1] == "opo_trl":
+            ours = True
+        elif ours and set(cells[0]) != {"-"}:
+            found.append(cells)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_field_in_the_tables_exists(page):
+    table = rows(page)
+    assert len(table) > 12
+    for theirs, ours, *_ in table:
+        named = re.findall(r"`(\w+)(?::[^`]*)?`", ours)
+        assert named or ours == "–", theirs
+        assert set(named) <= FIELDS, theirs
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_values_in_the_tables_are_accepted(page, tmp_path):
+    """Each `field: value` of the middle column, in a recipe of its own."""
+    for _, ours, *_ in rows(page):
+        settings = {}
+        for text in re.findall(r"`(\w+: [^`…]+)`", ours):
+            settings |= {name: value for name, value in yaml.safe_load(text).items() if settings.get(name) is None}
+        if settings:
+            recipe = tmp_path / "recipe.yaml"
+            trainer = "grpo" if {"loss_type", "scale_rewards"} & settings.keys() else "opo"
+            base = {"trainer": trainer, "model_name_or_path": "m", "dataset_name": "d", "output_dir": str(tmp_path)}
+            recipe.write_text(yaml.safe_dump({**base, "bf16": False, "use_cpu": True, **settings}))
+            if settings.get("trainer") == "async_opo":
+                read_recipe(recipe)
+            else:
+                parse(["--config", str(recipe)])
+
+
+# verl
+
+
+def test_numbers_of_verl_are_those_of_a_run(tiny_model, tmp_path):
+    """8 prompts × 2 completions, mini-batches of 4 prompts, 2 epochs: 4 optimizer steps for 16 completions."""
+    names: dict = {}
+    exec(blocks("verl.md", "python")[0], names)
+    converted = names["from_verl"](train_batch_size=8, n=2, ppo_mini_batch_size=4, ppo_epochs=2, gpus=1, micro_batch=2)
+    assert converted["gradient_accumulation_steps"] * converted["per_device_train_batch_size"] == 4 * 2
+    args = OPOConfig(
+        output_dir=str(tmp_path),
+        **converted,
+        **{"max_steps": 8, "logging_steps": 1, "max_completion_length": 4, "use_cpu": True, "bf16": False},
+        **{"report_to": "none", "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True},
+    )
+    prompts = Dataset.from_dict({"prompt": [f"{i}+1=" for i in range(16)]})
+    trainer = OPOTrainer(tiny_model, lambda completions, **_: [float(len(c)) for c in completions], args, prompts)
+    trainer.train()
+    rollouts = [entry for entry in trainer.state.log_history if "completions/generated" in entry]
+    assert [(entry["step"], entry["completions/generated"]) for entry in rollouts] == [(1, 16), (5, 32)]
+    # The example in the text: four optimizer steps of 512 completions for a rollout of 2,048.
+    example = names["from_verl"](256, 8, 64, 1, 8, 16)
+    assert example["per_device_train_batch_size"] * example["gradient_accumulation_steps"] * 8 == 512
+    assert example["steps_per_generation"] == 4 * example["gradient_accumulation_steps"]
+
+
+def test_parquet_files_and_rewards_of_verl_train_as_they_are(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("verl_data").mkdir()
+    data = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": f"{i}+1="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i in range(8)
+    ]
+    for split in ("train", "test"):
+        Dataset.from_list(data).to_parquet(f"verl_data/{split}.parquet")
+    Path("verl_rewards.py").write_text(blocks("verl.md", "python")[1])
+    settings = {
+        **yaml.safe_load(blocks("verl.md", "yaml")[0]),
+        **{"model_name_or_path": tiny_model, "output_dir": "run", "max_steps": 1, "max_completion_length": 4},
+        **{"num_generations": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+        **{"use_cpu": True, "bf16": False, "report_to": "none", "gradient_checkpointing": False},
+    }
+    Path("recipe.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["--config", "recipe.yaml"]) == 0
+    assert "rewards/verl_reward/mean" in Path("run/log.jsonl").read_text()
+
+    reward = load_reward("verl_rewards.verl_reward")
+    columns = {name: [row[name] for row in data[:2]] for name in ("data_source", "reward_model", "extra_info")}
+    conversation = [[{"role": "assistant", "content": text}] for text in ("so 1", "so 1")]
+    assert reward(conversation, prompts=[], completion_ids=[], **columns) == [1.0, 0.0]
+    assert reward(["1", "2 "], **columns) == [1.0, 1.0]
+
+
+# open-r1
+
+
+def test_recipe_of_open_r1_can_be_read(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(blocks("open_r1.md", "yaml")[0])
+    settings, trainer = read_recipe(recipe)
+    assert trainer == "opo"
+    steps = settings["steps_per_generation"] / settings["gradient_accumulation_steps"]
+    assert steps == 4  # as its comment says
+    # bfloat16 needs a GPU, which CI lacks.
+    script, args, model, _ = parse(["--config", str(recipe), "--bf16", "false", "--use_cpu", "true"])
+    assert (script.prompt_style, args.warmup_steps, model.dtype) == ("dataset", 0.1, "bfloat16")
+
+
+def test_prompts_of_open_r1_are_saved_as_messages(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("openr1_math").mkdir()
+    source = blocks("open_r1.md", "python")[0]
+    call = 'load_dataset("open-r1/OpenR1-Math-220k", split="train")'
+    assert source.count(call) == 1
+    problems = Dataset.from_list([{"problem": "1+1?", "solution": r"\boxed{2}", "messages": "not kept"}])
+    exec(source.replace(call, "problems"), {"problems": problems})
+    (row,) = Dataset.from_parquet("openr1_math/train.parquet", cache_dir=str(tmp_path))
+    assert row.keys() == {"prompt", "solution"}
+    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
+    assert make_tokenizer().apply_chat_template(row["prompt"], tokenize=False).count("<|im_start|>") == 2
+
+
+def test_factory_of_a_reward_is_written_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my_cosine.py").write_text(blocks("open_r1.md", "python")[1])
+    reward = load_reward("my_cosine.cosine_reward")
+    completions = [[{"role": "assistant", "content": text}] for text in ("2", "2" * 1000, "3")]
+    assert reward(completions, solution=["2"] * 3) == pytest.approx([1.0, 0.5, 0.0], abs=1e-3)
+
+
+# Unsloth
+
+
+def test_script_instead_of_one_with_unsloth_trains_the_adapter(tiny_model, tmp_path):
+    source = blocks("unsloth.md", "python")[0]
+    changes = {
+        '"Qwen/Qwen3-4B"': repr(tiny_model),
+        '"qwen3-opo",': f"{str(tmp_path)!r}, use_cpu=True, bf16=False, report_to='none', save_strategy='no',",
+        "max_completion_length=1024": "max_completion_length=4",
+        "max_steps=100": "max_steps=1",
+        "accuracy_reward,": "lambda completions, **_: [float(len(c)) for c in completions],",
+        "import lambda": "import accuracy_reward",
+    }
+    for old, new in changes.items():
+        source = source.replace(old, new)
+    names = {"dataset": Dataset.from_dict({"prompt": [f"{i}+1=" for i in range(8)]})}
+    exec(source, names)
+    trainer = names["trainer"]
+    assert trainer.state.global_step == 1
+    trainable = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    assert trainable
+    assert all("lora_" in name for name in trainable)

@@ -1,0 +1,88 @@
+"""
+Unsloth replaces `trl.GRPOTrainer` when it is imported. Before or after our import, a message ends it; nothing trains.
+
+`scripts/unsloth` stands in for it: the same replacements, without the GPU.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers import environment
+
+
+SCRIPTS = Path(__file__).parent / "scripts"
+REPLACED = (
+    "ImportError: trl.GRPOTrainer has been replaced by UnslothGRPOTrainer.UnslothGRPOTrainer, as Unsloth does when it "
+    "is imported."
+)
+
+
+def run(script: str) -> subprocess.CompletedProcess:
+    """Run a script in a process that finds the stand-in under the name `unsloth`."""
+    paths = environment()
+    paths["PYTHONPATH"] = os.pathsep.join([paths["PYTHONPATH"], str(SCRIPTS)])
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=paths, capture_output=True, text=True, timeout=300)
+
+
+BEFORE = """
+from trl.trainer import grpo_config, grpo_trainer
+theirs, configuration = grpo_trainer.GRPOTrainer, grpo_config.GRPOConfig
+import unsloth, trl
+# Without the check: a rewritten parent; or, imported later, TRL's class with other functions.
+assert trl.GRPOTrainer.compute_loss is unsloth.compute_loss
+assert not issubclass(trl.GRPOTrainer, theirs)
+assert grpo_trainer.disable_gradient_checkpointing is unsloth.nothing
+assert trl.GRPOConfig is not configuration
+assert str(trl.GRPOConfig) == str(configuration)
+
+from importlib import import_module
+for module in ("opo_trl.trainer", "opo_trl.asynchronous.trainer", "opo_trl.train"):
+    try:
+        import_module(module)
+    except ImportError as error:
+        print(f"ImportError: {error}")
+from opo_trl import objective, trl_contract
+from opo_trl.rewards import accuracy_reward
+print(*trl_contract.report(), sep="\\n")
+"""
+
+
+def test_unsloth_before_us_ends_the_import_of_a_trainer():
+    done = run(BEFORE)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count(REPLACED) == 3
+    assert done.stdout.count("docs/migrating/unsloth.md says what to use instead") == 3
+    # Two entries of the contract would also have found it, with a message about the version of TRL.
+    assert "trl.GRPOTrainer._generate_and_score_completions has no parameter inputs" in done.stdout
+    assert "does not add 'prompt_ids' to a rollout" in done.stdout
+
+
+AFTER = """
+import trl
+from datasets import Dataset
+from opo_trl import OPOConfig, OPOTrainer
+
+def make():
+    options = dict(use_cpu=True, bf16=False, report_to="none", num_generations=2, per_device_train_batch_size=2)
+    data = Dataset.from_dict({{"prompt": ["1+1="] * 4}})
+    return OPOTrainer({model!r}, lambda prompts, **_: [0.0] * len(prompts), OPOConfig({folder!r}, **options), data)
+
+assert trl.GRPOTrainer in OPOTrainer.__mro__
+trainer = make()
+import unsloth
+assert trl.GRPOTrainer not in OPOTrainer.__mro__
+for attempt in (make, trainer.train):
+    try:
+        attempt()
+    except ImportError as error:
+        print(f"ImportError: {{error}}")
+"""
+
+
+def test_unsloth_after_us_ends_the_next_trainer_and_the_training_of_an_earlier_one(tiny_model, tmp_path):
+    done = run(AFTER.format(model=tiny_model, folder=str(tmp_path)))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count(REPLACED) == 2
