@@ -25,7 +25,7 @@ from trl import GRPOConfig
 
 from ..checks import paths
 from ..checks.errors import report_error
-from ..data import INSTRUCTION
+from ..data import INSTRUCTION, gym
 from ..data.arithmetic import arithmetic_reward, base_model_path
 from ..evaluate import Evaluation
 from ..report.evaluation import REASONS, markdown, read_evaluation, steps_trained, write_evaluation
@@ -303,7 +303,7 @@ def _data(given: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
 
 
 def _asking(arguments: argparse.Namespace, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Asking:
-    style = arguments.prompt_style or settings.get("prompt_style")
+    style = arguments.prompt_style or settings.get("prompt_style_used") or settings.get("prompt_style")
     if style not in ("chat", "plain"):  # unknown, or the data's own prompts
         style = "chat" if tokenizer.chat_template else "plain"
     if style == "chat" and not tokenizer.chat_template:
@@ -311,12 +311,14 @@ def _asking(arguments: argparse.Namespace, settings: Mapping[str, Any], tokenize
             f"prompt_style='chat' is impossible: the tokenizer of MODEL={arguments.model!r} has no chat template. Set "
             "`--prompt_style plain`, or put a chat_template.jinja there."
         )
+    asked = settings.get("instruction")
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     fields = GRPOConfig.__dataclass_fields__
     sampling = {name: settings[name] if name in settings else fields[name].default for name in names}
     return Asking(
         style=style,
-        instruction=settings.get("instruction", INSTRUCTION),
+        # `accuracy_reward`, which scores these tasks, cannot read the answers that reasoning-gym's instruction asks for.
+        instruction=INSTRUCTION if asked in (None, gym.INSTRUCTION) else asked,
         template=settings.get("chat_template_kwargs") or {},
         length=arguments.max_completion_length or settings.get("max_completion_length") or _LENGTH,
         sampling={name: value for name, value in sampling.items() if value is not None},
