@@ -317,7 +317,7 @@ def _asking(arguments: argparse.Namespace, settings: Mapping[str, Any], tokenize
     sampling = {name: settings[name] if name in settings else fields[name].default for name in names}
     return Asking(
         style=style,
-        # `accuracy_reward`, which scores these tasks, cannot read the answers that reasoning-gym's instruction asks for.
+        # `accuracy_reward` scores these tasks, and cannot read what reasoning-gym's instruction asks for.
         instruction=INSTRUCTION if asked in (None, gym.INSTRUCTION) else asked,
         template=settings.get("chat_template_kwargs") or {},
         length=arguments.max_completion_length or settings.get("max_completion_length") or _LENGTH,
