@@ -96,7 +96,7 @@ def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
     seen = {_without_space(problem) for problem in training[name]}
     overlap = [_without_space(problem) in seen for problem in held_out[name]]
     named = [_named(i, held_out[i][name], "") for i, overlaps in enumerate(overlap) if overlaps]
-    return _keep(held_out, overlap, named, "of the held-out set are in the training set", "held_out")
+    return _keep(held_out, overlap, named, "of the held-out set are in the training set", "dataset_test_split")
 
 
 def _without_space(problem: Any) -> str:

@@ -106,7 +106,7 @@ class TestOverlap:
         assert not caplog.records
 
     def test_no_row_left_is_an_error(self):
-        with pytest.raises(ValueError, match="held_out: all 1 rows"):
+        with pytest.raises(ValueError, match=r"dataset_test_split: all 1 rows .* Change `dataset_test_split`"):
             without_overlap(make(("a", "1")), make((" a", "1")))
 
 
