@@ -173,14 +173,16 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
     """
     A dataset that brings its prompts, with columns renamed (new name → old name), and which of its columns they are.
 
-    A dot leads into a mapping, whose value becomes a further column. A dataset without a column `solution`, which
-    rewards read, gets one of its final answers, if it has them.
+    A dot leads into a mapping, whose value becomes a further column. A solution from a column of another name is its
+    final answer. A dataset without a column `solution`, which rewards read, gets one if it has final answers.
 
     Raises:
         `ValueError`: it has no such column, or already has one of the new names, or a prompt is unusable.
     """
     stored = rows.column_names
     inner = {ours: theirs for ours, theirs in columns.items() if theirs not in stored and "." in theirs}
+    if columns.get("solution") in stored and "solution" not in stored:
+        inner["solution"] = columns["solution"]
     renamed = rename_columns(rows, {ours: theirs for ours, theirs in columns.items() if ours not in inner})
     if "solution" not in {*renamed.column_names, *inner} and (answers := _answer_column(renamed)):
         inner["solution"] = answers

@@ -247,6 +247,9 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, Model
     script, args, model_config = parsed
     if is_of_trl:
         named |= {"trainer"}
+        if script.datasets and script.dataset_name:
+            logger.warning("`datasets` is used, and dataset_name=%r is not, as in TRL's script.", script.dataset_name)
+            script.dataset_name, named = None, named - {"dataset_name"}
         if script.reward_model_name_or_path and script.reward_funcs and args.reward_weights:
             args.reward_weights = _reward_model_last(args.reward_weights)
     script.accelerate_config = find_accelerate_config(script.accelerate_config, recipe_path)

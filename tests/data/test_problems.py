@@ -223,6 +223,11 @@ class TestColumns:
         with pytest.raises(ValueError, match=rf"column 'prompt' holds .* in row {row}\. Set every prompt to text"):
             as_prompts(files.load_rows(file), {})
 
+    def test_mapped_solution_next_to_prompts_is_the_final_answer(self):
+        rows = datasets.Dataset.from_list([{"prompt": "2 + 2 =", "result": "2 + 2 = 4\n#### 4"}])
+        prompts, _ = as_prompts(rows, {"solution": "result"})
+        assert prompts["solution"][:] == ["4"]
+
     def test_levels_with_another_column_name(self, tmp_path: Path):
         rows = self.rows(problem=["a", "b"], answer=["1", "2"], difficulty=["easy", "hard"])
         file = write(tmp_path / "some.jsonl", rows)

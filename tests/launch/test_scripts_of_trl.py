@@ -195,6 +195,9 @@ def test_mixture_of_datasets(folder: Path):
     assert not seen & {str(prompt) for prompt in data.evaluation["prompt"]}
     again = load_data(script, args, tokenizer)
     assert again.training.to_list() == data.training.to_list()
+    script, _, _, stored = recipe.parse(["--config", write(folder, fields | {"dataset_name": "./data"})])
+    assert script.dataset_name is None
+    assert "dataset_name" not in stored
 
 
 def test_options_of_accelerate_in_a_recipe(folder: Path):
