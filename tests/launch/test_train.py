@@ -14,7 +14,6 @@ from invariance.canonical import fsdp_on_cpu
 from invariance.launch import launch, logs
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3ForCausalLM, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOTrainer
@@ -333,20 +332,6 @@ def test_launcher_ends_with_status_2_and_one_message(tmp_path, overrides):
     assert done.returncode == 2
     assert done.stderr.count("alpha=3.0 is not allowed") == 1
     assert "Traceback" not in done.stderr
-
-
-@pytest.fixture(scope="module")
-def small_qwen3(shared_data, tmp_path_factory) -> Path:
-    """A random Qwen3 with 5 million parameters, and the real tokenizer, chat template and vocabulary."""
-    source, folder = shared_data / "Qwen3-1.7B", tmp_path_factory.mktemp("qwen3")
-    config = AutoConfig.from_pretrained(source)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config.update({**sizes, "num_key_value_heads": 1, "head_dim": 32, "layer_types": config.layer_types[:1]})
-    set_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    GenerationConfig.from_pretrained(source).save_pretrained(folder)
-    return folder
 
 
 def ascii_reward(completions, **kwargs):
