@@ -7,15 +7,22 @@ from typing import Annotated, Any, Literal
 
 from huggingface_hub import constants, get_token
 from trl import ModelConfig, ScriptArguments
+from trl.scripts.utils import DatasetConfig
 
 from . import methods
 from .checks import paths, ranges
 from .checks.blame import given
 from .checks.ranges import require
 from .config import RolloutConfig
-from .data import INSTRUCTION
+from .data import INSTRUCTION, gym
 from .evaluate import Decoding
 from .fields import DATA, OBJECTIVE, REWARDS
+
+
+# Fields of TRL's script that do nothing here, and why.
+NOT_STREAMED = dict.fromkeys(("dataset_streaming", "streaming"), "datasets are loaded completely") | {
+    "ignore_bias_buffers": "DDP handles boolean buffers by itself"
+}
 
 
 @dataclass
@@ -23,51 +30,73 @@ class OPOScriptArguments(ScriptArguments):
     """
     Arguments of the training script, in addition to those of [`OPOConfig`] and [`~trl.ModelConfig`].
 
+    Those of TRL's script for GRPO are among them, so that its recipes and command lines also train here.
+
     Args:
         trainer (`str`, *optional*, defaults to `"opo"`):
             `"opo"`: [`OPOTrainer`]; `"grpo"`: [`RolloutTrainer`] with TRL's losses, for GRPO, GSPO, DAPO and others;
             `"async_opo"`: [`AsyncOPOTrainer`].
-        reward_funcs (`list[str]`, *optional*, defaults to `["accuracy_reward"]`):
-            Reward functions: `accuracy_reward`, `format_reward`, `arithmetic_reward`, TRL's
+        reward_funcs (`list[str]`, *optional*):
+            Reward functions: `accuracy_reward`, `format_reward`, `arithmetic_reward`, `gym_reward`, TRL's
             `reasoning_accuracy_reward`, `think_format_reward` and `soft_overlong_punishment`, or dotted import paths.
-            The first one defines what counts as correct in every accuracy.
+            The first one defines what counts as correct in every accuracy. By default `gym_reward` for the tasks of
+            reasoning-gym, none with a reward model, and `accuracy_reward` for all else. `[]` if the environment alone
+            gives the reward.
+        tools (`list[str]`, *optional*):
+            Dotted import paths of functions that the model can call, each with a docstring and type hints.
+        environment_factory (`str`, *optional*):
+            Dotted import path of a class, or of a function that makes its objects: an environment, whose public
+            methods the model can call. Its `reset` begins each conversation; its `get_reward`, if it has one, is a
+            reward after those of `reward_funcs`.
         reward_workers (`int`, *optional*, defaults to `4`):
-            Worker processes per node that run `accuracy_reward`, divided among the node's training processes, at
-            least one each; 0 scores in the training processes. Other rewards always run there, unless they already
-            are an [`IsolatedReward`].
+            Worker processes per node that run `accuracy_reward` or `gym_reward`, divided among the node's training
+            processes, at least one each; 0 scores in the training processes. Other rewards always run there, unless
+            they already are an [`IsolatedReward`].
         reward_timeout (`float`, *optional*, defaults to `30.0`):
             Seconds a worker has to score one completion. After that the completion is unscored, not wrong.
         reward_memory (`int`, *optional*, defaults to `2048`):
             Memory a worker can allocate to score one completion, in MiB, at least 512; see [`IsolatedReward`].
         overlong_cache (`int`, *optional*):
-            Tokens before `max_completion_length` over which `soft_overlong_punishment` falls from 0 to -1.
+            Tokens before `max_completion_length` over which `soft_overlong_punishment` falls from 0 to -1. TRL's
+            name for this reward, `get_soft_overlong_punishment`, has TRL's fixed limits of 1,280 and 256 tokens.
         reward_model_name_or_path (`str`, *optional*):
             Reward model to add to the reward functions.
+        datasets (`list[dict]`, *optional*), test_split_size (`float`, *optional*):
+            Datasets to mix, in place of `dataset_name`, as in TRL's [`~trl.DatasetMixtureConfig`]; and the size of the
+            test split to hold out of them, drawn with `subset_seed`.
         columns (`dict[str, str]`, *optional*):
-            Maps our column names to the dataset's, such as `{problem: question, solution: answer}`; see
-            [`load_problems`]. With `prompt_style: dataset`, it renames columns: new name → old name.
+            Maps our column names to the dataset's, such as `{problem: question, solution: answer}`; those of most
+            public datasets are recognized ([`load_problems`]). With `prompt_style: dataset`, it renames columns: new
+            name → old name.
+        dataset_settings (`dict[str, Any]`, *optional*):
+            Settings of a task of reasoning-gym (`dataset_name: reasoning_gym/countdown`), such as
+            `{size: 5000, min_numbers: 3}`; see [`gym.make_problems`].
         levels (`list[str]`, *optional*):
-            Levels of the training problems; `None` for all.
+            Levels of the training problems; `None` for all. Levels of reasoning-gym are those of its curricula, from
+            0.
         fraction (`float`, *optional*, defaults to `1.0`):
             Fraction of these problems to train on, in `(0, 1]`.
         subset_seed (`int`, *optional*, defaults to `42`):
             Seed that selects this subset and the problems for validation and report.
-        prompt_style (`str`, *optional*, defaults to `"chat"`):
+        prompt_style (`str`, *optional*):
             `"chat"`: a user message with the problem and `instruction`; `"plain"`: the problem alone; `"dataset"`: the
-            dataset's own `prompt` column, unchanged.
+            dataset's own `prompt` column, unchanged. By default `"dataset"` if there is such a column and `columns`
+            names no problem, and `"chat"` otherwise.
         instruction (`str`, *optional*):
-            Instruction that follows the problem in a chat prompt.
+            Instruction that follows the problem in a chat prompt. By default it asks for the answer in the form that
+            `accuracy_reward` reads, or `gym_reward` for the tasks of reasoning-gym.
         max_prompt_length (`int`, *optional*):
             Maximum length of a prompt in tokens; longer prompts are dropped and counted.
         validation_levels (`list[str]`, *optional*), validation_size (`int`, *optional*, defaults to `100`):
-            Levels and number of test problems to solve every `validation_steps`.
+            Levels and number of test problems to solve every `validation_steps`. With TRL's `eval_strategy`, all
+            problems of these levels are the evaluation dataset.
         validation_steps (`int`, *optional*):
             Optimizer steps between validations; `None` for no validation.
         validation_decoding (`str`, *optional*, defaults to `"sampled"`):
             `"greedy"` or `"sampled"`.
         report_levels (`list[str]`, *optional*), report_size (`int`, *optional*, defaults to `500`):
             Levels on which accuracy is reported before and after training, greedy and sampled, and the number of test
-            problems per level. `None` reports nothing.
+            problems per level. `[all]` reports on all problems together, with levels or without; `None` on nothing.
         report_samples (`int`, *optional*, defaults to `1`):
             Completions to sample per reported problem; with 2 or more, pass@k is reported as well.
         overwrite (`bool`, *optional*, defaults to `False`):
@@ -80,13 +109,21 @@ class OPOScriptArguments(ScriptArguments):
     trainer: Annotated[str, OBJECTIVE] = field(
         default=methods.DEFAULT, metadata={"help": f"Method to train with: one of {', '.join(methods.by_trainer())}."}
     )
-    reward_funcs: Annotated[list[str], REWARDS] = field(
-        default_factory=lambda: ["accuracy_reward"], metadata={"help": "Reward functions, by name or dotted path."}
+    reward_funcs: Annotated[list[str] | None, REWARDS] = field(
+        default=None, metadata={"help": "Reward functions, by name or dotted path."}
+    )
+    tools: Annotated[list[str] | None, DATA] = field(
+        default=None, metadata={"help": "Functions that the model can call, by dotted path."}
+    )
+    environment_factory: Annotated[str | None, DATA] = field(
+        default=None, metadata={"help": "Class whose objects are environments, by dotted path."}
     )
     reward_model_name_or_path: Annotated[str | None, REWARDS] = field(
         default=None, metadata={"help": "Reward model to add to the reward functions."}
     )
-    reward_workers: int = field(default=4, metadata={"help": "Worker processes for accuracy_reward; 0 for none."})
+    reward_workers: int = field(
+        default=4, metadata={"help": "Worker processes for accuracy_reward and gym_reward; 0 for none."}
+    )
     reward_timeout: float = field(default=30.0, metadata={"help": "Seconds a worker has to score one completion."})
     reward_memory: int = field(default=2048, metadata={"help": "Memory that a worker can allocate, in MiB."})
     overlong_cache: Annotated[int | None, REWARDS] = field(
@@ -95,6 +132,16 @@ class OPOScriptArguments(ScriptArguments):
     columns: Annotated[dict | str | None, DATA] = field(
         default=None, metadata={"help": "Columns of the dataset to use as problem, solution, level and type."}
     )
+    dataset_settings: Annotated[dict | str | None, DATA] = field(
+        default=None, metadata={"help": "Settings of a task of reasoning-gym."}
+    )
+    datasets: Annotated[list[dict], DATA] = field(
+        default_factory=list, metadata={"help": "Datasets to mix, as in TRL, in place of dataset_name."}
+    )
+    streaming: bool = field(default=False, metadata={"help": "Without effect: datasets are loaded completely."})
+    test_split_size: Annotated[float | None, DATA] = field(
+        default=None, metadata={"help": "Size of the test split to hold out of `datasets`."}
+    )
     levels: Annotated[list[str] | None, DATA] = field(
         default=None, metadata={"help": "Levels of the training problems."}
     )
@@ -102,11 +149,11 @@ class OPOScriptArguments(ScriptArguments):
         default=1.0, metadata={"help": "Fraction of the training problems, in (0, 1]."}
     )
     subset_seed: Annotated[int, DATA] = field(default=42, metadata={"help": "Seed that selects problems."})
-    prompt_style: Annotated[Literal["chat", "plain", "dataset"], DATA] = field(
-        default="chat", metadata={"help": "How a problem becomes a prompt."}
+    prompt_style: Annotated[Literal["chat", "plain", "dataset"] | None, DATA] = field(
+        default=None, metadata={"help": "How a problem becomes a prompt."}
     )
-    instruction: Annotated[str, DATA] = field(
-        default=INSTRUCTION, metadata={"help": "Instruction that follows the problem in a chat prompt."}
+    instruction: Annotated[str | None, DATA] = field(
+        default=None, metadata={"help": "Instruction that follows the problem in a chat prompt."}
     )
     max_prompt_length: Annotated[int | None, DATA] = field(
         default=None, metadata={"help": "Maximum length of a prompt in tokens."}
@@ -122,9 +169,20 @@ class OPOScriptArguments(ScriptArguments):
     accelerate_config: str | None = field(default=None, metadata={"help": "Accelerate configuration to launch with."})
 
     def __post_init__(self):
-        paths.check_json("columns", self.columns)
-        if isinstance(self.columns, str):
-            self.columns = json.loads(self.columns)
+        for name in ("columns", "dataset_settings"):
+            value = getattr(self, name)
+            paths.check_json(name, value)
+            if isinstance(value, str):
+                setattr(self, name, json.loads(value))
+        is_mapping = isinstance(self.dataset_settings, dict | None)
+        require(is_mapping, "dataset_settings", self.dataset_settings, "a mapping: `dataset_settings: {size: 1000}`")
+        drawn = str(self.dataset_name).startswith(gym.PREFIX)
+        if self.reward_funcs is None:
+            default = "gym_reward" if drawn else "accuracy_reward"
+            self.reward_funcs = [] if self.reward_model_name_or_path else [default]
+        if self.instruction is None:
+            in_tags = drawn and "accuracy_reward" not in self.reward_funcs  # which reads boxes
+            self.instruction = gym.INSTRUCTION if in_tags else INSTRUCTION
         pairs: Any = self.columns.items() if isinstance(self.columns, dict) else [(self.columns, None)]
         plain = self.columns is None or all(isinstance(name, str) for pair in pairs for name in pair)
         require(plain, "columns", self.columns, "a mapping of names: `columns: {problem: question}`")
@@ -152,6 +210,11 @@ def check_together(
         `ValueError`: names the fields, their values and what to do.
     """
     _check_data(script)
+    if script.environment_factory is not None and "reward_funcs" not in recipe:
+        raise ValueError(
+            f"environment_factory={script.environment_factory!r} needs `reward_funcs` to be set: its first function "
+            "defines what counts as correct. Set `reward_funcs: []` if the environment alone gives the reward."
+        )
     _check_evaluation(args)
     for name, value in given(model_config).items() if not model_config.use_peft else ():
         # A recipe that sets `use_peft: false` turns adapters off on purpose.
@@ -179,29 +242,48 @@ def check_together(
 
 
 def _check_data(script: OPOScriptArguments) -> None:
-    if not script.dataset_name:
+    if not script.dataset_name and not script.datasets:
         raise ValueError("dataset_name is not set. Set it to a dataset's Hub id, file or folder, or to 'arithmetic'.")
-    if script.prompt_style == "dataset":
-        for name in ("levels", "fraction", "validation_levels", "report_levels"):
-            value = getattr(script, name)
-            if value != OPOScriptArguments.__dataclass_fields__[name].default:
-                raise ValueError(f"{name}={value!r} has no effect with prompt_style='dataset'. Remove `{name}`.")
-    for name in ("dataset_streaming", "ignore_bias_buffers"):
+    if script.dataset_name and script.datasets:
+        raise ValueError(
+            f"dataset_name={script.dataset_name!r} and datasets={script.datasets!r} are both set. Remove one of them."
+        )
+    known = ", ".join(DatasetConfig.__dataclass_fields__)
+    for part in script.datasets if isinstance(script.datasets, list) else [script.datasets]:
+        path = part.get("path") if isinstance(part, dict) and part is not script.datasets else None
+        if not (isinstance(path, str) and path and part.keys() <= DatasetConfig.__dataclass_fields__.keys()):
+            raise ValueError(
+                f"datasets={part!r} is not allowed. Set `datasets` to a list of mappings with `path` and, as needed, "
+                f"others of {known}."
+            )
+    of_mixtures = (("test_split_size", None), ("streaming", False))
+    of_others = (("dataset_config", None), ("dataset_settings", None))
+    for names, has_effect, where in (
+        (of_mixtures, script.datasets, "without `datasets`"),
+        (of_others, not script.datasets, "with `datasets`"),
+    ):
+        for name, default in names:
+            if getattr(script, name) != default and not has_effect:
+                raise ValueError(f"{name}={getattr(script, name)!r} has no effect {where}. Remove `{name}`.")
+    size = script.test_split_size
+    if size is not None and size >= 1 and not float(size).is_integer():
+        raise ValueError(
+            f"test_split_size={size!r} is not allowed. Set it to a number of rows, or to a fraction below 1."
+        )
+    for name in NOT_STREAMED:
         if getattr(script, name):
-            raise ValueError(f"{name}=True has no effect here: datasets are loaded completely. Remove `{name}`.")
+            raise ValueError(f"{name}=True has no effect here: {NOT_STREAMED[name]}. Remove `{name}`.")
 
 
 def _check_evaluation(args: RolloutConfig) -> None:
-    if args.eval_strategy != "no" or args.eval_on_start:
-        asked = "eval_on_start" if args.eval_strategy == "no" else "eval_strategy"
-        raise ValueError(
-            f"{asked}={getattr(args, asked)!s} needs an evaluation dataset, which this command does not have. Set "
-            f"`validation_steps` instead, and remove `{asked}`."
-        )
+    if args.eval_strategy != "no":
+        return
     for name in ("load_best_model_at_end", "metric_for_best_model"):
         if getattr(args, name):
             raise ValueError(
-                f"{name}={getattr(args, name)!r} needs an evaluation, which this command does not do. Remove `{name}`."
+                f"{name}={getattr(args, name)!r} needs an evaluation. Remove `{name}`, or set `eval_strategy`."
             )
     if args.save_strategy == "best":
-        raise ValueError("save_strategy='best' needs an evaluation. Set `save_strategy` to steps, epoch or no.")
+        raise ValueError(
+            "save_strategy='best' needs an evaluation. Set `eval_strategy`, or `save_strategy` to steps, epoch or no."
+        )

@@ -4,7 +4,7 @@ Accuracy of the policy on problems with a checkable answer, with its confidence 
 Completions are generated and scored by the trainer's own methods, as in training: by its engine (transformers or vLLM,
 including gathered weights under ZeRO-3 and FSDP), with its tools, environments and images, and with a subclass's
 overrides. The problems are distributed over the processes. An evaluation leaves no trace in the trainer: no metric,
-counter or log entry, and training continues from its own random state.
+counter or log entry, training continues from its own random state, and its environments are not touched.
 """
 
 import math
@@ -273,11 +273,23 @@ def _evaluation_mode(trainer: "GRPOTrainer") -> Iterator[None]:
             vllm_importance_sampling_correction=False,
             _get_per_token_logps_and_entropies=lambda *_, **__: (None, None, None),
             **{name: _emptied(getattr(trainer, name)) for name in records if hasattr(trainer, name)},
+            **_own_environments(trainer),
         ):
             yield
     finally:
         trainer.state.num_input_tokens_seen = tokens
         trainer.model.train(was_training)
+
+
+def _own_environments(trainer: Any) -> dict[str, Any]:
+    """
+    Environments that play in evaluations only, kept for the next one: those of training may have a state of their own.
+    """
+    factories = getattr(trainer, "environment_factories", None)
+    if not factories:
+        return {}
+    kept = vars(trainer).setdefault("_environments_of_evaluations", {name: [] for name in factories})
+    return {"_environment_pool": kept, "environments": None}
 
 
 def _emptied(records: Any) -> Any:

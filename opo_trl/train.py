@@ -32,7 +32,7 @@ from .checks.errors import report_error
 from .checks.generation import check_tokens
 from .checks.model import dry_run_model
 from .config import RolloutConfig
-from .data.arithmetic import base_model_path
+from .data.models import EMBEDDED_MODELS
 from .launch import preflight
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data
@@ -40,15 +40,13 @@ from .launch.recipe import parse, split
 from .launch.resume import check_same_run, forget_if_changed, known_accuracies
 from .launch.rewards import load_rewards
 from .launch.signals import StopOnSignal
+from .launch.tools import Tools, check_rows, check_tool_template, load_tools
 from .report import run_folder
 from .report.run_report import write_report
 from .rewards.checked import RewardError
 from .rollout.checkpoint import resolve as find_checkpoint
 from .rollout.prompts import check_enough_prompts
 from .rollout.trainer import RolloutTrainer
-
-
-EMBEDDED_MODEL = "arithmetic"  # name of the embedded base model in a recipe
 
 
 @dataclass
@@ -78,14 +76,18 @@ def prepare(argv: Sequence[str]) -> Run:
     settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
     checkpoint, resume = _find_checkpoint(script, args, settings, model_path(model_config))
 
+    tools = load_tools(script, args)
     reward_funcs = load_rewards(script, args)
     config, tokenizer = _check_models(script, args, model_config)
+    check_tool_template(tools, tokenizer)
     with _blamed_on(f"dataset_name={script.dataset_name!r}"):
         with args.main_process_first(desc="loading the dataset"):
-            data = load_data(script, args, tokenizer)
-        preflight.check_template_options(args, tokenizer, data.training[0]["prompt"])
-        preflight.check_columns(reward_funcs, data.training)
-        preflight.check_context(data.training["prompt"], tokenizer, config, args, script.max_prompt_length)
+            data = load_data(script, args, tokenizer, **tools.for_template)
+        prompts, limit = data.training["prompt"], script.max_prompt_length
+        preflight.check_template_options(args, tokenizer, prompts[0])
+        check_rows(tools, script, data.training)
+        preflight.check_columns(reward_funcs, data.training, of_trainer=tools.for_rewards)
+        preflight.check_context(prompts, tokenizer, config, args, limit, **tools.for_template)
     if isinstance(args, RolloutConfig):  # asynchronous training repeats its prompts, and has a server of another kind
         check_enough_prompts(len(data.training), args)
         if args.process_index == 0:
@@ -94,7 +96,7 @@ def prepare(argv: Sequence[str]) -> Run:
     folder, options = Path(args.output_dir), args.model_init_kwargs
     with_options = f" with model_init_kwargs={options!r}" if options else ""
     with run_folder.left_as_found(folder), _blamed_on(_named(model_config) + with_options):
-        trainer = make_trainer(script, args, model_config, data, reward_funcs)
+        trainer = make_trainer(script, args, model_config, data, reward_funcs, tools)
         if checkpoint is not None:
             trainer.check_resumable(checkpoint)
     lock: AbstractContextManager[Any] = nullcontext()
@@ -102,6 +104,7 @@ def prepare(argv: Sequence[str]) -> Run:
         lock = run_folder.claim(folder, resume=resume, overwrite=script.overwrite)
         if checkpoint is None:
             forget_if_changed(folder, settings)
+        settings |= {"prompt_style_used": data.prompt_style}  # a recipe may leave it open
         run_folder.write_description(folder, recipe=recipe, settings=settings, seed=args.seed)
     return Run(trainer, script, data, checkpoint, lock)
 
@@ -142,13 +145,18 @@ def _check_models(
 
 
 def model_path(model_config: ModelConfig) -> str:
-    """Hub id or folder of the model; for the embedded one, its folder in the installed package."""
+    """Hub id or folder of the model; for an embedded one, its folder in the installed package."""
     name = str(model_config.model_name_or_path)
-    return base_model_path() if name == EMBEDDED_MODEL else name
+    return EMBEDDED_MODELS[name]() if name in EMBEDDED_MODELS else name
 
 
 def make_trainer(
-    script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig, data: Data, reward_funcs: list
+    script: OPOScriptArguments,
+    args: RolloutConfig,
+    model_config: ModelConfig,
+    data: Data,
+    reward_funcs: list,
+    tools: Tools | None = None,
 ) -> RolloutTrainer:
     """Build the trainer of a run, with its log file, progress bar and validation."""
     folder = Path(args.output_dir)
@@ -165,9 +173,11 @@ def make_trainer(
         reward_funcs=reward_funcs,
         args=args,
         train_dataset=data.training,
+        eval_dataset=data.evaluation,
         callbacks=[LogFile(folder)],
         quantization_config=get_quantization_config(model_config),
         peft_config=get_peft_config(model_config),
+        **({} if tools is None else tools.for_trainer),
     )
     if data.validation is not None:
         steps, decoding = script.validation_steps, script.validation_decoding
@@ -203,6 +213,7 @@ def run(ready: Run) -> dict[str, Any]:
     summary = known_accuracies(folder, checkpoint)
     before = ReportBefore(trainer, data.report, script.report_samples, summary)
     trainer.callback_handler.callbacks.insert(0, before)  # prints above the progress bar
+    trainer.plan += f"\n  {'data':<10} {data.plan}"
     if is_main:
         (folder / run_folder.PLAN).write_text(trainer.plan + "\n")
     started = time.perf_counter()

@@ -195,16 +195,17 @@ class OPOTrainer(PartitionedTrainer):
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
         losses, report = self._sample_losses(inputs, logps, entropies)
-        self._reports.append(report)
+        reports = [report]
         if "opo_skipped" in inputs:
-            self._reports.append(SampleReport.of_skipped(inputs["opo_skipped"], inputs["opo_mu"].max()))
+            reports.append(SampleReport.of_skipped(inputs["opo_skipped"], inputs["opo_mu"].max()))
         loss = losses.sum()
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss * len(losses)
             self._metrics[self._mode]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
         if self._mode == "eval":
-            self._log_step()
+            self._log_step(reports)  # an optimizer step that a callback interrupts keeps its own
             return loss / len(losses)
+        self._reports += reports
         return loss / (self.args.per_device_train_batch_size * self.current_gradient_accumulation_steps)
 
     def _sample_losses(self, inputs: Any, logps: Tensor, entropies: Tensor) -> tuple[Tensor, SampleReport]:
@@ -295,13 +296,14 @@ class OPOTrainer(PartitionedTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients and self._reports:  # none if a subclass has its own loss
-            self._log_step()
+            self._log_step(self._reports)
+            self._reports = []
         return loss
 
-    def _log_step(self):
-        """Gather the reports of an optimizer step from all processes, once, and log them."""
+    def _log_step(self, reports: list[SampleReport]):
+        """Gather the reports of an optimizer step, or evaluated batch, from all processes, once, and log them."""
         mode = self._mode
-        samples, self._reports = SampleReport.gather(self._reports, self.accelerator), []
+        samples = SampleReport.gather(reports, self.accelerator)
         metrics = {f"opo/{name}": value for name, value in self._drive_metrics[mode].items()}
         metrics |= metrics_of_samples(samples, self.args, kl=self.beta != 0.0, bonus=self._entropy_bonus_enabled)
         if mode == "train" and self._entropy_bonus_enabled:

@@ -141,11 +141,12 @@ class Script:
         def unpadded(name: str, i: int) -> list[int]:
             return vars(rollout)[f"{name}_ids"][i][vars(rollout)[f"{name}_mask"][i].bool()].tolist()
 
+        own = vars(rollout).get("tool_mask", torch.ones_like(rollout.completion_ids)).tolist()
         return [
             SimpleNamespace(
                 prompt=unpadded("prompt", i),
                 completion=unpadded("completion", i),
-                own=[1] * len(unpadded("completion", i)),
+                own=own[i][: len(unpadded("completion", i))],
                 rewards=row_rewards,
                 truncated=False,
             )

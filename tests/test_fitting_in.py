@@ -26,18 +26,8 @@ from helpers import PROMPTS, logged, snapshot, without_times
 from invariance.launch import launch, logs
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import make_tokenizer
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    ProcessorMixin,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-)
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from tiny_special import save_caller, vision_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import BEMACallback, LogCompletionsCallback
 
 from opo_trl import OPOConfig, OPOTrainer
@@ -233,41 +223,13 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b
 @pytest.fixture(scope="module")
 def caller(tiny_model, tmp_path_factory) -> str:
     """Folder of a model that has memorized to call `add` and to repeat its result."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
-    model.resize_token_embeddings(len(tokenizer))
     turns = [
         *SUM[0]["prompt"],
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "name": "add", "content": "5"},
         {"role": "assistant", "content": "5"},
     ]
-
-    def rendered(number: int) -> list[int]:
-        prompt = number in (1, 3)
-        return tokenizer.apply_chat_template(
-            turns[:number], tools=[add], add_generation_prompt=prompt, return_dict=False
-        )
-
-    tokens = rendered(4)
-    labels = torch.tensor([tokens])
-    for start, end in ((0, len(rendered(1))), (len(rendered(2)), len(rendered(3)))):
-        labels[:, start:end] = -100
-    torch.manual_seed(0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(200):
-        loss = model(torch.tensor([tokens]), labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if loss < 0.005:
-            break
-    model.config.max_position_embeddings = 1024  # TRL drops a tool's result that would not fit
-    folder = tmp_path_factory.mktemp("caller")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_caller(tiny_model, tmp_path_factory.mktemp("caller"), turns, tools=[add])
 
 
 @pytest.mark.parametrize("kind", ["tool", "environment"])
@@ -296,63 +258,6 @@ def test_tools_and_environments(caller, tmp_path, kind):
 
 
 # Images
-
-
-class ImageProcessor(Qwen2_5_VLProcessor):
-    """Without video support, which needs torchvision."""
-
-    def __init__(self, image_processor, tokenizer, chat_template=None):
-        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
-        for name in ("image", "video"):
-            token = f"<|{name}_pad|>"
-            setattr(self, f"{name}_token", token)
-            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
-
-
-IMAGE_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% for c in m['content'] %}"
-    "{{ c['text'] if c['type'] == 'text' else '<|vision_start|><|image_pad|><|vision_end|>' }}"
-    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def vision_model() -> tuple[Qwen2_5_VLForConditionalGeneration, ImageProcessor]:
-    tokenizer = make_tokenizer()
-    special = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
-    start, end, image, video = tokenizer.convert_tokens_to_ids(special)
-    config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-            "bos_token_id": None,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        },
-        vision_config={
-            "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "out_hidden_size": 32,
-            "fullatt_block_indexes": [0],
-        },
-        vision_start_token_id=start,
-        vision_end_token_id=end,
-        image_token_id=image,
-        video_token_id=video,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = Qwen2_5_VLForConditionalGeneration(config)
-    images = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=4 * 28 * 28)
-    return model, ImageProcessor(images, tokenizer, chat_template=IMAGE_TEMPLATE)
 
 
 def test_images_of_several_sizes(tmp_path):

@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from helpers import Recording, RecordingBaseline, RecordingOPO, Script, distance, logged, make_trainer, norm, snapshot
 from torch.utils.data import Sampler
+from transformers import TrainerCallback
 
 from opo_trl import OPOTrainer
 
@@ -16,12 +17,16 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "subclassing.md"
 REWARDS = [0.3, 1.7, 2.2, 0.1, 1.0, 0.6, 0.2, 0.7]
 
 
-def example(name: str) -> type[OPOTrainer]:
-    """A class of the page that records what it trains on."""
+def classes_of_the_page() -> dict[str, type]:
     known = {"OPOTrainer": OPOTrainer}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(block, known)
-    return type(name, (Recording, known[name]), {})
+    return known
+
+
+def example(name: str) -> type[OPOTrainer]:
+    """A trainer of the page that records what it trains on."""
+    return type(name, (Recording, classes_of_the_page()[name]), {})
 
 
 def trained(model, folder, trainer_class, *, rewards=REWARDS, **options):
@@ -388,3 +393,132 @@ def test_log_of_a_subclass_sees_every_entry(tiny_model, tmp_path):
 
     trainer = trained(tiny_model, tmp_path, Noted, max_steps=2)
     assert [entry["noted"] for entry in logged(trainer)] == [1, 2]
+
+
+# Callbacks
+
+
+def test_page_lists_the_events_of_a_step_in_their_order(tiny_model, tmp_path):
+    """And the rollout is generated after `on_step_begin`."""
+    table = PAGE.read_text().split("| event | when |")[1].split("\n\n")[0]
+    listed = re.findall(r"`(on_\w+)`", table)
+    seen = []
+
+    class Rollouts(RecordingOPO):
+        def _generate_and_score_completions(self, inputs):
+            if self.model.training:
+                seen.append("rollout")
+            return super()._generate_and_score_completions(inputs)
+
+    class Witness(TrainerCallback):
+        pass
+
+    for event in listed:
+        setattr(Witness, event, lambda self, *_, event=event, **seen_by: seen.append(event))
+    trained(
+        tiny_model,
+        tmp_path,
+        Rollouts,
+        trainer_arguments={"callbacks": [Witness()], "eval_dataset": Dataset.from_dict({"prompt": ["1+1="]})},
+        steps_per_generation=4,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        per_device_eval_batch_size=4,
+    )
+    first = seen[: seen.index("on_step_begin", 1)]
+    evaluation = listed.index("on_evaluate")  # it has a log entry of its own
+    assert first == ["on_step_begin", "rollout", *listed[1:evaluation], "on_log", *listed[evaluation:]]
+    assert "rollout" not in seen[len(first) :]  # the second step serves the same rollout
+
+
+def callback_of_the_page(name: str, *arguments) -> TrainerCallback:
+    return classes_of_the_page()[name](*arguments)
+
+
+@pytest.mark.parametrize(("reward", "steps"), [(0.9, 4), (1.0, 1)])
+def test_example_of_stopping(tiny_model, tmp_path, reward, steps):
+    trainer = make_trainer(
+        tiny_model,
+        tmp_path,
+        script=Script([reward] * 8),
+        trainer_arguments={"callbacks": [callback_of_the_page("Solved")]},
+        steps_per_generation=8,
+        max_steps=4,
+    )
+    trainer.train()
+    assert trainer.state.global_step == steps
+    assert (tmp_path / "checkpoint-1" / "trainer_state.json").exists() == (steps == 1)
+
+
+def test_example_of_the_learning_rate(tiny_model, tmp_path):
+    """Of the four steps of a rollout, the second and later ones are far enough; a resumed run keeps its rate."""
+    options = {"steps_per_generation": 8, "learning_rate": 3.0, "save_strategy": "steps", "save_steps": 4}
+
+    def run(max_steps: int, resume=None):
+        arguments = {"callbacks": [callback_of_the_page("SlowDown")]}
+        trainer = make_trainer(tiny_model, tmp_path, trainer_arguments=arguments, max_steps=max_steps, **options)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    trainer = run(4)
+    entries = logged(trainer)
+    far = [(entry["opo/chi2"] or 0) > 1 for entry in entries]
+    assert far[0] is False
+    assert any(far[:2]), [entry["opo/chi2"] for entry in entries]
+    halved = [0, 0, *(sum(far[: i + 1]) for i in range(3))]
+    assert [entry["learning_rate"] for entry in entries] == [3.0 / 2 ** halved[i] for i in range(4)]
+    resumed = run(6, resume=tmp_path / "checkpoint-4")
+    assert resumed.lr_scheduler.base_lrs[0] <= 3.0 / 2 ** sum(far)
+
+
+def test_example_of_reward_weights(tiny_model, tmp_path):
+    def run(max_steps: int, resume=None):
+        options = {"save_strategy": "steps", "save_steps": 2, "reward_weights": [1.0, 2.0], "max_steps": max_steps}
+        trainer = make_trainer(tiny_model, tmp_path, script=Script(functions=2), **options)
+        trainer.add_callback(callback_of_the_page("FadeOut", trainer))
+        trainer.train(resume_from_checkpoint=resume)
+        return logged(trainer)
+
+    for entries in (run(3), run(4, resume=tmp_path / "checkpoint-2")):
+        for entry in entries:
+            first, last = (entry[f"rewards/reward_{i}/mean"] for i in range(2))
+            assert entry["reward"] == pytest.approx(first + 2 * (1 - (entry["step"] - 1) / 100) * last)
+
+
+def test_example_of_rollouts(tiny_model, tmp_path):
+    data = {"eval_dataset": Dataset.from_dict({"prompt": ["1+1="]})}
+    options = {"steps_per_generation": 4, "max_steps": 4, "per_device_eval_batch_size": 4}
+    trainer = make_trainer(tiny_model, tmp_path, trainer_arguments=data, **options)
+    trainer.add_callback(callback_of_the_page("EvaluateEachRollout", trainer))
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [2, 4]
+
+
+@pytest.mark.parametrize(("rounds", "factors"), [(1, [1, 1, 1, 10]), (2, [1, 10, 10, 10])])
+def test_example_of_a_curriculum(tiny_model, tmp_path, rounds, factors):
+    """Before the callback acts, the data loader has read two rollouts' prompts; dynamic sampling reads its own."""
+    script, harder = Script(), callback_of_the_page("Harder")
+    problems = Dataset.from_dict({"number": [*range(1, 9)]})
+    problems.set_transform(harder.prompts)
+    arguments = {"callbacks": [harder], "train_dataset": problems}
+    trainer = make_trainer(
+        tiny_model, tmp_path, script=script, trainer_arguments=arguments, max_steps=4, max_sampling_rounds=rounds
+    )
+    trainer.train()
+    numbers = [[int(trainer.processing_class.decode(row.prompt).split()[0]) for row in rows] for rows in script.calls]
+    assert [10 if min(asked) >= 10 else 1 for asked in numbers] == factors
+
+
+def test_fields_that_a_callback_changes_act_from_the_next_rollout_on(tiny_model, tmp_path):
+    class Stiffer(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            args.mu = 0.3 + state.global_step
+
+    trainer = make_trainer(
+        tiny_model, tmp_path, trainer_arguments={"callbacks": [Stiffer()]}, steps_per_generation=4, max_steps=4
+    )
+    trainer.train()
+    assert [entry["opo/mu"] for entry in logged(trainer)] == pytest.approx([0.3, 0.3, 2.3, 2.3])

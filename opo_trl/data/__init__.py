@@ -9,22 +9,20 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from .problems import COLUMNS, load_from_hub, load_problems, rename_columns
+    from .problems import COLUMNS, load_problems
     from .prompts import INSTRUCTION, drop_long_prompts, prompt_lengths, to_prompts, without_overlap
 
 __all__ = [
     "COLUMNS",
     "INSTRUCTION",
     "drop_long_prompts",
-    "load_from_hub",
     "load_problems",
     "prompt_lengths",
-    "rename_columns",
     "to_prompts",
     "without_overlap",
 ]
 
-_PROBLEMS = ("COLUMNS", "load_from_hub", "load_problems", "rename_columns")
+_PROBLEMS = ("COLUMNS", "load_problems")
 
 
 def __getattr__(name: str):

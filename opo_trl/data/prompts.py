@@ -31,14 +31,15 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
             Rows with the columns `problem`, `level`, `type` and `solution`, from [`load_problems`].
         style (`str`, *optional*, defaults to `"chat"`):
             `"chat"`: a conversation with one user message, the problem and the instruction. A solution without a box
-            cannot be used. `"plain"`: the problem unchanged, for a model without a chat template. A solution without a
-            box is kept unchanged.
+            cannot be used, unless none has one: then they are taken for final answers. `"plain"`: the problem
+            unchanged, for a model without a chat template. A solution without a box is kept unchanged.
         instruction (`str`, *optional*):
             What the user message asks for after the problem; by default step-by-step reasoning and a final answer in
-            `\boxed{}`. Ignored in the style `"plain"`.
+            `\boxed{}`; nothing if it is empty. Ignored in the style `"plain"`.
 
     Returns:
-        `Dataset`: Rows with the columns `prompt`, `solution` (the final answer), `level` and `type`.
+        `Dataset`: Rows with the columns `prompt`, `solution` (the final answer), `level` and `type`. Rows of
+        reasoning-gym keep their solution, and what its scorer reads.
 
     Raises:
         `ValueError`: if the style is unknown or no row can be used.
@@ -46,51 +47,56 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
     if style not in ("chat", "plain"):
         raise ValueError(f"style={style!r} must be 'chat' or 'plain'.")
     rows, unusable = [], []
+    scored_elsewhere = [name for name in dataset.column_names if name in ("task", "entry")]
+    in_boxes = style == "chat" and any(isinstance(s, str) and find_boxes(s) for s in dataset["solution"])
     for index, row in enumerate(dataset):
-        reason = _why_unusable(row, style)
+        reason = None if scored_elsewhere else _why_unusable(row, in_boxes)
         if reason:
             unusable.append(_named(index, row["problem"], reason))
             continue
         problem = row["problem"]
-        prompt = problem if style == "plain" else [{"role": "user", "content": f"{problem}\n\n{instruction}"}]
-        answer = _answer(row["solution"], style)
-        rows.append({"prompt": prompt, "solution": answer, "level": row["level"], "type": row["type"]})
+        message = "\n\n".join(filter(None, (problem, instruction)))
+        prompt = problem if style == "plain" else [{"role": "user", "content": message}]
+        answer = row["solution"] if scored_elsewhere else _answer(row["solution"], in_boxes)
+        kept = {name: row[name] for name in ("level", "type", *scored_elsewhere)}
+        rows.append({"prompt": prompt, "solution": answer, **kept})
     if not rows:
         first = unusable[0].strip() if unusable else "it is empty"
         raise ValueError(
-            f"dataset has no row that can be used in style={style!r}: {first}. Use other data, or style='plain' for "
-            "solutions without a box."
+            f"dataset has no row that can be used in style={style!r}: {first}. Use other data, or map its columns."
         )
     _warn_of_dropped(unusable, len(dataset), "cannot be used")
     return Dataset.from_list(rows)
 
 
-def _answer(solution: str, style: Style) -> str | None:
-    if style == "plain" and not find_boxes(solution):
+def _answer(solution: str, in_boxes: bool) -> str | None:
+    if not in_boxes and not find_boxes(solution):
         return solution if solution.strip() else None
     return final_answer(solution)
 
 
-def _why_unusable(row: dict[str, Any], style: Style) -> str | None:
+def _why_unusable(row: dict[str, Any], in_boxes: bool) -> str | None:
     for column in ("problem", "solution"):
         if not isinstance(row[column], str):
             return f"its {column} is of type {type(row[column]).__name__}, not a string"
     if not row["problem"].strip():
         return "its problem is empty"
-    return None if _answer(row["solution"], style) else "its solution has no final answer"
+    return None if _answer(row["solution"], in_boxes) else "its solution has no final answer"
 
 
 def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
     """
-    Drop the held-out problems that are also in the training set, ignoring white space. Both have a column `problem`.
+    Drop the held-out problems that are also in the training set, ignoring white space. Both have a column `problem`
+    or, without it, `prompt`.
 
     Raises:
         `ValueError`: if no row is left.
     """
-    seen = {_without_space(problem) for problem in training["problem"]}
-    overlap = [_without_space(problem) in seen for problem in held_out["problem"]]
-    named = [_named(i, held_out[i]["problem"], "") for i, overlaps in enumerate(overlap) if overlaps]
-    return _keep(held_out, overlap, named, "of the held-out set are in the training set", "held_out")
+    name = "problem" if "problem" in training.column_names else "prompt"
+    seen = {_without_space(problem) for problem in training[name]}
+    overlap = [_without_space(problem) in seen for problem in held_out[name]]
+    named = [_named(i, held_out[i][name], "") for i, overlaps in enumerate(overlap) if overlaps]
+    return _keep(held_out, overlap, named, "of the held-out set are in the training set", "dataset_test_split")
 
 
 def _without_space(problem: Any) -> str:

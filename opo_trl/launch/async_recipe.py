@@ -143,10 +143,24 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         args: AsyncRecipeConfig,
         train_dataset: Dataset,
         *,
+        eval_dataset: Any = None,
         quantization_config: Any = None,
+        tools: list | None = None,
+        environment_factory: Callable | None = None,
         **named,
     ):
+        if eval_dataset is not None:
+            raise ValueError(
+                f"eval_strategy={args.eval_strategy!s} is not possible with trainer: async_opo. Set "
+                "`validation_steps` instead, and remove `eval_strategy`."
+            )
         options: Any = args.model_init_kwargs or {}  # a dict, once parsed
+        if tools or environment_factory:
+            raise ValueError(
+                f"{'tools' if tools else 'environment_factory'} is not possible in a recipe with trainer: async_opo, "
+                "whose accuracies are those of single turns. Set `trainer: opo`, or train from Python: "
+                "`AsyncOPOTrainer` takes it (recipes/arithmetic/async/agent.py)."
+            )
         args.model_init_kwargs = {name: value for name, value in options.items() if name != "attn_implementation"}
         _check(args, reward_funcs, train_dataset, options.get("attn_implementation"), quantization_config)
         source: Any = {"revision": options.get("revision"), "trust_remote_code": args.trust_remote_code}

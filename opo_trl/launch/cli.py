@@ -14,11 +14,13 @@ The `opo-trl` command.
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from .. import __version__
 from ..checks.errors import report_error
@@ -112,21 +114,34 @@ def _train(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from ..config import check_deepspeed
-    from .recipe import find_accelerate_config, hint_at_field, make_parser, read_recipe, split
+    from .recipe import (
+        find_accelerate_config,
+        hint_at_field,
+        launch_words,
+        make_parser,
+        read_recipe,
+        split,
+        take_launch_options,
+    )
     from .signals import passed_on
 
     recipe_path, _, fields = split(argv)
     recipe, trainer = read_recipe(recipe_path, fields)
     # Set before the launch: OMP_NUM_THREADS and similar variables are read when a process starts.
     os.environ.update({name: str(value) for name, value in recipe.pop("env", {}).items()})
+    from_recipe = launch_words(take_launch_options(recipe, trainer))
     parser = make_parser(trainer)
     arguments, for_accelerate = parser.parse_known_args([*parser.take(recipe), *fields])
     config_file = find_accelerate_config(arguments.accelerate_config, recipe_path)
     if config_file and load_config_from_file(config_file).distributed_type == "DEEPSPEED":
         check_deepspeed(f"accelerate_config={arguments.accelerate_config!r}")
-    launch = [*(["--config_file", config_file] if config_file else []), *for_accelerate]
+    launch = [*(["--config_file", config_file] if config_file else []), *from_recipe, *for_accelerate]
     script = ["-m", "opo_trl.train", *_without(argv, for_accelerate)]
-    launch_arguments, unknown = launch_command_parser().parse_known_args([*launch, *script])
+    launcher = launch_command_parser()
+    launcher.error = _reject_option  # type: ignore[method-assign]  # its own shows all options
+    launch_arguments, unknown = launcher.parse_known_args([*launch, *script])
+    if launch_arguments.config_file and not Path(launch_arguments.config_file).is_file():
+        raise ValueError(f"config_file={launch_arguments.config_file!r} does not exist. Use `accelerate_config`.")
     if unknown or launch_arguments.training_script != "opo_trl.train":
         name = unknown[0] if unknown else launch_arguments.training_script
         hint = hint_at_field(name.removeprefix("--").split("=")[0], trainer, further=vars(launch_arguments))
@@ -140,6 +155,11 @@ def _train(argv: list[str]) -> int:
         rank, failure = error.get_first_failure()
         return _status(f"training process {rank}", failure.exitcode)
     return 0
+
+
+def _reject_option(message: str) -> NoReturn:
+    message = re.sub(r"^argument --(\w+)\S*: ", r"\1: ", message)
+    raise ValueError(f"{message}. It is an option of accelerate: `accelerate launch --help` lists its values.")
 
 
 def _status(process: str, code: int) -> int:

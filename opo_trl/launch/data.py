@@ -1,72 +1,143 @@
 """
 The datasets of a run.
 
-A recipe can name any dataset: `columns` maps its columns, and with `prompt_style: dataset` it brings its own prompts.
-To add one that needs code, as the embedded task does, see `opo_trl.data.problems.EMBEDDED`.
+A recipe can name any dataset: its columns are recognized, `columns` maps others, and a column `prompt` is taken as it
+is, as in TRL. To add one that needs code, as the embedded task does, see `opo_trl.data.problems.EMBEDDED`.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
+from trl import DatasetMixtureConfig, get_dataset
 
 from ..arguments import OPOScriptArguments
+from ..checks.blame import LIBRARY_ERRORS
 from ..config import RolloutConfig
-from ..data import drop_long_prompts, load_from_hub, load_problems, rename_columns, to_prompts, without_overlap
+from ..data import drop_long_prompts, to_prompts, without_overlap
+from ..data.problems import Sources, as_problems, as_prompts, draw_or_load, has_prompts, select
 from .preflight import check_template
+
+
+ALL = "all"  # as a level: every problem
 
 
 @dataclass
 class Data:
-    """Datasets for training, validation and report. Each has `prompt` and the columns that the rewards read."""
+    """
+    Datasets for training, validation, report and TRL's evaluation. Each has `prompt` and what the rewards read.
+
+    Args:
+        plan (`str`): what was taken for what, as a line of the run's plan.
+        prompt_style (`str`): the style of the prompts, also where the recipe leaves it open.
+    """
 
     training: Dataset
     validation: Dataset | None
     report: dict[str, Dataset]
+    evaluation: Dataset | None
+    plan: str
+    prompt_style: str
 
 
-def load_data(script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
+def load_data(
+    script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, **in_template: Any
+) -> Data:
     """
     Load the problems of a run: `levels` of the training split, and held-out ones of the test split.
+
+    `in_template` are further arguments of the chat template that lengthen a prompt, such as `tools`.
 
     Raises:
         `ValueError`: the dataset cannot be read, a selection leaves no row, or a chat prompt has no template.
     """
-    training = _problems(script, script.dataset_train_split, script.levels, script.fraction)
-    prompts = _prompts(script, training)
+    source = _Source(script)
+    training = source.read(script.dataset_train_split, script.levels, script.fraction)
+    prompts = source.prompts(training)
     check_template(prompts, tokenizer)
     if script.max_prompt_length is not None:
-        template_kwargs: Any = args.chat_template_kwargs  # a dict, once parsed
-        prompts = drop_long_prompts(prompts, tokenizer, script.max_prompt_length, template_kwargs)
+        template_kwargs: Any = args.chat_template_kwargs or {}  # a dict, once parsed
+        prompts = drop_long_prompts(prompts, tokenizer, script.max_prompt_length, template_kwargs | in_template)
 
-    def held_out(field: str, levels: list[str] | None, size: int) -> Dataset:
+    def held_out(name: str, levels: list[str] | None, size: int | None) -> Dataset:
         try:
-            problems = _problems(script, script.dataset_test_split, levels)
-            if script.prompt_style != "dataset":
-                problems = without_overlap(problems, training)
+            levels = None if levels == [ALL] else levels
+            problems = without_overlap(source.read(script.dataset_test_split, levels), training)
         except ValueError as error:
-            raise ValueError(f"{field}: {error}") from error
-        problems = problems.shuffle(seed=script.subset_seed)
-        return _prompts(script, problems.select(range(min(size, len(problems)))))
+            raise ValueError(f"{name}: {error}") from error
+        if size is not None:
+            problems = problems.shuffle(seed=script.subset_seed).select(range(min(size, len(problems))))
+        return source.prompts(problems)
 
-    validation = None
+    validation = evaluation = None
     if script.validation_steps:
         validation = held_out("validation_levels", script.validation_levels, script.validation_size)
+    if args.eval_strategy != "no" or args.eval_on_start:
+        evaluation = held_out("eval_strategy", script.validation_levels, None)
     report = {level: held_out("report_levels", [level], script.report_size) for level in script.report_levels or []}
-    return Data(prompts, validation, report)
+    return Data(prompts, validation, report, evaluation, source.describe(len(prompts)), source.style)
 
 
-def _problems(script: OPOScriptArguments, split: str, levels: list[str] | None, fraction: float = 1.0) -> Dataset:
-    name, config = script.dataset_name, script.dataset_config
-    columns: Any = script.columns or {}  # a dict, once parsed
-    if script.prompt_style == "dataset":
-        return rename_columns(load_from_hub(name, config, split), columns)
-    selection: Any = {"levels": levels, "fraction": fraction, "seed": script.subset_seed}
-    return load_problems(name, dataset_config=config, split=split, columns=columns, **selection)
+@dataclass
+class _Source:
+    """The dataset of a recipe; `style` and `sources` are known once its first split is read."""
 
+    script: OPOScriptArguments
+    style: str = ""
+    sources: Sources = field(default_factory=dict)
 
-def _prompts(script: OPOScriptArguments, problems: Dataset) -> Dataset:
-    if script.prompt_style == "dataset":
-        return problems
-    return to_prompts(problems, style=script.prompt_style, instruction=script.instruction)
+    def read(self, split: str, levels: Sequence[str] | None, fraction: float = 1.0) -> Dataset:
+        """Rows of a split, with [`data.COLUMNS`] or with their own prompts."""
+        script, rows = self.script, self._rows(split, levels)
+        columns: Any = script.columns or {}  # a dict, once parsed
+        self.style = script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
+        if self.style == "dataset":
+            problems, self.sources = as_prompts(rows, columns)
+        else:
+            problems, self.sources = as_problems(str(script.dataset_name), rows, columns)
+        return select(problems, levels, fraction, script.subset_seed)
+
+    def _rows(self, split: str, levels: Sequence[str] | None) -> Dataset:
+        script = self.script
+        if not script.datasets:
+            settings: Any = script.dataset_settings  # a dict, once parsed
+            return draw_or_load(str(script.dataset_name), script.dataset_config, split, levels, settings)
+        parts: Any = [*script.datasets]  # TRL makes objects of them
+        try:
+            mixture: Any = get_dataset(DatasetMixtureConfig(parts))["train"]
+        except LIBRARY_ERRORS as error:
+            raise ValueError(f"datasets={parts!r} cannot be loaded: {error}. Change it.") from error
+        size, is_training = script.test_split_size, split == script.dataset_train_split
+        if size is None and not is_training:
+            raise ValueError("test_split_size=None leaves `datasets` without a test split. Set `test_split_size`.")
+        if size is None:
+            return mixture
+        n_held_out = int(size) if size >= 1 else math.ceil(size * len(mixture))
+        if n_held_out >= len(mixture):
+            raise ValueError(f"test_split_size={size!r} leaves none of the {len(mixture)} rows to train on. Lower it.")
+        # TRL draws this split without a seed, so that each process would hold out other rows.
+        return mixture.train_test_split(n_held_out, seed=script.subset_seed)["train" if is_training else "test"]
+
+    def prompts(self, problems: Dataset) -> Dataset:
+        """The rows with their prompts."""
+        if self.style == "dataset":
+            return problems
+        style: Any = self.style
+        return to_prompts(problems, style=style, instruction=str(self.script.instruction))
+
+    def describe(self, n_prompts: int) -> str:
+        """A line of the plan: how many prompts, from where, and what was taken for what."""
+        script = self.script
+        name = script.dataset_name or " + ".join(str(part["path"]) for part in script.datasets)
+        taken = [f"{ours} is its column {theirs!r}" for ours, theirs in self.sources.items() if ours != theirs]
+        prompts = {
+            "dataset": "its column 'prompt', unchanged",
+            "chat": "a user message of the problem and the instruction",
+            "plain": "the problem as text",
+        }
+        levels = f", levels {', '.join(script.levels)}" if script.levels else ""
+        taken.append(f"a prompt is {prompts[self.style]}")
+        return f"{n_prompts:,} prompts of {name} ({script.dataset_train_split}{levels}): {'; '.join(taken)}"

@@ -23,7 +23,7 @@ from trl import GRPOConfig
 
 from ..checks import paths
 from ..checks.errors import report_error
-from ..data import INSTRUCTION
+from ..data import INSTRUCTION, gym
 from ..data.arithmetic import base_model_path
 from ..report.evaluation import markdown, read_evaluation, steps_trained, write_evaluation
 from ..report.run_folder import SETTINGS, environment, is_run
@@ -285,7 +285,7 @@ def _data(given: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
 
 
 def _asking(arguments: argparse.Namespace, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Asking:
-    style = arguments.prompt_style or settings.get("prompt_style")
+    style = arguments.prompt_style or settings.get("prompt_style_used") or settings.get("prompt_style")
     if style not in ("chat", "plain"):  # unknown, or the data's own prompts
         style = "chat" if tokenizer.chat_template else "plain"
     if style == "chat" and not tokenizer.chat_template:
@@ -293,12 +293,14 @@ def _asking(arguments: argparse.Namespace, settings: Mapping[str, Any], tokenize
             f"prompt_style='chat' is impossible: the tokenizer of MODEL={arguments.model!r} has no chat template. Set "
             "`--prompt_style plain`, or put a chat_template.jinja there."
         )
+    asked = settings.get("instruction")
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     fields = GRPOConfig.__dataclass_fields__
     sampling = {name: settings[name] if name in settings else fields[name].default for name in names}
     return Asking(
         style=style,
-        instruction=settings.get("instruction", INSTRUCTION),
+        # `accuracy_reward` scores these tasks, and cannot read what reasoning-gym's instruction asks for.
+        instruction=INSTRUCTION if asked in (None, gym.INSTRUCTION) else asked,
         template=settings.get("chat_template_kwargs") or {},
         length=arguments.max_completion_length or settings.get("max_completion_length") or _LENGTH,
         sampling={name: value for name, value in sampling.items() if value is not None},

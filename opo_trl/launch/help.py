@@ -7,9 +7,11 @@ import sys
 
 _GROUPS: dict[str, tuple[str, ...]] = {
     "task": (
-        *("model_name_or_path", "dataset_name", "dataset_config", "columns", "levels", "fraction", "subset_seed"),
-        *("prompt_style", "instruction", "max_prompt_length", "reward_funcs", "reward_weights", "overlong_cache"),
+        *("model_name_or_path", "dataset_name", "dataset_config", "dataset_settings", "columns", "levels", "fraction"),
+        *("subset_seed", "prompt_style", "instruction", "max_prompt_length", "tools", "environment_factory"),
+        *("max_tool_calling_iterations", "reward_funcs", "reward_weights", "overlong_cache"),
         *("reward_model_name_or_path", "reward_workers", "reward_timeout", "reward_memory", "max_reward_failure_rate"),
+        *("datasets", "test_split_size", "streaming"),
     ),
     "objective": (
         *("trainer", "alpha", "escort_temperature", "adaptive_temperature", "temperature_range", "mu", "chi2_radius"),

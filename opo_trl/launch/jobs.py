@@ -85,6 +85,10 @@ def check_earlier_run(job: Job) -> None:
     if not is_run(job.folder) or not (is_finished(job.folder) or any(job.folder.glob("checkpoint-*"))):
         return
     asked = {**read_yaml(job.recipe), **overrides(job.fields)}
+    if "trainer" not in asked:  # it may be a recipe of TRL's
+        from .recipe import as_stored  # takes seconds
+
+        asked = as_stored(asked)
     earlier = read_yaml(job.folder / RECIPE)
     lines = [
         f"  {name}: {earlier.get(name, 'not set')} there, {asked.get(name, 'not set')} requested"

@@ -43,6 +43,9 @@ _GIVEN_TO_TEMPLATE = (
     "padding",
 )
 
+# Further arguments that the trainer passes to a reward function.
+OF_TRAINER = ("trainer_state", "log_extra", "log_metric")
+
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HTTP_SECONDS = 5.0  # time limit for an answer
 
@@ -241,16 +244,21 @@ def check_context(
     config: PreTrainedConfig,
     args: RolloutConfig,
     max_prompt_length: int | None,
+    **in_template: Any,
 ) -> None:
-    """Check that every prompt of at most `max_prompt_length` tokens fits into the context with its completion."""
+    """
+    Check that every prompt of at most `max_prompt_length` tokens fits into the context with its completion.
+
+    `in_template` are further arguments of the chat template, such as `tools`.
+    """
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is None:
         return
     room = context - (args.max_completion_length or 0)
     if max_prompt_length is not None and max_prompt_length <= room:
         return
-    template_kwargs: Any = args.chat_template_kwargs  # a dict, once parsed
-    lengths = prompt_lengths(list(prompts), tokenizer, template_kwargs)
+    template_kwargs: Any = args.chat_template_kwargs or {}  # a dict, once parsed
+    lengths = prompt_lengths(list(prompts), tokenizer, template_kwargs | in_template)
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     if lengths[longest] > room:
         raise ValueError(
@@ -261,9 +269,7 @@ def check_context(
         )
 
 
-def check_columns(
-    rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[str] = ("trainer_state", "log_extra", "log_metric")
-) -> None:
+def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[str] = OF_TRAINER) -> None:
     """
     Check that TRL can call the reward functions with the columns of a dataset.
 

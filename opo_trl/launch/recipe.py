@@ -8,6 +8,8 @@ the command line, as words: both then have the same types and the same messages.
 
 import argparse
 import difflib
+import functools
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,15 +20,18 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
 import trl
-from trl import ModelConfig, TrlParser
+from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, TrlParser
+from trl.scripts.grpo import GRPOScriptArguments
 
 from .. import methods
-from ..arguments import OPOScriptArguments
+from ..arguments import NOT_STREAMED, OPOScriptArguments
 from ..checks import paths, strict_yaml
-from ..config import RolloutConfig
+from ..config import REJECTED_FIELDS, RolloutConfig
 from ..fields import hints
 from .help import ShortHelp
 
+
+logger = logging.getLogger(__name__)
 
 # Fields of earlier versions that public recipes set.
 _RENAMED = {
@@ -35,6 +40,10 @@ _RENAMED = {
     "logging_dir": "the variable TENSORBOARD_LOGGING_DIR: set `env: {TENSORBOARD_LOGGING_DIR: folder}`",
     "warmup_ratio": "`warmup_steps`, with a fraction of all steps in (0, 1)",
 }
+
+
+# Fields of `trl grpo` that OPO does not have, and why.
+MEANINGLESS = REJECTED_FIELDS | NOT_STREAMED
 
 
 class _Parser(TrlParser):
@@ -54,9 +63,11 @@ class _Parser(TrlParser):
             is_enum = isinstance(kind, type) and issubclass(kind, Enum)
             if value in ("", []) and (value == actions[name].default or (is_enum and value == "")):
                 continue  # already the default, and no word expresses it
-            if isinstance(value, list) and any(item is None or isinstance(item, Mapping | list) for item in value):
+            if isinstance(value, list) and types[name] == list[dict] and all(isinstance(v, Mapping) for v in value):
+                self.set_defaults_with_config(**{name: value})
+            elif isinstance(value, list) and any(item is None or isinstance(item, Mapping | list) for item in value):
                 self.error(f"{name}={value!r} is not allowed")
-            elif isinstance(value, list) and actions[name].nargs == "+":
+            elif isinstance(value, list) and value and actions[name].nargs == "+":
                 words += [f"--{name}", *map(str, value)]
             elif value is not None and not isinstance(value, Mapping | list):
                 words.append(f"--{name}={value}")
@@ -126,11 +137,33 @@ def read_recipe(path: str | Path | None, argv: Sequence[str] = ()) -> tuple[dict
     if trainer not in known:
         raise ValueError(f"trainer={trainer!r} does not exist. Set `trainer` to one of {', '.join(known)}.")
     for key in recipe.keys() - _fields(trainer).keys() - {"env"}:
+        if key in _launch_actions():
+            continue
         hint = hint_at_field(str(key), trainer)
         raise ValueError(f"{str(path)!r} sets {key}={recipe[key]!r}, but there is no such field. {hint}")
     if variables := _variables(recipe.get("env", {})):
         recipe["env"] = variables
     return recipe, trainer
+
+
+@functools.cache
+def _launch_actions() -> Mapping[str, argparse.Action]:
+    from accelerate.commands.launch import launch_command_parser  # takes a second
+
+    return {action.dest: action for action in launch_command_parser()._actions if action.option_strings}
+
+
+def take_launch_options(recipe: dict[str, Any], trainer: str) -> dict[str, Any]:
+    """Take out of a recipe what `accelerate launch` gets, such as `num_processes`, which TRL's recipes may set."""
+    return {name: recipe.pop(name) for name in [*recipe] if name not in _fields(trainer) and name != "env"}
+
+
+def launch_words(options: Mapping[str, Any]) -> list[str]:
+    """Options of `accelerate launch` as words of its command line."""
+    flags = {name for name, value in options.items() if value is True and _launch_actions()[name].nargs == 0}
+    unset = {name for name, value in options.items() if value is None or value is False}
+    given = {name: value for name, value in options.items() if name not in flags | unset}
+    return [*(f"--{name}" for name in flags), *(f"--{name}={value}" for name, value in given.items())]
 
 
 def _variables(env: Any) -> dict[str, str | int]:
@@ -195,10 +228,16 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, Model
     """Parse a command line; the last item of the result is the recipe with the command line's fields merged in."""
     recipe_path, _, words = split(argv)
     recipe, trainer = read_recipe(recipe_path, words)
+    launch = take_launch_options(recipe, trainer)
     environment = {"env": recipe.pop("env")} if "env" in recipe else {}
     os.environ.update({name: str(value) for name, value in environment.get("env", {}).items()})
-    named = recipe.keys() | {a[2:].split("=")[0].replace("-", "_") for a in words if a.startswith("--")}
     parser = make_parser(trainer)
+    fields_of = {option: action.dest for action in parser._actions for option in action.option_strings}
+    options = [word.split("=")[0] for word in words if word.startswith("--")]
+    named = recipe.keys() | {fields_of.get(option, option) for option in options}
+    is_of_trl = named <= _fields_of_trl()
+    if is_of_trl:
+        words, named = _without_meaningless(recipe, words), named - MEANINGLESS.keys()
     *parsed, unknown = parser.parse_args_into_dataclasses(
         [*parser.take(recipe), *words], return_remaining_strings=True, look_for_args_file=False
     )
@@ -206,10 +245,57 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, Model
         hint = hint_at_field(unknown[0].removeprefix("--").split("=")[0], trainer)
         raise ValueError(f"{' '.join(unknown)}: there is no such field. {hint}")
     script, args, model_config = parsed
+    if is_of_trl:
+        named |= {"trainer"}
+        if script.datasets and script.dataset_name:
+            logger.warning("`datasets` is used, and dataset_name=%r is not, as in TRL's script.", script.dataset_name)
+            script.dataset_name, named = None, named - {"dataset_name"}
+        if script.reward_model_name_or_path and script.reward_funcs and args.reward_weights:
+            args.reward_weights = _reward_model_last(args.reward_weights)
     script.accelerate_config = find_accelerate_config(script.accelerate_config, recipe_path)
     values = {f.name: getattr(part, f.name) for part in reversed(parsed) for f in fields(part) if f.init}
     merged = {name: _plain(value) for name, value in values.items() if name in named}
-    return script, args, model_config, environment | merged
+    return script, args, model_config, environment | launch | merged
+
+
+def as_stored(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as a run's folder stores it: one of `trl grpo` without [`MEANINGLESS`], and with its trainer."""
+    if not recipe.keys() - _launch_actions().keys() - {"env"} <= _fields_of_trl():
+        return dict(recipe)
+    stored = {name: value for name, value in recipe.items() if name not in MEANINGLESS} | {"trainer": methods.DEFAULT}
+    if all(stored.get(name) for name in ("reward_model_name_or_path", "reward_funcs", "reward_weights")):
+        stored["reward_weights"] = _reward_model_last(stored["reward_weights"])
+    return stored
+
+
+def _reward_model_last(weights: Sequence[float]) -> list[float]:
+    """Weights in our order of rewards. In TRL's script the reward model comes first."""
+    first, *rest = weights
+    return [*rest, first]
+
+
+def _fields_of_trl() -> set[str]:
+    """The fields of TRL's script for GRPO, `trl grpo`."""
+    kinds = (GRPOScriptArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig)
+    return {name for kind in kinds for name in hints(kind)} | {"accelerate_config"}
+
+
+def _without_meaningless(recipe: dict[str, Any], words: Sequence[str]) -> list[str]:
+    """
+    Take [`MEANINGLESS`] out of a recipe and a command line that `trl grpo` would also run, and name each.
+
+    In any other recipe, which is written for this package, they are errors.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in MEANINGLESS:
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        finder.add_argument(*spellings, nargs="?", const=True, default=argparse.SUPPRESS)
+    on_line, rest = finder.parse_known_args(words)
+    found = {name: recipe.pop(name) for name in MEANINGLESS if name in recipe} | vars(on_line)
+    if found and os.environ.get("RANK", "0") == "0":
+        shown = "; ".join(f"{name}={value!r}: {MEANINGLESS[name]}" for name, value in found.items())
+        logger.warning("This recipe of TRL's is trained with OPO. Without meaning, and left out: %s.", shown)
+    return rest
 
 
 def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | None:
@@ -239,4 +325,6 @@ def _plain(value: Any) -> Any:
         return value.value
     if hasattr(value, "to_dict"):  # a mapping that Transformers has turned into an object
         value = value.to_dict()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value

@@ -1,11 +1,8 @@
 """The reward functions of a run. To add one, add it to [`REWARDS`]; a recipe can also name any by its dotted path."""
 
-import importlib
 import inspect
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from trl import rewards
@@ -14,8 +11,10 @@ from trl.rewards import get_soft_overlong_punishment
 from ..arguments import OPOScriptArguments
 from ..config import RolloutConfig
 from ..data.arithmetic import arithmetic_reward
+from ..data.gym import gym_reward
 from ..rewards.accuracy import accuracy_reward, format_reward
 from ..rewards.scoring import IsolatedReward
+from . import dotted
 
 
 # Name in `reward_funcs` → function.
@@ -23,9 +22,13 @@ REWARDS: dict[str, Callable] = {
     "accuracy_reward": accuracy_reward,
     "format_reward": format_reward,
     "arithmetic_reward": arithmetic_reward,
+    "gym_reward": gym_reward,
     "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
     "think_format_reward": rewards.think_format_reward,
+    # Under the name and with the limits of TRL's script.
+    "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
 }
+_ISOLATED = (accuracy_reward, gym_reward)
 
 
 def load_reward(name: str) -> Callable:
@@ -37,19 +40,10 @@ def load_reward(name: str) -> Callable:
     """
     if name in REWARDS:
         return REWARDS[name]
-    module, _, attribute = name.rpartition(".")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        reward = getattr(importlib.import_module(module), attribute)
-        if not callable(reward) or inspect.isclass(reward):
-            raise TypeError(f"{reward!r} is {'a class, ' if callable(reward) else ''}not a function")
-    except Exception as error:  # the module's own code may raise anything
-        raise ValueError(
-            f"reward_funcs={name!r} cannot be imported ({type(error).__name__}: {error}). Use one of "
-            f"{', '.join(REWARDS)}, or the dotted path of a function, such as my_rewards.length_reward."
-        ) from error
-    finally:
-        sys.path.pop(0)
+    wanted = f"one of {', '.join(REWARDS)}, or to the dotted path of a function"
+    reward = dotted.load("reward_funcs", name, wanted, example="my_rewards.length_reward")
+    if inspect.isclass(reward):
+        raise ValueError(f"reward_funcs={name!r} is a class, not a function. Set `reward_funcs` to {wanted}.")
     return reward
 
 
@@ -63,7 +57,7 @@ def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
     """
     _check(script, args)
     found: list = []
-    for name in script.reward_funcs:
+    for name in script.reward_funcs or []:
         if name == "soft_overlong_punishment":
             found.append(get_soft_overlong_punishment(args.max_completion_length, script.overlong_cache))
         else:
@@ -73,9 +67,10 @@ def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
 
 def _check(script: OPOScriptArguments, args: RolloutConfig) -> None:
     length, cache = args.max_completion_length, script.overlong_cache
-    if ("soft_overlong_punishment" in script.reward_funcs) != (cache is not None):
+    names = script.reward_funcs or []
+    if ("soft_overlong_punishment" in names) != (cache is not None):
         raise ValueError(
-            f"reward_funcs={script.reward_funcs} and overlong_cache={cache}: `soft_overlong_punishment` and "
+            f"reward_funcs={names} and overlong_cache={cache}: `soft_overlong_punishment` and "
             "`overlong_cache` need each other. Set both, or neither."
         )
     if cache is not None and not (length and 0 < cache <= length):
@@ -83,7 +78,7 @@ def _check(script: OPOScriptArguments, args: RolloutConfig) -> None:
             f"overlong_cache={cache} is not allowed. Set `overlong_cache` to a positive number up to "
             f"max_completion_length={length}."
         )
-    n_rewards = len(script.reward_funcs) + bool(script.reward_model_name_or_path)
+    n_rewards = len(names) + bool(script.reward_model_name_or_path)
     if args.reward_weights is not None and len(args.reward_weights) != n_rewards:
         raise ValueError(
             f"reward_weights={args.reward_weights} does not fit {n_rewards} rewards. Set `reward_weights` to one "
@@ -92,8 +87,8 @@ def _check(script: OPOScriptArguments, args: RolloutConfig) -> None:
 
 
 def _isolated(reward: Callable, script: OPOScriptArguments) -> Callable:
-    """`accuracy_reward` in worker processes: SymPy may run forever on what a model writes. Others as they are."""
-    if reward is not accuracy_reward or not script.reward_workers:
+    """Rewards that parse what a model writes, and may hang on it, in worker processes. Others as they are."""
+    if reward not in _ISOLATED or not script.reward_workers:
         return reward
     workers = max(script.reward_workers // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
     limits: Any = {"timeout": script.reward_timeout, "memory": script.reward_memory}

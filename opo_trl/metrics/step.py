@@ -83,7 +83,8 @@ def metrics_of_samples(samples: SampleReport, args: Any, *, kl: bool, bonus: boo
     step["off_policy_steps"] = samples.age.max()
     step["frac_skipped"] = 1 - samples.computed.mean()
     metrics = {f"opo/{name}": value for name, value in step.items()}
-    tokens = samples.tokens.sum().clamp(min=1)
+    # NaN if no token counts, which TRL logs as None: an entropy of 0 would look like a collapsed policy.
+    tokens = samples.tokens.sum()
     metrics["entropy"] = samples.entropy.sum() / tokens
     if kl:
         metrics["kl"] = samples.kl.sum() / tokens

@@ -151,7 +151,11 @@ def reward(run: Run) -> Points:
 
 def reward_key(run: Run) -> str:
     """Name of the reward in the log, without shaping terms, which differ between methods."""
-    return f"rewards/{run.settings['reward_funcs'][0].rpartition('.')[2]}/mean"
+    if named := run.settings["reward_funcs"]:
+        return f"rewards/{named[0].rpartition('.')[2]}/mean"
+    # An environment's reward is logged under the name of its class, which only the log has.
+    keys = (key for row in run.log for key in row if key.startswith("rewards/") and key.endswith("/mean"))
+    return next(keys, "rewards/…/mean")
 
 
 def efficiency(run: Run) -> Points:

@@ -173,4 +173,16 @@ def _text(content: Any) -> str:
     """A prompt or completion, which may be messages."""
     if isinstance(content, str):
         return content
-    return "\n".join(str(message.get("content")) for message in content)
+    return "\n".join(part for message in content for part in (_content(message), *_calls(message)) if part)
+
+
+def _content(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    return f"→ {content}" if message.get("role") == "tool" else str(content)
+
+
+def _calls(message: dict[str, Any]) -> list[str]:
+    """The calls of tools in a message, such as `guess(number=27)`."""
+    functions = [call["function"] for call in message.get("tool_calls") or []]
+    named = [(f["name"], f["arguments"] if isinstance(f["arguments"], dict) else {}) for f in functions]
+    return [f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in named]

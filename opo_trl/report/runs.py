@@ -20,7 +20,8 @@ Settings = Mapping[str, Any]
 _INHERITED = {
     DATA: "dataset_name dataset_config dataset_train_split dataset_test_split chat_template_kwargs",
     MODEL: "model_name_or_path model_revision dtype load_in_8bit load_in_4bit use_peft use_dora use_rslora",
-    SAMPLING: "num_generations max_completion_length temperature top_p top_k min_p repetition_penalty",
+    SAMPLING: "num_generations max_completion_length max_tool_calling_iterations temperature top_p top_k min_p "
+    "repetition_penalty",
     REWARDS: "reward_weights scale_rewards multi_objective_aggregation",
     OBJECTIVE: "loss_type importance_sampling_level epsilon epsilon_high delta beta entropy_coef top_entropy_quantile "
     "off_policy_mask_threshold mask_truncated_completions",
@@ -158,7 +159,8 @@ def defining_settings(settings: Settings) -> dict[str, Any]:
             values["num_train_epochs"] = settings.get("num_train_epochs")
         values["optimizer steps per rollout"] = optimizer_steps_per_rollout(settings)
     values["completions per optimizer step"] = completions_per_optimizer_step(settings)
-    values["reward_funcs[0]"] = settings["reward_funcs"][0]  # the others shape the reward: part of the method
+    # The others shape the reward: part of the method. Without any, the environment gives it.
+    values["reward_funcs[0]"] = next(iter(settings["reward_funcs"]), None)
     return values
 
 

@@ -41,7 +41,7 @@ _LATEX = LatexExtractionConfig(
 _AFTER_BOX = re.compile(r"(?:[\s$*.!。]|\\[\])]|\\end\{[A-Za-z]+\*?\})*")
 
 
-def accuracy_reward(completions: Sequence[Completion], solution: Sequence[str], **kwargs: Any) -> list[float | None]:
+def accuracy_reward(completions: Sequence[Completion], solution: Sequence[Any], **kwargs: Any) -> list[float | None]:
     r"""
     Reward completions whose final answer is correct.
 
@@ -49,7 +49,8 @@ def accuracy_reward(completions: Sequence[Completion], solution: Sequence[str], 
         completions (`list[str]` or `list[list[dict[str, str]]]`):
             Completions, as text or as conversations, whose last message counts.
         solution (`list[str]`):
-            For each completion the gold answer, or a solution with the gold answer in its last box.
+            For each completion the gold answer, or a solution with the gold answer in its last box. A number counts as
+            text; `None`, as no answer.
         **kwargs:
             Other columns and arguments from the trainer, ignored.
 
@@ -66,7 +67,8 @@ def accuracy_reward(completions: Sequence[Completion], solution: Sequence[str], 
     [1.0, 0.0, 0.0]
     ```
     """
-    return [score(_text(completion), gold) for completion, gold in zip(completions, solution, strict=True)]
+    golds = ["" if gold is None else str(gold) if isinstance(gold, int | float) else gold for gold in solution]
+    return [score(_text(completion), gold) for completion, gold in zip(completions, golds, strict=True)]
 
 
 def format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:

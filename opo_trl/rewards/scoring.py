@@ -69,8 +69,8 @@ class IsolatedReward:
     Args:
         reward (`Callable`):
             Reward function with TRL's signature that scores each completion independently: it is called with lists of
-            one completion and its columns, without `trainer_state`, `log_extra` and `log_metric`. It must be
-            importable from a module other than the main script; columns must be picklable.
+            one completion and its columns, without `trainer_state`, `log_extra`, `log_metric` and `environments`. It
+            must be importable from a module other than the main script; columns must be picklable.
         workers (`int`, *optional*, defaults to `4`):
             Number of worker processes, at least 1. They start at the first call, and end with this process, with
             [`close`], or when this object is garbage-collected.
@@ -127,7 +127,8 @@ class IsolatedReward:
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         n = len(completions)
-        # `trainer_state` and the like are not columns, and could not be pickled.
+        # `trainer_state` and the like are not columns, and could not be pickled. Nor need an environment be.
+        columns.pop("environments", None)
         columns = {name: c for name, c in columns.items() if isinstance(c, list | tuple) and len(c) == n}
         columns["completions"] = completions
         # One completion per task: a failure then costs no other its score, and each has the same time limit.

@@ -387,7 +387,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
-        with self._recorded_rewards() as recorded:
+        # A reward may score with the policy itself, and leave it in evaluation mode.
+        with self._keep_mode(), self._recorded_rewards() as recorded:
             rollout = super()._generate_and_score_completions(inputs)
         rewards = recorded[-1]
         n_local = len(rollout["advantages"])
@@ -442,4 +443,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             for kind in self._reward_failures:
                 metrics[kind].append(self._reward_failures[kind])
                 self._reward_failures[kind] = 0
+        # TRL would log metrics without a value as None, which a script's callbacks and TensorBoard do not expect.
+        own = self._metrics[self._mode]
+        for name in [name for name in own if name.startswith("opo/") and all(map(math.isnan, own[name]))]:
+            del own[name]
         super().log(logs, start_time)

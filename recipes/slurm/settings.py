@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 
 with contextlib.redirect_stdout(sys.stderr):  # libraries may print when they are imported
-    from opo_trl.launch.recipe import make_parser, read_recipe
+    from opo_trl.launch.recipe import make_parser, read_recipe, take_launch_options
 
 
 ASYNC = "async_opo"
@@ -47,6 +47,8 @@ def main(recipe_path: str, *command_line: str):
     """Print the settings of a recipe, overridden by fields of the command line."""
     recipe, trainer = read_recipe(recipe_path, command_line)
     recipe.pop("env", None)
+    for name, value in take_launch_options(recipe, trainer).items():
+        raise ValueError(f"{name}={value!r} is for the job to decide. Remove `{name}` from the recipe.")
     parser = make_parser(trainer, prog="settings.py")
     arguments, _ = parser.parse_known_args([*parser.take(recipe), *command_line])
     if trainer == ASYNC:

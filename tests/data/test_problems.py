@@ -9,8 +9,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from opo_trl.data import load_problems, rename_columns, to_prompts
-from opo_trl.data import problems as data
+from opo_trl.data import files, load_problems, to_prompts
+from opo_trl.data.problems import as_problems, as_prompts, has_prompts, rename_columns
 
 
 ROWS = [
@@ -69,10 +69,16 @@ class TestContent:
     """Content of the rows of a local file."""
 
     @pytest.mark.parametrize("column", ["level", "type"])
-    def test_mixed_types_are_rejected_by_line(self, tmp_path: Path, column: str):
+    def test_levels_and_types_are_text(self, tmp_path: Path, column: str):
         file = write(tmp_path / "some.jsonl", [{**ROWS[0], column: value} for value in (None, "4", "5", 6)])
-        with pytest.raises(ValueError, match=rf"mixed types .* '{column}': str in line 2, int in line 4\. Write"):
-            load_problems(file)
+        assert load_problems(file)[column][:] == [None, "4", "5", "6"]
+        if column == "level":
+            assert load_problems(file, levels=["6"])[column][:] == ["6"]
+
+    def test_numbers_are_answers(self, tmp_path: Path):
+        for values in ([4, 5], [4, 0.5], [4, "x"]):
+            file = write(tmp_path / "some.jsonl", [{"problem": "?", "answer": value} for value in values])
+            assert to_prompts(load_problems(file))["solution"][:] == [str(value) for value in values]
 
     def test_a_bad_line_is_named_in_a_large_file(self, tmp_path: Path):
         file = tmp_path / "some.jsonl"
@@ -135,6 +141,92 @@ class TestColumns:
         file = write(tmp_path / "some.jsonl", rows)
         assert to_prompts(load_problems(file))["solution"][:] == ["4"]
         assert to_prompts(load_problems(file, columns={"solution": "answer"}))["solution"][:] == ["5"]
+
+    @pytest.mark.parametrize(
+        ("row", "answer"),
+        [
+            ({"problem": "a", "solution": "So it is 4.", "answer": "4"}, "4"),  # prose without a box
+            ({"question": "a", "final_answer": "4"}, "4"),
+            ({"problem": "a", "expected_answer": "4"}, "4"),
+            ({"query": "a", "ground_truth": "4"}, "4"),
+            ({"problem": "a", "solution": "4"}, "4"),
+            ({"problem": "a", "reward_model": {"ground_truth": "4", "style": "rule"}}, "4"),
+            ({"problem": "a", "answer": "x \\boxed{4}", "solution": "no"}, "4"),
+        ],
+        ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+    )
+    @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+    def test_columns_of_public_datasets_are_recognized(self, tmp_path: Path, row, answer, ending):
+        problems = load_problems(write(tmp_path / f"some{ending}", [row, row]))
+        assert to_prompts(problems).to_list() == 2 * [
+            {**to_prompts(problems)[0], "solution": answer, "level": None, "type": None}
+        ]
+        assert problems["problem"][0] == "a"
+
+    def test_a_dot_leads_into_a_mapping(self, tmp_path: Path):
+        rows = [{"problem": "a", "answer": "5", "extra": {"gold": {"value": 4}}}]
+        problems = load_problems(write(tmp_path / "some.jsonl", rows), columns={"solution": "extra.gold.value"})
+        assert problems["solution"][:] == ["\\boxed{4}"]
+
+    @pytest.mark.parametrize(
+        ("row", "solution"),
+        [
+            ({"ground_truth": "4"}, "4"),
+            ({"answer": "2 + 2\n#### 4"}, "4"),
+            ({"reward_model": {"ground_truth": "4"}, "data_source": "x"}, "4"),
+            ({"solution": "so \\boxed{4}", "answer": "5"}, "so \\boxed{4}"),  # unchanged, as in TRL
+            ({}, None),
+        ],
+    )
+    @pytest.mark.parametrize("prompt", ["2 + 2 =", [{"role": "user", "content": "2 + 2?"}]], ids=["text", "chat"])
+    def test_prompts_are_unchanged_and_get_a_solution(self, row, solution, prompt):
+        rows = datasets.Dataset.from_list([{"prompt": prompt, **row}])
+        assert has_prompts(rows, {})
+        assert not has_prompts(rows, {"problem": "prompt"})
+        prompts, sources = as_prompts(rows, {})
+        assert prompts[0] == {"prompt": prompt, **row} | ({"solution": solution} if solution else {})
+        assert sources.keys() == ({"solution"} if solution and "solution" not in row else set())
+
+    def test_a_dot_leads_into_a_mapping_next_to_prompts_too(self):
+        rows = datasets.Dataset.from_list([{"question": "2 + 2 =", "gold": {"value": "4", "kind": "sum"}}])
+        columns = {"prompt": "question", "solution": "gold.value", "kind": "gold.kind"}
+        prompts, sources = as_prompts(rows, columns)
+        assert prompts[0] == {"prompt": "2 + 2 =", "gold": rows[0]["gold"], "solution": "4", "kind": "sum"}
+        assert sources == columns
+        with pytest.raises(ValueError, match=r"columns=\{'solution': 'silver.value'\} does not fit"):
+            as_prompts(rows, {"solution": "silver.value"})
+
+    @pytest.mark.parametrize("style", ["problems", "prompts"])
+    def test_a_dot_that_leads_nowhere_is_rejected(self, style):
+        rows = datasets.Dataset.from_list([{"problem": "a", "extra": {"gold": "4"}}])
+        columns = {"solution": "extra.golden"}
+        with pytest.raises(ValueError, match=r"columns=\{'solution': 'extra.golden'\} does not fit"):
+            as_prompts(rows, columns) if style == "prompts" else as_problems("x", rows, columns)
+
+    def test_a_name_may_have_a_dot(self):
+        rows = datasets.Dataset.from_list([{"my.problem": "a", "my.answer": "4"}])
+        problems, _ = as_problems("x", rows, {"problem": "my.problem", "solution": "my.answer"})
+        assert (problems[0]["problem"], problems[0]["solution"]) == ("a", "\\boxed{4}")
+
+    def test_a_mapping_written_as_text_has_no_answer(self):
+        rows = datasets.Dataset.from_list([{"prompt": "a", "reward_model": '{"ground_truth": "4"}'}])
+        assert as_prompts(rows, {})[0].column_names == ["prompt", "reward_model"]
+
+    @pytest.mark.parametrize(
+        "prompts",
+        [["a", None], ["a", " "], ["a", [{"role": "user", "content": "b"}]], [[{"role": "user"}], []], [3, 4]],
+        ids=["none", "blank", "both kinds", "no message", "numbers"],
+    )
+    def test_prompts_that_cannot_be_used_are_named(self, tmp_path: Path, prompts):
+        file = write(tmp_path / "some.jsonl", self.rows(prompt=prompts, solution=["1", "2"]))
+        row = 0 if prompts[0] == 3 else 1
+        with pytest.raises(ValueError, match=rf"column 'prompt' holds .* in row {row}\. Set every prompt to text"):
+            as_prompts(files.load_rows(file), {})
+
+    def test_mapped_solution_next_to_prompts_is_the_final_answer(self):
+        rows = datasets.Dataset.from_list([{"prompt": "2 + 2 =", "result": "2 + 2 = 4\n#### 4"}])
+        prompts, _ = as_prompts(rows, {"solution": "result"})
+        assert prompts["solution"][:] == ["4"]
 
     def test_levels_with_another_column_name(self, tmp_path: Path):
         rows = self.rows(problem=["a", "b"], answer=["1", "2"], difficulty=["easy", "hard"])
@@ -207,6 +299,28 @@ class TestNames:
         with pytest.raises(ValueError, match=r"without split='test'.*test\.jsonl\.gz"):
             load_problems(str(tmp_path), split="test")
 
+    def test_a_folder_saved_by_datasets(self, tmp_path: Path):
+        saved = datasets.Dataset.from_list(ROWS)
+        saved.save_to_disk(tmp_path / "one")
+        assert load_problems(str(tmp_path / "one")).to_list() == ROWS
+        datasets.DatasetDict(train=saved, test=saved.select(range(3))).save_to_disk(tmp_path / "both")
+        assert load_problems(str(tmp_path / "both"), split="test").to_list() == ROWS[:3]
+        with pytest.raises(ValueError, match="it has the splits train, test"):
+            load_problems(str(tmp_path / "both"), split="dev")
+
+    def test_a_copy_of_a_dataset_on_the_hub(self, tmp_path: Path, monkeypatch):
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+        folder = tmp_path / "copy"
+        (folder / "main").mkdir(parents=True)
+        for split, rows in (("train", ROWS), ("test", ROWS[:3])):
+            datasets.Dataset.from_list(rows).to_parquet(folder / "main" / f"{split}-00000-of-00001.parquet")
+        (folder / "README.md").write_text(
+            "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n"
+            "  - split: test\n    path: main/test-*\n---\n"
+        )
+        problems = load_problems(str(folder), dataset_config="main", split="test")
+        assert problems.to_list() == ROWS[:3]
+
     def test_an_unknown_format_is_rejected(self, tmp_path: Path):
         (tmp_path / "some.csv").write_text("problem\n")
         with pytest.raises(ValueError, match=r"some\.csv' is not in a readable format"):
@@ -219,8 +333,10 @@ class TestNames:
             load_problems(str(tmp_path / "some.jsonl"))
 
     def test_a_missing_column_is_rejected(self, tmp_path: Path):
-        file = write(tmp_path / "some.jsonl", [{"question": "2 + 2", "level": "Level 1", "type": "", "answer": "4"}])
-        with pytest.raises(ValueError, match=r"no column \['problem', 'solution'\], only \['question'"):
+        file = write(tmp_path / "some.jsonl", [{"text": "2 + 2", "level": "Level 1", "type": "", "result": "4"}])
+        with pytest.raises(
+            ValueError, match=r"no column \['problem', 'solution'\], only \['text'.*map them: `columns"
+        ):
             load_problems(file)
 
     def test_any_other_name_is_a_hub_id(self, monkeypatch: pytest.MonkeyPatch):
@@ -230,7 +346,7 @@ class TestNames:
             asked.append((args, kwargs))
             return datasets.Dataset.from_list(ROWS)
 
-        monkeypatch.setattr(data, "load_dataset", load_dataset)
+        monkeypatch.setattr(files, "load_dataset", load_dataset)
         assert len(load_problems("some/name", dataset_config="algebra", split="test", levels=["Level 1"])) == 10
         assert asked == [(("some/name", "algebra"), {"split": "test"})]
 

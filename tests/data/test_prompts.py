@@ -71,7 +71,7 @@ class TestPrompts:
     def test_digits_stay_text_next_to_a_number(self, tmp_path: Path):
         file = tmp_path / "some.jsonl"
         file.write_text('{"problem": "2+2=", "solution": "4"}\n{"problem": "1+1=", "solution": 2}\n')
-        assert to_prompts(load_problems(str(file)), style="plain")["solution"][:] == ["4"]
+        assert to_prompts(load_problems(str(file)), style="plain")["solution"][:] == ["4", "2"]
 
     def test_numbers_are_not_problems(self):
         with pytest.raises(ValueError, match=r"row 0 \('3'\): its problem is of type int, not a string"):
@@ -85,8 +85,12 @@ class TestPrompts:
         assert lines[-1] == "  and 15 more"
 
     def test_no_usable_row_is_an_error(self):
-        with pytest.raises(ValueError, match=r"style='chat': row 0 \('47\+1='\).*style='plain'"):
-            to_prompts(make(("47+1=", "48")))
+        with pytest.raises(ValueError, match=r"style='chat': row 0 \('47\+1='\): its solution has no final answer"):
+            to_prompts(make(("47+1=", "\\boxed{}")))
+
+    @pytest.mark.parametrize("style", ["chat", "plain"])
+    def test_solutions_are_final_answers_if_none_has_a_box(self, style):
+        assert to_prompts(make(("47+1=", "48"), ("2*3=", "6")), style=style)["solution"][:] == ["48", "6"]
 
 
 class TestOverlap:
@@ -102,7 +106,7 @@ class TestOverlap:
         assert not caplog.records
 
     def test_no_row_left_is_an_error(self):
-        with pytest.raises(ValueError, match="held_out: all 1 rows"):
+        with pytest.raises(ValueError, match=r"dataset_test_split: all 1 rows .* Change `dataset_test_split`"):
             without_overlap(make(("a", "1")), make((" a", "1")))
 
 

@@ -16,7 +16,7 @@ GPU = ROOT.parent / "benchmarks" / "gpu" / "recipes"
 ALL = sorted(path for folder in (ROOT, GPU) for path in folder.rglob("*.yaml") if path.parent.name != "accelerate")
 EXPERIMENTS = [*sorted({path.parent for path in ALL if path.parent.name.startswith("experiment")}), GPU]
 ASYNC = [path for path in ALL if path.parent.name == "async"]
-REUSE = [path for path in ALL if path.parent.name == "reuse" or path.stem == "reuse"]
+REUSE = [path for path in ALL if "\nmax_staleness:" in path.read_text(encoding="utf-8") and path not in ASYNC]
 QWEN = [path for path in ALL if "qwen3-1.7b" in path.parts and path not in REUSE + ASYNC]
 ACCELERATE = sorted((ROOT / "accelerate").glob("*.yaml"))
 
@@ -37,7 +37,7 @@ def test_recipe_parses_and_its_values_arrive(path):
     assert recipe.keys() == written.keys() | {"use_cpu", "bf16"}
     for field in ("alpha", "mu", "epsilon", "epsilon_high", "beta", "num_generations", "learning_rate"):
         assert field not in written or getattr(args, field) == float(written[field])
-    assert script.levels == written["levels"]
+    assert script.levels == ([str(level) for level in written["levels"]] if "levels" in written else None)
     assert model.model_name_or_path == written["model_name_or_path"]
     assert all(callable(reward) for reward in load_rewards(script, args))
 

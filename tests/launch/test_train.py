@@ -1,6 +1,7 @@
 """`opo-trl train` as a user runs it: from a recipe to a run folder with a model that has learned something."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,6 @@ from invariance.canonical import fsdp_on_cpu
 from invariance.launch import launch, logs
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3ForCausalLM, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOTrainer
@@ -109,7 +109,7 @@ def test_recipe_in_the_run_folder_repeats_the_run(run):
         ({"fraction": 0.0001}, "fraction=0.0001"),
         ({"reward_funcs": "no_such.reward"}, "reward_funcs='no_such.reward'"),
         ({"dataset_name": "./no_such"}, "no_such"),
-        ({"prompt_style": "dataset"}, "levels=['Level 3'] has no effect with prompt_style='dataset'"),
+        ({"prompt_style": "dataset"}, "dataset_name has no column 'prompt', only ['problem'"),
     ],
 )
 def test_rejected_run_leaves_the_run_in_its_folder_alone(run, capsys, overrides, message):
@@ -334,45 +334,37 @@ def test_launcher_ends_with_status_2_and_one_message(tmp_path, overrides):
     assert "Traceback" not in done.stderr
 
 
-@pytest.fixture(scope="module")
-def small_qwen3(shared_data, tmp_path_factory) -> Path:
-    """A random Qwen3 with 5 million parameters, and the real tokenizer, chat template and vocabulary."""
-    source, folder = shared_data / "Qwen3-1.7B", tmp_path_factory.mktemp("qwen3")
-    config = AutoConfig.from_pretrained(source)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config.update({**sizes, "num_key_value_heads": 1, "head_dim": 32, "layer_types": config.layer_types[:1]})
-    set_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    GenerationConfig.from_pretrained(source).save_pretrained(folder)
-    return folder
-
-
 def ascii_reward(completions, **kwargs):
     """The fraction of ASCII text: a random model can improve it."""
     texts = [completion[0]["content"] for completion in completions]
     return [sum(character.isascii() for character in text) / max(len(text), 1) for text in texts]
 
 
+# On a CPU, and small.
+HERE = {
+    "use_cpu": "true",
+    "bf16": "false",
+    "dtype": "float32",
+    "use_vllm": "false",
+    "accelerate_config": "../../accelerate/cpu.yaml",
+}
+SMALL = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 6,
+    "gradient_accumulation_steps": 1,
+    "max_completion_length": 8,
+    "steps_per_generation": 2,
+    "validation_size": 2,
+    "validation_steps": 4,
+    "report_size": 2,
+}
+
+
 def test_qwen3_recipe_trains_on_the_real_math_rows(small_qwen3, shared_data, tmp_path):
-    here = {
-        "use_cpu": "true",
-        "bf16": "false",
-        "dtype": "float32",
-        "use_vllm": "false",
-        "accelerate_config": "../../accelerate/cpu.yaml",
-    }
-    sizes = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 6,
-        "gradient_accumulation_steps": 1,
-        "max_completion_length": 8,
-    }
-    sizes |= {"steps_per_generation": 2, "validation_size": 2, "validation_steps": 4, "report_size": 2}
     recipe = ROOT / "recipes" / "qwen3-1.7b" / "experiment1/opo.yaml"
     fields = {"model_name_or_path": small_qwen3, "dataset_name": shared_data / "math", "learning_rate": 1e-3}
     rewards = ("--reward_funcs", "accuracy_reward", "test_train.ascii_reward")
-    assert main([*arguments(recipe, **here, **sizes, **fields, output_dir=tmp_path / "run"), *rewards]) == 0
+    assert main([*arguments(recipe, **HERE, **SMALL, **fields, output_dir=tmp_path / "run"), *rewards]) == 0
     log = [line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]
     assert len(log) == 4
     assert all(line["grad_norm"] > 0 for line in log)
@@ -381,3 +373,20 @@ def test_qwen3_recipe_trains_on_the_real_math_rows(small_qwen3, shared_data, tmp
     assert log[1]["opo/chi2"] > log[0]["opo/chi2"]
     prompts = [json.dumps(line["prompt"]) for line in read_lines(tmp_path / "run" / "completions.jsonl")]
     assert all("boxed" in prompt for prompt in prompts)
+
+
+def test_qwen3_recipe_of_gsm8k_trains_on_its_real_rows(small_qwen3, shared_data, tmp_path):
+    text = (ROOT / "recipes" / "qwen3-1.7b" / "gsm8k" / "opo.yaml").read_text()
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("".join(line for line in text.splitlines(True) if not line.startswith("dataset_config:")))
+    fields = {"model_name_or_path": small_qwen3, "dataset_name": shared_data / "gsm8k"}
+    fields |= {"accelerate_config": ROOT / "recipes" / "accelerate" / "cpu.yaml"}
+    rewards = ("--reward_funcs", "accuracy_reward", "test_train.ascii_reward")
+    assert main([*arguments(recipe, **{**HERE, **SMALL, **fields}, output_dir=tmp_path / "run"), *rewards]) == 0
+    plan = (tmp_path / "run" / "plan.txt").read_text()
+    assert re.search(
+        r"data +7,4\d\d prompts of .*problem is its column 'question'; solution is its column 'answer'", plan
+    )
+    log = [line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]
+    assert [line["opo/pass"] for line in log] == [1, 1, 2, 2]
+    assert read_json(tmp_path / "run" / "summary.json")["after"].keys() == {"all"}

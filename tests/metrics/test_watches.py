@@ -88,7 +88,7 @@ def test_watch_accepts_metrics_without_a_value(tiny_model, tmp_path, rewards, ac
     silent = [f"{action} if opo/gradient_response_efficiency > 50"]
     trainer = trained(tiny_model, tmp_path, script=Script(rewards), max_steps=5, watches=watches)
     entries = logged(trainer)
-    assert None in {entry[name] for entry in entries for name in metrics[:3]}
+    assert None in {entry.get(name) for entry in entries for name in metrics[:3]}
     assert len(logged(trained(tiny_model, tmp_path, script=Script(rewards), max_steps=5, watches=silent))) == 5
 
 

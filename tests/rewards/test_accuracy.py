@@ -171,6 +171,9 @@ class TestAccuracyReward:
     def test_each_completion_has_its_own_solution(self):
         assert accuracy_reward([box("3"), box("3"), box("3")], ["3", "", "4"]) == [1.0, None, 0.0]
 
+    def test_solutions_may_be_numbers_or_missing(self):
+        assert accuracy_reward([box("3")] * 4, [3, 3.0, 4, None]) == [1.0, 1.0, 0.0, None]
+
     def test_different_lengths_are_an_error(self):
         with pytest.raises(ValueError, match="zip"):
             accuracy_reward([box("3")], ["3", "4"])

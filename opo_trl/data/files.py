@@ -1,0 +1,168 @@
+"""
+Rows of a dataset as they are stored: in local files, in a folder made by the `datasets` library, or on the Hub.
+
+Local files are not read by `load_dataset("json" | "parquet" | "csv")`, because that
+
+- turns the text "4" into the number 4 in a JSON column with one number, a JSON column of dates into timestamps, and in
+  CSV the text "007" into 7 and "NA" into nothing;
+- counts lines from the last block of 10 MB, and names none where one is in another encoding or not an object;
+- caches by modification time, so that a file replaced by one of the same age (`rsync -t`) comes from the cache.
+"""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from datasets import Dataset, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
+from pyarrow import ArrowInvalid
+from pyarrow.parquet import ParquetFile
+
+from ..checks.paths import hint_at_checkout, readable
+
+
+_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+
+Row = Mapping[str, Any]
+
+
+def load_rows(dataset_name: str, dataset_config: str | None = None, split: str = "train") -> Dataset:
+    """
+    Load a split with all of its columns.
+
+    Args:
+        dataset_name (`str`):
+            A local file (`.jsonl`, `.jsonl.gz`, `.json` or `.parquet`; `split` is then ignored); a local folder: with
+            a file `{split}` of one of these endings, tried in this order, made by `save_to_disk`, or copied from the
+            Hub; or a dataset on the Hub.
+        dataset_config (`str`, *optional*):
+            Configuration of a dataset on the Hub, or of a copy.
+        split (`str`, *optional*, defaults to `"train"`):
+            Split to load.
+
+    Raises:
+        `ValueError`: it does not exist, cannot be read or has no such split.
+    """
+    source = _local_file(dataset_name, split)
+    if source is None:
+        return _load_with_datasets(dataset_name, dataset_config, split)
+    if dataset_config is not None:
+        raise ValueError(
+            f"dataset_config={dataset_config!r} is only for datasets on the Hub, and dataset_name={dataset_name!r} is "
+            "not one. Remove it."
+        )
+    return _read(source)
+
+
+def _load_with_datasets(name: str, config: str | None, split: str) -> Dataset:
+    try:
+        if not _saved(Path(name)):
+            return load_dataset(name, config, split=split)
+        saved = load_from_disk(name)
+        if isinstance(saved, Dataset):
+            return saved
+        if split not in saved:
+            raise ValueError(f"it has the splits {', '.join(saved)}")
+        return saved[split]
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        raise ValueError(
+            f"dataset_name={name!r} with {split=} cannot be loaded: {error.__cause__ or error}. Set "
+            "`dataset_name` to an existing folder or dataset on the Hub, and the split to one of its splits."
+        ) from error
+
+
+def _saved(folder: Path) -> bool:
+    """Whether a folder was made by `save_to_disk`."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _local_file(name: str, split: str) -> Path | None:
+    path = Path(os.path.expanduser(name))
+    with readable("dataset_name", name):
+        if path.is_file() and path.name.endswith(_ENDINGS):
+            return path
+        if path.is_dir():
+            candidates = [path / f"{split}{ending}" for ending in _ENDINGS]
+            for candidate in candidates:
+                if candidate.is_file():
+                    return candidate
+            if any(path.glob("README.md")) or any(path.rglob("*-of-*")) or _saved(path):
+                return None  # the library's own
+            raise ValueError(
+                f"dataset_name={name!r} is a folder without {split=}. Put one of {[c.name for c in candidates]} into "
+                "it, or set another split."
+            )
+        if path.exists():
+            raise ValueError(
+                f"dataset_name={name!r} is not in a readable format. Convert it to one of {list(_ENDINGS)}."
+            )
+    # A Hub id is `dataset` or `owner/dataset`.
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_ENDINGS):
+        raise ValueError(
+            f"dataset_name={name!r} does not exist. Pass an existing file or folder, or a dataset on the Hub. "
+            f"{hint_at_checkout(name)}".rstrip()
+        )
+    return None
+
+
+def _read(file: Path) -> Dataset:
+    with readable("dataset_name", file):  # so that an error below is one of its content
+        file.open("rb").close()
+    try:
+        if file.suffix == ".parquet":
+            return Dataset(ParquetFile(file).read())
+        rows = _json_rows(file)
+    except (ArrowInvalid, EOFError, OSError, zlib.error) as error:
+        raise ValueError(
+            f"dataset_name='{file}' cannot be read: {error}. It may be truncated: restore or replace the file."
+        ) from error
+    if not rows:
+        raise ValueError(f"dataset_name='{file}' cannot be read: it is empty. Restore or replace the file.")
+    names = dict.fromkeys(name for row in rows for name in row)
+    try:
+        return Dataset.from_dict({name: column([row.get(name) for row in rows]) for name in names})
+    except (OverflowError, UnicodeEncodeError) as error:  # an integer of more than 64 bits; half a surrogate pair
+        raise ValueError(
+            f"dataset_name='{file}' cannot be read: {error}. Write problems and solutions as strings in UTF-8."
+        ) from error
+
+
+def column(values: Sequence[Any]) -> pa.Array:
+    """Values of one type as they are; of several as JSON, so that each keeps its own."""
+    kinds = {type(value) for value in values} - {type(None)}
+    if len(kinds) < 2:
+        try:
+            return pa.array(values)
+        except ArrowInvalid:  # lists or mappings of several types
+            pass
+    # Encoded here: `Dataset.from_list(…, on_mixed_types="use_json")` would mistake the text "4" for the number 4.
+    return pa.array([None if value is None else json.dumps(value) for value in values], pa.json_())
+
+
+def _json_rows(file: Path) -> list[Row]:
+    """The rows. An error names the line or, in a file that is one JSON list, the element."""
+    content = (gzip.decompress if file.suffix == ".gz" else bytes)(file.read_bytes())
+    is_list = content.lstrip().startswith(b"[")
+    rows = {}
+    for number, line in enumerate([content] if is_list else content.splitlines(), 1):
+        try:
+            if line.strip():
+                rows[number] = json.loads(line.decode("utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"dataset_name='{file}' cannot be read: line {number} is not JSON in UTF-8 ({error}). Fix that line."
+            ) from error
+    if is_list:
+        rows = dict(enumerate(rows[1], 1))
+    for number, row in rows.items():
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"dataset_name='{file}' cannot be read: line {number} is {row!r}, not an object. Write rows as "
+                '`{"problem": …}`.'
+            )
+    return list(rows.values())

@@ -1,0 +1,276 @@
+"""
+Tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym), which draws problems and scores answers.
+
+    problems = load_problems("reasoning_gym/countdown", levels=["0", "1"], settings={"size": 2000, "seed": 7})
+
+Problems are drawn in a process of their own, which hashes strings alike every time: some tasks depend on the order of
+a set. So all processes of a run, and all runs, get the same problems.
+"""
+
+import ast
+import contextlib
+import difflib
+import functools
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+
+PREFIX = "reasoning_gym/"
+INSTRUCTION = "Please reason step by step. Then write only your final answer between <answer> and </answer>."
+
+# Added to the seed for the test split. An entry's own seed is the dataset's plus its index.
+TEST_SEED = 2**30
+
+_MISSING = "needs the package reasoning-gym. Install it: `pip install 'opo_trl[gym]'`."
+
+
+def make_problems(
+    name: str, split: str, levels: Sequence[str] | None, settings: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """
+    Draw the problems of a task.
+
+    Args:
+        name (`str`):
+            `"reasoning_gym/"` and the name of a task.
+        split (`str`):
+            `"train"` or `"test"`. They have different seeds, but may share problems in tasks with few.
+        levels (`list[str]`, *optional*):
+            Levels of the task's curriculum, from `"0"`: all its attributes are set to this level, or to their highest.
+            `None` for the task without its curriculum.
+        settings (`dict`):
+            Settings of the task's dataset. `size` is the number of problems of each level, and `seed` that of the
+            training split, 0 by default.
+
+    Returns:
+        `list[dict]`: rows with the columns `problem`, `solution` (the task's answer, or `None` if it has none),
+        `level`, `type` (name of the task) and what [`gym_reward`] reads, `task` and `entry`.
+
+    Raises:
+        `ValueError`: there is no such task, split, level or setting.
+        `ImportError`: reasoning-gym is not installed.
+    """
+    seed, size = settings.get("seed", 0), settings.get("size", 1)
+    if split not in ("train", "test"):
+        raise ValueError(f"split={split!r} of dataset_name={name!r} does not exist. Set it to 'train' or 'test'.")
+    for field, value, least in (("seed", seed, 0), ("size", size, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < TEST_SEED // 2:
+            raise ValueError(
+                f"dataset_settings={{{field}: {value!r}}} is not allowed. Set `{field}` to an integer from {least} to "
+                f"{TEST_SEED // 2 - 1:,}."
+            )
+    seeded = dict(settings) | {"seed": seed + TEST_SEED * (split == "test")}
+    asked = [
+        [name.removeprefix(PREFIX), seeded, level] for level in dict.fromkeys([None] if levels is None else levels)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps(asked),
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        *_, message = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
+        if message.endswith(_MISSING):
+            raise ImportError(message)
+        is_clear = message.startswith(("dataset_name=", "dataset_settings=", "levels="))
+        raise ValueError(message if is_clear else f"dataset_name={name!r} cannot be drawn: {message}")
+    return json.loads(done.stdout)
+
+
+def gym_reward(completions: list[Any], task: list[str], entry: list[str], **columns: Any) -> list[float]:
+    """
+    Score of each final answer by its task's own scorer, `score_answer` of reasoning-gym, in `[0, 1]`: 1 for a right
+    one, and in many tasks a part of it for a near miss.
+
+    The answer is the text between the last `<answer>` and `</answer>` after the reasoning; without them, all of a
+    plain completion, and none of a conversation. Reasoning that does not end has no answer. What makes the scorer
+    raise an error is not an answer: 0.
+
+    Some scorers evaluate answers as Python. While they run, a process can neither write nor start anything, or connect
+    to anything; that is no sandbox, and they may still hang. So run it in an [`IsolatedReward`], as recipes do.
+
+    Args:
+        completions (`list`): strings, or conversations.
+        task (`list[str]`), entry (`list[str]`): columns of [`make_problems`].
+    """
+    scored = zip(completions, task, entry, strict=True)
+    return [_score(_answer(completion), _scorer(key), ast.literal_eval(drawn)) for completion, key, drawn in scored]
+
+
+def _answer(completion: Any) -> str | None:
+    is_text = isinstance(completion, str)
+    text = completion if is_text else completion[-1]["content"] or ""
+    _, ended, text = text.rpartition("</think>")
+    if not ended and "<think>" in text:
+        return None
+    tagged = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
+    if tagged:
+        return tagged[-1].strip()
+    return text.strip() if is_text else None
+
+
+@functools.lru_cache
+def _scorer(key: str) -> Any:
+    return _dataset(*json.loads(key))
+
+
+def _score(answer: str | None, scorer: Any, entry: dict[str, Any]) -> float:
+    try:
+        with _without_effects(), contextlib.redirect_stdout(io.StringIO()):
+            score = float(scorer.score_answer(answer, entry))
+    except MemoryError:
+        raise
+    except (Exception, SystemExit):  # an answer may be `exit()`
+        return 0.0
+    return score if math.isfinite(score) else 0.0
+
+
+_FORBIDDEN = re.compile(
+    r"os\.(?!listdir|scandir|walk|fwalk|getxattr|add_dll)|subprocess\.|shutil\.|socket\.|ctypes\.|pty\.|signal\.|tempfile\."
+    r"|sqlite3\.|resource\."
+)
+_free: frozenset[int] | None = None  # threads that may write while another one scores; `None` while none does
+
+
+@contextlib.contextmanager
+def _without_effects() -> Iterator[None]:
+    """Let what runs in this context, and imports and reads files, do nothing else to the world around it."""
+    global _free
+    _install_hook()
+    _free = frozenset(thread.ident or 0 for thread in threading.enumerate()) - {threading.get_ident()}
+    try:
+        yield
+    finally:
+        _free = None
+
+
+@functools.cache
+def _install_hook() -> None:  # a hook cannot be removed
+    sys.addaudithook(_forbid)
+
+
+def _forbid(event: str, arguments: tuple) -> None:
+    if _free is None or threading.get_ident() in _free:
+        return
+    if _FORBIDDEN.match(event) or (event == "open" and not _only_reads(arguments)):
+        raise PermissionError(f"an answer asked for {event}")
+
+
+def _only_reads(arguments: tuple) -> bool:
+    _, mode, flags = arguments
+    return not (set(mode or "") & set("wax+") or (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+
+
+# In the process that draws, and where answers are scored
+
+
+def _dataset(task: str, settings: dict[str, Any], level: str | None) -> Any:
+    """The task's dataset; its entries are drawn when they are asked for."""
+    try:
+        from reasoning_gym.factory import CURRICULA, DATASETS
+    except ImportError as error:
+        raise ImportError(f"dataset_name='{PREFIX}{task}' {_MISSING}") from error
+    if task not in DATASETS or task == "composite":
+        near = difflib.get_close_matches(task, DATASETS, n=1)
+        hint = f"Did you mean '{PREFIX}{near[0]}'?" if near else "reasoning-gym's GALLERY.md shows its tasks."
+        raise ValueError(f"dataset_name='{PREFIX}{task}' does not exist. {hint}")
+    dataset_class, config_class = DATASETS[task]
+    names = [field.name for field in fields(config_class)]
+    for name in settings:
+        if name not in names:
+            raise ValueError(
+                f"dataset_settings={{{name}: {settings[name]!r}}} is not a setting of {task}. Its settings are "
+                f"{', '.join(names)}."
+            )
+    try:
+        chosen = settings if level is None else _at_level(CURRICULA, task, settings, level)
+        config = config_class(**chosen)
+        if hasattr(config, "validate"):
+            config.validate()
+        return dataset_class(config=config)
+    except (AssertionError, TypeError, AttributeError) as error:
+        shown = {name: value for name, value in settings.items() if name != "seed"}
+        raise ValueError(
+            f"dataset_settings={shown!r} does not fit {task}: {error or 'a value is not allowed'}. Change it."
+        ) from error
+
+
+def _at_level(curricula: Mapping[str, Any], task: str, settings: dict[str, Any], level: str) -> dict[str, Any]:
+    """The settings, with those that the curriculum determines."""
+    if task not in curricula:
+        raise ValueError(f"levels={[level]}: {task} has no curriculum. Leave `levels` out.")
+    curriculum = curricula[task]()
+    attributes = curriculum.attributes.values()
+    highest = max(len(attribute.levels) for attribute in attributes) - 1
+    if level not in map(str, range(highest + 1)):
+        raise ValueError(f"levels={[level]}: {task} has the levels 0 to {highest}. Set `levels` to some of them.")
+    for attribute in attributes:
+        curriculum.set_attr_level(attribute.name, min(int(level), len(attribute.levels) - 1))
+    made = curriculum.generate_configuration()
+    determined = [
+        name
+        for attribute in attributes
+        for kind in ("field_name", "lower_field_name", "upper_field_name")
+        if (name := getattr(attribute, kind, None))
+    ]
+    for name in determined:
+        if name in settings:
+            raise ValueError(
+                f"dataset_settings={{{name}: {settings[name]!r}}} is a setting that the levels of {task} determine. "
+                "Remove it, or `levels`."
+            )
+    return settings | {name: getattr(made, name) for name in determined}
+
+
+def _draw(task: str, settings: dict[str, Any], level: str | None) -> Iterator[dict[str, Any]]:
+    dataset = _dataset(task, settings, level)
+    key = json.dumps([task, settings, level])
+    for index in range(len(dataset)):
+        entry = _plain(dataset[index])
+        solution = entry["answer"]
+        yield {
+            "problem": entry["question"],
+            "solution": solution if solution is None else str(solution),
+            "level": level,
+            "type": task,
+            "task": key,
+            "entry": repr(entry),  # JSON has no tuples, which some scorers need
+        }
+
+
+def _plain(value: Any) -> Any:
+    """A value with Python's own types in place of NumPy's, so that its `repr` can be read."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(_plain(item) for item in value)
+    return value.item() if hasattr(value, "item") else value
+
+
+def _main() -> int:
+    """Read requests from the standard input, and write their rows to the standard output."""
+    requests = json.load(sys.stdin)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # some tasks print
+            rows = [row for request in requests for row in _draw(*request)]
+    except (ValueError, ImportError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 2
+    json.dump(rows, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,34 @@
+"""What a recipe names by a dotted import path: rewards, tools, environments."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def load(field: str, name: str, what: str, example: str) -> Callable:
+    """
+    Import a function or class by its dotted path, from the current folder, too.
+
+    Args:
+        field (`str`): field of the recipe.
+        name (`str`): its value, such as `my_tools.calculate`.
+        what (`str`), example (`str`): for the message: what the field can be, and a dotted path.
+
+    Raises:
+        `ValueError`: it cannot be imported, or cannot be called.
+    """
+    module, _, attribute = name.rpartition(".")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+        if not callable(found):
+            raise TypeError(f"{found!r} is not a function")
+    except Exception as error:  # the module's own code may raise anything
+        raise ValueError(
+            f"{field}={name!r} cannot be imported ({type(error).__name__}: {error}). Set `{field}` to {what}, such as "
+            f"{example}."
+        ) from error
+    finally:
+        sys.path.pop(0)
+    return found

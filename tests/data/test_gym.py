@@ -1,0 +1,264 @@
+"""Tasks of reasoning-gym: problems, curricula, rewards, and what answers may not do."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from opo_trl import train
+from opo_trl.arguments import OPOScriptArguments
+from opo_trl.data import gym, load_problems, spelling, to_prompts
+from opo_trl.data.gym import INSTRUCTION, gym_reward, make_problems
+from opo_trl.data.prompts import without_overlap
+from opo_trl.report.run_folder import read_json, read_lines
+from opo_trl.rewards.scoring import IsolatedReward
+
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "reasoning_gym" / "opo.yaml"
+needs_gym = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="needs reasoning-gym: pip install '.[gym]'")
+
+
+def draw(task: str, split: str = "train", levels=None, **settings) -> list[dict]:
+    return make_problems(f"reasoning_gym/{task}", split, levels, settings)
+
+
+def score(rows: list[dict], completions: list) -> list[float]:
+    return gym_reward(completions, task=[row["task"] for row in rows], entry=[row["entry"] for row in rows])
+
+
+@pytest.mark.skipif(find_spec("reasoning_gym") is not None, reason="reasoning-gym is installed")
+def test_missing_package_is_named():
+    with pytest.raises(ImportError, match=r"'reasoning_gym/countdown' needs .*pip install 'opo_trl\[gym\]'"):
+        load_problems("reasoning_gym/countdown")
+
+
+def test_split_seed_and_size_are_checked_first():
+    for named, arguments in (
+        ("split='dev'", ("dev", None, {})),
+        ("dataset_settings={seed: -1}", ("train", None, {"seed": -1})),
+        ("dataset_settings={size: 0}", ("train", None, {"size": 0})),
+        ("dataset_settings={size: '9'}", ("train", None, {"size": "9"})),
+        ("dataset_settings={size: True}", ("train", None, {"size": True})),
+    ):
+        with pytest.raises(ValueError, match=r"Set ") as error:
+            make_problems("reasoning_gym/countdown", *arguments)
+        assert named in str(error.value)
+
+
+def test_recipe_of_a_task_gets_its_reward_and_instruction():
+    script = OPOScriptArguments(dataset_name="reasoning_gym/countdown", dataset_settings='{"size": 7}')
+    assert (script.reward_funcs, script.instruction) == (["gym_reward"], INSTRUCTION)
+    assert script.dataset_settings == {"size": 7}
+    boxed = OPOScriptArguments(dataset_name="reasoning_gym/countdown", reward_funcs=["accuracy_reward"])
+    assert "boxed" in boxed.instruction  # this reward does not read tags
+    other = OPOScriptArguments(dataset_name="some/name")
+    assert other.reward_funcs == ["accuracy_reward"]
+    assert "boxed" in other.instruction
+
+
+@needs_gym
+class TestProblems:
+    def test_splits_have_different_seeds(self):
+        train, test = (draw("chain_sum", split, size=20) for split in ("train", "test"))
+        assert len(train) == len(test) == 20
+        assert not {row["problem"] for row in train} & {row["problem"] for row in test}
+        assert draw("chain_sum", size=20) == train
+        assert draw("chain_sum", size=20, seed=500) != train
+
+    def test_problems_are_the_packages_own(self):
+        import reasoning_gym
+
+        theirs = reasoning_gym.create_dataset("chain_sum", seed=3, size=5, min_terms=3, max_terms=3)
+        ours = draw("chain_sum", size=5, seed=3, min_terms=3, max_terms=3)
+        assert [row["problem"] for row in ours] == [entry["question"] for entry in theirs]
+        assert [row["solution"] for row in ours] == [entry["answer"] for entry in theirs]
+
+    @pytest.mark.parametrize("task", ["word_ladder", "isomorphic_strings"])
+    def test_tasks_that_depend_on_the_order_of_sets_are_the_same_in_every_process(self, task):
+        program = "from opo_trl.data.gym import make_problems as m\nimport sys\n"
+        program += f"print([row['entry'] for row in m('reasoning_gym/{task}', 'train', None, {{'size': 4}})])"
+        printed = {
+            subprocess.run(
+                [sys.executable, "-c", program],
+                env={**os.environ, "PYTHONHASHSEED": str(seed)},
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+            for seed in (1, 2)
+        }
+        assert len(printed) == 1
+
+    def test_levels_are_those_of_the_curriculum(self):
+        rows = draw("chain_sum", levels=["0", "2"], size=10)
+        assert [row["level"] for row in rows] == ["0"] * 10 + ["2"] * 10
+        terms = {
+            level: {row["problem"].count("+") + row["problem"].count(" - ") for row in rows if row["level"] == level}
+            for level in ("0", "2")
+        }
+        assert max(terms["0"]) < max(terms["2"])
+
+    def test_settings_of_lists_and_numbers_reach_the_task(self):
+        rows = draw("countdown", size=5, min_numbers=3, max_numbers=3, operators=["+"])
+        assert all(set(row["solution"]) <= set("0123456789+ ") for row in rows)
+
+    @pytest.mark.parametrize(
+        ("task", "levels", "settings", "said"),
+        [
+            ("countdwn", None, {}, "Did you mean 'reasoning_gym/countdown'?"),
+            ("composite", None, {}, "does not exist"),
+            ("countdown", ["9"], {}, "levels=['9']: countdown has the levels 0 to 4"),
+            ("countdown", ["01"], {}, "levels=['01']: countdown has the levels 0 to 4"),
+            ("countdown", ["Level 1"], {}, "levels=['Level 1']: countdown has the levels 0 to 4"),
+            ("acre", ["0"], {}, "levels=['0']: acre has no curriculum"),
+            ("countdown", None, {"numbers": 3}, "{numbers: 3} is not a setting of countdown"),
+            ("countdown", None, {"min_numbers": 9}, "max_numbers must be >= min_numbers"),
+            ("countdown", None, {"min_numbers": "x"}, "does not fit countdown"),
+            ("countdown", ["0"], {"min_numbers": 3}, "the levels of countdown determine"),
+            ("countdown", None, {"size": 2, "min_target": 10**9, "max_target": 10**9}, "cannot be drawn"),
+        ],
+    )
+    def test_mistakes_are_named(self, task, levels, settings, said):
+        with pytest.raises(ValueError, match=r"levels=|dataset_(name|settings)=") as error:
+            draw(task, levels=levels, **settings)
+        assert said in str(error.value)
+
+    def test_a_level_that_is_named_twice_is_drawn_once(self):
+        assert draw("chain_sum", levels=["1", "0", "1"], size=3) == draw("chain_sum", levels=["1", "0"], size=3)
+
+    def test_columns_have_no_effect(self):
+        with pytest.raises(ValueError, match=r"columns=.* has no effect .* Remove `columns`"):
+            load_problems("reasoning_gym/chain_sum", columns={"problem": "entry"}, settings={"size": 2})
+
+    def test_prompts_keep_what_the_scorer_reads(self):
+        problems = load_problems("reasoning_gym/chain_sum", settings={"size": 4})
+        chat, plain = to_prompts(problems, instruction=INSTRUCTION), to_prompts(problems, style="plain")
+        assert chat.column_names == ["prompt", "solution", "level", "type", "task", "entry"]
+        assert chat[0]["prompt"][0]["content"] == f"{problems[0]['problem']}\n\n{INSTRUCTION}"
+        assert plain["prompt"][:] == problems["problem"][:]
+        assert chat["solution"][:] == problems["solution"][:]
+        assert set(chat["type"]) == {"chain_sum"}
+        held_out = Dataset.from_list([*problems.to_list(), *draw("chain_sum", "test", size=2)])
+        assert len(without_overlap(held_out, problems)) == 2
+
+
+def save(path: Path) -> int:
+    return path.write_text("line")
+
+
+@needs_gym
+class TestReward:
+    def test_answer_is_what_the_tags_hold(self):
+        row = draw("chain_sum", size=1)[0]
+        right = row["solution"]
+        for text, expected in (
+            (f"I think.</think> So <answer> {right} </answer>.", 1.0),
+            (f"<answer>no</answer> <answer>{right}</answer>", 1.0),
+            (f"<answer>{right}</answer> <answer>no</answer>", 0.0),
+            (f"<answer>{right}</answer></think> done", 0.0),
+            (f"<think>perhaps <answer>{right}</answer>", 0.0),
+            (f"<think>hm</think> <answer>{right}</answer>", 1.0),
+            (right, 0.0),
+        ):
+            assert score([row], [[{"role": "assistant", "content": text}]]) == [expected], text
+        assert score([row], [f"<think>\n{right}"]) == [0.0]
+        assert score([row], [f" {right}\n"]) == [1.0]  # a plain completion is the answer
+        assert score([row], [f"so <answer>{right}</answer>"]) == [1.0]
+
+    def test_score_is_the_packages_own(self):
+        import reasoning_gym
+
+        theirs = reasoning_gym.create_dataset("spell_backward", seed=0, size=6)
+        rows = draw("spell_backward", size=6)
+        answers = [row["solution"][:-1] + "?" for row in rows]
+        found = score(rows, answers)
+        assert found == [theirs.score_answer(answer, entry) for answer, entry in zip(answers, theirs, strict=True)]
+        assert all(0 < value < 1 for value in found)
+
+    @pytest.mark.parametrize("task", ["arc_agi", "rearc", "knights_knaves", "countdown", "time_intervals", "n_queens"])
+    def test_right_answers_score_1(self, task):
+        rows = draw(task, size=3)
+        assert score(rows, [f"<answer>{row['solution']}</answer>" for row in rows]) == [1.0] * 3
+
+    def test_what_breaks_the_scorer_is_wrong(self):
+        rows = draw("prime_factorization", size=1)
+        assert score(rows, ["x"]) == [0.0]
+        assert score(draw("binary_matrix", size=1), ["exit()"]) == [0.0]
+
+    @pytest.mark.parametrize("task", ["countdown", "binary_matrix", "n_queens", "polynomial_multiplication"])
+    def test_answers_that_are_programs_change_nothing(self, task, tmp_path):
+        (tmp_path / "kept").write_text("here")
+        row = draw(task, size=1)[0]
+        for program in (
+            f"open('{tmp_path}/new', 'w')",
+            f"__import__('os').system('touch {tmp_path}/new')",
+            f"__import__('os').remove('{tmp_path}/kept')",
+            f"__import__('subprocess').run(['touch', '{tmp_path}/new'])",
+            f"__import__('shutil').rmtree('{tmp_path}')",
+            "__import__('socket').create_connection(('localhost', 9))",
+            f"__import__('sqlite3').connect('{tmp_path}/new')",
+        ):
+            assert score([row], [program])[0] < 0.1
+            assert [path.name for path in tmp_path.iterdir()] == ["kept"], program
+        (tmp_path / "after").write_text("this process may still write")
+
+    def test_other_threads_write_while_an_answer_is_scored(self, tmp_path, monkeypatch):
+        written = []
+
+        def scored(scorer, answer, entry):
+            thread.start_now.set()
+            thread.join(10)
+            return 1.0
+
+        thread = threading.Thread(target=lambda: thread.start_now.wait(10) and written.append(save(tmp_path / "log")))
+        thread.start_now = threading.Event()
+        thread.start()
+        rows = draw("chain_sum", size=1)
+        scorer = type("Scorer", (), {"score_answer": scored})()
+        monkeypatch.setattr(gym, "_scorer", lambda key: scorer)
+        assert score(rows, ["1"]) == [1.0]
+        assert written == [len("line")]
+
+    def test_scorer_that_hangs_costs_one_completion(self):
+        rows = draw("countdown", size=2)
+        columns = {name: [row[name] for row in rows] for name in ("task", "entry")}
+        reward = IsolatedReward(gym_reward, workers=2, timeout=5)
+        scores = reward(["9**9**9**9**9", f"<answer>{rows[1]['solution']}</answer>"], **columns)
+        reward.close()
+        assert scores[1] == 1.0
+        assert scores[0] is None or scores[0] < 0.1
+
+
+def test_base_model_that_spells():
+    folder = Path(spelling.base_model_path())
+    assert (folder / "model.safetensors").stat().st_size < 5e5
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.vocab_size == len(tokenizer)
+    ids = tokenizer("Spell this word backward (example: sun -> nus): Boomer")["input_ids"]
+    assert len(ids) == 1 + len("Boomer")
+    assert tokenizer.unk_token_id not in ids
+    accuracy = json.loads((folder / "ACCURACY.json").read_text())
+    assert all(accuracy[level]["greedy"]["accuracy"] < 0.05 for level in "123")
+
+
+@needs_gym
+def test_recipe_learns_to_spell(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    short = {"max_steps": 40, "report_size": 200, "validation_steps": 40, "save_strategy": "no", "output_dir": "run"}
+    words = [word for name, value in short.items() for word in (f"--{name}", str(value))]
+    assert train.main(["--config", str(RECIPE), *words]) == 0
+    summary = read_json(tmp_path / "run" / "summary.json")
+    for level in "23":
+        assert summary["before"][level]["greedy"]["high"] < 0.1
+        assert summary["after"][level]["greedy"]["low"] > 0.4
+        assert summary["after"][level]["sampled"]["low"] > summary["before"][level]["sampled"]["high"] + 0.1
+    assert "prompts of reasoning_gym/spell_backward (train, levels 2)" in (tmp_path / "run" / "plan.txt").read_text()
+    assert read_lines(tmp_path / "run" / "log.jsonl")[1]["rewards/gym_reward/mean"] > 0.4
+    assert gym.PREFIX in read_json(tmp_path / "run" / "settings.json")["dataset_name"]

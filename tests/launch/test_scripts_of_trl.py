@@ -1,0 +1,241 @@
+"""Command lines and YAML files of `trl grpo` train under `opo-trl train`, and what has no meaning there is named."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from trl.scripts import grpo
+
+from opo_trl import train
+from opo_trl.launch import cli, jobs, recipe
+from opo_trl.launch.data import load_data
+from opo_trl.report import run_folder
+from opo_trl.report.run_folder import read_json, read_lines
+
+
+ROWS = [
+    {"prompt": [{"role": "user", "content": f"{i} + {i}?"}], "solution": f"${2 * i}$", "source": "sums"}
+    for i in range(12)
+]
+# As public recipes of `trl grpo` look: fields of all four of its dataclasses, loss, evaluation, tracking and launch.
+RECIPE = {
+    "model_name_or_path": "./model",
+    "dtype": "float32",
+    "attn_implementation": "eager",
+    "dataset_name": "./data",
+    "dataset_train_split": "train",
+    "dataset_test_split": "test",
+    "reward_funcs": ["accuracy_reward", "think_format_reward", "get_soft_overlong_punishment", "my_rewards.length"],
+    "reward_weights": [1.0, 0.5, 0.25, 0.125],
+    "output_dir": "run",
+    "learning_rate": "1.0e-6",
+    "loss_type": "dr_grpo",
+    "epsilon_high": 0.28,
+    "beta": 0.04,
+    "num_generations": 2,
+    "max_completion_length": 4,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2,
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    "use_peft": True,
+    "lora_r": 4,
+    "lora_target_modules": ["q_proj", "v_proj"],
+    "max_steps": 2,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "no",
+    "log_completions": False,
+    "report_to": ["none"],
+    "use_cpu": True,
+    "bf16": False,
+    "disable_tqdm": True,
+}
+REWARDS = """
+def length(completions, source, **kwargs):
+    assert set(source) == {"sums"}
+    return [float(len(completion[0]["content"])) for completion in completions]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    for split, rows in (("train", ROWS[:8]), ("test", ROWS[8:])):
+        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    return tmp_path
+
+
+def write(folder: Path, fields: dict) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    return str(path)
+
+
+def test_every_field_of_trls_script_is_one_here():
+    theirs = {action.dest for action in grpo.make_parser()._actions} - {"help"}
+    assert len(theirs) > 200
+    assert theirs - recipe._fields("opo").keys() == set()
+    assert theirs | {"accelerate_config"} >= recipe._fields_of_trl() - {"help"}
+
+
+def test_recipe_trains_as_it_stands(folder: Path, caplog):
+    assert train.main(["--config", write(folder, RECIPE)]) == 0
+    log = read_lines(folder / "run" / "log.jsonl")
+    steps = [entry for entry in log if "loss" in entry]
+    assert len(steps) == 2
+    for name in ("accuracy_reward", "think_format_reward", "soft_overlong_punishment_reward", "length"):
+        assert f"rewards/{name}/mean" in steps[0]
+    assert sum("eval_reward" in entry for entry in log) == 2
+    assert steps[0]["kl"] == 0  # beta acts
+    assert steps[1]["opo/chi2"] >= 0
+    assert "Without meaning, and left out" in caplog.text
+    for named in ("loss_type='dr_grpo'", "epsilon_high=0.28", "bound the update with `mu`"):
+        assert named in caplog.text
+    plan = (folder / "run" / "plan.txt").read_text()
+    assert "8 prompts of ./data (train): a prompt is its column 'prompt', unchanged" in plan
+    assert (folder / "run" / "adapter_model.safetensors").is_file()
+    stored = yaml.safe_load((folder / "run" / "recipe.yaml").read_text())
+    assert stored["trainer"] == "opo"
+    assert "loss_type" not in stored
+    assert read_json(folder / "run" / "settings.json")["prompt_style_used"] == "dataset"
+    # What was stored trains again, to the bit.
+    caplog.clear()
+    again = ["--config", str(folder / "run" / "recipe.yaml"), "--output_dir", "again"]
+    assert train.main(again) == 0
+    assert "left out" not in caplog.text
+    weights = [(folder / run / "adapter_model.safetensors").read_bytes() for run in ("run", "again")]
+    assert weights[0] == weights[1]
+
+
+def test_command_line_trains_as_it_stands(folder: Path, caplog):
+    words = []
+    for name, value in (RECIPE | {"max_steps": 1, "output_dir": "run line"}).items():
+        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        words += [f"--{name}", *map(str, values)]
+    assert train.main([*words, "--dataset_streaming", "--epsilon=0.3"]) == 0
+    assert len([1 for entry in read_lines(folder / "run line" / "log.jsonl") if "loss" in entry]) == 1
+    for named in ("loss_type='dr_grpo'", "epsilon='0.3'", "dataset_streaming=True: datasets are loaded completely"):
+        assert named in caplog.text
+
+
+def test_a_field_of_this_package_makes_the_recipe_its_own(folder: Path, capsys):
+    assert train.main(["--config", write(folder, RECIPE), "--mu", "0.3"]) == 2
+    assert "epsilon_high=0.28 has no effect in OPO" in capsys.readouterr().err
+
+
+def test_every_spelling_of_a_command_line_is_one_of_trls(folder: Path, caplog):
+    words = [
+        "--epsilon-high",
+        "0.3",
+        "--no_shuffle_dataset",
+        "--no-dataloader-pin-memory",
+        "--debug",
+        "underflow_overflow",
+    ]
+    _, args, _, stored = recipe.parse(["--config", write(folder, RECIPE), *words])
+    assert "epsilon_high='0.3'" in caplog.text
+    assert not args.shuffle_dataset
+    assert (stored["shuffle_dataset"], stored["dataloader_pin_memory"]) == (False, False)
+    assert stored["debug"] == ["underflow_overflow"]
+    assert yaml.safe_dump(stored)
+
+
+def test_reward_model_comes_first_as_in_trl(folder: Path):
+    fields = {"reward_model_name_or_path": "./model", "reward_funcs": ["accuracy_reward", "my_rewards.length"]}
+    weights = {"reward_weights": [3.0, 1.0, 2.0]}
+    _, args, _, stored = recipe.parse(["--config", write(folder, RECIPE | fields | weights)])
+    assert args.reward_weights == stored["reward_weights"] == [1.0, 2.0, 3.0]
+    _, args, _, _ = recipe.parse(["--config", write(folder, RECIPE | fields | weights | {"trainer": "grpo"})])
+    assert args.reward_weights == [3.0, 1.0, 2.0]
+    only = {name: value for name, value in RECIPE.items() if not name.startswith("reward_")}
+    script, *_ = recipe.parse(["--config", write(folder, only | {"reward_model_name_or_path": "./model"})])
+    assert script.reward_funcs == []
+
+
+def test_comparison_recognizes_its_finished_run(folder: Path):
+    rewards = {"reward_model_name_or_path": "./model", "reward_funcs": ["accuracy_reward"], "reward_weights": [3, 1]}
+    path = write(folder, RECIPE | rewards | {"num_processes": 1})
+    *_, stored = recipe.parse(["--config", path, "--seed", "1"])
+    run = folder / "out" / "seed-1"
+    (run / "checkpoint-1").mkdir(parents=True)
+    (run / "recipe.yaml").write_text(yaml.safe_dump(stored))
+    assert run_folder.is_run(run)
+    jobs.check_earlier_run(jobs.Job(Path(path), 1, run, ()))
+    with pytest.raises(ValueError, match=r"learning_rate: .* there, 0\.5 requested"):
+        jobs.check_earlier_run(jobs.Job(Path(path), 1, run, ("--learning_rate", "0.5")))
+
+
+def test_mixture_of_datasets(folder: Path):
+    (folder / "more").mkdir()
+    more = [
+        {**row, "prompt": [{"role": "user", "content": f"What is {row['prompt'][0]['content']}"}]} for row in ROWS[:8]
+    ]
+    (folder / "more" / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in more))
+    mixture = {"datasets": [{"path": "./data"}, {"path": "./more", "columns": ["prompt", "solution", "source"]}]}
+    fields = {name: value for name, value in RECIPE.items() if name != "dataset_name"} | mixture
+    script, args, *_ = recipe.parse(["--config", write(folder, fields | {"test_split_size": 4, "streaming": True})])
+    tokenizer = train.preflight.load_tokenizer("./model", revision=None, trust_remote_code=False)
+    data = load_data(script, args, tokenizer)
+    assert len(data.training) == 12
+    assert data.plan.startswith("12 prompts of ./data + ./more (train)")
+    seen = {str(prompt) for prompt in data.training["prompt"]}
+    assert len(data.evaluation) == 4
+    assert not seen & {str(prompt) for prompt in data.evaluation["prompt"]}
+    again = load_data(script, args, tokenizer)
+    assert again.training.to_list() == data.training.to_list()
+    script, _, _, stored = recipe.parse(["--config", write(folder, fields | {"dataset_name": "./data"})])
+    assert script.dataset_name is None
+    assert "dataset_name" not in stored
+
+
+def test_options_of_accelerate_in_a_recipe(folder: Path):
+    fields = RECIPE | {"num_processes": 1, "num_machines": 1, "mixed_precision": "no", "max_steps": 1}
+    path = write(folder, fields)
+    read, trainer = recipe.read_recipe(path)
+    launch = recipe.take_launch_options(read, trainer)
+    assert launch == {"num_processes": 1, "num_machines": 1, "mixed_precision": "no"}
+    words = recipe.launch_words({"cpu": True, "multi_gpu": False, "num_machines": None, "num_processes": 0})
+    assert words == ["--cpu", "--num_processes=0"]
+    command = [sys.executable, "-m", "opo_trl.launch.cli", "train", "--config", path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert yaml.safe_load((folder / "run" / "recipe.yaml").read_text())["num_processes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"num_processes": "many"}, "num_processes: invalid int value: 'many'. It is an option of accelerate"),
+        ({"mixed_precision": "fp4"}, "mixed_precision: invalid choice: 'fp4'"),
+        ({"config_file": "nope.yaml"}, "config_file='nope.yaml' does not exist"),
+    ],
+)
+def test_mistaken_options_of_accelerate_are_named_in_one_line(folder: Path, capsys, option, said):
+    assert cli.main(["train", "--config", write(folder, RECIPE | option)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_best_checkpoint_is_loaded_at_the_end(folder: Path):
+    best = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "reward",
+    }
+    assert train.main(["--config", write(folder, RECIPE | best)]) == 0
+    state = read_json(folder / "run" / "checkpoint-2" / "trainer_state.json")
+    assert state["best_model_checkpoint"].endswith(f"checkpoint-{state['best_global_step']}")

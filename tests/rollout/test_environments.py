@@ -1,0 +1,296 @@
+"""
+Conversations with an environment: what is trained, reuse, dynamic sampling and exact resumption.
+
+The model of the embedded guessing game plays real games of several turns. The reference (`helpers.Reference`) computes
+each gradient from the definition, over what the model wrote.
+"""
+
+import json
+import random
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers import (
+    RecordingBaseline,
+    RecordingOPO,
+    Reference,
+    Script,
+    assert_step_equals,
+    logged,
+    make_trainer,
+    snapshot,
+    trained,
+    without_times,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from opo_trl.data import to_prompts
+from opo_trl.data.guessing import Guessing, base_model_path, make_games
+from opo_trl.evaluate import evaluate
+from opo_trl.rewards.scoring import IsolatedReward
+
+
+GAMES = to_prompts(Dataset.from_list(make_games("train", ["Level 4"])), instruction="")
+TOOL_WROTE = ("<tool_response>", "higher: ", "lower: ", " to ", "right", "over", "</tool_response>")
+
+# Two optimizer steps per pass.
+OFF_POLICY = {"steps_per_generation": 4, "max_steps": 2}
+
+
+class Drawn(Guessing):
+    """A game whose number the environment draws, from Python's generator."""
+
+    def reset(self, **row):
+        super().reset(**row)
+        self.number = random.randint(self.low, self.high)
+
+
+class OwnGenerator(Guessing):
+    """A game that draws its numbers from a generator of its own; counts its objects."""
+
+    made = 0
+
+    def __init__(self):
+        self.rng = random.Random(OwnGenerator.made % 16)
+        OwnGenerator.made += 1
+
+    def reset(self, **row):
+        super().reset(**row)
+        self.number = self.rng.randint(self.low, self.high)
+
+
+class Evaluating(TrainerCallback):
+    """Plays games after every step, for which the environment draws, too."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        assert evaluate(self.trainer, GAMES.select(range(4)), seed=state.global_step).scored == 4
+
+
+class Locked(Guessing):
+    """A game that cannot be sent to another process."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+def found(completions, **columns) -> list[float]:
+    assert "environments" not in columns
+    return [float("right" in [message["content"] for message in turns]) for turns in completions]
+
+
+def messages(completions, **columns) -> list[float]:
+    return [float(len(turns)) for turns in completions]
+
+
+class Differentiated(RecordingOPO):
+    """Records, of each part, the derivative of the loss by the log-probability of every token."""
+
+    derivatives: list
+
+    def _sample_losses(self, inputs, logps, entropies):
+        leaf = logps.detach().requires_grad_()
+        losses, _ = super()._sample_losses(inputs, leaf, entropies.detach())
+        (derivative,) = torch.autograd.grad(losses.sum(), leaf)
+        self.derivatives = [*getattr(self, "derivatives", []), (inputs, derivative)]
+        return super()._sample_losses(inputs, logps, entropies)
+
+
+@pytest.fixture(scope="session")
+def player(tmp_path_factory) -> str:
+    """The embedded player, with an output layer of its own: the reference takes gradients by each parameter."""
+    folder = tmp_path_factory.mktemp("player")
+    model = AutoModelForCausalLM.from_pretrained(base_model_path(), dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base_model_path()).save_pretrained(folder)
+    return str(folder)
+
+
+def playing(player, folder, *, train=True, environment=Guessing, reward_funcs=None, data=GAMES, **options):
+    """A trainer on games of four guesses, trained or not."""
+    arguments = {"rollout_func": None, "reward_funcs": reward_funcs, "train_dataset": data}
+    arguments["environment_factory"] = environment
+    options = {"max_completion_length": 60, "learning_rate": 0.02, **OFF_POLICY, **options}
+    return (trained if train else make_trainer)(player, folder, trainer_arguments=arguments, **options)
+
+
+def reference_of(trainer) -> Reference:
+    script = Script()
+    script.calls = [Script.observed(rollout, rollout.rewards_per_func.tolist()) for rollout in trainer.rollouts]
+    return Reference(trainer, script)
+
+
+def turns(mask: torch.Tensor) -> int:
+    """How often the model begins to write, in a row of the mask of its tokens."""
+    return int((mask[1:] > mask[:-1]).sum() + mask[0])
+
+
+# What is trained
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"log_ratio_reduction": "mean"},
+        {"plan_micro_batches": False},
+        {"padding_free": True},
+        {"max_tokens_per_micro_batch": 120},
+        {"ratio_form": "exact", "beta": 0.1},
+        {"mask_truncated_completions": True, "max_completion_length": 32, "reward_funcs": [messages]},
+        {"mask_truncated_completions": True, "max_completion_length": 36},
+        {"max_sampling_rounds": 4},
+        {"num_iterations": 3, "max_staleness": 2, "max_steps": 8},
+        {"num_iterations": 2, "max_staleness": 1, "max_steps": 6, "max_sampling_rounds": 3},
+    ],
+    ids=lambda options: " ".join(options) or "default",
+)
+def test_gradient_of_conversations_is_the_definition(player, tmp_path, options):
+    trainer = playing(player, tmp_path, **options)
+    reference = reference_of(trainer)
+    for number, step in enumerate(trainer.steps):
+        assert_step_equals(step, reference.step(number))
+    for rollout in trainer.rollouts:
+        mask = rollout.completion_mask
+        assert max(turns(row) for row in rollout.tool_mask * mask) >= 3
+        # The mask is what it says, whichever round of generation a sample is of.
+        tokenizer = trainer.processing_class
+        tool_wrote = {*tokenizer.convert_tokens_to_ids(TOOL_WROTE)}
+        for ids, own, kept in zip(rollout.completion_ids, rollout.tool_mask, mask.bool(), strict=True):
+            heard = tokenizer.convert_ids_to_tokens(ids[kept & (own == 0)])
+            assert all(token in TOOL_WROTE or token.isdigit() for token in heard)
+            assert not tool_wrote & {*ids[kept & (own == 1)].tolist()}
+    if options.get("max_sampling_rounds"):
+        assert sum(entry.get("dynamic_sampling/frac_replaced", 0) for entry in logged(trainer)) > 0
+    if options.get("mask_truncated_completions"):
+        # Three calls and their results have 30 tokens, the fourth call four, and its result would have three or six.
+        cut = ~mask.bool().any(dim=1)
+        assert cut.any() == (options["max_completion_length"] == 32)
+        assert (mask.sum(dim=1) == 34).any() == (not cut.any())  # ended between two messages, and trained
+    if options.get("max_tokens_per_micro_batch"):  # the tool's tokens take room, too
+        parts = [batch for step in trainer.steps for batch in step.batches]
+        sizes = [batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in parts]
+        assert max(sizes) <= 120
+        assert len(parts) > 2 * len(trainer.steps)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_advantage_of_a_conversation_reaches_every_token_of_all_its_turns(player, tmp_path, reduction):
+    """The first step is on-policy: the loss has the derivative −μ v* by the log-ratio, times the scale."""
+    options = {"per_device_train_batch_size": 16, "max_steps": 1, "log_ratio_reduction": reduction}
+    trainer = playing(player, tmp_path, trainer_class=Differentiated, **options)
+    lengths = (trainer.rollouts[0].tool_mask * trainer.rollouts[0].completion_mask).sum(dim=1)
+    seen = Counter()
+    for inputs, derivative in trainer.derivatives:
+        own = (inputs["tool_mask"] * inputs["completion_mask"]).bool()
+        for i, row in enumerate(derivative):
+            # One number for the whole conversation; by hand from its target and the number of tokens of the model.
+            by = int(own[i].sum()) if reduction == "mean" else lengths.double().mean().item()
+            expected = -(inputs["opo_mu"][i] * inputs["opo_target"][i]).item() / by
+            torch.testing.assert_close(row[own[i]], torch.full_like(row[own[i]], expected))
+            assert not row[~own[i]].any()
+            seen[turns(own[i].int())] += expected != 0
+    assert seen[3] + seen[4] + seen[5] >= 4
+
+
+@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+def test_log_probabilities_of_what_the_environment_said_have_no_effect(player, tmp_path, monkeypatch, trainer_class):
+    """In the second step the log-ratios are not 0; there the environment's tokens get other log-probabilities."""
+    options = {"trainer_class": trainer_class} | ({"loss_type": "grpo"} if trainer_class is RecordingBaseline else {})
+    as_is = playing(player, tmp_path / "1", **options)
+    parent = trainer_class._get_per_token_logps_and_entropies
+    shifted = []
+
+    def with_noise(self, model, input_ids, attention_mask, logits_to_keep, *more, **named):
+        logps, *others = parent(self, model, input_ids, attention_mask, logits_to_keep, *more, **named)
+        if logps is None or not torch.is_grad_enabled():
+            return logps, *others
+        words = torch.tensor(self.processing_class.convert_tokens_to_ids(["<tool_response>", "higher: ", "lower: "]))
+        said = torch.isin(input_ids[:, -logits_to_keep:], words)
+        shifted.append(int(said.sum()))
+        return torch.where(said, 5 * logps - 3.0, logps), *others
+
+    monkeypatch.setattr(trainer_class, "_get_per_token_logps_and_entropies", with_noise)
+    other = playing(player, tmp_path / "2", **options)
+    assert sum(shifted) > 20
+    for one, two in zip(as_is.steps, other.steps, strict=True):
+        assert all(two.gradient[name].equal(one.gradient[name]) for name in one.gradient)
+        assert one.losses == two.losses
+
+
+# What a run is made of
+
+
+def test_environment_alone_gives_the_reward_and_accuracies_count_it(player, tmp_path):
+    trainer = playing(player, tmp_path, train=False, reward_funcs=[])
+    assert trainer.reward_func_names == ["Guessing"]
+    held_out = to_prompts(Dataset.from_list(make_games("test", ["Level 4"])), instruction="").select(range(24))
+    result = evaluate(trainer, held_out)
+    found = ["right" in [message["content"] for message in sample["completion"]] for sample in result.samples]
+    assert [sample["reward"] for sample in result.samples] == [float(right) for right in found]
+    assert 0 < result.correct == sum(found) < 24
+    # With a function in `reward_funcs`, that one decides, and the environment's is added to it in training.
+    other = playing(player, tmp_path, train=False, reward_funcs=[lambda completions, **_: [1.0] * len(completions)])
+    assert evaluate(other, held_out).correct == 24
+
+
+def test_isolated_reward_is_not_sent_the_environments(player, tmp_path):
+    reward = IsolatedReward(found, workers=1)
+    trainer = playing(player, tmp_path, train=False, environment=Locked, reward_funcs=[reward])
+    result = evaluate(trainer, GAMES.select(range(12)))
+    assert (reward.errors, reward.timeouts, result.unscorable) == (0, 0, 0)
+    assert 0 < result.correct < 12
+    reward.close()
+
+
+def test_plan_names_the_tools_the_environment_and_the_turns(player, tmp_path):
+    trainer = playing(player, tmp_path, train=False, max_tool_calling_iterations=4)
+    (line,) = [line for line in trainer.plan.splitlines() if line.startswith("  tools ")]
+    assert "guess (environment: Guessing); called in at most 4 turns of a conversation" in line
+    assert "60 tokens" in line
+    assert "  tools " not in make_trainer(player, tmp_path).plan
+
+
+def test_evaluations_do_not_touch_the_environments_of_training(player, tmp_path):
+    """Not even those that have a generator of their own, which goes on from one conversation to the next."""
+    options = {"environment": OwnGenerator, "max_steps": 5}
+    alone = playing(player, tmp_path / "1", **options)
+    trainer = playing(player, tmp_path / "2", train=False, **options)
+    trainer.add_callback(Evaluating(trainer))
+    trainer.train()
+    one, other = snapshot(alone.model), snapshot(trainer.model)
+    assert all(one[name].equal(other[name]) for name in one)
+    # One for each conversation of a rollout, and of an evaluation.
+    assert OwnGenerator.made == 16 + 16 + 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_sampling_rounds": 3},
+        {"num_iterations": 3, "max_staleness": 2},
+        {"num_iterations": 3, "trainer_class": RecordingBaseline, "loss_type": "grpo"},
+    ],
+    ids=["one pass", "dynamic sampling", "replay", "GRPO, three passes"],
+)
+def test_run_resumes_bitwise_although_its_environment_draws_random_numbers(player, tmp_path, options):
+    options = {"environment": Drawn, "max_steps": 8, "optim": "adamw_torch", "learning_rate": 1e-3, **options}
+    options |= {"save_strategy": "steps", "save_steps": 1}
+    whole = playing(player, tmp_path, **options)
+    expected = snapshot(whole.model)
+    for step in (1, 3, 4):  # in the middle of a rollout or pass, and at the end of one
+        resumed = playing(player, tmp_path / "resumed", train=False, **options)
+        resumed.add_callback(Evaluating(resumed))
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        own = snapshot(resumed.model)
+        assert all(own[name].equal(expected[name]) for name in expected), step
+        one, other = ([without_times(entry) for entry in t.state.log_history] for t in (whole, resumed))
+        assert json.dumps(one[:8], sort_keys=True) == json.dumps(other[:8], sort_keys=True)

@@ -1,0 +1,52 @@
+"""The five lines of the README, as they stand, on a small model and on local data."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from opo_trl.data import files
+
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+ROWS = [{"question": f"{i} + {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"} for i in range(16)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_five_lines_train_off_policy_and_log_to_trackio(tiny_model, tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    section = README.read_text(encoding="utf-8").partition("## Five lines of Python")[2]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    small = "use_cpu=True, bf16=False, max_completion_length=6, max_steps=10"
+    for old, new in (
+        ('"Qwen/Qwen3-0.6B"', repr(tiny_model)),
+        ('"qwen3-opo"', f"{str(tmp_path / 'run')!r}, {small}"),
+        ('{"enable_thinking": False}', "None"),  # the small model's template has no thinking
+        ("accuracy_reward, args", "[accuracy_reward, length], args"),  # a random model solves nothing
+        ("\nOPOTrainer(", "\ntrainer = OPOTrainer("),
+        (").train()", ")\ntrainer.train()"),
+    ):
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    asked = []
+    monkeypatch.setattr(files, "load_dataset", lambda *a, **k: asked.append((a, k)) or Dataset.from_list(ROWS))
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("trackio") and hasattr(module, "TRACKIO_DIR"):
+            monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+
+    def length(completions, **columns):
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    names = {"length": length}
+    exec(code, names)
+    assert asked == [(("openai/gsm8k", "main"), {"split": "train"})]
+    trainer = names["trainer"]
+    assert trainer.train_dataset[3]["solution"] == "6"
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(log) == 10
+    assert log[0]["opo/chi2"] == 0
+    assert all(entry["opo/chi2"] > 0 for entry in log[1:8])  # the regime of the χ² term
+    assert [entry["opo/pass"] for entry in log[:8]] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert [*(tmp_path / "trackio").glob("*.db")]
