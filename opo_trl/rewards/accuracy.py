@@ -12,11 +12,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
+from multiprocessing import parent_process
 from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from math_verify import LatexExtractionConfig, parse, verify
+from packaging.version import Version
 from sympy import ZZ, And, Basic, Eq, Expr, I, Ne, Number, Poly, Symbol, lambdify, nsimplify, simplify
 from sympy.core import evalf
 from sympy.core.relational import Relational
@@ -28,6 +31,19 @@ from .notation import count_primes, read_decimal_comma, same_string, simplify_no
 logger = logging.getLogger(__name__)
 
 Completion = str | list[dict[str, str]]
+
+
+def warn_of_parser(installed: str) -> None:
+    """Warn of a version of antlr4 that changes verdicts. math-verify admits it, and others pin it (Hydra, lm_eval)."""
+    if Version(installed) < Version("4.13"):
+        logger.warning(
+            f"antlr4-python3-runtime={installed} is installed, with which accuracy_reward cannot read some answers, "
+            r"such as 50\%, and leaves them unscored. Run `pip install 'antlr4-python3-runtime>=4.13'`."
+        )
+
+
+if parent_process() is None:  # not in each worker
+    warn_of_parser(version("antlr4-python3-runtime"))
 
 PARSING_LIMIT, VERIFYING_LIMIT = 5.0, 5.0  # seconds of processor time
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from opo_trl.rewards import accuracy as rewards
 from opo_trl.rewards import accuracy_reward, format_reward
-from opo_trl.rewards.accuracy import score
+from opo_trl.rewards.accuracy import score, warn_of_parser
 from opo_trl.rewards.boxes import final_answer
 
 
@@ -312,3 +312,9 @@ class TestMath:
     def test_the_answer_to_another_problem_is_wrong(self, distinct: list[str]):
         pairs = itertools.pairwise(distinct[:200])
         assert [pair for pair in pairs if score(box(pair[1]), pair[0]) != 0.0] == []
+
+
+@pytest.mark.parametrize(("installed", "warns"), [("4.9.3", True), ("4.11.0", True), ("4.13.2", False)])
+def test_a_parser_that_changes_verdicts_is_named(installed, warns, caplog):
+    warn_of_parser(installed)
+    assert (f"antlr4-python3-runtime={installed}" in caplog.text) is warns
