@@ -9,25 +9,28 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from .problems import COLUMNS, load_problems
+    from .files import load_from_hub
+    from .problems import COLUMNS, load_problems, rename_columns
     from .prompts import INSTRUCTION, drop_long_prompts, prompt_lengths, to_prompts, without_overlap
 
 __all__ = [
     "COLUMNS",
     "INSTRUCTION",
     "drop_long_prompts",
+    "load_from_hub",
     "load_problems",
     "prompt_lengths",
+    "rename_columns",
     "to_prompts",
     "without_overlap",
 ]
 
-_PROBLEMS = ("COLUMNS", "load_problems")
+_ELSEWHERE = dict.fromkeys(("COLUMNS", "load_problems", "rename_columns"), ".problems") | {"load_from_hub": ".files"}
 
 
 def __getattr__(name: str):
     # Reward workers import this package on the way to `arithmetic_reward`, which needs neither datasets nor
     # Transformers.
     if name in __all__:
-        return getattr(import_module(".problems" if name in _PROBLEMS else ".prompts", __name__), name)
+        return getattr(import_module(_ELSEWHERE.get(name, ".prompts"), __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,7 +50,7 @@ def load_rows(dataset_name: str, dataset_config: str | None = None, split: str =
     """
     source = _local_file(dataset_name, split)
     if source is None:
-        return _load_with_datasets(dataset_name, dataset_config, split)
+        return load_from_hub(dataset_name, dataset_config, split)
     if dataset_config is not None:
         raise ValueError(
             f"dataset_config={dataset_config!r} is only for datasets on the Hub, and dataset_name={dataset_name!r} is "
@@ -59,7 +59,14 @@ def load_rows(dataset_name: str, dataset_config: str | None = None, split: str =
     return _read(source)
 
 
-def _load_with_datasets(name: str, config: str | None, split: str) -> Dataset:
+def load_from_hub(name: str, config: str | None, split: str) -> Dataset:
+    """
+    Load a split of a dataset unchanged, with [`~datasets.load_dataset`], or with what reads a folder that
+    `save_to_disk` made.
+
+    Raises:
+        `ValueError`: if it does not exist, cannot be reached or has no such split.
+    """
     try:
         if not _saved(Path(name)):
             return load_dataset(name, config, split=split)
