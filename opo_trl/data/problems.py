@@ -280,8 +280,9 @@ def _is_text(rows: Dataset, names: Sequence[str]) -> bool:
 
 
 def _as_text(values: list[Any]) -> list[Any]:
-    """Numbers as text, and all else unchanged."""
-    return [str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v for v in values]
+    """Numbers as text, also the only one of a list; all else unchanged."""
+    single = [v[0] if isinstance(v, list) and len(v) == 1 else v for v in values]
+    return [str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v for v in single]
 
 
 def _boxed(answer: Any) -> Any:

@@ -17,7 +17,7 @@ from trl import DatasetMixtureConfig, get_dataset
 from ..arguments import OPOScriptArguments
 from ..checks.blame import LIBRARY_ERRORS
 from ..config import RolloutConfig
-from ..data import drop_long_prompts, to_prompts, without_overlap
+from ..data import INSTRUCTION, drop_long_prompts, gym, to_prompts, without_overlap
 from ..data.problems import Sources, as_problems, as_prompts, draw_or_load, has_prompts, select
 from .preflight import check_template
 
@@ -56,6 +56,11 @@ def load_data(
     """
     source = _Source(script)
     training = source.read(script.dataset_train_split, script.levels, script.fraction)
+    if source.style == "dataset" and script.instruction not in (INSTRUCTION, gym.INSTRUCTION, ""):
+        raise ValueError(
+            f"instruction={script.instruction!r} has no effect: the dataset brings its prompts. Remove `instruction`, "
+            "or set `columns: {problem: prompt}` to add it to them."
+        )
     prompts = source.prompts(training)
     check_template(prompts, tokenizer)
     if script.max_prompt_length is not None:

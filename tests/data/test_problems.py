@@ -149,6 +149,7 @@ class TestColumns:
             ({"question": "a", "final_answer": "4"}, "4"),
             ({"problem": "a", "expected_answer": "4"}, "4"),
             ({"query": "a", "ground_truth": "4"}, "4"),
+            ({"question": "a", "final_answer": ["4"]}, "4"),
             ({"problem": "a", "solution": "4"}, "4"),
             ({"problem": "a", "reward_model": {"ground_truth": "4", "style": "rule"}}, "4"),
             ({"problem": "a", "answer": "x \\boxed{4}", "solution": "no"}, "4"),

@@ -345,7 +345,7 @@ DATA = [
     Case(
         "solutions that are lists",
         ["no row that can be used", "its solution is of type list, not a string", "Use other data"],
-        change=write_rows([{**row, "solution": [4]} for row in ROWS]),
+        change=write_rows([{**row, "solution": [4, 5]} for row in ROWS]),
     ),
     Case(
         "settings of a dataset without any",
@@ -457,6 +457,12 @@ DATA = [
     Case("validation every 0 steps", ["validation_steps=0", "positive"], {"validation_steps": 0}),
     Case("report of 0 completions", ["report_samples=0 is not allowed", "at least 1"], {"report_samples": 0}),
     Case("streaming", ["dataset_streaming=True", "Remove"], {"dataset_streaming": True}),
+    Case(
+        "instruction for ready-made prompts",
+        ["instruction='Be brief.' has no effect", "Remove `instruction`"],
+        {"instruction": "Be brief.", "levels": None},
+        change=write_rows([{"prompt": "1 + 1"}] * 8),
+    ),
     Case(
         "levels of ready-made prompts",
         ["levels=", "the dataset has no levels", "Leave `levels` out"],
