@@ -146,6 +146,7 @@ FEW = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "step
 FEW |= {"num_generations": 2, "max_completions": 4, "learning_rate": 1e-3, "validation_size": 1, "report_size": 1}
 
 
+@pytest.mark.slow
 def test_qwen3_recipe_trains_with_the_real_template(small_qwen3, tmp_path):
     """A random model calls no tool, so a reward that it can improve is in front of the environment's."""
     sizes = {**FEW, "max_completion_length": 8, "validation_steps": 4}

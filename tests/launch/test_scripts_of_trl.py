@@ -208,6 +208,11 @@ def test_options_of_accelerate_in_a_recipe(folder: Path):
     assert launch == {"num_processes": 1, "num_machines": 1, "mixed_precision": "no"}
     words = recipe.launch_words({"cpu": True, "multi_gpu": False, "num_machines": None, "num_processes": 0})
     assert words == ["--cpu", "--num_processes=0"]
+
+
+@pytest.mark.slow
+def test_launch_with_options_of_accelerate_in_a_recipe(folder: Path):
+    path = write(folder, RECIPE | {"num_processes": 1, "num_machines": 1, "mixed_precision": "no", "max_steps": 1})
     command = [sys.executable, "-m", "opo_trl.launch.cli", "train", "--config", path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
