@@ -62,6 +62,7 @@ def load_data(
             "or set `columns: {problem: prompt}` to add it to them."
         )
     prompts = source.prompts(training)
+    taken = source.describe()
     check_template(prompts, tokenizer)
     if script.max_prompt_length is not None:
         template_kwargs: Any = args.chat_template_kwargs or {}  # a dict, once parsed
@@ -83,12 +84,13 @@ def load_data(
     if args.eval_strategy != "no" or args.eval_on_start:
         evaluation = held_out("eval_strategy", script.validation_levels, None)
     report = {level: held_out("report_levels", [level], script.report_size) for level in script.report_levels or []}
-    return Data(prompts, validation, report, evaluation, source.describe(len(prompts)), source.style)
+    plan = f"{len(prompts):,} prompts of {taken}"
+    return Data(prompts, validation, report, evaluation, plan, source.style)
 
 
 @dataclass
 class _Source:
-    """The dataset of a recipe; `style` and `sources` are known once its first split is read."""
+    """The dataset of a recipe; its first split decides on the `style` of all. `sources` are those of the last one."""
 
     script: OPOScriptArguments
     style: str = ""
@@ -98,7 +100,8 @@ class _Source:
         """Rows of a split, with [`data.COLUMNS`] or with their own prompts."""
         script, rows = self.script, self._rows(split, levels)
         columns: Any = script.columns or {}  # a dict, once parsed
-        self.style = script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
+        if not self.style:
+            self.style = script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
         if self.style == "dataset":
             problems, self.sources = as_prompts(rows, columns)
         else:
@@ -133,8 +136,8 @@ class _Source:
         style: Any = self.style
         return to_prompts(problems, style=style, instruction=str(self.script.instruction))
 
-    def describe(self, n_prompts: int) -> str:
-        """A line of the plan: how many prompts, from where, and what was taken for what."""
+    def describe(self) -> str:
+        """For a line of the plan: where the prompts are from, and what was taken for what."""
         script = self.script
         name = script.dataset_name or " + ".join(str(part["path"]) for part in script.datasets)
         taken = [f"{ours} is its column {theirs!r}" for ours, theirs in self.sources.items() if ours != theirs]
@@ -145,4 +148,4 @@ class _Source:
         }
         levels = f", levels {', '.join(script.levels)}" if script.levels else ""
         taken.append(f"a prompt is {prompts[self.style]}")
-        return f"{n_prompts:,} prompts of {name} ({script.dataset_train_split}{levels}): {'; '.join(taken)}"
+        return f"{name} ({script.dataset_train_split}{levels}): {'; '.join(taken)}"

@@ -244,3 +244,17 @@ def test_best_checkpoint_is_loaded_at_the_end(folder: Path):
     assert train.main(["--config", write(folder, RECIPE | best)]) == 0
     state = read_json(folder / "run" / "checkpoint-2" / "trainer_state.json")
     assert state["best_model_checkpoint"].endswith(f"checkpoint-{state['best_global_step']}")
+
+
+def test_first_split_decides_what_is_taken_for_what(folder: Path):
+    rows = [{"problem": f"{i} + {i}", "prompt": "not this", "solution": str(2 * i)} for i in range(4)]
+    (folder / "data" / "train.jsonl").write_text(
+        "".join(f'{{"question": "{i}?", "answer": "{i}"}}\n' for i in range(8))
+    )
+    (folder / "data" / "test.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    script, args, *_ = recipe.parse(["--config", write(folder, RECIPE)])
+    tokenizer = train.preflight.load_tokenizer("./model", revision=None, trust_remote_code=False)
+    data = load_data(script, args, tokenizer)
+    assert data.prompt_style == "chat"
+    assert "problem is its column 'question'; solution is its column 'answer'" in data.plan
+    assert data.evaluation[0]["prompt"][0]["content"].startswith("0 + 0\n\n")
