@@ -54,7 +54,8 @@ def problem_of(doc: Mapping[str, Any]) -> tuple[str, str] | None:
     r"""
     Problem and solution in a row of a task's dataset; `None` if its columns are not those of MATH or GSM8K.
 
-    The solution is in the column `solution`, or is the column `answer`: all of it, or what follows `####`.
+    The solution is in the column `solution`, or is the column `answer`: all of it, or what follows `####`. Fewer names
+    than training recognizes: an `answer` of another task may be the number of a choice.
     """
     if isinstance(doc.get("problem"), str) and isinstance(doc.get("solution"), str):
         return doc["problem"], doc["solution"]
@@ -109,18 +110,12 @@ def measure(
         return entry
 
     known = [problem for problem in problems if problem is not None]
-    solutions = [solution for _, solution in known]
     prompts = [prompt_of(lm, problem, asking) for problem, _ in known]
     entry["settings"]["our_prompts_cut"] = harness.count_cut(lm, prompts, length)
-    greedy = harness.generate(lm, prompts, {"do_sample": False, "temperature": 0.0, "max_gen_toks": length})
-    torch.manual_seed(_SEED)
-    repeated = [prompt for prompt in prompts for _ in range(samples)]
-    drawn = harness.generate(lm, repeated, {"do_sample": True, "max_gen_toks": length, **asking.sampling})
-    ours = _result(prompts, greedy, reward(greedy, solutions))
-    several = _result(repeated, drawn, reward(drawn, [s for s in solutions for _ in range(samples)]), samples)
+    greedy, several = _ask(lm, prompts, [solution for _, solution in known], asking, reward, samples, length)
     entry["opo_trl"] = {
         "reward": reward.name,
-        "greedy": ours.summary(),
+        "greedy": greedy.summary(),
         "sampled": several.summary(),
         "pass_at": {
             str(k): dict(zip(("low", "high"), several.pass_at_interval(k), strict=True), score=several.pass_at(k))
@@ -129,24 +124,58 @@ def measure(
     }
     chosen = _to_compare(verdicts)
     if chosen is not None:
-        theirs = verdicts[chosen]
-        rescored = harness.rescore(task, greedy, **how)[chosen]
-        again = reward([verdict.completion for verdict in theirs], solutions)
-        rows = [
-            _row(index, reward, *row, several.samples[index * samples : (index + 1) * samples])
-            for index, row in enumerate(zip(known, theirs, again, ours.samples, rescored, strict=True))
-        ]
-        counts = Counter(row["reason"] for row in rows)
-        entry["agreement"] = {
-            "metric": chosen[0],
-            "filter": chosen[1],
-            "problems": len(rows),
-            "same": counts[None],
-            "same_completion": sum(row["lm_eval"]["completion"] == row["opo_trl"]["completion"] for row in rows),
-            "reasons": {reason: counts[reason] for reason in REASONS},
-        }
+        completions = [sample["completion"] for sample in greedy.samples]
+        rescored = harness.rescore(task, completions, **how)[chosen]
+        rows = _compare(known, verdicts[chosen], rescored, greedy, several, reward)
+        entry["agreement"] = {"metric": chosen[0], "filter": chosen[1], **_count(rows)}
         entry["samples"] = rows
     return entry
+
+
+def _ask(
+    lm: Any,
+    prompts: Sequence[str],
+    solutions: Sequence[str],
+    asking: Asking,
+    reward: Reward,
+    samples: int,
+    length: int,
+) -> tuple[Evaluation, Evaluation]:
+    """Our scores: greedy, and of several samples."""
+    greedy = harness.generate(lm, prompts, {"do_sample": False, "temperature": 0.0, "max_gen_toks": length})
+    torch.manual_seed(_SEED)
+    repeated = [prompt for prompt in prompts for _ in range(samples)]
+    drawn = harness.generate(lm, repeated, {"do_sample": True, "max_gen_toks": length, **asking.sampling})
+    rewards = reward(drawn, [solution for solution in solutions for _ in range(samples)])
+    return _result(prompts, greedy, reward(greedy, solutions)), _result(repeated, drawn, rewards, samples)
+
+
+def _compare(
+    problems: Sequence[tuple[str, str]],
+    theirs: Sequence[Verdict],
+    rescored: Sequence[Verdict],
+    greedy: Evaluation,
+    several: Evaluation,
+    reward: Reward,
+) -> list[dict[str, Any]]:
+    """Both sides of each problem; see [`_row`]."""
+    again = reward([verdict.completion for verdict in theirs], [solution for _, solution in problems])
+    n = several.per_problem
+    return [
+        _row(index, reward, *row, several.samples[index * n : (index + 1) * n])
+        for index, row in enumerate(zip(problems, theirs, again, greedy.samples, rescored, strict=True))
+    ]
+
+
+def _count(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many verdicts and completions are the same, and how often each reason is why not."""
+    counts = Counter(row["reason"] for row in rows)
+    return {
+        "problems": len(rows),
+        "same": counts[None],
+        "same_completion": sum(row["lm_eval"]["completion"] == row["opo_trl"]["completion"] for row in rows),
+        "reasons": {reason: counts[reason] for reason in REASONS},
+    }
 
 
 def prompt_of(lm: Any, problem: str, asking: Asking) -> str:
