@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from ..rewards.boxes import text_of, without_reasoning
+
 
 PREFIX = "reasoning_gym/"
 INSTRUCTION = "Please reason step by step. Then write only your final answer between <answer> and </answer>."
@@ -110,15 +112,11 @@ def gym_reward(completions: list[Any], task: list[str], entry: list[str], **colu
 
 
 def _answer(completion: Any) -> str | None:
-    is_text = isinstance(completion, str)
-    text = completion if is_text else completion[-1]["content"] or ""
-    _, ended, text = text.rpartition("</think>")
-    if not ended and "<think>" in text:
-        return None
+    text = without_reasoning(text_of(completion))
     tagged = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
     if tagged:
         return tagged[-1].strip()
-    return text.strip() if is_text else None
+    return text.strip() or None if isinstance(completion, str) else None
 
 
 @functools.lru_cache

@@ -13,7 +13,7 @@ from ..data.arithmetic import arithmetic_reward
 from ..evaluate import Evaluation
 from ..report.evaluation import REASONS
 from ..rewards.accuracy import accuracy_reward
-from ..rewards.boxes import final_answer
+from ..rewards.boxes import final_answer, without_reasoning
 from ..rewards.scoring import IsolatedReward
 from . import harness
 from .harness import Verdict
@@ -253,7 +253,7 @@ def _reason(mine: bool | None, rescored: Verdict, needs_box: bool) -> str:
         return "unscored"
     if bool(rescored.right) is mine:
         return "prompt"
-    if needs_box and final_answer(rescored.completion.rpartition("</think>")[2]) is None:
+    if needs_box and final_answer(without_reasoning(rescored.completion)) is None:
         return "no box"
     if rescored.answer == "[invalid]":
         return "no match"

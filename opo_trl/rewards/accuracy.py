@@ -24,13 +24,11 @@ from sympy import ZZ, And, Basic, Eq, Expr, I, Ne, Number, Poly, Symbol, lambdif
 from sympy.core import evalf
 from sympy.core.relational import Relational
 
-from .boxes import final_answer, find_boxes
+from .boxes import Completion, final_answer, find_boxes, text_of, without_reasoning
 from .notation import count_primes, read_decimal_comma, same_string, simplify_notation, split_unit
 
 
 logger = logging.getLogger(__name__)
-
-Completion = str | list[dict[str, str]]
 
 
 def warn_of_parser(installed: str) -> None:
@@ -84,7 +82,7 @@ def accuracy_reward(completions: Sequence[Completion], solution: Sequence[Any], 
     ```
     """
     golds = ["" if gold is None else str(gold) if isinstance(gold, int | float) else gold for gold in solution]
-    return [score(_text(completion), gold) for completion, gold in zip(completions, golds, strict=True)]
+    return [score(text_of(completion), gold) for completion, gold in zip(completions, golds, strict=True)]
 
 
 def format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
@@ -103,7 +101,7 @@ def format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[floa
     Returns:
         `list[float]`: 1.0 or 0.0 for each completion.
     """
-    return [float(_ends_in_box(_answer_proper(_text(completion)))) for completion in completions]
+    return [float(_ends_in_box(without_reasoning(text_of(completion)))) for completion in completions]
 
 
 def score(completion: str, solution: str) -> float | None:
@@ -125,7 +123,7 @@ def score(completion: str, solution: str) -> float | None:
         differs as a string.
     """
     gold = simplify_notation((final_answer(solution) or "") if find_boxes(solution) else solution)
-    answer = simplify_notation(final_answer(_answer_proper(completion)) or "")
+    answer = simplify_notation(final_answer(without_reasoning(completion)) or "")
     answer = read_decimal_comma(answer, gold)
     gold_value, gold_unit = split_unit(gold)
     answer_value, answer_unit = split_unit(answer)
@@ -143,16 +141,6 @@ def score(completion: str, solution: str) -> float | None:
         return 0.0
     parsed_answer = _parse(answer_value)
     return float(bool(parsed_answer and _or_none(VERIFYING_LIMIT, _same, parsed_gold, parsed_answer)))
-
-
-def _text(completion: Completion) -> str:
-    return completion if isinstance(completion, str) else completion[-1]["content"] or ""
-
-
-def _answer_proper(completion: str) -> str:
-    if "</think>" in completion:
-        return completion.rpartition("</think>")[2]
-    return "" if "<think>" in completion else completion
 
 
 def _ends_in_box(text: str) -> bool:

@@ -1,8 +1,11 @@
-r"""Final answers in `\boxed{…}`."""
+r"""Where the answer of a completion is: after its reasoning, in `\boxed{…}`."""
 
 import itertools
 import re
 from typing import NamedTuple
+
+
+Completion = str | list[dict[str, str]]
 
 
 # A box with its opening brace or, as in `\boxed 2`, with a bare number or letter; and the braces that open and close,
@@ -73,3 +76,14 @@ def final_answer(solution: str) -> str | None:
             break
         parts.append(box.content)
     return ", ".join(dict.fromkeys(filter(None, reversed(parts))))
+
+
+def text_of(completion: Completion) -> str:
+    """A completion as text; of a conversation, the last message."""
+    return completion if isinstance(completion, str) else completion[-1]["content"] or ""
+
+
+def without_reasoning(text: str) -> str:
+    """The text after the last `</think>`, all of it if it has none, and nothing of reasoning that does not end."""
+    _, ended, rest = text.rpartition("</think>")
+    return "" if "<think>" in text and not ended else rest
