@@ -35,6 +35,7 @@ _PROBLEMS = ("problem", "question", "query", "instruction", "prompt")
 # Final answers. A column `solution` holds them too, or text with the answer in a box. The last is verl's.
 _ANSWERS = ("answer", "final_answer", "expected_answer", "ground_truth", "reward_model.ground_truth")
 _MARK = "####"  # before the final answer, in GSM8K
+_NUMBER, _NUMBERS = re.compile(r"-?[1-9]\d{0,2}(,\d{3})+(\.\d+)?"), re.compile(r"\d{3}(,\d{3})+")
 
 Sources = dict[str, str]  # our column → the dataset's
 
@@ -163,7 +164,7 @@ def as_problems(name: str, rows: Dataset, columns: Mapping[str, str]) -> tuple[D
     values |= {ours: [_value(row, theirs) for row in rows.select_columns(used)] for ours, theirs in found.items()}
     values["solution"] = _as_text(values["solution"])
     if found["solution"] != "solution":
-        values["solution"] = [_boxed(answer) for answer in values["solution"]]
+        values["solution"] = [boxed(answer) for answer in values["solution"]]
     for ours in ("level", "type"):
         values[ours] = [value if value is None else str(value) for value in values[ours]]
     return Dataset.from_dict({ours: column(values[ours]) for ours in COLUMNS}), found
@@ -191,7 +192,7 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
             raise _misfit(columns, stored)
         values = [_value(row, theirs) for row in renamed.select_columns([_stored(renamed.column_names, theirs)])]
         if ours == "solution":
-            texts = [_boxed(value) for value in _as_text(values)]
+            texts = [boxed(value) for value in _as_text(values)]
             values = [final_answer(text) if isinstance(text, str) else text for text in texts]
         renamed = renamed.add_column(ours, column(values))
     if "prompt" in renamed.column_names:
@@ -285,12 +286,19 @@ def _as_text(values: list[Any]) -> list[Any]:
     return [str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v for v in single]
 
 
-def _boxed(answer: Any) -> Any:
-    """Put a box around a final answer: the text after `####`, or all of it."""
+def boxed(answer: Any) -> Any:
+    """
+    Put a box around a final answer: the text after `####`, or all of it.
+
+    If it is one number, it loses its thousands separators, for rewards that read numbers. Without `####`, `100,200` may
+    be a list: it remains as it is, and `accuracy_reward` accepts both readings.
+    """
     if not isinstance(answer, str) or find_boxes(answer):
         return answer
-    steps, _, final = answer.rpartition(_MARK)
-    final = re.sub(r"(?<=\d),(?=\d{3}\b)", "", final.strip())  # 1,000 → 1000
+    steps, mark, final = answer.rpartition(_MARK)
+    final = final.strip()
+    if _NUMBER.fullmatch(final) and (mark or not _NUMBERS.fullmatch(final)):
+        final = final.replace(",", "")
     return f"{steps}\\boxed{{{final}}}" if final else answer
 
 

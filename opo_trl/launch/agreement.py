@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..data.arithmetic import arithmetic_reward
+from ..data.problems import boxed
 from ..evaluate import Evaluation
 from ..report.evaluation import REASONS
 from ..rewards.accuracy import accuracy_reward
@@ -63,7 +64,7 @@ def problem_of(doc: Mapping[str, Any]) -> tuple[str, str] | None:
     if isinstance(doc.get("problem"), str) and isinstance(answer, str | int):
         return doc["problem"], str(answer)
     if isinstance(doc.get("question"), str) and isinstance(answer, str) and "####" in answer:
-        return doc["question"], answer.rpartition("####")[2].strip().replace(",", "")
+        return doc["question"], final_answer(boxed(answer)) or ""
     return None
 
 

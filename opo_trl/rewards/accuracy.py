@@ -25,7 +25,7 @@ from sympy.core import evalf
 from sympy.core.relational import Relational
 
 from .boxes import Completion, final_answer, find_boxes, text_of, without_reasoning
-from .notation import count_primes, read_decimal_comma, same_string, simplify_notation, split_unit
+from .notation import count_primes, read_decimal_comma, same_string, simplify_notation, split_unit, without_thousands
 
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def score(completion: str, solution: str) -> float | None:
     same_unit = gold_unit == answer_unit or not gold_unit or not answer_unit
     if answer and same_unit and same_string(gold_value, answer_value):
         return 1.0
-    parsed_gold = _parse(gold_value)
+    parsed_gold = _parse(without_thousands(gold_value))
     if not parsed_gold:
         return None
     if (
@@ -139,7 +139,7 @@ def score(completion: str, solution: str) -> float | None:
         or count_primes(gold_value) != count_primes(answer_value)
     ):
         return 0.0
-    parsed_answer = _parse(answer_value)
+    parsed_answer = _parse(without_thousands(answer_value))
     return float(bool(parsed_answer and _or_none(VERIFYING_LIMIT, _same, parsed_gold, parsed_answer)))
 
 

@@ -22,11 +22,8 @@ _REWRITES = [
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"(?<!\\)%|\\text\{\s*percent(?:age)?\s*\}|(?<=\d)\s*(?:percent(?:age)?|pct)(?![a-z])", r"\\%"),
         (r"^\(?([A-H])[.:)]\s+(?!.*\b[A-H][.:)]).*", r"\1"),  # an option with its text
-        # Thousands: `10,\!000`, `10{,}000`, `10\,000`, `10,000(1 + x)`, `x + 10,000`. math-verify reads `10,000`, and
-        # distinguishes it from the pair `(10,000)`.
+        # Thousands that cannot be a list: `10,\!000`, `10{,}000`, `10\,000`. For `10,000`, see `without_thousands`.
         (r"(?<=\d)(?:\\!)*(?:,\\!\s*(?=\d)|(?:\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d)))", ""),
-        (r"(?<![\d.,^])(\d{1,3}),(\d{3})(?=\s*(?:[=(]|\\cdot|\\times))", r"\1\2"),
-        (r"(?<=\+)\s*(\d{1,3}),(\d{3})(?!\d)", r"\1\2"),
         (r"^(-?\d{1,3}) (\d{3})(?: (\d{3}))?$", r"\1\2\3"),
         (r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
         (r"(?<![_^\d.])(\d+\)?)\s*(?=\(\d+\))", r"\1 \\cdot "),  # math-verify reads `2(3)` as 2 + 3
@@ -62,6 +59,11 @@ _KEY_REWRITES = [
         (r"(?<!\d)\s+|\s+(?!\d)", ""),
     )
 ]
+
+# A number with thousands separators; or, to leave them as they are, brackets with all that is between them.
+_THOUSANDS = re.compile(
+    r"[(\[].*[)\]]|\\\{.*\\\}|\\begin\{.*\\end\{|(?<![\d.,^])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)", re.DOTALL
+)
 
 # Answers in different units of this list differ; other units are ignored.
 _UNIT_NAMES = (
@@ -117,6 +119,11 @@ def _unit(words: str, power: str | None) -> str:
     if not match or not name:
         return ""
     return f"{name}^{power}" if power else name + _POWERS[match["power"]]
+
+
+def without_thousands(latex: str) -> str:
+    """Read `10,000x` as 10000x. In brackets, a comma separates: `(0,100)` is a pair."""
+    return _THOUSANDS.sub(lambda match: match[0].replace(",", "") if match[0][0].isdigit() else match[0], latex)
 
 
 def same_string(gold: str, answer: str) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from opo_trl.data import files, load_problems, to_prompts
 from opo_trl.data.problems import as_problems, as_prompts, has_prompts, rename_columns
+from opo_trl.rewards import accuracy_reward
 
 
 ROWS = [
@@ -135,6 +136,29 @@ class TestColumns:
         assert to_prompts(problems)["solution"][:] == ["4"]
         assert to_prompts(problems, style="plain")["solution"][:] == ["4"]
         assert f"took {names[0]!r} for problem" in caplog.text or names[0] == "problem"
+
+    @pytest.mark.parametrize("mark", ["", "so\n#### "])
+    @pytest.mark.parametrize(
+        ("answer", "solution"),
+        [
+            ("1,000", "1000"),
+            ("-1,234,567.5", "-1234567.5"),
+            *((kept, kept) for kept in (r"(0,100)", "[0,100]", "(-1,999)", "(3,250)", r"\{1,120\}", "x=2,150", "0,100")),
+            *((kept, kept) for kept in ("(1,000,2,000)", "100, 200, 300", "1,000, 2,000", "1,000,5", r"1{,}000", "$1,000")),
+            *((kept, kept) for kept in (r"1,000\%", "1,000 dollars", r"\begin{pmatrix} 1,000 \\ 2 \end{pmatrix}")),
+        ],
+    )
+    def test_only_one_number_loses_its_thousands_separators(self, mark: str, answer: str, solution: str):
+        rows = datasets.Dataset.from_dict({"question": ["?"], "answer": [mark + answer]})
+        assert to_prompts(as_problems("x", rows, {})[0])["solution"][:] == [solution]
+        assert accuracy_reward([f"\\boxed{{{answer}}}"], [solution]) == [1.0]
+
+    @pytest.mark.parametrize(("mark", "solution"), [("", "100,200,300"), ("#### ", "100200300")])
+    def test_numbers_of_three_digits_are_a_list_or_a_number(self, mark: str, solution: str):
+        rows = datasets.Dataset.from_dict({"question": ["?"], "answer": [f"{mark}100,200,300"]})
+        assert to_prompts(as_problems("x", rows, {})[0])["solution"][:] == [solution]
+        readings = [r"\boxed{100200300}", r"\boxed{100, 200, 300}"]
+        assert accuracy_reward(readings, [solution] * 2) == [1.0, float(not mark)]
 
     def test_solution_precedes_answer_unless_mapped(self, tmp_path: Path):
         rows = self.rows(problem=["2 + 2?"], solution=["\\boxed{4}"], answer=["5"])
