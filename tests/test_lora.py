@@ -1,5 +1,7 @@
 """LoRA and QLoRA: the saved adapter is the trained one, and the base has not changed."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from helpers import Script, make_trainer
@@ -7,14 +9,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from opo_trl import OPOConfig, OPOTrainer
+from opo_trl.data.arithmetic import base_model_path
 from opo_trl.rollout.frozen_base import FrozenBase
 
 
 OPTIONS = {"max_steps": 3, "num_iterations": 2, "beta": 0.1}
 
 
-def lora() -> LoraConfig:
-    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+def lora(target_modules="all-linear") -> LoraConfig:
+    return LoraConfig(r=4, lora_alpha=8, target_modules=target_modules, task_type="CAUSAL_LM")
 
 
 def base_of(model) -> dict[str, torch.Tensor]:
@@ -51,16 +54,15 @@ def test_merging_changes_the_base_and_restoring_it_undoes_that(tiny_model, dtype
     def synchronized(restore: bool) -> list[str]:
         torch.manual_seed(0)
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype), lora())
-        base, frozen = base_of(model), FrozenBase(model)
+        base, unchanged = base_of(model), FrozenBase(model) if restore else nullcontext()
         for _ in range(10):
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if "lora_" in name:
                         parameter.add_(torch.randn_like(parameter) * 0.05)
-            model.merge_adapter()
-            model.unmerge_adapter()
-            if restore:
-                frozen.restore()
+            with unchanged:
+                model.merge_adapter()
+                model.unmerge_adapter()
         return moved(model, base)
 
     assert len(synchronized(restore=False)) == 14
@@ -69,12 +71,21 @@ def test_merging_changes_the_base_and_restoring_it_undoes_that(tiny_model, dtype
 
 def test_model_without_adapters_has_no_frozen_base(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    frozen = FrozenBase(model)
-    with torch.no_grad():
+    with torch.no_grad(), FrozenBase(model):
         model.lm_head.weight.add_(1)
-    changed = model.lm_head.weight.clone()
-    frozen.restore()
+        changed = model.lm_head.weight.clone()
     assert torch.equal(model.lm_head.weight, changed)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_base_that_is_tied_to_embeddings_without_an_adapter_is_restored():
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base_model_path()), lora(["lm_head"]))
+    embeddings = model.get_input_embeddings().weight
+    assert embeddings is model.get_output_embeddings().base_layer.weight
+    before = embeddings.clone()
+    with torch.no_grad(), FrozenBase(model):
+        embeddings.add_(1)  # as a merge does
+    assert torch.equal(embeddings, before)
 
 
 def test_qlora_trains_the_adapter_on_a_base_of_four_bits(tiny_model, tmp_path):

@@ -22,6 +22,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from .. import objective, trl_contract
 from ..metrics.step import SampleReport, metrics_of_samples
+from ..rollout.frozen_base import FrozenBase
 from ..rollout.trainer import SEQUENCE_CLAMP
 from ..trainer import MAX_WEIGHT, OPOTrainer
 from . import faults
@@ -77,6 +78,8 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         with without_gpu() if args.device.type == "cpu" else nullcontext():
             super().__init__(model, reward_funcs, args, *further, **named)
         faults.check_sharding(self.accelerator)
+        # An adapter that is sent as it is (`_lora_sync`) is not merged.
+        self._frozen_base = nullcontext() if self._lora_sync else FrozenBase(self.model)
         self._reports: list[Tensor] = []  # of the current optimizer step, one per micro-batch
         self._syncs = 0  # of weights, so far
         self._synced_at = 0  # optimizer step
@@ -92,7 +95,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         return super().train(*args, **kwargs)
 
     def _sync_weight(self):
-        with faults.synchronizing(self):
+        with faults.synchronizing(self), self._frozen_base:
             super()._sync_weight()
         self._syncs += 1  # on all processes; only the main one knows `model_version`
         self._synced_at = self.state.global_step

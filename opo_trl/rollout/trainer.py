@@ -22,7 +22,6 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
-from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import Tensor
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
@@ -129,13 +128,12 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         self._reward_failures: dict[str, float] = {}  # by kind, since the last log
         self._trained_logps: Tensor | None = None  # of the latest forward pass with a gradient
         self._ratio_sums: Tensor | None = None  # of the optimizer step: Σ r, Σ r² and number, r = π/π_k
-        self._frozen_base: FrozenBase | None = None
         self._clock = StepClock(self.accelerator.device)
         self.add_callback(self._clock)
         self.add_callback(Watches(args.watches))
         if args.use_vllm:
             engine: Any = self.vllm_generation
-            engine.sync_weights = self._clock.phase("sync")(engine.sync_weights)
+            engine.sync_weights = self._clock.phase("sync")(FrozenBase(self.model)(engine.sync_weights))
             if args.vllm_mode == "server" and self.accelerator.is_main_process:
                 watch = watched(engine.vllm_client.base_url)
                 engine.sync_weights, engine.generate = watch(engine.sync_weights), watch(engine.generate)
@@ -328,14 +326,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
     def _generate(self, prompts: list):
         check_placed(self)
         with self._keep_mode(), self._clock.phase("generate"):
-            if not (self.use_vllm and is_peft_model(self.model)):
-                return super()._generate(prompts)
-            if self._frozen_base is None:
-                self._frozen_base = FrozenBase(self.model)
-            generated = super()._generate(prompts)
-            with self._clock.phase("sync"):
-                self._frozen_base.restore()
-            return generated
+            return super()._generate(prompts)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self._mode == "eval" or self.args.max_sampling_rounds == 1:

@@ -8,6 +8,7 @@ import pytest
 import scripted
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.chat_template_utils import qwen3_chat_template
 
@@ -25,12 +26,12 @@ def scored_by_length(completion_ids, place, **named):
     return [None if i == 2 else float(len(ids)) for i, ids in zip(place, completion_ids, strict=True)]
 
 
-def make(model: str, args, **named) -> tuple[AsyncOPOTrainer, InProcessWorker]:
+def make(model: str, args, peft_config=None, **named) -> tuple[AsyncOPOTrainer, InProcessWorker]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.response_template = PLAIN
     worker = InProcessWorker(model, args, PROMPTS, scored_by_length, tokenizer, **named)
-    both = {"rollout_worker": worker, "weight_transfer": worker}
-    trainer = AsyncOPOTrainer(model, args=args, train_dataset=PROMPTS, processing_class=tokenizer, **both)
+    more = {"rollout_worker": worker, "weight_transfer": worker, "peft_config": peft_config}
+    trainer = AsyncOPOTrainer(model, args=args, train_dataset=PROMPTS, processing_class=tokenizer, **more)
     trainer.remove_callback(scripted.PrinterCallback)
     return trainer, worker
 
@@ -89,6 +90,28 @@ def test_prompts_without_any_score_end_the_run(tiny_model, tmp_path):
     worker._loop_kwargs["reward_funcs"] = [lambda completions, **_: [None] * len(completions)]
     with pytest.raises(RuntimeError, match=r"No completion of 8 prompts has a score\. Check `reward_funcs`"):
         trainer.train()
+
+
+def test_synchronization_leaves_the_base_of_an_adapter_as_it_is(tiny_model, tmp_path):
+    args = scripted.config(
+        tmp_path,
+        per_device_train_batch_size=8,
+        max_completion_length=2,
+        max_steps=6,
+        learning_rate=0.5,
+        model_init_kwargs={"dtype": "bfloat16"},
+    )
+    adapter = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer, worker = make(tiny_model, args, adapter)
+    base = {name: p.clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    sent = []
+    worker.destroy = lambda: sent.append(worker.policies[worker.version])
+    trainer.train()
+    for name, parameter in trainer.model.named_parameters():
+        assert name not in base or torch.equal(parameter, base[name]), name
+    trainer.model.merge_adapter()
+    projection = trainer.model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    assert torch.equal(sent[0]["model.layers.0.self_attn.q_proj.weight"], projection)
 
 
 def test_token_budget_must_be_given(tiny_model, tmp_path):
