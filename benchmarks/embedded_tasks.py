@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opo_trl.checks.files import read_json, read_lines
 from opo_trl.report.intervals import estimate
-from opo_trl.report.run_folder import read_json, read_lines
 
 from .many_runs import options, read_command_line, run_missing
 from .pages import table

@@ -55,8 +55,8 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
+from opo_trl.checks.files import write_json
 from opo_trl.report.intervals import estimate
-from opo_trl.report.run_folder import write_json
 
 from .arithmetic_base import LEARNING_RATE, SHAPE, WARMUP_STEPS, save
 from .base_models import build_model, build_optimizer, build_tokenizer, complete, pad_batch, train_step

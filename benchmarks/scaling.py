@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread helps little wi
 import numpy as np
 import torch.distributed
 
-from opo_trl.report.run_folder import write_json
+from opo_trl.checks.files import write_json
 
 from .record import origin
 from .replay import OWN_PARTS, TRAINERS, Split, draw_rollout, make_trainer, phase, take_turns

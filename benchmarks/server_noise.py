@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from opo_trl.checks.files import write_json
 from opo_trl.data.arithmetic import base_model_path, make_problems
-from opo_trl.report.run_folder import write_json
 
 from .many_runs import read_command_line
 from .pages import table

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
-from opo_trl.report.run_folder import LOG, append_lines, read_lines
+from opo_trl.checks.files import append_lines, read_lines
+from opo_trl.report.run_folder import LOG
 
 from .record import origin
 
@@ -235,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = soak(STEPS, seconds=1)
         RESULTS.unlink(missing_ok=True)
         append_lines(RESULTS, rows)
-    header, *samples = read_lines(RESULTS)
+    header, *samples = read_lines(RESULTS, form={})
     RESULTS.with_suffix(".md").write_text(page(header, samples))
     draw(samples, RESULTS.with_suffix(".png"))
     return 0 if all(verdict.holds for verdict in judge(samples).values()) else 1

@@ -38,10 +38,10 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 
+from opo_trl.checks.files import write_json
 from opo_trl.methods import METHODS
 from opo_trl.report.figures import STYLE, write
 from opo_trl.report.intervals import estimate
-from opo_trl.report.run_folder import read_json, write_json
 
 from .pages import table
 from .record import origin
@@ -113,7 +113,7 @@ def same_task(run: Cell, other: Cell) -> bool:
 
 def run_missing(cells: Sequence[Cell], device: str) -> None:
     """Train the cells that the record lacks, or their missing seeds, one by one; each is saved when it is finished."""
-    runs = read_json(RECORD) or []
+    runs = json.loads(RECORD.read_text()) if RECORD.exists() else []
     for cell in cells:
         done = {seed for run in runs if same_task(run, cell) for seed in run["seeds"]}
         if seeds := [seed for seed in cell["seeds"] if seed not in done]:

@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread helps little wi
 
 import matplotlib.pyplot as plt
 
-from opo_trl.report.run_folder import write_json
+from opo_trl.checks.files import write_json
 
 from .pages import table
 from .passes import count_tokens, counted_passes

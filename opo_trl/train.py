@@ -27,6 +27,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from . import methods
 from .arguments import OPOScriptArguments, check_together, check_values
+from .checks import files
 from .checks.blame import LIBRARY_ERRORS
 from .checks.errors import report_error
 from .checks.generation import check_tokens
@@ -215,7 +216,7 @@ def run(ready: Run) -> dict[str, Any]:
     trainer.callback_handler.callbacks.insert(0, before)  # prints above the progress bar
     trainer.plan += f"\n  {'data':<10} {data.plan}"
     if is_main:
-        (folder / run_folder.PLAN).write_text(trainer.plan + "\n")
+        files.write(folder / run_folder.PLAN, trainer.plan + "\n")
     started = time.perf_counter()
     with StopOnSignal(trainer):
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -226,7 +227,7 @@ def run(ready: Run) -> dict[str, Any]:
     }
     trainer.save_model(trainer.args.output_dir)
     if is_main:
-        run_folder.write_json(folder / run_folder.SUMMARY, summary)
+        files.write_json(folder / run_folder.SUMMARY, summary)
     trainer.accelerator.print(table(summary.get("before", {}), summary["after"]))
     if trainer.args.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 import opo_trl.train
-from opo_trl.report.run_folder import LOG, SUMMARY, append_lines, read_json, read_lines, write_json
+from opo_trl.checks.files import append_lines, read_json, read_lines, write_json
+from opo_trl.report.run_folder import LOG, SUMMARY
 
 from ..record import Limit, begin, peak_memory, reset_peak_memory
 from . import base

@@ -9,8 +9,9 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
+from ..checks.files import append_lines, rewind, write_json
 from ..evaluate import Decoding, evaluate
-from ..report.run_folder import COMPLETIONS, LOG, SUMMARY, append_lines, rewind, write_json
+from ..report.run_folder import COMPLETIONS, LOG, SUMMARY
 from ..rollout.trainer import RolloutTrainer
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from ..report.run_folder import LOG, RECIPE, SETTINGS, is_run, read_json
+from ..checks.files import read_json
+from ..report.run_folder import LOG, RECIPE, SETTINGS, is_run
 from ..report.runs import Settings, check_comparable, is_finished
 
 

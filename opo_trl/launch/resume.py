@@ -8,8 +8,9 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
+from ..checks.files import read_json
 from ..fields import DATA, MODEL, REWARDS, SAMPLING
-from ..report.run_folder import SETTINGS, SUMMARY, read_json
+from ..report.run_folder import SETTINGS, SUMMARY
 from ..report.runs import MODEL_PREFIX, fields_deciding, kept_on_resume
 
 

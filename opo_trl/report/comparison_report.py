@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checks.files import write
 from .curves import draw
 from .intervals import Difference, Interval
 from .measures import DECIMALS, SHARE, WINDOW, Comparison
@@ -26,7 +27,7 @@ def write_report(comparison: Comparison, output: Path, command: str) -> list[Pat
     content = {**describe(comparison), "figures": figures, "command": command}
     paths = [output / "report.html", output / "report.md"]
     for path in paths:
-        path.write_text(render(f"comparison{path.suffix}.j2", content), encoding="utf-8")
+        write(path, render(f"comparison{path.suffix}.j2", content))
     return paths
 
 

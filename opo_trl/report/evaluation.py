@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .run_folder import SUMMARY, read_json, write_json
+from ..checks.files import read_json, write, write_json
+from .run_folder import SUMMARY
 
 
 EVALUATION, EVALUATION_TABLE = "evaluation.json", "evaluation.md"
@@ -56,7 +57,7 @@ def steps_trained(folder: Path) -> int | None:
 def write_evaluation(folder: Path, content: Mapping[str, Any]) -> list[Path]:
     """Write `evaluation.json` and `evaluation.md`; returns their paths."""
     write_json(folder / EVALUATION, content)
-    (folder / EVALUATION_TABLE).write_text(markdown(content), encoding="utf-8")
+    write(folder / EVALUATION_TABLE, markdown(content))
     return [folder / EVALUATION, folder / EVALUATION_TABLE]
 
 

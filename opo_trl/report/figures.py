@@ -15,8 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ..checks.files import read_json, read_lines
 from ..metrics.log import Entry, Points, finite, number, off_policy, validations
-from .run_folder import LOG, SUMMARY, read_json, read_lines
+from .run_folder import LOG, SUMMARY
 
 
 # Fixed identifiers and no date: the same log gives the same file.

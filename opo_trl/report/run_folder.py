@@ -17,7 +17,6 @@ The folder of a run: its recipe, environment, log and results.
 """
 
 import fcntl
-import json
 import os
 import platform
 import shutil
@@ -34,7 +33,7 @@ import torch
 import yaml
 from packaging.utils import canonicalize_name
 
-from ..checks import paths
+from ..checks import files, paths
 
 
 RECIPE, SETTINGS, ENVIRONMENT = "recipe.yaml", "settings.json", "environment.json"
@@ -149,48 +148,12 @@ def left_as_found(folder: Path) -> Iterator[None]:
 
 def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapping[str, Any], seed: int) -> None:
     """Write `recipe.yaml`, `settings.json`, `environment.json` and `requirements.txt`."""
-    (folder / RECIPE).write_text(yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True))
-    write_json(folder / SETTINGS, settings)
-    write_json(folder / ENVIRONMENT, {"seed": seed, "command": sys.argv, **environment()})
+    files.write(folder / RECIPE, yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True))
+    files.write_json(folder / SETTINGS, settings)
+    files.write_json(folder / ENVIRONMENT, {"seed": seed, "command": sys.argv, **environment()})
     # Without this package, which `environment.json` identifies by its commit.
     lines = [f"{name}=={number}\n" for name, number in sorted(_installed().items()) if name != "opo-trl"]
-    (folder / REQUIREMENTS).write_text("".join(lines))
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file atomically: whenever the process is stopped, it is the old file or the complete new one."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=2, default=str) + "\n")
-    part.replace(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file; empty if there is none."""
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSONL file, up to a line that a kill has cut short; empty if there is none."""
-    lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
-
-
-def append_lines(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Append lines to a JSONL file."""
-    with path.open("a") as file:
-        file.writelines(json.dumps(line, default=str, ensure_ascii=False) + "\n" for line in lines)
-
-
-def rewind(path: Path, step: int) -> None:
-    """Drop the lines of a JSONL file after `step`, which a resumed run will write again."""
-    kept = [line for line in read_lines(path) if line["step"] <= step]
-    path.unlink(missing_ok=True)
-    append_lines(path, kept)
+    files.write(folder / REQUIREMENTS, "".join(lines))
 
 
 def environment() -> dict[str, Any]:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checks.files import read_json, read_lines, read_text, write
 from ..methods import BASELINE, DEFAULT, method_of
 from .evaluation import described, read_evaluation, steps_trained
 from .pages import render, versions
-from .run_folder import COMPLETIONS, ENVIRONMENT, LOG, PLAN, RECIPE, SETTINGS, SUMMARY, is_run, read_json, read_lines
+from .run_folder import COMPLETIONS, ENVIRONMENT, LOG, PLAN, RECIPE, SETTINGS, SUMMARY, is_run
 from .verdicts import Verdict, fired, judge
 
 
@@ -40,7 +41,7 @@ def write_report(folder: Path) -> Path:
     if not is_run(folder):
         raise ValueError(f"{str(folder)!r} contains no {RECIPE}, so it is not a run. Pass the folder of a run.")
     path = folder / REPORT
-    path.write_text(render("report.html.j2", describe(folder)), encoding="utf-8")
+    write(path, render("report.html.j2", describe(folder)))
     return path
 
 
@@ -48,11 +49,10 @@ def describe(folder: Path) -> dict[str, Any]:
     """The content of the report."""
     log, settings, summary = read_lines(folder / LOG), read_json(folder / SETTINGS), read_json(folder / SUMMARY)
     verdicts, watches = judge(log, settings), fired(log, settings)
-    plan = folder / PLAN
     return {
         "name": folder.resolve().name,
         "summary": [_method(settings), _progress(log, settings, summary), _conclusion(verdicts)],
-        "plan": plan.read_text() if plan.exists() else "",
+        "plan": read_text(folder / PLAN),
         "accuracies": _accuracies(summary),
         "evaluation": _evaluation(folder),
         "figures": _figures(folder) if log else {},

@@ -1,7 +1,5 @@
 """Finished runs: reading their folders, and checking that they are comparable."""
 
-import gzip
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checks.files import read_json, read_lines
 from ..fields import DATA, MODEL, OBJECTIVE, OPTIMIZER, REWARDS, SAMPLING, deciding
 from ..methods import DEFAULT, by_trainer, config_classes
-from .run_folder import ENVIRONMENT, LOG, RECIPE, SETTINGS, SUMMARY, is_run, read_json, read_lines
+from .run_folder import ENVIRONMENT, LOG, RECIPE, SETTINGS, SUMMARY, is_run
 
 
 Settings = Mapping[str, Any]
@@ -117,9 +116,7 @@ def label_of(folder: Path) -> str:
 
 def _read_log(folder: Path) -> list[dict[str, Any]]:
     zipped = folder / f"{LOG}.gz"
-    if zipped.exists() and not (folder / LOG).exists():
-        return [json.loads(line) for line in gzip.decompress(zipped.read_bytes()).decode().splitlines()]
-    return read_lines(folder / LOG)
+    return read_lines(zipped if zipped.exists() and not (folder / LOG).exists() else folder / LOG)
 
 
 def fields_deciding(*topics: str) -> tuple[str, ...]:

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opo_trl import train
 from opo_trl.arguments import OPOScriptArguments
+from opo_trl.checks.files import read_json, read_lines
 from opo_trl.data import gym, load_problems, spelling, to_prompts
 from opo_trl.data.gym import INSTRUCTION, gym_reward, make_problems
 from opo_trl.data.prompts import without_overlap
-from opo_trl.report.run_folder import read_json, read_lines
 from opo_trl.rewards.scoring import IsolatedReward
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from helpers import environment, on_cpu, wait_until
 
-from opo_trl.report.run_folder import read_lines
+from opo_trl.checks.files import read_lines
 from opo_trl.rollout.checkpoint import last_complete
 
 from .test_killed_command import OPTIONS, RECIPE

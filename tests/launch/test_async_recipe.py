@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.asynchronous.in_process import InProcessWorker
+from opo_trl.checks.files import read_json, read_lines
 from opo_trl.data import to_prompts
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.evaluate import evaluate
 from opo_trl.launch.async_recipe import AsyncRecipeConfig, AsyncRecipeTrainer, _Loop, _OfText
 from opo_trl.launch.recipe import read_recipe
 from opo_trl.methods import METHODS, Method, config_classes, register
-from opo_trl.report.run_folder import read_json, read_lines
 from opo_trl.rewards.scoring import IsolatedReward
 from opo_trl.train import main
 

@@ -13,10 +13,10 @@ import pytest
 import yaml
 from helpers import environment, wait_until
 
+from opo_trl.checks.files import append_lines, read_json, read_lines, write_json
 from opo_trl.launch.compare import main
 from opo_trl.launch.jobs import agree, overrides
 from opo_trl.report import curves
-from opo_trl.report.run_folder import append_lines, read_json, read_lines, write_json
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from opo_trl.checks.files import read_json, read_lines
 from opo_trl.data.guessing import Guessing, base_model_path
 from opo_trl.evaluate import evaluate
 from opo_trl.report.measures import reward
-from opo_trl.report.run_folder import read_json, read_lines
 from opo_trl.report.runs import read_run
 from opo_trl.train import main, prepare
 

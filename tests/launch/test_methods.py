@@ -13,13 +13,13 @@ import yaml
 from matplotlib.colors import to_rgb
 
 from opo_trl import AsyncOPOTrainer, RolloutConfig, RolloutTrainer, methods
+from opo_trl.checks.files import read_json, read_lines
 from opo_trl.checks.ranges import require
 from opo_trl.fields import OBJECTIVE
 from opo_trl.launch.compare import main as compare
 from opo_trl.launch.recipe import make_parser, parse, read_recipe
 from opo_trl.launch.resume import check_same_run
 from opo_trl.methods import METHODS, Method, by_trainer, method_of, register
-from opo_trl.report.run_folder import read_json, read_lines
 from opo_trl.train import main
 
 

@@ -11,10 +11,10 @@ import yaml
 from trl.scripts import grpo
 
 from opo_trl import train
+from opo_trl.checks.files import read_json, read_lines
 from opo_trl.launch import cli, jobs, recipe
 from opo_trl.launch.data import load_data
 from opo_trl.report import run_folder
-from opo_trl.report.run_folder import read_json, read_lines
 
 
 ROWS = [

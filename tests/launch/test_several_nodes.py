@@ -29,8 +29,8 @@ from invariance.launch import logs
 from safetensors.torch import load_file
 from trl.scripts.vllm_serve import make_parser as vllm_serve_parser
 
+from opo_trl.checks.files import read_json, read_lines
 from opo_trl.data.arithmetic import base_model_path
-from opo_trl.report.run_folder import read_json, read_lines
 from opo_trl.train import main
 
 

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOTrainer
+from opo_trl.checks.files import read_json, read_lines, write_json
 from opo_trl.data.arithmetic import base_model_path
 from opo_trl.evaluate import evaluate
 from opo_trl.launch.callbacks import table
 from opo_trl.launch.recipe import parse
 from opo_trl.methods import by_trainer, register
-from opo_trl.report.run_folder import read_json, read_lines, write_json
 from opo_trl.train import main
 
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from opo_trl.checks.files import append_lines, read_lines, write_json
 from opo_trl.launch.cli import main
 from opo_trl.metrics.step_clock import PHASES
 from opo_trl.report.figures import draw_run, fits_by_pass
-from opo_trl.report.run_folder import append_lines, read_lines, write_json
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ import pytest
 from helpers import Script, logged, trained
 from transformers import TrainerControl, TrainerState
 
+from opo_trl.checks.files import append_lines, read_lines, write_json
 from opo_trl.launch.callbacks import LogFile, ProgressBar
 from opo_trl.report.figures import draw_progress, draw_run
 from opo_trl.report.measures import measure, series
-from opo_trl.report.run_folder import LOG, RECIPE, append_lines, read_lines, write_json
+from opo_trl.report.run_folder import LOG, RECIPE
 from opo_trl.report.run_report import write_report
 from opo_trl.report.runs import Run
 from opo_trl.report.verdicts import judge

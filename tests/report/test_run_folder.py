@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 from importlib import metadata
 
@@ -11,19 +10,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from opo_trl.report.run_folder import (
-    LOCK,
-    RECIPE,
-    REQUIREMENTS,
-    append_lines,
-    claim,
-    left_as_found,
-    read_json,
-    read_lines,
-    rewind,
-    write_description,
-    write_json,
-)
+from opo_trl.checks.files import read_json
+from opo_trl.report.run_folder import LOCK, RECIPE, REQUIREMENTS, claim, left_as_found, write_description
 
 
 def content(folder):
@@ -114,25 +102,3 @@ def test_requirements_are_those_of_the_installed_environment(tmp_path):
     needed = [Requirement(line).name for line in metadata.requires("opo_trl") if "extra ==" not in line]
     for name in [*needed, "safetensors", "latex2sympy2-extended"]:  # and what those need
         assert requirements[canonicalize_name(name)] == SpecifierSet(f"=={metadata.version(name)}")
-
-
-def test_log_survives_a_kill_in_mid_line_and_rewinds_to_a_checkpoint(tmp_path):
-    log = tmp_path / "log.jsonl"
-    append_lines(log, [{"step": step, "loss": step / 10} for step in range(6)])
-    with log.open("a") as file:
-        file.write('{"step": 6, "lo')
-    assert [line["step"] for line in read_lines(log)] == [0, 1, 2, 3, 4, 5]
-    rewind(log, 3)
-    append_lines(log, [{"step": 4}])
-    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1, 2, 3, 4]
-
-
-def test_json_file_is_replaced_atomically(tmp_path):
-    path = tmp_path / "summary.json"
-    write_json(path, {"before": 1})
-    circle = {}
-    circle["self"] = circle
-    with pytest.raises(ValueError, match="Circular"):
-        write_json(path, circle)
-    assert read_json(path) == {"before": 1}
-    assert read_json(tmp_path / "absent.json") == {}

@@ -1,0 +1,317 @@
+"""
+Reading and writing files in a folder that may come from somebody else, such as the folder of a run.
+
+The folder is the user's choice, and may be a link. What lies in it is not trusted: a file may be a link to a private
+one, a pipe that never ends, gigabytes behind a megabyte of gzip, or JSON of another form. So every file of a run is
+read and written here: regular files only, never through a link, and within limits. A file is replaced as a whole: a
+process that is stopped leaves the old one or the complete new one.
+"""
+
+import errno
+import gzip
+import json
+import os
+import secrets
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .text import printable, quoted
+
+
+LONGEST = 256 * 2**20  # bytes that are read into memory at once: a JSON file, or all lines of a log
+_LONGEST_STREAM = 16 * 2**30  # bytes of a JSONL file that is read line by line
+_LONGEST_LINE = 64 * 2**20
+_MOST_LINES = 2**20  # that are kept in memory
+_DEPTH = 64  # of lists and mappings in each other
+
+# JSON leaves these characters as they are, and many readers end a line at them.
+_LINE_ENDS = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value in a JSON file, in words and as a test."""
+
+    says: str
+    fits: Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) > 1e300
+
+
+NUMBER = Kind("a number", _is_number)  # or NaN
+STEP = Kind("a whole number, 0 or more", lambda value: type(value) is int and 0 <= value < 2**53)
+SHARE = Kind("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
+TEXT = Kind("text", lambda value: isinstance(value, str))
+
+# What a file has to look like: a kind; a list with the form of its elements; or a mapping of names to forms, where
+# "name?" may be missing or null, and "*" stands for all other names.
+Form = Kind | list | Mapping[str, Any]
+
+ENTRY: Form = {"step": STEP}  # a line of `log.jsonl` or `completions.jsonl`
+
+
+# Reading
+
+
+def read_text(path: Path) -> str:
+    """Read a text file; empty if there is none."""
+    return _read(path).decode("utf-8", "replace")
+
+
+def read_json(path: Path, form: Form | None = None, *, linked: bool = False) -> dict[str, Any]:
+    """
+    Read a JSON file that holds a mapping; empty if there is no such file.
+
+    `linked`: whether the file may be a link, as in the folder of a model.
+
+    Raises:
+        `ValueError`: the file is not a mapping of this form. The message names the file and the place in it.
+    """
+    content = _read(path, linked=linked, missing=b"{}")
+    with _about(path):
+        return _parse(content, form or {})
+
+
+def read_lines(path: Path, form: Form = ENTRY) -> list[dict[str, Any]]:
+    """Read a JSONL file as a whole, like [`lines`]."""
+    found: list[dict[str, Any]] = []
+    for entry in lines(path, form, longest=LONGEST):
+        if len(found) == _MOST_LINES:
+            raise ValueError(f"{_named(path)} has more than {_MOST_LINES:,} lines, the most that are read.")
+        found.append(entry)
+    return found
+
+
+def lines(path: Path, form: Form = ENTRY, *, longest: int = _LONGEST_STREAM) -> Iterator[dict[str, Any]]:
+    """
+    The lines of a JSONL file, gzipped if its name ends with `.gz`, up to a last line that a kill has cut short.
+
+    Raises:
+        `ValueError`: a line is not a mapping of this form. The message names the file and the line.
+    """
+    return (entry for _, entry in _raw_lines(path, form, longest))
+
+
+def _raw_lines(path: Path, form: Form, longest: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    file = _opened(path, os.O_RDONLY)
+    if file is None:
+        return
+    with file, _about(path):
+        source: Any = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+        number = total = 0
+        while raw := source.readline(_LONGEST_LINE + 1):
+            number, total = number + 1, total + len(raw)
+            if len(raw) > _LONGEST_LINE:
+                raise ValueError(f"line {number} is longer than {_LONGEST_LINE:,} bytes, the most that are read")
+            if total > longest:
+                raise ValueError(f"there are more than {longest:,} bytes in it, the most that are read")
+            if not raw.strip():
+                continue
+            try:
+                entry = _parse(raw, form)
+            except ValueError as error:
+                if _is_cut_short(raw, error):
+                    return
+                raise ValueError(f"line {number}: {error}") from error
+            yield raw, entry
+
+
+def _is_cut_short(raw: bytes, error: ValueError) -> bool:
+    """Whether a kill has ended the last line before its end, or a crash of the machine filled it with zeros."""
+    if isinstance(error, UnicodeDecodeError):
+        return not raw.endswith(b"\n") and (error.reason == "unexpected end of data")
+    begun = raw.startswith(b"{") and isinstance(error, json.JSONDecodeError)
+    return not raw.endswith(b"\n") and (begun or not raw.strip(b"\0"))
+
+
+def tail(path: Path, size: int = 2**16) -> str:
+    """The last bytes of a text file, decoded; empty if there is none."""
+    file = _opened(path, os.O_RDONLY)
+    if file is None:
+        return ""
+    with file:
+        file.seek(max(os.fstat(file.fileno()).st_size - size, 0))
+        return file.read(size).decode("utf-8", "replace")
+
+
+def _read(path: Path, *, linked: bool = False, missing: bytes = b"") -> bytes:
+    file = _opened(path, os.O_RDONLY, linked=linked)
+    if file is None:
+        return missing
+    with file:
+        content = file.read(LONGEST + 1)
+    if len(content) > LONGEST:
+        raise ValueError(f"{_named(path)} has more than {LONGEST:,} bytes, the most that are read.")
+    return content
+
+
+def _opened(path: Path, flags: int, *, linked: bool = False) -> BinaryIO | None:
+    """Open a regular file; `None` if there is none to read."""
+    follow = 0 if linked else os.O_NOFOLLOW
+    try:
+        # A pipe does not make this wait for its other end.
+        descriptor = os.open(path, flags | follow | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except (FileNotFoundError, NotADirectoryError):
+        if flags & os.O_CREAT:
+            raise
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(
+                f"{_named(path)} is a link, which could lead to any file. Put the file itself there."
+            ) from None
+        if error.errno != errno.ENXIO:  # a pipe or a socket
+            raise
+        descriptor = -1
+    if descriptor < 0 or not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise ValueError(f"{_named(path)} is not a regular file. Remove it.")
+    return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "ab")
+
+
+@contextmanager
+def _about(path: Path) -> Iterator[None]:
+    """Name the file in what is wrong with its content."""
+    try:
+        yield
+    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        said = str(error).rstrip(".")
+        raise ValueError(f"{_named(path)} cannot be read: {said}. Restore that file, or remove it.") from error
+
+
+def _named(path: Path) -> str:
+    return repr(printable(str(path)))
+
+
+def _parse(content: bytes, form: Form) -> dict[str, Any]:
+    text = content.decode("utf-8-sig")
+    if not text.strip():
+        raise ValueError("it is empty")
+    try:
+        parsed = json.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    _check_depth(parsed)
+    if not isinstance(parsed, dict):
+        raise ValueError(f"it is {quoted(parsed)}, not a mapping")
+    _check_form(parsed, form, "")
+    return parsed
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"lists and mappings are nested more than {_DEPTH} deep")
+
+
+def _check_depth(content: Any) -> None:
+    level = [content]
+    for _ in range(_DEPTH + 1):
+        level = [value for value in level if isinstance(value, dict | list) and value]
+        if not level:
+            return
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    raise _too_deep()
+
+
+def _check_form(content: Any, form: Form, place: str) -> None:
+    if isinstance(form, Kind):
+        if not form.fits(content):
+            raise ValueError(f"{place} is {quoted(content)}, not {form.says}")
+    elif isinstance(form, list):
+        if not isinstance(content, list):
+            raise ValueError(f"{place} is {quoted(content)}, not a list")
+        for number, element in enumerate(content):
+            _check_form(element, form[0], f"{place}[{number}]")
+    else:
+        if not isinstance(content, dict):
+            raise ValueError(f"{place} is {quoted(content)}, not a mapping")
+        for name, inner in form.items():
+            value = content.get(name.removesuffix("?"))
+            if name == "*":
+                for other in content.keys() - form.keys():
+                    _check_form(content[other], inner, f"{place}.{quoted(other)}")
+            elif value is None and name.removesuffix("?") not in content and not name.endswith("?"):
+                raise ValueError(f"{place or 'it'} has no {name!r}")
+            elif value is not None or not name.endswith("?"):
+                _check_form(value, inner, f"{place}.{name.removesuffix('?')}".lstrip("."))
+
+
+# Writing
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """
+    Replace a file, or create it: whenever the process is stopped, it is the old file or the complete new one.
+
+    A link of that name is replaced, and what it points to stays as it is.
+    """
+    with replacing(path) as file:
+        file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` when the block ends, unless it fails."""
+    part = path.with_name(f"_{path.name[:100]}.{secrets.token_hex(4)}.part")  # with "_": not pushed to the Hub
+    try:
+        with open(part, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink()
+        if isinstance(error, OSError) and error.filename in (None, str(part)):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file."""
+    write(path, json.dumps(content, indent=2, default=str) + "\n")
+
+
+def append_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Append lines to a JSONL file."""
+    written = "".join(json.dumps(entry, default=str, ensure_ascii=False) + "\n" for entry in entries)
+    with open_to_append(path) as file:
+        # JSON's own escape for half a surrogate pair, which UTF-8 cannot encode, is also Python's.
+        file.write(written.translate(_LINE_ENDS).encode("utf-8", "backslashreplace"))
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """Open a file at its end, or create it."""
+    file = _opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    assert file is not None
+    return file
+
+
+def rewind(path: Path, step: int) -> None:
+    """Drop the lines of a JSONL file after `step`, which a resumed run will write again."""
+    with replacing(path) as file:
+        for raw, entry in _raw_lines(path, ENTRY, _LONGEST_STREAM) if step >= 0 else ():
+            if entry["step"] <= step:
+                file.write(raw if raw.endswith(b"\n") else raw + b"\n")
+
+
+def inner_folder(folder: Path, name: str) -> Path:
+    """
+    A folder within a folder, created if there is none.
+
+    Raises:
+        `ValueError`: something else is there, such as a link to another folder.
+    """
+    path = folder / name
+    with suppress(FileExistsError):
+        path.mkdir(parents=True)
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        raise ValueError(f"{_named(path)} is a link or a file, not a folder. Remove it.")
+    return path
