@@ -24,6 +24,7 @@ import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path
-from opo_trl.launch.data import Data, load_data
+from opo_trl.launch.data import load_data
 from opo_trl.launch.recipe import parse
 from opo_trl.metrics.opo import gradient_response_efficiency
 from opo_trl.report.intervals import estimate
@@ -106,8 +107,8 @@ def train(folder: str) -> tuple[dict[int, Tensor], Dataset]:
     """Train with the recipe; policies by step, and the training problems."""
     script, args, model_config, _ = parse(["--config", str(RECIPE), "--output_dir", folder, "--save_strategy", "no"])
     model_config.model_name_or_path = base_model_path()
-    problems = load_data(script, args, AutoTokenizer.from_pretrained(base_model_path())).training
-    data = Data(training=problems, validation=None, report={})
+    data = load_data(script, args, AutoTokenizer.from_pretrained(base_model_path()))
+    data, problems = replace(data, validation=None, report={}), data.training
     trainer = make_trainer(script, args, model_config, data, [arithmetic_reward])
     snapshots = Snapshots(trainer.model)
     trainer.add_callback(snapshots)

@@ -22,6 +22,14 @@ Style = Literal["chat", "plain"]
 _MAX_NAMED = 10
 
 
+def as_prompt(problem: str, style: Style, instruction: str, system: str = "") -> str | list[dict[str, str]]:
+    """What a model is asked, in training and in every evaluation; see [`to_prompts`] for the arguments."""
+    if style == "plain":
+        return problem
+    turns = (("system", system), ("user", "\n\n".join(filter(None, (problem, instruction)))))
+    return [{"role": role, "content": content} for role, content in turns if content]
+
+
 def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = INSTRUCTION) -> Dataset:
     r"""
     Turn problems into prompts, and solutions into the answers that a reward function compares with.
@@ -54,9 +62,7 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
         if reason:
             unusable.append(_named(index, row["problem"], reason))
             continue
-        problem = row["problem"]
-        message = "\n\n".join(filter(None, (problem, instruction)))
-        prompt = problem if style == "plain" else [{"role": "user", "content": message}]
+        prompt = as_prompt(row["problem"], style, instruction)
         answer = row["solution"] if scored_elsewhere else _answer(row["solution"], in_boxes)
         kept = {name: row[name] for name in ("level", "type", *scored_elsewhere)}
         rows.append({"prompt": prompt, "solution": answer, **kept})

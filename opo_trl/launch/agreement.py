@@ -11,6 +11,7 @@ import torch
 
 from ..data.arithmetic import arithmetic_reward
 from ..data.problems import boxed
+from ..data.prompts import Style, as_prompt
 from ..evaluate import Evaluation
 from ..report.evaluation import REASONS
 from ..rewards.accuracy import accuracy_reward
@@ -27,11 +28,12 @@ _SEED = 0  # of our samples
 class Asking:
     """How our side asks: as the run did, unless the command line says otherwise."""
 
-    style: str
+    style: Style
     instruction: str
     template: Mapping[str, Any]
     length: int
     sampling: Mapping[str, Any]
+    system: str = ""
 
 
 class Reward:
@@ -89,6 +91,7 @@ def measure(
         "settings": {
             "prompt_style": asking.style,
             "instruction": asking.instruction,
+            "system_prompt": asking.system,
             "chat_template_kwargs": dict(asking.template) if asking.style == "chat" else {},
             "max_completion_length": length,
             "num_fewshot": about["num_fewshot"],
@@ -180,10 +183,9 @@ def _count(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def prompt_of(lm: Any, problem: str, asking: Asking) -> str:
-    """As `data.to_prompts` asks, and as text, with the chat template applied."""
-    if asking.style == "plain":
-        return problem
-    return lm.apply_chat_template([{"role": "user", "content": f"{problem}\n\n{asking.instruction}"}])
+    """What training asked, as text, with the chat template applied."""
+    prompt = as_prompt(problem, asking.style, asking.instruction, asking.system)
+    return prompt if isinstance(prompt, str) else lm.apply_chat_template(prompt)
 
 
 def _result(

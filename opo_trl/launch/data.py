@@ -33,6 +33,7 @@ class Data:
     Args:
         plan (`str`): what was taken for what, as a line of the run's plan.
         prompt_style (`str`): the style of the prompts, also where the recipe leaves it open.
+        asked (`dict[str, str]`): how to ask another problem in the same way: style, instruction and system prompt.
     """
 
     training: Dataset
@@ -41,6 +42,7 @@ class Data:
     evaluation: Dataset | None
     plan: str
     prompt_style: str
+    asked: dict[str, str]
 
 
 def load_data(
@@ -85,7 +87,7 @@ def load_data(
         evaluation = held_out("eval_strategy", script.validation_levels, None)
     report = {level: held_out("report_levels", [level], script.report_size) for level in script.report_levels or []}
     plan = f"{len(prompts):,} prompts of {taken}"
-    return Data(prompts, validation, report, evaluation, plan, source.style)
+    return Data(prompts, validation, report, evaluation, plan, source.style, source.asked(prompts))
 
 
 @dataclass
@@ -135,6 +137,17 @@ class _Source:
             return problems
         style: Any = self.style
         return to_prompts(problems, style=style, instruction=str(self.script.instruction))
+
+    def asked(self, prompts: Dataset) -> dict[str, str]:
+        """See [`Data`]. What else the data's own prompts ask is not known, only a system prompt that all have."""
+        if self.style != "dataset":
+            return {"style": self.style, "instruction": str(self.script.instruction), "system": ""}
+        if isinstance(prompts[0]["prompt"], str):
+            return {"style": "plain", "instruction": "", "system": ""}
+        first = [prompt[0] for prompt in prompts["prompt"]]
+        system = {str(turn["content"]) if turn["role"] == "system" else "" for turn in first}
+        shared = system.pop() if len(system) == 1 else ""
+        return {"style": "chat", "instruction": "" if shared else INSTRUCTION, "system": shared}
 
     def describe(self) -> str:
         """For a line of the plan: where the prompts are from, and what was taken for what."""

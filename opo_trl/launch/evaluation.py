@@ -5,7 +5,8 @@ Evaluate a trained model with lm-eval, next to our own accuracy and pass@k on th
 
 MODEL is the folder of a run, of a model or of a LoRA adapter, an id on the Hub, or `arithmetic`, the embedded model.
 lm-eval generates with its own prompts and scores by its own rules. Our side asks as in training (prompt style,
-instruction, arguments of the chat template, completion length and sampling are the run's) and scores with our reward.
+instruction, system prompt, arguments of the chat template, completion length and sampling are the run's) and scores
+with our reward.
 Both use the same engine. What the numbers mean, and why they differ: `docs/evaluating.md`.
 """
 
@@ -285,25 +286,28 @@ def _data(given: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
 
 
 def _asking(arguments: argparse.Namespace, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Asking:
-    style = arguments.prompt_style or settings.get("prompt_style_used") or settings.get("prompt_style")
-    if style not in ("chat", "plain"):  # unknown, or the data's own prompts
+    asked = {"style": settings.get("prompt_style"), "instruction": settings.get("instruction"), "system": ""}
+    asked |= settings.get("asked") or {}
+    style = arguments.prompt_style or asked["style"]
+    if style not in ("chat", "plain"):
         style = "chat" if tokenizer.chat_template else "plain"
     if style == "chat" and not tokenizer.chat_template:
         raise ValueError(
             f"prompt_style='chat' is impossible: the tokenizer of MODEL={arguments.model!r} has no chat template. Set "
             "`--prompt_style plain`, or put a chat_template.jinja there."
         )
-    asked = settings.get("instruction")
+    # `accuracy_reward` scores these tasks, and cannot read what reasoning-gym's instruction asks for.
+    instruction = INSTRUCTION if asked["instruction"] in (None, gym.INSTRUCTION) else asked["instruction"]
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     fields = GRPOConfig.__dataclass_fields__
     sampling = {name: settings[name] if name in settings else fields[name].default for name in names}
     return Asking(
         style=style,
-        # `accuracy_reward` scores these tasks, and cannot read what reasoning-gym's instruction asks for.
-        instruction=INSTRUCTION if asked in (None, gym.INSTRUCTION) else asked,
+        instruction=instruction,
         template=settings.get("chat_template_kwargs") or {},
         length=arguments.max_completion_length or settings.get("max_completion_length") or _LENGTH,
         sampling={name: value for name, value in sampling.items() if value is not None},
+        system=asked["system"],
     )
 
 

@@ -94,7 +94,9 @@ def _rows(name: str, task: Mapping[str, Any]) -> list[list[str]]:
         rows.append([name, by, theirs, settings["lm_eval_decoding"], str(score["problems"]), _interval(score)])
     if "opo_trl" in task:
         ours, problems = task["opo_trl"], str(settings["problems"])
-        prompt = "chat template, instruction" if settings["prompt_style"] == "chat" else "plain"
+        prompt = "plain"
+        if settings["prompt_style"] == "chat":
+            prompt = "chat template" + (", instruction" if settings["instruction"] else "")
         rows.append([name, f"opo_trl: {ours['reward']}", prompt, "greedy", problems, _interval(ours["greedy"])])
         sampled = f"{settings['samples']} sampled"
         for k, passed in ours["pass_at"].items():
@@ -120,8 +122,9 @@ def _how(name: str, task: Mapping[str, Any]) -> str:
             said += f", {settings[field]} of {whose} prompts cut on the left to fit into the context"
     if "opo_trl" not in task:
         return f"{said}. Not measured with our reward: {settings['not_ours']}."
-    if settings["prompt_style"] == "chat":
-        said += f", our instruction “{settings['instruction']}”"
+    for field, what in (("system_prompt", "system prompt"), ("instruction", "instruction")):
+        if settings["prompt_style"] == "chat" and settings.get(field):
+            said += f", our {what} “{settings[field]}”"
     return f"{said}, our samples at temperature {settings['sampling']['temperature']:g}."
 
 

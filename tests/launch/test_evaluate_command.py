@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
-from opo_trl import RolloutConfig, RolloutTrainer
+from opo_trl import RolloutConfig, RolloutTrainer, train
 from opo_trl.data import to_prompts
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.evaluate import evaluate
@@ -226,6 +226,48 @@ def test_prompt_is_that_of_training(tiny_model):
     assert lm.tok_encode(asked) == trained
     room = lm.max_length - len(trained)
     assert [harness.count_cut(lm, [asked, asked], length) for length in (room, room + 1)] == [0, 2]
+
+
+SYSTEM = {"role": "system", "content": "Answer in a \\boxed{}."}
+TURNS = [{"role": "user", "content": "What is 1+1?"}]
+
+
+@needs_lm_eval
+@pytest.mark.parametrize(
+    ("row", "fields"),
+    [
+        ({"problem": "What is 1+1?"}, {}),
+        ({"problem": "What is 1+1?"}, {"instruction": ""}),
+        ({"problem": "What is 1+1?"}, {"instruction": "Think."}),
+        ({"problem": "What is 1+1?"}, {"instruction": "Think.", "prompt_style": "chat"}),
+        ({"problem": "What is 1+1?"}, {"prompt_style": "plain"}),
+        ({"prompt": "What is 1+1?"}, {}),
+        ({"prompt": [SYSTEM, *TURNS]}, {}),
+        ({"prompt": [SYSTEM, *TURNS]}, {"instruction": ""}),
+        ({"prompt": "What is 1+1?"}, {"columns": {"problem": "prompt"}, "instruction": "Think."}),
+    ],
+)
+def test_a_run_is_asked_as_it_was_trained(folder, tmp_path, row, fields):
+    with (folder / "chat_template.jinja").open("a") as file:
+        file.write("{% if brief %}Brief: {% endif %}")
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f"{json.dumps({**row, 'solution': '2'})}\n" for _ in range(2)))
+    recipe = {"model_name_or_path": str(folder), "dataset_name": str(data), "output_dir": str(tmp_path / "run")}
+    recipe |= {"max_steps": 1, "use_cpu": True, "bf16": False, "max_completion_length": 4, **fields}
+    is_text = fields.get("prompt_style") == "plain" or (isinstance(row.get("prompt"), str) and "columns" not in fields)
+    recipe |= {} if is_text else {"chat_template_kwargs": {"brief": True}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    ready = train.prepare(["--config", str(tmp_path / "recipe.yaml")])
+    trained = ready.trainer._tokenize_prompts(ready.trainer.train_dataset["prompt"][:1])[0]
+
+    settings = find_model(str(shutil.copytree(folder, tmp_path / "run", dirs_exist_ok=True))).settings
+    arguments = SimpleNamespace(prompt_style=None, max_completion_length=None, model="run")
+    asking = evaluation._asking(arguments, settings, AutoTokenizer.from_pretrained(folder))
+    lm = harness.load_model(
+        *(str(folder), None, str(folder)),
+        **{"backend": "hf", "batch_size": 2, "template": asking.template, "rank": None, "ends_thinking": False},
+    )
+    assert [lm.tok_encode(prompt_of(lm, "What is 1+1?", asking))] == trained
 
 
 @needs_lm_eval
