@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import re
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,6 +11,7 @@ import torch
 from trl import GRPOConfig
 
 from .checks import paths, ranges
+from .checks.addresses import check_host, check_url
 from .checks.arguments import dry_run_arguments
 from .checks.blame import blamed, given
 from .checks.ranges import require
@@ -169,7 +169,9 @@ class RolloutConfig(GRPOConfig):
         require(not weights or any(weights), "reward_weights", weights, "a list with at least one number other than 0")
         require("\0" not in (self.run_name or ""), "run_name", self.run_name, "a name without a NUL")
         if self.vllm_server_base_url is not None:
-            check_url("vllm_server_base_url", self.vllm_server_base_url)
+            self.vllm_server_base_url = check_url("vllm_server_base_url", self.vllm_server_base_url)
+        else:
+            check_host("vllm_server_host", self.vllm_server_host)
         processes = int(os.environ.get("WORLD_SIZE", 1))
         last = ranges.RANGES["seed"].high - processes + 1  # each process adds its rank
         require(self.seed <= last, "seed", self.seed, f"an integer from 0 to {last:.0f}")
@@ -468,13 +470,6 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
 
     def describe_objective(self) -> str:
         return super().describe_objective() + (f", beta = {self.beta:g}" if self.beta else "")
-
-
-def check_url(name: str, url: str) -> None:
-    """Check the address of a server."""
-    # Optional user and password; a host name, or an IPv6 address in brackets.
-    match = re.fullmatch(r"https?://([^\s/?#@]+@)?(\[[0-9a-fA-F:.%]+\]|[^\s/:?#@\[\]]+)(:\d+)?(/\S*)?", url)
-    require(bool(match), name, url, "an address such as http://localhost:8000")
 
 
 def check_deepspeed(asked_by: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from ..checks import ranges
+from ..checks.addresses import check_url
 from ..checks.ranges import require
 from ..config import ObjectiveConfig, reject_unused_fields
 from ..fields import choices
@@ -72,6 +73,7 @@ class AsyncOPOConfig(ObjectiveConfig, AsyncGRPOConfig):
         self._reject_what_needs_a_rollout()
         self._reject_untrained_sampling()
         ranges.check(self)
+        self.vllm_server_base_url = check_url("vllm_server_base_url", self.vllm_server_base_url)
         for name, words in choices(type(self)).items():
             if name in ObjectiveConfig.__dataclass_fields__:
                 require(getattr(self, name) in words, name, getattr(self, name), f"one of {', '.join(words)}")

@@ -24,6 +24,7 @@ from trl.experimental.async_grpo.async_rollout_worker import (
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
+from ..checks.addresses import without_secrets
 from ..rollout.vllm_server import wait_until_it_answers, watched
 
 
@@ -50,7 +51,7 @@ def check_logprobs(client: VLLMClient, temperature: float) -> None:
     mode = client.get_server_info()["model_config"]["logprobs_mode"]
     if mode not in _LOGPROBS_MODES[temperature == 1.0]:
         raise ValueError(
-            f"The vLLM server at {client.server_url} runs with `--logprobs-mode {mode}`, so with "
+            f"The vLLM server at {without_secrets(client.server_url)} runs with `--logprobs-mode {mode}`, so with "
             f"temperature={temperature} it does not report the log-probabilities that it samples from. Start it with "
             "`--logprobs-mode processed_logprobs`."
         )
@@ -153,8 +154,8 @@ def synchronizing(trainer: Any) -> Iterator[None]:
             raise
         except Exception as error:
             raise RuntimeError(
-                f"The vLLM server at {url} has not taken the weights: {error} Start it anew, and resume the run from "
-                "its last checkpoint."
+                f"The vLLM server at {without_secrets(url)} has not taken the weights: {error} Start it anew, and "
+                "resume the run from its last checkpoint."
             ) from error
 
 

@@ -24,6 +24,7 @@ from .. import objective, trl_contract
 from ..metrics.step import SampleReport, metrics_of_samples
 from ..rollout.frozen_base import FrozenBase
 from ..rollout.trainer import SEQUENCE_CLAMP
+from ..rollout.vllm_server import without_password
 from ..trainer import MAX_WEIGHT, OPOTrainer
 from . import faults
 from .config import AsyncOPOConfig
@@ -75,7 +76,8 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         args = AsyncOPOConfig(f"{model.split('/')[-1]}-AsyncOPO") if args is None else args
         if not isinstance(args, AsyncOPOConfig):
             raise TypeError(f"args is of type {type(args).__name__}. Pass an `AsyncOPOConfig`.")
-        with without_gpu() if args.device.type == "cpu" else nullcontext():
+        device = without_gpu() if args.device.type == "cpu" else nullcontext()
+        with device, without_password(args.vllm_server_base_url):
             super().__init__(model, reward_funcs, args, *further, **named)
         faults.check_sharding(self.accelerator)
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
@@ -90,9 +92,10 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
     def train(self, *args, **kwargs):
         """As in TRL; first checks which log-probabilities the server reports."""
         trl_contract.check_replaced()
-        if isinstance(self.rollout_worker, AsyncRolloutWorker):
-            faults.check_logprobs(self.vllm_client, self.args.temperature)
-        return super().train(*args, **kwargs)
+        with without_password(self.args.vllm_server_base_url):
+            if isinstance(self.rollout_worker, AsyncRolloutWorker):
+                faults.check_logprobs(self.vllm_client, self.args.temperature)
+            return super().train(*args, **kwargs)
 
     def _sync_weight(self):
         with faults.synchronizing(self), self._frozen_base:

@@ -28,8 +28,8 @@ from ..asynchronous.config import AsyncOPOConfig
 from ..asynchronous.in_process import InProcessWorker
 from ..asynchronous.targets import OPORolloutLoop
 from ..asynchronous.trainer import AsyncOPOTrainer
+from ..checks.addresses import without_secrets
 from ..checks.arguments import dry_run_arguments
-from ..config import check_url
 from .preflight import await_health, check_columns, check_development_mode
 
 
@@ -69,7 +69,6 @@ class AsyncRecipeConfig(AsyncOPOConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_url("vllm_server_base_url", self.vllm_server_base_url)
         dry_run_arguments(self)
         if self.in_process_staleness is not None and self.token_budget is None:
             raise ValueError(
@@ -202,7 +201,7 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         """The plan, printed when training starts."""
         args = self.args
         rows, micro, processes = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
-        where = f"a vLLM server at {args.vllm_server_base_url}"
+        where = f"a vLLM server at {without_secrets(args.vllm_server_base_url)}"
         if args.in_process_staleness is not None:
             where = f"this process, with a policy {args.in_process_staleness} versions old"
         lines = {
@@ -295,7 +294,8 @@ def _check(
             ) from error
     if args.process_index == 0:
         url = args.vllm_server_base_url
-        await_health(url, f"vllm_server_base_url={url!r}", args.vllm_server_timeout, start="vllm serve")
+        field = f"vllm_server_base_url={without_secrets(url)!r}"
+        await_health(url, field, args.vllm_server_timeout, start="vllm serve")
         check_development_mode(url)
 
 

@@ -4,21 +4,16 @@ Checks before a model is loaded: packages, vLLM server, model files, tokenizer, 
 Each raises a `ValueError` that names the field, its value and the fix.
 """
 
-import http.client
 import inspect
 import json
 import re
 import socket
-import time
-import urllib.error
-import urllib.request
-from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from datasets import Dataset
 from safetensors import SafetensorError, safe_open
@@ -26,9 +21,11 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from trl import ModelConfig
 
 from ..checks import paths
+from ..checks.addresses import without_secrets
 from ..config import RolloutConfig
 from ..data import prompt_lengths
 from ..rewards.scoring import IsolatedReward
+from ..rollout import vllm_server
 
 
 # Arguments of `apply_chat_template` that TRL sets itself.
@@ -70,9 +67,8 @@ def check_vllm_server(args: RolloutConfig) -> None:
     if not (args.use_vllm and args.vllm_mode == "server"):
         return
     url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    field = (
-        f"vllm_server_base_url={url!r}" if args.vllm_server_base_url else f"vllm_server_port={args.vllm_server_port}"
-    )
+    by_url = f"vllm_server_base_url={without_secrets(url)!r}"
+    field = by_url if args.vllm_server_base_url else f"vllm_server_port={args.vllm_server_port}"
     await_health(url, field, args.vllm_server_timeout, start="trl vllm-serve")
     host = urlsplit(url).hostname
     with suppress(OSError), socket.create_connection((host, args.vllm_group_port), _HTTP_SECONDS):
@@ -84,47 +80,32 @@ def check_vllm_server(args: RolloutConfig) -> None:
 
 def await_health(url: str, field: str, timeout: float, *, start: str) -> None:
     """Wait for a vLLM server, which the command `start` starts, as long as TRL would."""
-    deadline = time.monotonic() + timeout
-    while (said := _status(f"{url}/health")) is None:
-        if time.monotonic() >= deadline:
-            raise ValueError(
-                f"{field}: nothing answered at {url}/health within vllm_server_timeout={timeout} seconds. Start "
-                f"`{start}` there, or set the address of a running server."
-            )
-        time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
-    if said != 200:
+
+    def decided(said: int | str | None) -> bool:
+        return isinstance(said, str) or (said is not None and said < 500)  # a proxy answers before its server does
+
+    said, shown = vllm_server.wait(url, timeout, until=decided), without_secrets(url)
+    if not decided(said):
+        answered = "nothing answered" if said is None else f"only status {said} was answered"
         raise ValueError(
-            f"{field} is taken: the program that listens there is not a vLLM server, it answered {url}/health with "
+            f"{field}: {answered} at {shown}/health within vllm_server_timeout={timeout} seconds. Start `{start}` "
+            "there, or set the address of a running server."
+        )
+    if not vllm_server.is_healthy(said):
+        raise ValueError(
+            f"{field} is taken: the program that listens there is not a vLLM server, it answered {shown}/health with "
             f"{said}. Start `{start}` on a free port, and set the field to that."
         )
 
 
 def check_development_mode(url: str) -> None:
     """Check that a vLLM server has the routes through which it gets weights."""
-    said = _status(f"{url}/server_info?config_format=json")
+    said = vllm_server.status(url, "/server_info?config_format=json")
     if said != 200:
         raise ValueError(
-            f"vllm_server_base_url={url!r}: the server answers {said} at /server_info, so it would take no weights. "
-            "Start `vllm serve` with `VLLM_SERVER_DEV_MODE=1` in its environment."
+            f"vllm_server_base_url={without_secrets(url)!r}: the server answers {said} at /server_info, so it would "
+            "take no weights. Start `vllm serve` with `VLLM_SERVER_DEV_MODE=1` in its environment."
         )
-
-
-def _status(url: str) -> int | str | None:
-    """Status that a server answers with, or the error; `None` while nothing listens."""
-    parts = urlsplit(url)
-    user, at, place = parts.netloc.rpartition("@")
-    request = urllib.request.Request(parts._replace(netloc=place).geturl())
-    if at:  # urllib would read user and password as part of the host name
-        request.add_header("Authorization", f"Basic {b64encode(unquote(user).encode()).decode()}")
-    try:
-        with urllib.request.urlopen(request, timeout=_HTTP_SECONDS) as answer:
-            return answer.status
-    except urllib.error.HTTPError as error:
-        return error.code
-    except urllib.error.URLError:
-        return None
-    except (OSError, http.client.HTTPException) as error:
-        return repr(error)
 
 
 def check_model(

@@ -47,7 +47,7 @@ from .resumable import ResumableTrainer
 from .rows import completion_tokens, micro_batches, rows_of_steps
 from .scored import ScoringTrainer
 from .skipped_steps import SkippingTrainer
-from .vllm_server import watched
+from .vllm_server import watched, without_password
 
 
 trl_contract.check()
@@ -111,7 +111,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
     def __init__(self, model, reward_funcs=None, args: RolloutConfig | None = None, *further, **named):
         trl_contract.check_replaced()
         args = self._checked_args(model, args, quantized=named.get("quantization_config") is not None)
-        super().__init__(model, reward_list(reward_funcs), args, *further, **named)
+        with without_password(args.vllm_server_base_url):
+            super().__init__(model, reward_list(reward_funcs), args, *further, **named)
         self._check_dataset()
         # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
         # none. Without the table they are not needed.

@@ -1,20 +1,61 @@
-"""A vLLM server that ends or hangs also ends the run, in bounded time and with a message that names it."""
+"""
+Whether a vLLM server answers: before a run, which waits for it, and during one. A server that ends or hangs also ends
+the run, in bounded time and with a message that names it.
+"""
 
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.client import HTTPException
-from urllib.request import urlopen
+from urllib.parse import urlsplit
+
+from ..checks.addresses import without_secrets
 
 
 PERIOD = 10.0  # seconds between two requests, and to wait for an answer
 PATIENCE = 120.0  # seconds without an answer; TRL's client gives a server that is gone about 60
 
 
+def status(url: str, route: str = "/health") -> int | str | None:
+    """Status that a server answers with, or the error if it does not speak HTTP; `None` if nothing answers."""
+    # As TRL's clients ask, who need it too: with the same users and passwords, certificates and proxies.
+    import requests
+    from urllib3.exceptions import ProtocolError
+
+    try:
+        return requests.get(f"{url}{route}", timeout=PERIOD).status_code
+    except (requests.ConnectionError, requests.Timeout) as error:
+        other = isinstance(error, requests.exceptions.SSLError) or isinstance(error.args[0], ProtocolError)
+        return f"{type(error).__name__}: {error}" if other else None
+
+
+def is_healthy(said: int | str | None) -> bool:
+    """Whether what a server said about its health means that it can generate."""
+    return said == 200
+
+
+def wait(url: str, seconds: float, until: Callable[[int | str | None], bool] = is_healthy) -> int | str | None:
+    """Wait until a server says something about its health, or time is up; returns what it said last."""
+    deadline = time.monotonic() + seconds
+    while not until(said := status(url)) and (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(1.0, left))
+    return said
+
+
+def wait_until_it_answers(url: str) -> None:
+    """
+    Wait until a server is healthy.
+
+    Raises:
+        `RuntimeError`: it has not been for two minutes.
+    """
+    if not is_healthy(wait(url, PATIENCE)):
+        raise RuntimeError(_message(url))
+
+
 @contextmanager
-def watched(base_url: str) -> Iterator[None]:
+def watched(url: str) -> Iterator[None]:
     """
     Poll a server's health while this process waits for it.
 
@@ -26,47 +67,39 @@ def watched(base_url: str) -> Iterator[None]:
         `RuntimeError`: the code inside failed to reach the server; TRL's client tries for a minute.
     """
     done = threading.Event()
-    threading.Thread(target=_watch, args=(base_url, done), daemon=True).start()
+    threading.Thread(target=_watch, args=(url, done), daemon=True).start()
     try:
         yield
     except OSError as error:  # includes all errors of `requests`
-        raise RuntimeError(_message(base_url)) from error
+        raise RuntimeError(_message(url)) from error
     finally:
         done.set()
 
 
-def wait_until_it_answers(base_url: str) -> None:
-    """
-    Wait until a server is healthy.
-
-    Raises:
-        `RuntimeError`: it has not been for two minutes.
-    """
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        try:
-            urlopen(f"{base_url}/health", timeout=PERIOD).close()
-            return
-        except (OSError, HTTPException) as error:
-            if time.monotonic() > deadline:
-                raise RuntimeError(_message(base_url)) from error
-        time.sleep(1)
+@contextmanager
+def without_password(url: str | None) -> Iterator[None]:
+    """Leave user and password of a server's address out of what TRL raises, whose messages name the address."""
+    user = urlsplit(url or "").netloc.rpartition("@")[0]
+    try:
+        yield
+    except Exception as error:
+        if user and f"{user}@" in str(error):
+            raise RuntimeError(str(error).replace(f"{user}@", "***@")) from None
+        raise
 
 
-def _watch(base_url: str, done: threading.Event) -> None:
+def _watch(url: str, done: threading.Event) -> None:
     answered = time.monotonic()
     while not done.wait(PERIOD):
-        try:
-            urlopen(f"{base_url}/health", timeout=PERIOD).close()
+        if is_healthy(said := status(url)):
             answered = time.monotonic()
-        except (OSError, HTTPException) as error:
-            if time.monotonic() - answered > PATIENCE and not done.is_set():
-                os.write(2, f"\n{_message(base_url)}\n{error}\n".encode())
-                os._exit(1)
+        elif time.monotonic() - answered > PATIENCE and not done.is_set():
+            os.write(2, f"\n{_message(url)} Its last answer: {said}.\n".encode())
+            os._exit(1)
 
 
-def _message(base_url: str) -> str:
+def _message(url: str) -> str:
     return (
-        f"The vLLM server at {base_url} no longer answers. Its own log says why; start it again, and resume "
-        "the run with `--resume_from_checkpoint last`."
+        f"The vLLM server at {without_secrets(url)} no longer answers. Its own log says why; start it again, and "
+        "resume the run with `--resume_from_checkpoint last`."
     )

@@ -177,7 +177,7 @@ def test_values_with_a_meaning_in_transformers_or_trl_are_allowed(given):
         ({"run_name": "a\0"}, ["run_name='a\\x00'", "NUL"]),
         ({"train_sampling_strategy": "group_by_length"}, ["train_sampling_strategy=", "random"]),
         ({"temperature": 1e300}, ["temperature=1e+300", "and 1e+30 in magnitude"]),
-        ({"vllm_server_base_url": "http://a@b@c"}, ["vllm_server_base_url='http://a@b@c'"]),
+        ({"vllm_server_base_url": "http://a@b@c"}, ["vllm_server_base_url='http://***@c'"]),
         ({"watches": ["stop if reward < nan"]}, ["watches=", "nan", "finite"]),
     ],
     ids=str,

@@ -4,15 +4,18 @@ import subprocess
 import sys
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import pytest
+import requests
+from trl.experimental.async_grpo.vllm_client import VLLMClient
 
-from opo_trl.rollout.vllm_server import watched
+from opo_trl import AsyncOPOConfig, OPOConfig
+from opo_trl.launch.preflight import await_health
+from opo_trl.rollout.vllm_server import watched, without_password
 
 
 ROOT = Path(__file__).parents[2]
@@ -33,12 +36,15 @@ print("done", flush=True)
 
 
 class Server(BaseHTTPRequestHandler):
-    healthy = True
+    """A server behind a proxy that asks for a password, and that knows no route with two slashes."""
+
+    healthy, users, path_of_health = True, (None, f"Basic {b64encode(b'me:secret').decode()}"), "/health"
 
     def do_GET(self):
         if not self.healthy:
             time.sleep(60)
-        self.send_response(200)
+        known = self.requestline.split()[1] == self.path_of_health
+        self.send_response(200 if known and self.headers["Authorization"] in self.users else 404)
         self.end_headers()
 
     def log_message(self, *arguments):
@@ -58,12 +64,12 @@ def server() -> Iterator[ThreadingHTTPServer]:
         served.shutdown()
 
 
-def url(server: ThreadingHTTPServer) -> str:
-    return f"http://127.0.0.1:{server.server_port}"
+def url(server: ThreadingHTTPServer, user: str = "") -> str:
+    return f"http://{user}127.0.0.1:{server.server_port}"
 
 
 def wait(server: ThreadingHTTPServer, how_long: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", WAIT, url(server), how_long]
+    command = [sys.executable, "-c", WAIT, url(server, "me:secret@"), how_long]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
@@ -71,7 +77,8 @@ def test_server_that_hangs_ends_the_waiting_process(server):
     server.RequestHandlerClass.healthy = False
     done = wait(server, "forever")
     assert done.returncode == 1
-    assert f"The vLLM server at {url(server)} no longer answers" in done.stderr
+    assert f"The vLLM server at {url(server, '***@')} no longer answers" in done.stderr
+    assert "secret" not in done.stderr
     assert "`--resume_from_checkpoint last`" in done.stderr
 
 
@@ -81,14 +88,84 @@ def test_slow_but_healthy_server_is_waited_for(server):
 
 
 def test_server_that_is_gone_is_named(server):
-    address = url(server)
+    address = url(server, "me:secret@")
     server.shutdown()
     server.server_close()
-    with (
-        pytest.raises(RuntimeError, match=rf"The vLLM server at {address} no longer answers") as raised,
-        watched(address),
-    ):
-        urlopen(f"{address}/v1/models")
-    assert isinstance(raised.value.__cause__, URLError)
+    with pytest.raises(RuntimeError, match="no longer answers") as raised, watched(address):
+        requests.get(f"{address}/v1/models")
+    assert url(server, "***@") in str(raised.value)
+    assert isinstance(raised.value.__cause__, requests.ConnectionError)
     with pytest.raises(ZeroDivisionError), watched(address):  # not the server's fault
         _ = 1 / 0
+
+
+# Addresses
+
+
+@pytest.mark.parametrize(
+    ("address", "path"),
+    [
+        ("http://127.0.0.1:{}/", "/health"),
+        ("HTTP://LocalHost:{}", "/health"),
+        ("http://me:secret@127.0.0.1:{}/", "/health"),
+        ("http://m%65:secret@127.0.0.1:{}", "/health"),
+        ("http://127.0.0.1:{}/behind/a/proxy/", "/behind/a/proxy/health"),
+    ],
+)
+@pytest.mark.parametrize("config", [OPOConfig, AsyncOPOConfig])
+def test_address_that_trl_takes_is_waited_for(server, tmp_path, config, address, path):
+    server.RequestHandlerClass.path_of_health = path
+    address = address.format(server.server_port)
+    args = config(str(tmp_path), use_cpu=True, bf16=False, report_to="none", vllm_server_base_url=address)
+    await_health(args.vllm_server_base_url, "vllm_server_base_url", 0.0, start="vllm serve")
+    VLLMClient(args.vllm_server_base_url, 0.0).wait_for_server_ready()
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("localhost:8000", "localhost:8000"),
+        ("me:secret@localhost:8000", "***@localhost:8000"),
+        ("ftp://me:secret@localhost", "ftp://***@localhost"),
+        ("http://me:sec/ret@localhost", "http://***@localhost"),
+        ("http://localhost:8000?key=secret", "http://localhost:8000?***"),
+        ("http://me:secret@localhost/v1?key=secret#x", "http://***@localhost/v1?***"),
+        (" http://localhost", " http://localhost"),
+        ("http://local host", "http://local host"),
+        ("http://::1:8000", "http://::1:8000"),
+        ("http://[:::]:8000", "http://[:::]:8000"),
+        ("http://localhost:99999", "http://localhost:99999"),
+        ("http://local..host", "http://local..host"),
+        ("http://", "http://"),
+    ],
+)
+@pytest.mark.parametrize("config", [OPOConfig, AsyncOPOConfig])
+def test_address_that_trl_does_not_take_is_rejected_without_its_secrets(tmp_path, config, address, shown):
+    with pytest.raises(ValueError, match="vllm_server_base_url=") as raised:
+        config(str(tmp_path), use_cpu=True, bf16=False, report_to="none", vllm_server_base_url=address)
+    assert f"vllm_server_base_url={shown!r} is not allowed" in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("host", "shown"), [("::1", "::1"), ("a b", "a b"), ("me:secret@host", "***@host")])
+def test_host_that_trl_does_not_take_is_rejected(tmp_path, host, shown):
+    with pytest.raises(ValueError, match="Set `vllm_server_host`") as raised:
+        OPOConfig(str(tmp_path), use_cpu=True, bf16=False, vllm_server_host=host)
+    assert f"vllm_server_host={shown!r} is not allowed" in str(raised.value)
+
+
+def test_proxy_without_its_server_is_waited_for(server, monkeypatch):
+    monkeypatch.setattr(server.RequestHandlerClass, "send_response", lambda self, _: send(self, 502))
+    send = BaseHTTPRequestHandler.send_response
+    with pytest.raises(ValueError, match=r"only status 502 was answered at http.*vllm_server_timeout=0\.1 seconds"):
+        await_health(url(server), "vllm_server_base_url", 0.1, start="vllm serve")
+
+
+def test_errors_of_trl_do_not_print_the_password(server):
+    server.RequestHandlerClass.users = ()
+    address = url(server, "me:secret@")
+    with pytest.raises(RuntimeError, match=r"404 .* http://\*\*\*@127") as raised, without_password(address):
+        VLLMClient(address).get_server_info()
+    assert raised.value.__suppress_context__
+    with pytest.raises(KeyError), without_password(address):
+        raise KeyError
