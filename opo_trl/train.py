@@ -38,7 +38,7 @@ from .launch import preflight
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data
 from .launch.recipe import parse, split
-from .launch.resume import check_same_run, forget_if_changed, known_accuracies
+from .launch.resume import check_same_run, continues, forget_if_changed, known_accuracies
 from .launch.rewards import load_rewards
 from .launch.signals import StopOnSignal
 from .launch.tools import Tools, check_rows, check_tool_template, load_tools
@@ -75,7 +75,7 @@ def prepare(argv: Sequence[str]) -> Run:
     check_together(script, args, model_config, recipe)
     preflight.check_installed(args, model_config)
     settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
-    checkpoint, resume = _find_checkpoint(script, args, settings, model_path(model_config))
+    checkpoint, resume = _find_checkpoint(script, args, settings, model_path(model_config), split(argv)[0])
 
     tools = load_tools(script, args)
     reward_funcs = load_rewards(script, args)
@@ -111,15 +111,15 @@ def prepare(argv: Sequence[str]) -> Run:
 
 
 def _find_checkpoint(
-    script: OPOScriptArguments, args: RolloutConfig, settings: Mapping[str, Any], model: str
+    script: OPOScriptArguments, args: RolloutConfig, settings: Mapping[str, Any], model: str, recipe_path: str | None
 ) -> tuple[str | None, bool]:
     """The checkpoint to resume from, if any, and whether the run in the folder continues."""
     folder, asked = Path(args.output_dir), args.resume_from_checkpoint
     with _blamed_on(f"output_dir={args.output_dir!r} with resume_from_checkpoint={asked!r}"):
         checkpoint = find_checkpoint(asked, args.output_dir)
-        here = checkpoint is not None and Path(checkpoint).resolve().parent == folder.resolve()
-        # A checkpoint from elsewhere continues in this folder, which is new or holds the same continuation.
-        resume = here or ((checkpoint is not None or asked == "auto") and run_folder.is_run(folder))
+        resume = continues(folder, asked, checkpoint)
+        if script.overwrite and not resume:
+            preflight.check_apart(folder, preflight.inputs(script, args, model, recipe_path))
         run_folder.check(folder, resume=resume, overwrite=script.overwrite)
         if checkpoint is not None:
             check_same_run(checkpoint, settings, model)

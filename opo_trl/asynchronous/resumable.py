@@ -138,8 +138,10 @@ class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
         if self.args.should_save:
             checkpoint.make_way(folder)
         self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
+        with checkpoint.no_rotation(self.args):
+            super()._save_checkpoint(model, trial)
         if self.args.should_save:
+            checkpoint.rotate(folder.parent, self.args.save_total_limit, self.state.best_model_checkpoint)
             checkpoint.forget_replaced(folder.parent)
 
     def _save_rng_state(self, output_dir: str):

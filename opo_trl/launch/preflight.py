@@ -6,9 +6,11 @@ Each raises a `ValueError` that names the field, its value and the fix.
 
 import inspect
 import json
+import os
 import re
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,10 +22,12 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from trl import ModelConfig
 
+from ..arguments import OPOScriptArguments
 from ..checks import paths
 from ..checks.addresses import without_secrets
 from ..config import RolloutConfig
 from ..data import prompt_lengths
+from ..report.run_folder import RECIPE, is_claimed
 from ..rewards.scoring import IsolatedReward
 from ..rollout import vllm_server
 
@@ -59,6 +63,52 @@ def check_installed(args: RolloutConfig, model_config: ModelConfig) -> None:
         if asked and find_spec(package) is None:
             raise ValueError(
                 f"{name}=True needs {package}, which is not installed. `pip install {install}`, or remove `{name}`."
+            )
+
+
+def inputs(
+    script: OPOScriptArguments, args: RolloutConfig, model: str, recipe_path: str | None
+) -> Iterator[tuple[str, str | Path]]:
+    """What a run reads from files: the field that names it, and where it is, or would be if it is a file."""
+    # A run's own `recipe.yaml` repeats it in place: it is replaced, and never deleted.
+    folder = Path(args.output_dir)
+    repeats = is_claimed(folder) and os.path.realpath(recipe_path or "") == os.path.realpath(folder / RECIPE)
+    yield "config", "" if repeats else recipe_path or ""
+    yield "model_name_or_path", model
+    for name in ("dataset_name", "reward_model_name_or_path", "accelerate_config"):
+        yield name, getattr(script, name) or ""
+    for part in script.datasets:
+        named = [part.get(name) for name in ("path", "data_dir", "data_files")]
+        yield from (("datasets", path) for path in named if isinstance(path, str))
+    for name in ("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint"):
+        value = getattr(args, name, None)
+        yield name, value if isinstance(value, str) else ""
+    dotted = [("reward_funcs", name) for name in script.reward_funcs or ()]
+    dotted += [("tools", name) for name in script.tools or ()]
+    dotted += [("environment_factory", script.environment_factory or "")]
+    for field, name in dotted:
+        module = name.rpartition(".")[0].replace(".", "/")
+        yield from ((field, Path(place, module + end)) for place in ("", *sys.path) for end in (".py", "") if module)
+    yield "the current folder", Path.cwd()
+
+
+def check_apart(folder: Path, inputs: Iterable[tuple[str, str | Path]]) -> None:
+    """
+    Check that a folder whose run will be deleted contains nothing that the new run reads, also through links.
+
+    Raises:
+        `ValueError`: names both fields.
+    """
+    for field, path in inputs:
+        place = Path(path).expanduser()
+        if not str(path) or not place.exists():
+            continue
+        linked = [entry for entry in place.iterdir() if entry.is_symlink()] if place.is_dir() else []
+        if any(each.resolve().is_relative_to(folder.resolve()) for each in (place, *linked)):
+            named = f"{field}={str(path)!r}" if " " not in field else f"{field} {str(path)!r}"
+            raise ValueError(
+                f"output_dir={str(folder)!r} contains {named}, so the run in it cannot be deleted (`overwrite`). "
+                "Choose another `output_dir`, or move the other out of it."
             )
 
 

@@ -10,8 +10,25 @@ from accelerate.utils import broadcast_object_list
 
 from ..checks.files import read_json
 from ..fields import DATA, MODEL, REWARDS, SAMPLING
-from ..report.run_folder import SETTINGS, SUMMARY
-from ..report.runs import MODEL_PREFIX, fields_deciding, kept_on_resume
+from ..report.run_folder import SETTINGS, SUMMARY, is_claimed, is_run
+from ..report.runs import MODEL_PREFIX, fields_deciding, is_finished, kept_on_resume
+
+
+def continues(folder: Path, asked: Any, checkpoint: str | None) -> bool:
+    """
+    Whether the run in a folder goes on, so that its files stay.
+
+    It does from its own checkpoint; if it has none, and so starts over, or began with the same checkpoint of another
+    run, only unless it is finished.
+    """
+    if checkpoint is not None and Path(checkpoint).resolve().parent == folder.resolve():
+        return True
+    if not (is_run(folder) or is_claimed(folder)) or is_finished(folder):
+        return False
+    if checkpoint is None:
+        return asked == "auto"
+    began_with = read_json(folder / SETTINGS).get("resume_from_checkpoint")
+    return os.path.realpath(str(began_with)) == os.path.realpath(checkpoint)
 
 
 def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None:

@@ -17,8 +17,10 @@ The folder of a run: its recipe, environment, log and results.
 """
 
 import fcntl
+import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +37,8 @@ from packaging.utils import canonicalize_name
 
 from ..checks import files, paths
 
+
+logger = logging.getLogger(__name__)
 
 RECIPE, SETTINGS, ENVIRONMENT = "recipe.yaml", "settings.json", "environment.json"
 REQUIREMENTS = "requirements.txt"
@@ -58,9 +62,46 @@ _PACKAGES = (
 )
 
 
+# What each of them becomes when it is written: never absent, and never deleted.
+_DESCRIPTION = (RECIPE, SETTINGS, ENVIRONMENT, REQUIREMENTS)
+
+# All else that a run writes into its folder, and all that overwriting deletes: paths in the folder.
+_WRITTEN = re.compile(
+    "|".join(
+        (
+            r"_.+\.[0-9a-f]{8}\.part",  # of a file that was being written
+            r"plan\.txt|log\.jsonl|completions\.jsonl|summary\.json|evaluation\.(json|md)|report\.html",
+            r"figures/(training|passes|time|accuracy)\.(png|svg)",
+            r"completions/completions_\d+\.parquet",
+            r"skipped_step_\d+\.pt",
+            r"_?checkpoint-\d+",  # with all that is in it
+            # Transformers, PEFT and TRL
+            r"(config|generation_config|adapter_config|trainer_state|(all|train|eval)_results)\.json",
+            r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?",
+            r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|merges\.txt|vocab\.txt",
+            r"(tokenizer|spiece)\.model|chat_template\.(jinja|json)|(processor|preprocessor)_config\.json",
+            r"training_args\.bin|README\.md",
+            # DeepSpeed, TensorBoard and CodeCarbon
+            r"global_step\d+|latest|zero_to_fp32\.py|runs/.+/events\.out\.tfevents\..+|emissions\.csv",
+        )
+    )
+)
+_SHOWN = 8  # names of files that stay
+_FOLDERS = ("figures", TRL_COMPLETIONS, "runs")  # of which only what `_WRITTEN` names is deleted
+_OWNER = re.compile(r"process \d+ on .+")  # what a run writes into its lock
+
+
 def is_run(folder: Path) -> bool:
-    """Whether a run has started in this folder."""
-    return (folder / RECIPE).is_file()
+    """Whether this folder describes a run."""
+    return (folder / RECIPE).is_file() and ((folder / SETTINGS).is_file() or is_claimed(folder))
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a run has claimed this folder. Only this program writes such a lock, first of all and for good."""
+    lock = folder / LOCK
+    if lock.is_symlink() or not lock.is_file():
+        return False
+    return any(_OWNER.fullmatch(line) for line in lock.read_text(errors="replace").splitlines())
 
 
 def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
@@ -75,16 +116,23 @@ def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
     paths.check_folder("output_dir", folder)
     if (folder / LOCK).exists():
         _lock(folder, fcntl.LOCK_SH).close()  # shared: all processes of this run check at the same time
-    if not resume and folder.exists() and any(not _is_from_startup(entry) for entry in folder.iterdir()):
+    if resume:
+        foreign = [name for name in (*_DESCRIPTION, PLAN, LOG, COMPLETIONS, SUMMARY) if (folder / name).exists()]
+        if foreign and not (is_run(folder) or is_claimed(folder)):
+            raise ValueError(
+                f"output_dir={str(folder)!r} is not a run of this program, and its {', '.join(foreign)} would be "
+                "overwritten. Choose another `output_dir`."
+            )
+    elif folder.exists() and any(not _is_from_startup(entry) for entry in folder.iterdir()):
         if not overwrite:
             raise ValueError(
                 f"output_dir={str(folder)!r} is not empty. Choose another `output_dir`, continue that run with "
                 "`--resume_from_checkpoint last`, or delete it with `--overwrite`."
             )
-        if not is_run(folder):
+        if not is_claimed(folder):
             raise ValueError(
-                f"output_dir={str(folder)!r} is not empty and contains no {RECIPE}, so it is not a run of this "
-                "program and will not be deleted. Choose another `output_dir`."
+                f"output_dir={str(folder)!r} is not empty and not a run of this program, which would have left its "
+                f"{LOCK} there, so it will not be deleted. Choose another `output_dir`."
             )
 
 
@@ -95,7 +143,9 @@ def _is_from_startup(entry: Path) -> bool:
 
 def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
     """
-    Create the folder of a run, or empty it, after [`check`], and lock it against other runs.
+    Create the folder of a run, or delete the run in it, after [`check`], and lock it against other runs.
+
+    Only what a run writes is deleted; whatever else is in the folder stays, and is named in a line of the log.
 
     Returns:
         `IO[str]`: the open lock file. The folder stays locked until it is closed, or this process ends for any reason.
@@ -103,29 +153,45 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
     check(folder, resume=resume, overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     lock = _lock(folder, fcntl.LOCK_EX)
-    for entry in folder.iterdir() if not resume else ():
-        if _is_from_startup(entry):
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-            if entry.name == TRL_COMPLETIONS:  # the trainer, which exists by now, writes into it
-                entry.mkdir()
-        else:
-            entry.unlink()
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {platform.node()}")
+    # Appended before anything is deleted: stopped at any point, the folder is still known as a run's.
+    lock.write(f"process {os.getpid()} on {platform.node()}\n")
     lock.flush()
+    if not resume:
+        _delete_run(folder)
     return lock
 
 
+def _delete_run(folder: Path) -> None:
+    """Delete what a run has written, except the description, which the next one replaces, and what it starts with."""
+    within = [folder / name for name in _FOLDERS if not (folder / name).is_symlink()]
+    below = [path for place in within for path in place.rglob("*")]
+    for path in [*folder.iterdir(), *below]:
+        if not _WRITTEN.fullmatch(path.relative_to(folder).as_posix()):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    for path in [*reversed(below), *within]:
+        if path.name != TRL_COMPLETIONS:  # the trainer, which exists by now, writes into it
+            with suppress(OSError):  # not a folder, or not empty
+                path.rmdir()
+    stays = sorted(entry.name for entry in folder.iterdir() if not _is_from_startup(entry))
+    if kept := [name for name in stays if name not in _DESCRIPTION]:
+        shown = ", ".join(map(repr, kept[:_SHOWN])) + (f" and {len(kept) - _SHOWN} more" if kept[_SHOWN:] else "")
+        logger.warning(f"The earlier run in {str(folder)!r} is deleted. What no run has written stays: {shown}.")
+
+
 def _lock(folder: Path, kind: int) -> IO[str]:
-    file = (folder / LOCK).open("a+")
+    # Through a link, a file elsewhere would be locked and written.
+    file = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.seek(0)
+        owner = (file.read().splitlines() or ["which has just started"])[-1]
         raise ValueError(
-            f"output_dir={str(folder)!r} is in use by another run, {file.read()}. Choose another `output_dir`, or end "
+            f"output_dir={str(folder)!r} is in use by another run, {owner}. Choose another `output_dir`, or end "
             "that run first."
         ) from error
     except OSError as error:

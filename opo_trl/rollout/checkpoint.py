@@ -15,11 +15,14 @@ Checkpoints of other trainers, and those saved with `save_only_model`, have no m
 import json
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
@@ -87,8 +90,38 @@ def replaced(folder: Path) -> Path:
 
 def forget_replaced(run: Path) -> None:
     """Delete what [`make_way`] kept, in this save and in earlier ones that were killed."""
-    for path in sort_checkpoints(str(run), REPLACED_PREFIX):
+    for path in _sorted(run, REPLACED_PREFIX):
         shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def no_rotation(args: TrainingArguments) -> Iterator[None]:
+    """Keep Transformers from deleting checkpoints, which [`rotate`] does."""
+    limit, args.save_total_limit = args.save_total_limit, None
+    try:
+        yield
+    finally:
+        args.save_total_limit = limit
+
+
+def rotate(run: Path, limit: int | None, best: str | None) -> None:
+    """
+    Delete the oldest checkpoints until `limit` are left, but neither the latest nor the best one.
+
+    Transformers would also delete copies that somebody keeps, such as `checkpoint-40-copy` or `checkpoint-best`.
+    """
+    paths = _sorted(run, PREFIX_CHECKPOINT_DIR, use_mtime=True)
+    if not limit or limit < 0 or len(paths) <= limit:
+        return
+    kept = {paths[-1], str(Path(best or paths[-1]))}
+    for path in [path for path in paths if path not in kept][: len(paths) - max(limit, len(kept))]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sorted(run: str | Path, prefix: str, *, use_mtime: bool = False) -> list[str]:
+    """Folders named `prefix`, a hyphen and a step, from old to new."""
+    found = sort_checkpoints(str(run), prefix, use_mtime)
+    return [path for path in found if re.fullmatch(rf"{prefix}-\d+", Path(path).name)]
 
 
 # Completeness
@@ -153,10 +186,9 @@ def _checkpoints(output_dir: str) -> list[str]:
     """Folders of a run's checkpoints by step; one that is being replaced stands before its replacement."""
 
     def step(path: str) -> int:
-        found = re.match(rf"_?{PREFIX_CHECKPOINT_DIR}-(\d+)", Path(path).name)
-        return int(found[1]) if found else 0
+        return int(path.rpartition("-")[2])
 
-    return sorted([*sort_checkpoints(output_dir, REPLACED_PREFIX), *sort_checkpoints(output_dir)], key=step)
+    return sorted([*_sorted(output_dir, REPLACED_PREFIX), *_sorted(output_dir, PREFIX_CHECKPOINT_DIR)], key=step)
 
 
 def resolve(wanted: str | bool | None, output_dir: str) -> str | None:

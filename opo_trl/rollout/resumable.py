@@ -256,8 +256,10 @@ class ResumableTrainer(GRPOTrainer):
             if writes:
                 checkpoint.make_way(folder)
             disk.check_room(self.accelerator, folder.parent, self._expected_bytes(folder.parent) if writes else 0)
-            super()._save_checkpoint(model, trial)
+            with checkpoint.no_rotation(self.args):
+                super()._save_checkpoint(model, trial)
             if writes:
+                checkpoint.rotate(folder.parent, self.args.save_total_limit, self.state.best_model_checkpoint)
                 checkpoint.forget_replaced(folder.parent)
         except (Exception, CheckpointException) as error:  # FSDP's is a `BaseException`
             disk.give_up(folder, error, self.args, expected=self._known_bytes)

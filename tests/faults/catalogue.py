@@ -166,12 +166,21 @@ def cut_gzip(folder: Path) -> None:
     write("data/train.jsonl.gz", content[: len(content) // 2])(folder)
 
 
+def move(name: str, to: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / to).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).rename(folder / to)
+
+    return change
+
+
 def earlier_run(settings: dict[str, Any] | None = None, **files: bytes) -> Change:
     """A run in `run/` with a checkpoint of its first step, complete except that `files` replace its files."""
 
     def change(folder: Path) -> None:
         run, content = folder / "run", {"model.safetensors": b"weights", "trainer_state.json": b"{}", **files}
         sizes = {"model.safetensors": len(b"weights")}
+        write("run/_lock", "process 1 on host\n")(folder)
         write("run/recipe.yaml", "alpha: 0.4\n")(folder)
         write("run/settings.json", json.dumps(settings or {}))(folder)
         for name, part in content.items():
@@ -688,11 +697,72 @@ RUNS = [
 ]
 
 
-def link(to: str) -> Change:
+def link(to: str, name: str = "link") -> Change:
     def change(folder: Path) -> None:
-        (folder / "link").symlink_to(to)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(to)
 
     return change
+
+
+def inside(what: str, said: str, change: Change, recipe: dict[str, Any] | None = None, **named: Any) -> Case:
+    """An earlier run cannot be deleted, because its folder contains what the new run reads."""
+    says = ["output_dir=", f"contains {said}", "cannot be deleted", "Choose another"]
+    recipe = {"overwrite": True, **(recipe or {})}
+    return Case(f"{what} in the folder of a run", says, recipe, change=both(earlier_run(), change), **named)
+
+
+INSIDE = [
+    inside(
+        "recipe", "config='run/mine.yaml'", move("recipe.yaml", "run/mine.yaml"), fields=["--config", "run/mine.yaml"]
+    ),
+    inside("data", "dataset_name='./run/data'", move("data", "run/data"), {"dataset_name": "./run/data"}),
+    inside(
+        "mixed data",
+        "datasets='run/d'",
+        move("data", "run/d"),
+        {"dataset_name": None, "datasets": [{"path": "run/d"}]},
+    ),
+    inside("model", "model_name_or_path='./run'", move("model", "run/model"), {"model_name_or_path": "./run"}),
+    inside("linked model", "model_name_or_path='link'", link("run"), {"model_name_or_path": "link"}),
+    inside(
+        "weights of the model",
+        "model_name_or_path='./model'",
+        both(
+            move("model/model.safetensors", "run/model.safetensors"),
+            link("../run/model.safetensors", "model/model.safetensors"),
+        ),
+    ),
+    inside(
+        "reward model",
+        "reward_model_name_or_path='run/checkpoint-1'",
+        lambda folder: None,
+        {"reward_model_name_or_path": "run/checkpoint-1"},
+    ),
+    inside(
+        "reward",
+        "reward_funcs=",
+        move("my_rewards.py", "run/my_rewards.py"),
+        {"reward_funcs": ["run.my_rewards.length"]},
+    ),
+    inside(
+        "configuration of accelerate",
+        "accelerate_config=",
+        write("run/a.yaml", "{}"),
+        {"accelerate_config": "run/a.yaml"},
+    ),
+    Case(
+        "overwriting the current folder",
+        ["output_dir='.'", "contains config='recipe.yaml'", "Choose another"],
+        {"output_dir": ".", "overwrite": True},
+        change=write("thesis.txt", "x"),
+    ),
+    Case(
+        "overwriting everything",
+        ["output_dir='/'", "contains config='recipe.yaml'", "Choose another"],
+        {"output_dir": "/", "overwrite": True},
+    ),
+]
 
 
 LONG = "x" * 300
@@ -981,6 +1051,7 @@ ALL = [
     *MODELS,
     *REWARD_FUNCTIONS,
     *RUNS,
+    *INSIDE,
     *PATHS,
     *KINDS,
     *LAUNCH,

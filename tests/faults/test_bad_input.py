@@ -135,6 +135,49 @@ def test_unchanged_run_works(works: Path):
     assert json.loads((works / "run" / "summary.json").read_text())["optimizer_steps"] == 1
 
 
+def test_run_that_contains_the_current_folder_is_not_overwritten(folder: Path, monkeypatch, capsys):
+    case = Case("current folder", [], {"overwrite": True}, change=catalogue.earlier_run())
+    prepare(case, folder)
+    before = snapshot(folder)
+    monkeypatch.chdir(folder / "run" / "checkpoint-1")
+    assert train.main(["--config", "../../recipe.yaml", "--output_dir", ".."]) == 2
+    assert "output_dir='..' contains the current folder" in message(capsys.readouterr().err)
+    assert snapshot(folder) == before
+
+
+def test_rerun_replaces_the_run_and_keeps_the_files_next_to_it(works: Path, tmp_path: Path, monkeypatch, caplog):
+    folder = shutil.copytree(works, tmp_path / "copy")
+    (folder / "run" / "notes.txt").write_text("precious")
+    enter(folder, monkeypatch)
+    assert train.main(["--config", "run/recipe.yaml", "--overwrite", "--max_steps", "2"]) == 0
+    assert (folder / "run" / "notes.txt").read_text() == "precious"
+    assert sorted(path.name for path in (folder / "run").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    assert yaml.safe_load((folder / "run" / "recipe.yaml").read_text())["max_steps"] == 2
+    assert "The earlier run in 'run' is deleted. What no run has written stays: 'notes.txt'." in caplog.messages
+
+
+def test_finished_run_without_a_checkpoint_is_not_repeated_over_its_results(
+    works: Path, tmp_path: Path, monkeypatch, capsys
+):
+    folder = shutil.copytree(works, tmp_path / "copy")
+    shutil.rmtree(folder / "run" / "checkpoint-1")
+    before = snapshot(folder)
+    enter(folder, monkeypatch)
+    assert call(Case("auto", []), "--resume_from_checkpoint", "auto") == 2
+    assert "output_dir='run' is not empty" in message(capsys.readouterr().err)
+    assert snapshot(folder) == before
+
+
+def test_run_in_the_folder_of_another_one_does_not_cut_its_log(works: Path, tmp_path: Path, monkeypatch, capsys):
+    folder = shutil.copytree(works, tmp_path / "copy")
+    shutil.copytree(folder / "run", folder / "other")
+    before = snapshot(folder)
+    enter(folder, monkeypatch)
+    assert call(Case("another's", []), "--resume_from_checkpoint", "other/checkpoint-1", "--max_steps", "2") == 2
+    assert "output_dir='run' is not empty" in message(capsys.readouterr().err)
+    assert snapshot(folder) == before
+
+
 def test_data_with_other_columns_can_be_trained_on(folder: Path, capsys):
     rows = [{"question": f"{i} + {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"} for i in range(8)]
     write_rows(rows)(folder)

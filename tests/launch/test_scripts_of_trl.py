@@ -170,7 +170,7 @@ def test_comparison_recognizes_its_finished_run(folder: Path):
     *_, stored = recipe.parse(["--config", path, "--seed", "1"])
     run = folder / "out" / "seed-1"
     (run / "checkpoint-1").mkdir(parents=True)
-    (run / "recipe.yaml").write_text(yaml.safe_dump(stored))
+    run_folder.write_description(run, recipe=stored, settings={}, seed=1)
     assert run_folder.is_run(run)
     jobs.check_earlier_run(jobs.Job(Path(path), 1, run, ()))
     with pytest.raises(ValueError, match=r"learning_rate: .* there, 0\.5 requested"):

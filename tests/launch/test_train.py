@@ -23,6 +23,7 @@ from opo_trl.evaluate import evaluate
 from opo_trl.launch.callbacks import table
 from opo_trl.launch.recipe import parse
 from opo_trl.methods import by_trainer, register
+from opo_trl.report.run_folder import claim
 from opo_trl.train import main
 
 
@@ -247,9 +248,9 @@ def test_checkpoint_of_another_trainer_can_be_resumed(tmp_path, place):
 def test_completions_are_logged_into_the_run_folder(tmp_path, overwrite):
     """TRL creates a folder for them before the run's folder is claimed."""
     if overwrite == "true":
+        claim(tmp_path, resume=False, overwrite=False).close()
         (tmp_path / "completions").mkdir()
-        for name in ("recipe.yaml", "completions/old.parquet"):
-            (tmp_path / name).write_text("")
+        (tmp_path / "completions" / "completions_00009.parquet").touch()
     short = {**SHORT, "max_steps": 1, "save_strategy": "no", "overwrite": overwrite, "log_completions": "true"}
     recipe = tmp_path.with_suffix(".yaml")
     recipe.write_text(ARITHMETIC.read_text().replace("../accelerate/", f"{ACCELERATE}/"))

@@ -40,12 +40,106 @@ def test_folder_with_content_is_rejected_and_left_alone(tmp_path, files, options
     assert content(tmp_path) == before
 
 
-def test_overwrite_deletes_an_earlier_run_and_resume_keeps_it(tmp_path):
-    (tmp_path / RECIPE).write_text("alpha: 0.4\n")
-    claim(tmp_path, resume=True, overwrite=False)
-    assert (tmp_path / RECIPE).exists()
-    claim(tmp_path, resume=False, overwrite=True)
-    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+def begin(folder):
+    """A run that has been started in a folder, and is over."""
+    claim(folder, resume=False, overwrite=False).close()
+    write_description(folder, recipe={"alpha": 0.4}, settings={"alpha": 0.4}, seed=1)
+
+
+def fill(folder, files):
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("precious")
+
+
+# What a run writes, besides its description.
+WRITTEN = [
+    *(
+        "plan.txt",
+        "log.jsonl",
+        "summary.json",
+        "evaluation.md",
+        "report.html",
+        "skipped_step_0.pt",
+        "_log.jsonl.0a1b2c3d.part",
+    ),
+    *("checkpoint-4/model.safetensors", "_checkpoint-8/trainer_state.json", "model-00001-of-00002.safetensors"),
+    *("config.json", "tokenizer.json", "merges.txt", "adapter_config.json", "training_args.bin", "README.md"),
+    *(
+        "runs/Nov23_host/events.out.tfevents.1.host.2.0",
+        "figures/training.svg",
+        "completions/completions_00001.parquet",
+    ),
+]
+OTHERS = [
+    *("notes.txt", "my_rewards.py", "data/train.jsonl", "checkpoint-4-copy/model.safetensors", "checkpoint-best/a"),
+    *("figures/mine.png", "runs/notes.txt", "completions/mine.parquet", "log.jsonl.bak", "old_model.safetensors"),
+]
+
+
+def test_overwrite_deletes_what_a_run_has_written_and_names_what_stays(tmp_path, caplog):
+    begin(tmp_path)
+    description = content(tmp_path).keys()
+    fill(tmp_path, [*WRITTEN, *OTHERS])
+    before = content(tmp_path)
+    claim(tmp_path, resume=True, overwrite=True).close()
+    assert content(tmp_path).keys() == before.keys()
+    claim(tmp_path, resume=False, overwrite=True).close()
+    assert content(tmp_path).keys() == {*description, *OTHERS}
+    [line] = caplog.messages
+    assert "stays: 'checkpoint-4-copy', 'checkpoint-best', 'completions', 'data', 'figures'" in line
+    assert line.endswith("and 2 more.")
+    caplog.clear()
+    begin(tmp_path / "plain")
+    claim(tmp_path / "plain", resume=False, overwrite=True).close()
+    assert not caplog.messages
+
+
+def test_overwrite_follows_no_link_and_runs_in_a_linked_folder(tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    begin(run)
+    fill(elsewhere, ["checkpoint-4/a", "config.json", "x/events.out.tfevents.1"])
+    for name, target in {"checkpoint-4": "checkpoint-4", "config.json": "config.json", "runs": "."}.items():
+        (run / name).symlink_to(elsewhere / target)
+    (tmp_path / "link").symlink_to(run)
+    before = content(elsewhere)
+    claim(tmp_path / "link", resume=False, overwrite=True).close()
+    assert content(elsewhere) == before
+    assert not (run / "config.json").is_symlink()
+    (run / LOCK).unlink()
+    (run / LOCK).symlink_to(elsewhere / "config.json")
+    with pytest.raises((OSError, ValueError)):
+        claim(run, resume=True, overwrite=True)
+    assert content(elsewhere) == before
+
+
+def test_overwriting_that_is_stopped_can_be_repeated(tmp_path, monkeypatch):
+    begin(tmp_path)
+    fill(tmp_path, [*WRITTEN, "notes.txt"])
+    with monkeypatch.context() as patched:
+
+        def stop(path):
+            raise KeyboardInterrupt
+
+        patched.setattr("shutil.rmtree", stop)
+        with pytest.raises(KeyboardInterrupt):
+            claim(tmp_path, resume=False, overwrite=True)
+    assert (tmp_path / RECIPE).is_file()
+    claim(tmp_path, resume=False, overwrite=True).close()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {LOCK, RECIPE, "settings.json", "environment.json", REQUIREMENTS, "completions", "notes.txt"}
+
+
+@pytest.mark.parametrize("lock", [None, "", "held by another program"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_folder_with_a_recipe_of_ones_own_is_not_a_run(tmp_path, lock, resume):
+    fill(tmp_path, [RECIPE, "my_rewards.py", "data/train.jsonl", "config.json"])
+    if lock is not None:
+        (tmp_path / LOCK).write_text(lock)
+    before = content(tmp_path)
+    with pytest.raises(ValueError, match="not a run of this program"):
+        claim(tmp_path, resume=resume, overwrite=True)
+    assert content(tmp_path) == before
 
 
 @pytest.mark.parametrize("options", [{}, {"resume": True}, {"overwrite": True}], ids=str)
@@ -54,7 +148,7 @@ def test_folder_of_a_running_run_is_rejected(tmp_path, options, begun):
     options = {"resume": False, "overwrite": False, **options}
     held = claim(tmp_path, resume=False, overwrite=False)
     if begun or options["resume"]:
-        (tmp_path / RECIPE).write_text("alpha: 0.4\n")
+        write_description(tmp_path, recipe={"alpha": 0.4}, settings={}, seed=1)
     before = content(tmp_path)
     for _ in range(2):
         with pytest.raises(ValueError, match=rf"in use by another run, process {os.getpid()} on .*end that run first"):

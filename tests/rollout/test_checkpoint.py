@@ -15,7 +15,7 @@ from helpers import RecordingGRPO, RecordingOPO, even_tokens, logged, make_train
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from opo_trl.rollout.checkpoint import MANIFEST, fault, finished, lacking, last_complete, resolve
+from opo_trl.rollout.checkpoint import MANIFEST, fault, finished, lacking, last_complete, resolve, rotate
 
 
 @pytest.fixture(scope="module")
@@ -334,3 +334,21 @@ def test_checkpoint_loads_whatever_a_reward_function_has_logged(tiny_model: str,
     one, other = ([without_times(entry) for entry in t.state.log_history] for t in (uninterrupted, resumed))
     assert json.dumps(one) == json.dumps(other)
     assert any("custom" in entry for entry in one)
+
+
+def test_rotation_deletes_checkpoints_and_keeps_copies_of_them(tiny_model: str, tmp_path: Path):
+    kept = ["checkpoint-1-copy", "checkpoint-best", "_checkpoint-1-mine"]
+    for name in kept:
+        (tmp_path / name).mkdir()
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    trainer = trained(tiny_model, tmp_path, max_steps=4, **saving)
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {*kept, "checkpoint-3", "checkpoint-4"}
+    assert trainer.args.save_total_limit == 2
+
+
+def test_rotation_keeps_the_best_and_the_latest_checkpoint(tmp_path: Path):
+    for step in range(1, 5):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    for limit, left in ((None, [1, 2, 3, 4]), (3, [1, 3, 4]), (1, [1, 4])):
+        rotate(tmp_path, limit, best=str(tmp_path / "checkpoint-1"))
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{step}" for step in left]
