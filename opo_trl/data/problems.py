@@ -290,8 +290,8 @@ def boxed(answer: Any) -> Any:
     """
     Put a box around a final answer: the text after `####`, or all of it.
 
-    If it is one number, it loses its thousands separators, for rewards that read numbers. Without `####`, `100,200` may
-    be a list: it remains as it is, and `accuracy_reward` accepts both readings.
+    If it is one number, it loses its thousands separators, for rewards that read numbers. Without `####`, `100,200`
+    may be a list: it remains as it is, and `accuracy_reward` accepts both readings.
     """
     if not isinstance(answer, str) or find_boxes(answer):
         return answer
