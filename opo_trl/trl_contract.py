@@ -185,6 +185,8 @@ ASYNC_CONTRACT: Contract = {
         "train": (),
         "_lora_sync": None,
         "_metrics": None,
+        "rollout_queue": None,
+        "model_version": None,
         "_sync_weight": (),
         "get_train_dataloader": (),
         "get_batch_samples": ("epoch_iterator", "num_batches", "device"),

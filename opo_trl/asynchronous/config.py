@@ -80,6 +80,12 @@ class AsyncOPOConfig(ObjectiveConfig, AsyncGRPOConfig):
         super().__post_init__()
         self.check_objective()
         self._reject_shares_of_unknown_steps()
+        if self.token_budget and self.token_budget <= self.max_completion_length:
+            raise ValueError(
+                f"token_budget={self.token_budget} has no room for a prompt and max_completion_length="
+                f"{self.max_completion_length} tokens, and what does not fit is dropped. Set `token_budget` to the "
+                "length of the longest prompt with its completion or more, or to 0."
+            )
         require(not self.auto_find_batch_size, "auto_find_batch_size", True, "false: the rollout worker starts once")
 
     def _reject_what_needs_a_rollout(self):

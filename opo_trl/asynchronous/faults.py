@@ -10,7 +10,8 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,12 +27,15 @@ from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
 from ..checks.addresses import without_secrets
 from ..rollout.vllm_server import wait_until_it_answers, watched
+from .config import AsyncOPOConfig
 
 
 # Modes in which vLLM reports the log-probabilities of what it samples from, at temperature 1 and at any other.
 _LOGPROBS_MODES = {True: ("raw_logprobs", "processed_logprobs"), False: ("processed_logprobs",)}
 
 _STOP_LIMIT = 25.0  # seconds; TRL gives its process 20
+
+MOST_LOST = 100  # groups in a row of which no sample is trained, after which the run ends
 
 _MAY_PASS = (408, 425, 429)  # answers with which a server asks for another try
 
@@ -132,6 +136,46 @@ def guard(worker: AsyncRolloutWorker, client: VLLMClient, limit: float) -> None:
     replaced: Any = worker  # mypy rejects assignments to methods
     replaced.start, replaced.check_health, replaced.stop = guarded_start, guarded_check, guarded_stop
     replaced.rollout_buffer.get = guarded_take
+
+
+class Samples:
+    """
+    The queue that TRL takes samples from, which ends the run if TRL drops all of them: it would wait forever.
+
+    Samples that were on the way when the first one was dropped may be as old as that. So the run ends after all those,
+    and as many more as [`MOST_LOST`] groups have.
+
+    Args:
+        queue (`queue.Queue` or `multiprocessing.queues.Queue`): that of the rollout worker.
+        args ([`AsyncOPOConfig`]): that of the trainer, which TRL completes.
+        version (`Callable[[], int]`): the version of the policy.
+    """
+
+    def __init__(self, queue: Any, args: AsyncOPOConfig, version: Callable[[], int]):
+        self._queue, self._args, self._version = queue, args, version
+        self._dropped: Counter[str] = Counter()  # in a row, by reason
+        self._limit = 0
+        self.qsize = queue.qsize
+
+    def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
+        sample, args = self._queue.get(block, timeout), self._args
+        if self._version() - sample.model_version > args.max_staleness:
+            reason = f"are more than max_staleness={args.max_staleness} versions old"
+        elif args.token_budget and len(sample.input_ids) > args.token_budget:
+            reason = f"have more than token_budget={args.token_budget} tokens"
+        else:
+            self._dropped.clear()
+            return sample
+        if not self._dropped:
+            self._limit = self.qsize() + args.max_inflight_tasks + MOST_LOST * args.num_generations
+        self._dropped[reason] += 1
+        if self._dropped.total() > self._limit:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self._dropped.items())
+            raise RuntimeError(
+                f"None of the last {self._dropped.total()} samples can be trained: {reasons}. Raise what is too low, "
+                "or send weights less often (`weight_sync_steps`), and resume from the last checkpoint."
+            )
+        return sample
 
 
 @contextmanager

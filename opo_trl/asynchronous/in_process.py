@@ -159,6 +159,20 @@ class _Samples(queue.Queue):
         return super().get(block=False)
 
 
+def check(args: AsyncOPOConfig, field: str, staleness: int) -> None:
+    """Check that a run can be generated in its own process, with a policy as old as a field says."""
+    if args.token_budget is None:
+        raise ValueError(
+            f"{field}={staleness} needs a `token_budget`, which only a server could tell. Set `token_budget` to the "
+            "most tokens in a micro-batch, or to 0 for `per_device_train_batch_size` samples."
+        )
+    if staleness > args.max_staleness:
+        raise ValueError(
+            f"{field}={staleness} is above max_staleness={args.max_staleness}: every completion would be dropped. Set "
+            f"`max_staleness` to at least {staleness}, or lower `{field}`."
+        )
+
+
 class InProcessWorker:
     """
     Rollout worker and weight transfer of an [`AsyncOPOTrainer`], without a server and other processes.
@@ -186,8 +200,7 @@ class InProcessWorker:
             first, and from that trainer's loop.
 
     Raises:
-        `ValueError`: the configuration has no `token_budget`.
-        `RuntimeError`: in training, no completion of a whole pass over the dataset has a score.
+        `ValueError`: the configuration has no `token_budget`, or would drop every completion.
     """
 
     def __init__(
@@ -202,11 +215,7 @@ class InProcessWorker:
         staleness: int = 0,
         loop_class: Any = InProcessLoop,
     ):
-        if args.token_budget is None:
-            raise ValueError(
-                "token_budget=None asks a vLLM server for its longest sequence, and there is none. Set `token_budget` "
-                "to the most tokens in a micro-batch, or to 0 for `per_device_train_batch_size` samples."
-            )
+        check(args, "staleness", staleness)
         self.model, self.args, self.staleness, self.loop_class = model, args, staleness, loop_class
         self.rollout_buffer = _Samples(self._produce)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -269,14 +278,10 @@ class InProcessWorker:
             raise RuntimeError(f"The trainer's parameters {', '.join(unexpected)} are not in {self.model!r}.")
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         groups = max(per_step // args.num_generations, 1)
-        for _ in range(0, len(loop.dataset), groups):
+        samples: list[RolloutSample] = []
+        while not samples:  # OPO's loop ends the run if no group has any
             samples = loop._loop.run_until_complete(loop.rollout(groups))
-            if samples:
-                return samples
-        raise RuntimeError(
-            f"No completion of {len(loop.dataset)} prompts has a score. Check `reward_funcs`, which returned `None` "
-            "or NaN for all of them."
-        )
+        return samples
 
     # As a weight transfer
 

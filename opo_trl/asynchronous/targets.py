@@ -21,10 +21,8 @@ from trl.experimental.async_grpo.async_rollout_worker import (
 from .. import objective
 from ..config import ObjectiveConfig
 from ..metrics.opo import rollout_metrics
-from .faults import GuardedLoop
+from .faults import MOST_LOST, GuardedLoop
 
-
-MOST_UNSCORED = 100  # groups in a row without any score, after which the run ends
 
 OWN = "opo"  # entry of a sample's metrics with what the loss needs of it; the trainer takes it out
 
@@ -122,10 +120,10 @@ class OPORolloutLoop(GuardedLoop):
         kept = with_targets(samples, conversations, self.opo) if samples else []
         self._counters["sample/unscored_total"] += len(samples) - len(kept)
         self._unscored = 0 if kept else self._unscored + 1
-        if self._unscored == MOST_UNSCORED:
+        if self._unscored == MOST_LOST:
             raise RuntimeError(
-                f"No completion of the last {MOST_UNSCORED} groups has a score. Check the rewards "
-                f"({', '.join(self.reward_func_names)}), which returned `None` or NaN for all of them."
+                f"No completion of the last {MOST_LOST} groups has a score, or a token to train. Check the rewards "
+                f"({', '.join(self.reward_func_names)}): `None` and NaN are no score."
             )
         return kept
 

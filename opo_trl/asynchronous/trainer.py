@@ -83,6 +83,9 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
         self._frozen_base = nullcontext() if self._lora_sync else FrozenBase(self.model)
         self._reports: list[Tensor] = []  # of the current optimizer step, one per micro-batch
+        if self.rollout_queue is not None:  # on the main process
+            taken: Any = faults.Samples(self.rollout_queue, args, lambda: self.model_version)
+            self.rollout_queue = taken
         self._syncs = 0  # of weights, so far
         self._synced_at = 0  # optimizer step
         if isinstance(self.rollout_worker, AsyncRolloutWorker):

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import AutoTokenizer, GenerationConfig
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
+from ..asynchronous import in_process
 from ..asynchronous.config import AsyncOPOConfig
-from ..asynchronous.in_process import InProcessWorker
 from ..asynchronous.targets import OPORolloutLoop
 from ..asynchronous.trainer import AsyncOPOTrainer
 from ..checks.addresses import without_secrets
@@ -70,12 +70,8 @@ class AsyncRecipeConfig(AsyncOPOConfig):
     def __post_init__(self):
         super().__post_init__()
         dry_run_arguments(self)
-        if self.in_process_staleness is not None and self.token_budget is None:
-            raise ValueError(
-                f"in_process_staleness={self.in_process_staleness} needs a `token_budget`, which only a server could "
-                "tell. Set `token_budget` to the most tokens in a micro-batch, or to 0 for "
-                "`per_device_train_batch_size` samples."
-            )
+        if self.in_process_staleness is not None:
+            in_process.check(self, "in_process_staleness", self.in_process_staleness)
 
     @property
     def completions_per_step(self) -> int:
@@ -177,7 +173,7 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
             reward_funcs = [_OfText(reward) for reward in reward_funcs]
         worker = None
         if args.in_process_staleness is not None:
-            worker = InProcessWorker(
+            worker = in_process.InProcessWorker(
                 model, args, train_dataset, reward_funcs, chat, staleness=args.in_process_staleness
             )
         workers = {"rollout_worker": worker, "weight_transfer": worker}

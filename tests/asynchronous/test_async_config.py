@@ -56,6 +56,7 @@ def test_objective_travels_to_another_process(config):
         ({"repetition_penalty": 1.1}, r"repetition_penalty=1\.1 makes completions.*to 1\.0"),
         ({"alpha": 1.5}, r"alpha=1\.5 is not allowed\. Set `alpha` to a number in \[0, 1\]"),
         ({"mu": 0.0}, r"mu=0\.0 is not allowed\. Set `mu` to a positive"),
+        ({"token_budget": 1}, r"token_budget=1 has no room.*max_completion_length=2048.*Set `token_budget`"),
         ({"num_generations": 1}, r"num_generations=1 is not allowed"),
         ({"temperature": 0.0}, r"temperature=0\.0 is not allowed"),
         ({"log_ratio_reduction": "max"}, r"log_ratio_reduction='max' is not allowed\..*one of sum, mean"),

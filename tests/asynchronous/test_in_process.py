@@ -4,6 +4,7 @@ import itertools
 import json
 import statistics
 
+import numpy as np
 import pytest
 import scripted
 import torch
@@ -13,8 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.chat_template_utils import qwen3_chat_template
 
 from opo_trl import AsyncOPOTrainer
+from opo_trl.asynchronous import faults
 from opo_trl.asynchronous.in_process import InProcessLoop, InProcessWorker
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
+from opo_trl.rollout import checkpoint
 
 
 PLAIN = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
@@ -84,11 +87,52 @@ def test_completions_are_written_by_the_policy_of_so_many_versions_ago(tiny_mode
     assert log[0]["opo/log_ratio/absmax"] < 1e-4
 
 
+def test_completions_that_would_all_be_dropped_are_rejected(tiny_model, tmp_path):
+    args = scripted.config(tmp_path, max_staleness=2)
+    with pytest.raises(ValueError, match=r"staleness=3 is above max_staleness=2.*Set `max_staleness` to at least 3"):
+        make(tiny_model, args, staleness=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "age", "reason"),
+    [({}, 2, "more than max_staleness=1 versions old"), ({"token_budget": 64}, 0, "more than token_budget=64 tokens")],
+)
+def test_run_whose_samples_are_all_dropped_ends(tiny_model, tmp_path, monkeypatch, fields, age, reason):
+    monkeypatch.setattr(faults, "MOST_LOST", 3)
+    args = scripted.config(
+        tmp_path,
+        per_device_train_batch_size=8,
+        max_completion_length=6,
+        max_staleness=1,
+        max_steps=8,
+        save_strategy="steps",
+        save_steps=1,
+        **fields,
+    )
+    trainer, worker = make(tiny_model, args)
+    produce = worker._produce
+
+    def later_lost():  # from the fourth version on
+        samples = produce()
+        for sample in samples if worker.version > 3 else ():
+            sample.model_version -= age
+            sample.input_ids, sample.completion_mask = (
+                np.pad(each, (0, 0 if age else 64)) for each in (sample.input_ids, sample.completion_mask)
+            )
+        return samples
+
+    worker.rollout_buffer.produce = later_lost
+    with pytest.raises(RuntimeError, match=rf"None of the last \d+ samples can be trained: \d+ .*{reason}"):
+        trainer.train()
+    step = trainer.state.global_step
+    assert checkpoint.resolve("last", str(tmp_path)) == str(tmp_path / f"checkpoint-{step}")
+
+
 def test_prompts_without_any_score_end_the_run(tiny_model, tmp_path):
     args = scripted.config(tmp_path, per_device_train_batch_size=8, max_completion_length=2)
     trainer, worker = make(tiny_model, args)
     worker._loop_kwargs["reward_funcs"] = [lambda completions, **_: [None] * len(completions)]
-    with pytest.raises(RuntimeError, match=r"No completion of 8 prompts has a score\. Check `reward_funcs`"):
+    with pytest.raises(RuntimeError, match=r"No completion of the last 100 groups has a score.*Check the rewards"):
         trainer.train()
 
 
@@ -115,7 +159,7 @@ def test_synchronization_leaves_the_base_of_an_adapter_as_it_is(tiny_model, tmp_
 
 
 def test_token_budget_must_be_given(tiny_model, tmp_path):
-    with pytest.raises(ValueError, match=r"token_budget=None asks a vLLM server.*Set `token_budget`"):
+    with pytest.raises(ValueError, match=r"staleness=0 needs a `token_budget`.*Set `token_budget`"):
         make(tiny_model, scripted.config(tmp_path, token_budget=None))
 
 

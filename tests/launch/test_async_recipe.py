@@ -142,6 +142,8 @@ def test_adapters_are_trained_and_their_policy_generates(tmp_path, monkeypatch):
         ({"top_p": 0.9}, "top_p=0.9 makes completions come from another distribution"),
         ({"chi2_radius": 3}, "chi2_radius=3.0 is not possible in asynchronous training"),
         ({"token_budget": -1}, "token_budget=-1 is not allowed. Set `token_budget` to a positive number of tokens"),
+        ({"token_budget": 1}, "token_budget=1 has no room for a prompt and max_completion_length=32 tokens"),
+        ({"in_process_staleness": 9}, "in_process_staleness=9 is above max_staleness=8: every completion would be"),
         ({"in_process_staleness": -1}, "in_process_staleness=-1 is not allowed"),
         ({"attn_implementation": "eager"}, "attn_implementation='eager' is not possible with trainer: async_opo"),
         ({"reward_model_name_or_path": base_model_path()}, "is not possible with trainer: async_opo, whose worker"),
