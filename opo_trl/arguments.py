@@ -1,6 +1,5 @@
 """`OPOScriptArguments`: recipe fields that belong to neither the trainer's configuration nor the model's."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -13,6 +12,7 @@ from . import methods
 from .checks import paths, ranges
 from .checks.blame import given
 from .checks.ranges import require
+from .checks.strict_yaml import read_mappings
 from .config import RolloutConfig
 from .data import INSTRUCTION, gym
 from .evaluate import Decoding
@@ -170,10 +170,7 @@ class OPOScriptArguments(ScriptArguments):
 
     def __post_init__(self):
         for name in ("columns", "dataset_settings"):
-            value = getattr(self, name)
-            paths.check_json(name, value)
-            if isinstance(value, str):
-                setattr(self, name, json.loads(value))
+            setattr(self, name, read_mappings(name, getattr(self, name)))
         is_mapping = isinstance(self.dataset_settings, dict | None)
         require(is_mapping, "dataset_settings", self.dataset_settings, "a mapping: `dataset_settings: {size: 1000}`")
         drawn = str(self.dataset_name).startswith(gym.PREFIX)

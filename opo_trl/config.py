@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
@@ -146,10 +147,8 @@ class RolloutConfig(GRPOConfig):
 
     def _check_values(self):
         """Check each field on its own, pairs of bounds, and paths."""
-        switches = dict.fromkeys(("true", "yes", "on"), "group")  # as command lines and recipes spell it
-        words = switches | dict.fromkeys(("false", "no", "off"), "none")
-        self.scale_rewards = words.get(str(self.scale_rewards).lower(), self.scale_rewards)
-        ranges.check(self)
+        self.scale_rewards = ranges.SCALES.get(str(self.scale_rewards).lower(), self.scale_rewards)
+        check_fields(self)
         for name in ("temperature", "repetition_penalty"):  # Transformers rejects integers for them
             value = getattr(self, name)
             setattr(self, name, value if value is None else float(value))
@@ -341,15 +340,26 @@ class ObjectiveConfig:
         return ", ".join(terms)
 
 
-def reject_unused_fields(arguments: Any, parent: type) -> None:
-    """Reject a parent's fields that shape a loss OPO does not compute, unless they have their default."""
-    for parent_field in dataclasses.fields(parent):
-        reason = REJECTED_FIELDS.get(parent_field.name)
-        value = getattr(arguments, parent_field.name)
-        if reason is not None and value != parent_field.default:
-            raise ValueError(
-                f"{parent_field.name}={value!r} has no effect in OPO: {reason}. Remove `{parent_field.name}`."
-            )
+def field_problems(kind: type, values: Mapping[str, Any]) -> dict[str, str]:
+    """Field → what is wrong with it by itself, of a configuration or of a script's arguments with these values."""
+    found = ranges.problems(kind, values)
+    for each in dataclasses.fields(kind) if issubclass(kind, ObjectiveConfig) else ():
+        reason, value = REJECTED_FIELDS.get(each.name), values.get(each.name, each.default)
+        if reason is not None and value != each.default:
+            found[each.name] = f"{each.name}={value!r} has no effect in OPO: {reason}. Remove `{each.name}`."
+    return found
+
+
+def check_fields(arguments: Any) -> None:
+    """
+    Check each field of a configuration by itself.
+
+    Raises:
+        `ValueError`: names each field that is out of its range, or that shapes a loss OPO does not compute.
+    """
+    kind = type(arguments)
+    if found := field_problems(kind, {each.name: getattr(arguments, each.name) for each in dataclasses.fields(kind)}):
+        raise ValueError("\n".join(found.values()))
 
 
 @dataclass
@@ -446,7 +456,6 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
     )
 
     def __post_init__(self):
-        reject_unused_fields(self, GRPOConfig)
         super().__post_init__()
         self.check_objective()
         budget = self.max_tokens_per_micro_batch

@@ -65,7 +65,9 @@ class Method:
 @functools.cache
 def _imported(path: str) -> Any:
     module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")  # our pages say so
+        return getattr(import_module(module), name)
 
 
 _OPO = ("opo_trl.trainer.OPOTrainer", "opo_trl.config.OPOConfig")
@@ -102,8 +104,7 @@ def config_classes() -> list[Any]:
     """Configurations of the methods that fit the installed TRL; one that rests on an experimental module may not."""
     found = []
     for method in METHODS:
-        with suppress(ImportError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the module is experimental, which is no news to other methods
+        with suppress(ImportError):
             found.append(method.config_class)
     return found
 

@@ -37,11 +37,12 @@ from .data.models import EMBEDDED_MODELS
 from .launch import preflight
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data
-from .launch.recipe import parse, split
+from .launch.recipe import parse
 from .launch.resume import check_same_run, continues, forget_if_changed, known_accuracies
 from .launch.rewards import load_rewards
 from .launch.signals import StopOnSignal
 from .launch.tools import Tools, check_rows, check_tool_template, load_tools
+from .launch.words import check_at_once, split
 from .report import run_folder
 from .report.run_report import write_report
 from .rewards.checked import RewardError
@@ -68,6 +69,7 @@ def prepare(argv: Sequence[str]) -> Run:
     Raises:
         `ValueError`, `ImportError`: the run is impossible as requested; no file has been touched.
     """
+    check_at_once(argv)
     with _blamed_on(f"The command line {' '.join(argv)!r}"):
         script, args, model_config, recipe = parse(argv)
     check_values(script)

@@ -6,10 +6,9 @@ from typing import Any
 
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from ..checks import ranges
 from ..checks.addresses import check_url
 from ..checks.ranges import require
-from ..config import ObjectiveConfig, reject_unused_fields
+from ..config import ObjectiveConfig, check_fields
 from ..fields import choices
 
 
@@ -69,10 +68,9 @@ class AsyncOPOConfig(ObjectiveConfig, AsyncGRPOConfig):
     )
 
     def __post_init__(self):
-        reject_unused_fields(self, AsyncGRPOConfig)
+        check_fields(self)
         self._reject_what_needs_a_rollout()
         self._reject_untrained_sampling()
-        ranges.check(self)
         self.vllm_server_base_url = check_url("vllm_server_base_url", self.vllm_server_base_url)
         for name, words in choices(type(self)).items():
             if name in ObjectiveConfig.__dataclass_fields__:

@@ -209,6 +209,9 @@ RANGES: dict[str, Range] = {
 # Required fields whose type admits `None`.
 _REQUIRED = {"num_generations"}
 
+# `scale_rewards` as command lines and recipes spell it.
+SCALES = dict.fromkeys(("true", "yes", "on"), "group") | dict.fromkeys(("false", "no", "off"), "none")
+
 _LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 
 # Field of TRL or Transformers → its allowed words, unless its type is an enumeration, which checks itself.
@@ -232,10 +235,15 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
+def not_allowed(name: str, value: object, wanted: object) -> str:
+    """Message that names a field, its value and what to set it to."""
+    return f"{name}={value!r} is not allowed. Set `{name}` to {wanted}."
+
+
 def require(condition: bool, name: str, value: object, wanted: object) -> None:
-    """Unless a condition holds, raise a `ValueError` that names a field, its value and what to set it to."""
+    """Unless a condition holds, raise a `ValueError` with [`not_allowed`]."""
     if not condition:
-        raise ValueError(f"{name}={value!r} is not allowed. Set `{name}` to {wanted}.")
+        raise ValueError(not_allowed(name, value, wanted))
 
 
 def reject(field: str, options: Mapping[str, Any], key: str, problem: str, fix: str) -> NoReturn:
@@ -262,26 +270,36 @@ def check(arguments: Any) -> None:
     Check the numbers and words of a dataclass.
 
     Raises:
-        `ValueError`: a value is out of range, not finite, or of the wrong type. The message names the field, its value
-            and what to set it to.
+        `ValueError`: values are out of range, not finite, or of the wrong type. The message names each field, its
+            value and what to set it to.
     """
     kind: Any = type(arguments)
+    if found := problems(kind, {name: getattr(arguments, name) for name in hints(kind)}):
+        raise ValueError("\n".join(found.values()))
+
+
+def problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
+    """Field → what is wrong with its number or word, of a dataclass with these values."""
+    found = {}
     for name, admits_none in numeric_fields(kind).items():
-        value, allowed = getattr(arguments, name), RANGES.get(name)
-        if allowed is None or _is_exempt(arguments, name, value):
+        value, allowed = values.get(name), RANGES.get(name)
+        if allowed is None or _is_exempt(values, name, value):
             continue  # a subclass checks its own fields
         if value is None:
-            require(admits_none and name not in _REQUIRED, name, value, allowed)
+            fits = admits_none and name not in _REQUIRED
         elif name in ("temperature_range", "reward_weights"):
-            entries = value if isinstance(value, list | tuple) else [value, None]
-            require(all(entry in allowed for entry in entries), name, value, allowed)
+            fits = all(entry in allowed for entry in (value if isinstance(value, list | tuple) else [value, None]))
         else:
-            require(value in allowed, name, value, _wanted(allowed, value))
+            fits = value in allowed
+        if not fits:
+            found[name] = not_allowed(name, value, _wanted(allowed, value))
     for name, words in CHOICES.items():
-        value = getattr(arguments, name, words[0])
+        value = values.get(name, words[0]) if name in hints(kind) else words[0]
         known = any(value is word or (isinstance(value, str) and value == word) for word in words)
-        named = [word for word in words if isinstance(word, str)]
-        require(known, name, value, named[0] if len(named) == 1 else f"one of {', '.join(named)}")
+        if not known and not (name == "scale_rewards" and str(value).lower() in SCALES):
+            named = [word for word in words if isinstance(word, str)]
+            found[name] = not_allowed(name, value, named[0] if len(named) == 1 else f"one of {', '.join(named)}")
+    return found
 
 
 def _wanted(allowed: Range, value: Any) -> str:
@@ -290,13 +308,14 @@ def _wanted(allowed: Range, value: Any) -> str:
     return str(allowed)
 
 
-def _is_exempt(arguments: Any, name: str, value: Any) -> bool:
+def _is_exempt(values: Mapping[str, Any], name: str, value: Any) -> bool:
     """Whether TRL or Transformers give a value a special meaning, or do not read the field."""
     if name == "pad_to_multiple_of":
         return isinstance(value, str)  # "auto", "none", or digits
     if name in ("logging_steps", "save_steps", "eval_steps"):
-        strategy = getattr(arguments, name.replace("_steps", "_strategy"))
+        strategy = values.get(name.replace("_steps", "_strategy"))
         return getattr(strategy, "value", strategy) != "steps"
+    use_vllm = values.get("use_vllm", False)
     if name == "top_k":  # no filter: -1 in vLLM, `None` in Transformers
-        return (value == -1 and arguments.use_vllm) or (value is None and not arguments.use_vllm)
-    return name in ("top_p", "repetition_penalty") and value is None and not arguments.use_vllm
+        return (value == -1 and use_vllm) or (value is None and not use_vllm)
+    return name in ("top_p", "repetition_penalty") and value is None and not use_vllm

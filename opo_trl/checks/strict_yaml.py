@@ -3,11 +3,12 @@ YAML without the surprises of YAML 1.1.
 
 PyYAML reads YAML 1.1, which changes what a recipe says: `no` becomes false, `010` becomes 8, `1:30` becomes 90, `1e-4`
 stays text, a commit `1234e5` becomes a number, and of a duplicate key only the last value survives. Here text fields
-keep their characters, numbers are those of JSON, and anything ambiguous is an error.
+keep their characters, numbers are those of JSON, and anything ambiguous is an error. What [`dump`] writes, [`read`]
+reads back.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -20,6 +21,10 @@ Kind = Literal["text", "switch", "plain"]
 _TAG = "tag:yaml.org,2002:"
 _AMBIGUOUS = "!ambiguous"
 _UNQUOTED = {_AMBIGUOUS, *(f"{_TAG}{name}" for name in ("bool", "int", "float", "merge"))}
+
+# Of a field, with its aliases written out: a few lines of aliases of aliases stand for gigabytes.
+_MOST_VALUES = 100_000
+_MOST_BYTES = 10_000_000
 
 
 class _Rejected(yaml.YAMLError):
@@ -76,6 +81,31 @@ for _tag, _pattern in (
     _Loader.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), None)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text that [`_Loader`] or YAML 1.1 would take for something else."""
+
+    yaml_implicit_resolvers: dict = {  # noqa: RUF012 (PyYAML's own)
+        first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers[None]]
+        for first in (None, *yaml.SafeDumper.yaml_implicit_resolvers)
+    }
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # In other styles PyYAML folds these line ends into spaces.
+        style = '"' if re.search("[\x85\u2028\u2029]", data) else None
+        return self.represent_scalar(f"{_TAG}str", data, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def dump(fields: Mapping[str, Any]) -> str:
+    """Write a mapping of fields, in its order, as YAML that [`read`] reads back."""
+    return yaml.dump(dict(fields), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
 def read(path: str | Path, kind_of: Callable[[str], Kind]) -> dict[str, Any]:
     """
     Read a YAML file of fields: one mapping of names to values.
@@ -84,15 +114,45 @@ def read(path: str | Path, kind_of: Callable[[str], Kind]) -> dict[str, Any]:
 
     Raises:
         `ValueError`: the file cannot be read or is not a single mapping, a key is a duplicate or not a name, or a
-            value is ambiguous. The message names the line.
+            value is ambiguous or very large. The message names the line.
     """
     named = f"config={str(path)!r}"
+    try:
+        if Path(path).stat().st_size > _MOST_BYTES:
+            raise ValueError(f"{named} has more than {_MOST_BYTES:,} bytes, so it is no recipe. Pass a recipe.")
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{named} cannot be read: {error}. Pass the path of a recipe.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{named} is not valid YAML: {error}. Fix the file.") from error
+    return _read(named, text, kind_of, "no `field: value` lines. Write one field per line.")
+
+
+def read_mapping(field: str, text: str) -> dict[str, Any]:
+    """
+    Read the value of a field that holds a mapping, from a command line: `{key: value}`, in YAML or JSON.
+
+    Raises:
+        `ValueError`: it is not a mapping; the message names the field.
+    """
+    return _read(f"{field}={text!r}", text, lambda _: "plain", "not a mapping. Write it as `{key: value}`.")
+
+
+def read_mappings(field: str, value: Any) -> Any:
+    """The value of a field that can hold a mapping, with any `{…}` read by [`read_mapping`]."""
+    if isinstance(value, list):
+        return [read_mappings(field, part) for part in value]
+    return read_mapping(field, value) if isinstance(value, str) and value.startswith("{") else value
+
+
+def _read(named: str, text: str, kind_of: Callable[[str], Kind], otherwise: str) -> dict[str, Any]:
     fields = {}
     try:
-        loader = _Loader(Path(path).read_text(encoding="utf-8"))
+        loader = _Loader(text)
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            raise _Rejected("no `field: value` lines. Write one field per line.")
+            raise _Rejected(otherwise)
+        _check_size(node)
         loader.flatten_mapping(node)  # `<<: *other`
         for key, value in node.value:
             loader.kind = kind_of(key.value)
@@ -101,7 +161,27 @@ def read(path: str | Path, kind_of: Callable[[str], Kind]) -> dict[str, Any]:
     except _Rejected as error:
         raise ValueError(f"{named}: {error}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{named} is not valid YAML: {error}. Fix the file.") from error
-    except OSError as error:
-        raise ValueError(f"{named} cannot be read: {error}. Pass the path of a recipe.") from error
+        said = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+            said = f"line {error.problem_mark.line + 1}: {error.problem}"
+        raise ValueError(f"{named} is not valid YAML: {said}. Fix it there.") from error
     return fields
+
+
+def _check_size(root: yaml.MappingNode) -> None:
+    """Reject values that are very large once their aliases are written out."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 0  # where a node contains itself, which the construction rejects
+            parts = (
+                [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+            )
+            sizes[id(node)] = 1 if isinstance(node, yaml.ScalarNode) else 1 + sum(map(size, parts))
+        return sizes[id(node)]
+
+    for key, value in root.value:
+        if size(value) > _MOST_VALUES:
+            line = key.start_mark.line + 1
+            raise _Rejected(f"line {line}: {key.value!r} has more than {_MOST_VALUES:,} values. Shorten it.")

@@ -48,7 +48,7 @@ def load_rows(dataset_name: str, dataset_config: str | None = None, split: str =
     Raises:
         `ValueError`: it does not exist, cannot be read or has no such split.
     """
-    source = _local_file(dataset_name, split)
+    source = local_file(dataset_name, split)
     if source is None:
         return load_from_hub(dataset_name, dataset_config, split)
     if dataset_config is not None:
@@ -88,7 +88,13 @@ def _saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
-def _local_file(name: str, split: str) -> Path | None:
+def local_file(name: str, split: str) -> Path | None:
+    """
+    The local file that has a split of a dataset; `None` for what the `datasets` library finds and reads.
+
+    Raises:
+        `ValueError`: it is in no readable format, has no such split, or is a path that does not exist.
+    """
     path = Path(os.path.expanduser(name))
     with readable("dataset_name", name):
         if path.is_file() and path.name.endswith(_ENDINGS):

@@ -13,7 +13,6 @@ The `opo-trl` command.
 """
 
 import argparse
-import os
 import re
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..checks.errors import report_error
+from .words import check_at_once
 
 
 _FIRST_RUN = """\
@@ -109,43 +109,33 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
 
 def _train(argv: list[str]) -> int:
     """Launch `opo_trl.train` through accelerate, which also gets every option that is not a field of a recipe."""
+    if not {"-h", "--help", "--help_all"} & {*argv}:
+        check_at_once(argv)
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from ..config import check_deepspeed
-    from .recipe import (
-        find_accelerate_config,
-        hint_at_field,
-        launch_words,
-        make_parser,
-        read_recipe,
-        split,
-        take_launch_options,
-    )
+    from .recipe import describe_unknown, launch_words, read, set_variables
     from .signals import passed_on
 
-    recipe_path, _, fields = split(argv)
-    recipe, trainer = read_recipe(recipe_path, fields)
-    # Set before the launch: OMP_NUM_THREADS and similar variables are read when a process starts.
-    os.environ.update({name: str(value) for name, value in recipe.pop("env", {}).items()})
-    from_recipe = launch_words(take_launch_options(recipe, trainer))
-    parser = make_parser(trainer)
-    arguments, for_accelerate = parser.parse_known_args([*parser.take(recipe), *fields])
-    config_file = find_accelerate_config(arguments.accelerate_config, recipe_path)
+    fields = read(argv)
+    set_variables(
+        fields.env
+    )  # before the launch: OMP_NUM_THREADS and similar variables are read when a process starts
+    config_file = fields.values["accelerate_config"]
     if config_file and load_config_from_file(config_file).distributed_type == "DEEPSPEED":
-        check_deepspeed(f"accelerate_config={arguments.accelerate_config!r}")
-    launch = [*(["--config_file", config_file] if config_file else []), *from_recipe, *for_accelerate]
-    script = ["-m", "opo_trl.train", *_without(argv, for_accelerate)]
+        check_deepspeed(f"accelerate_config={config_file!r}")
+    launch = [*(["--config_file", config_file] if config_file else []), *launch_words(fields.launch), *fields.unknown]
+    script = ["-m", "opo_trl.train", *_without(argv, fields.unknown)]
     launcher = launch_command_parser()
     launcher.error = _reject_option  # type: ignore[method-assign]  # its own shows all options
     launch_arguments, unknown = launcher.parse_known_args([*launch, *script])
     if launch_arguments.config_file and not Path(launch_arguments.config_file).is_file():
         raise ValueError(f"config_file={launch_arguments.config_file!r} does not exist. Use `accelerate_config`.")
     if unknown or launch_arguments.training_script != "opo_trl.train":
-        name = unknown[0] if unknown else launch_arguments.training_script
-        hint = hint_at_field(name.removeprefix("--").split("=")[0], trainer, further=vars(launch_arguments))
-        raise ValueError(f"{' '.join(for_accelerate)}: {name} is neither a field nor an option of accelerate. {hint}")
+        words = unknown or [launch_arguments.training_script]
+        raise ValueError(describe_unknown(words, fields.trainer, further=vars(launch_arguments)))
     try:
         with passed_on():
             launch_command(launch_arguments)

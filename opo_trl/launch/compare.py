@@ -19,7 +19,8 @@ from ..checks.paths import hint_at_checkout
 from ..methods import BASELINE
 from ..report.measures import compare
 from ..report.runs import Run, by_label, check_comparable, check_same_method, find_runs, read_run
-from .jobs import OWN_FIELDS, Job, check_earlier_run, failure, overrides, run_missing
+from .jobs import OWN_FIELDS, Job, check_earlier_run, failure, run_missing
+from .words import overrides
 
 
 def main(argv: Sequence[str]) -> int:

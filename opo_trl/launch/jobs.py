@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import yaml
 from tqdm import tqdm
 
 from ..checks.files import read_json
@@ -56,26 +54,6 @@ class Job:
         return [*start, *own, "--resume_from_checkpoint", "auto", *self.fields]
 
 
-def overrides(fields: Sequence[str]) -> dict[str, Any]:
-    """
-    Field → value or values, from `--field value …` and `--field=value`.
-
-    Raises:
-        `ValueError`: a value has no field.
-    """
-    values: dict[str, list[str]] = {}
-    for item in fields:
-        if item.startswith("--"):
-            name, _, value = item[2:].partition("=")
-            name = name.replace("-", "_")
-            values[name] = [value] if value else []
-        elif values:
-            values[name].append(item)
-        else:
-            raise ValueError(f"{item!r} is neither a field nor the value of one. Write `--field value`.")
-    return {name: given[0] if len(given) == 1 else given or True for name, given in values.items()}
-
-
 def check_earlier_run(job: Job) -> None:
     """
     Check that a finished run, or one that would resume from a checkpoint, has the requested settings.
@@ -85,16 +63,17 @@ def check_earlier_run(job: Job) -> None:
     """
     if not is_run(job.folder) or not (is_finished(job.folder) or any(job.folder.glob("checkpoint-*"))):
         return
-    asked = {**read_yaml(job.recipe), **overrides(job.fields)}
-    if "trainer" not in asked:  # it may be a recipe of TRL's
-        from .recipe import as_stored  # takes seconds
+    from .recipe import read  # takes seconds
 
-        asked = as_stored(asked)
-    earlier = read_yaml(job.folder / RECIPE)
+    asked = read(["--config", str(job.recipe), *job.fields]).as_stored
+    earlier = read(["--config", str(job.folder / RECIPE)]).as_stored
+    for fields in (asked, earlier):
+        if "accelerate_config" in fields:  # the same file may be at another place
+            fields["accelerate_config"] = Path(fields["accelerate_config"]).name
     lines = [
         f"  {name}: {earlier.get(name, 'not set')} there, {asked.get(name, 'not set')} requested"
         for name in sorted((asked.keys() | earlier.keys()) - set(_IMMATERIAL))
-        if not agree(asked.get(name), earlier.get(name))
+        if asked.get(name) != earlier.get(name)
     ]
     if lines:
         listed = "\n".join(lines)
@@ -102,49 +81,6 @@ def check_earlier_run(job: Job) -> None:
             f"The run in {str(job.folder)!r} differs from {str(job.recipe)!r}:\n{listed}\n"
             "Choose another --output, or delete that run."
         )
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """
-    Read a recipe as written.
-
-    Raises:
-        `ValueError`: it does not consist of `field: value` lines.
-    """
-    try:
-        content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{str(path)!r} is not valid YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{str(path)!r} contains no `field: value` lines. Pass a recipe.")
-    return content
-
-
-def agree(asked: Any, resolved: Any) -> bool:
-    """Whether a value from a recipe or a command line equals the resolved one of a run."""
-    asked, resolved = _typed(asked), _typed(resolved)
-    if isinstance(asked, Mapping) and isinstance(resolved, Mapping):  # resolved: with defaults
-        return all(agree(value, resolved.get(key)) for key, value in asked.items())
-    if isinstance(resolved, list) and not isinstance(asked, list):
-        asked = [asked]
-    if isinstance(asked, str) and isinstance(resolved, str) and resolved.endswith(".yaml"):
-        return Path(asked).stem == Path(resolved).stem  # an accelerate configuration, as a path or a name
-    return asked == resolved
-
-
-def _typed(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_typed(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    try:
-        return float(value)  # YAML reads 1e-3 as a string
-    except ValueError:
-        pass
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
-        return value
 
 
 def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings]) -> list[Job]:

@@ -14,21 +14,22 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
-import trl
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
 from .. import methods
 from ..arguments import NOT_STREAMED, OPOScriptArguments
-from ..checks import paths, strict_yaml
-from ..config import REJECTED_FIELDS, RolloutConfig
+from ..checks import strict_yaml
+from ..checks.environment import check_numbers
+from ..config import REJECTED_FIELDS, RolloutConfig, field_problems
 from ..fields import hints
 from .help import ShortHelp
+from .words import MAPPINGS, find_accelerate_config, read_yaml, split
 
 
 logger = logging.getLogger(__name__)
@@ -47,11 +48,37 @@ MEANINGLESS = REJECTED_FIELDS | NOT_STREAMED
 
 
 class _Parser(TrlParser):
-    """Parser of recipes and command lines that reports an error in one line, without listing all options."""
+    """
+    Parser of recipes and command lines that collects what is wrong, each in one line, without listing all options.
+
+    Mappings are read as YAML, on the command line as in a recipe.
+    """
+
+    def __init__(self, *args, **named):
+        super().__init__(*args, **named)
+        self.problems: dict[str, str] = {}  # by field
 
     def error(self, message: str) -> NoReturn:
+        raise ValueError("\n".join([*self.problems.values(), self._described(message)]))
+
+    def _described(self, message: str) -> str:
         message = re.sub(r"^argument --(\w+)\S*: ", r"\1: ", message)
-        raise ValueError(f"{message}. Set it to a value of its type: `{self.prog} --help` lists them.")
+        return f"{message}. Set it to a value of its type: `{self.prog} --help` lists them."
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.dest in MAPPINGS and arg_string.startswith("{"):
+            return strict_yaml.read_mapping(action.dest, arg_string)
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            self.problems[action.dest] = self._described(str(error))
+            return action.default
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            self.problems[action.dest] = self._described(str(error))
 
     def take(self, recipe: Mapping[str, Any]) -> list[str]:
         """Turn a recipe into words of a command line, and into defaults what they cannot express, such as mappings."""
@@ -66,7 +93,7 @@ class _Parser(TrlParser):
             if isinstance(value, list) and types[name] == list[dict] and all(isinstance(v, Mapping) for v in value):
                 self.set_defaults_with_config(**{name: value})
             elif isinstance(value, list) and any(item is None or isinstance(item, Mapping | list) for item in value):
-                self.error(f"{name}={value!r} is not allowed")
+                self.problems[name] = self._described(f"{name}={value!r} is not allowed")
             elif isinstance(value, list) and value and actions[name].nargs == "+":
                 words += [f"--{name}", *map(str, value)]
             elif value is not None and not isinstance(value, Mapping | list):
@@ -74,7 +101,7 @@ class _Parser(TrlParser):
             elif _admits(types[name], type(value)):
                 self.set_defaults_with_config(**{name: value})
             else:
-                self.error(f"{name}={value!r} is not allowed")
+                self.problems[name] = self._described(f"{name}={value!r} is not allowed")
         return words
 
 
@@ -101,15 +128,72 @@ def _fields(trainer: str) -> dict[str, Any]:
     return {name: hint for kind in _argument_classes(trainer) for name, hint in hints(kind).items()}
 
 
-def split(argv: Sequence[str]) -> tuple[str | None, bool, list[str]]:
-    """Path of the recipe, whether `--debug` asks for tracebacks, and the rest of a command line."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    parser.add_argument("--debug", nargs="?", const=True)  # with a value, it is Transformers' field
-    own, rest = parser.parse_known_args(argv)
-    if isinstance(own.debug, str):
-        rest += ["--debug", own.debug]
-    return own.config, own.debug is True, rest
+@dataclass(frozen=True)
+class Fields:
+    """
+    What a recipe and the command line over it say, each value with the type of its field.
+
+    Args:
+        trainer (`str`): a key of [`methods.by_trainer`].
+        values (`dict[str, Any]`): every field of the trainer's three dataclasses, with its default if it is not set.
+        named (`set[str]`): the fields that are set.
+        env (`dict[str, str | int]`): environment variables that the recipe sets.
+        launch (`dict[str, Any]`): options of `accelerate launch` in the recipe.
+        unknown (`list[str]`): words of the command line that belong to no field.
+        notes (`list[str]`): what a user should know about this reading.
+    """
+
+    trainer: str
+    values: dict[str, Any]
+    named: set[str]
+    env: dict[str, str | int]
+    launch: dict[str, Any]
+    unknown: list[str]
+    notes: list[str]
+
+    @property
+    def as_stored(self) -> dict[str, Any]:
+        """The recipe, with the command line merged in, as a run's folder stores it."""
+        values = {name: _plain(value) for name, value in self.values.items() if name in self.named}
+        return ({"env": self.env} if self.env else {}) | self.launch | values
+
+
+def read(argv: Sequence[str]) -> Fields:
+    """
+    Read a command line and its recipe.
+
+    Raises:
+        `ValueError`: a recipe's key is not a field, or a value has another type than its field or is out of its range;
+            the message names all of these.
+    """
+    path, _, words = split(argv)
+    recipe, trainer, problems = _read_recipe(path, words)
+    launch, env = take_launch_options(recipe, trainer), recipe.pop("env", {})
+    parser = make_parser(trainer)
+    fields_of = {option: action.dest for action in parser._actions for option in action.option_strings}
+    options = [word.split("=")[0] for word in words if word.startswith("--")]
+    named = recipe.keys() | {fields_of.get(option, option) for option in options}
+    notes = []
+    if is_of_trl := named <= _fields_of_trl():
+        words, left_out = _without_meaningless(recipe, words)
+        named = named - MEANINGLESS.keys() | {"trainer"}
+        notes += left_out
+    namespace, unknown = parser.parse_known_args([*parser.take(recipe), *words])
+    values = vars(namespace)
+    if is_of_trl and values["datasets"] and values["dataset_name"]:
+        notes.append(f"`datasets` is used, and dataset_name={values['dataset_name']!r} is not, as in TRL's script.")
+        values["dataset_name"], named = None, named - {"dataset_name"}
+    if is_of_trl and values["reward_model_name_or_path"] and values["reward_funcs"] and values["reward_weights"]:
+        first, *rest = values["reward_weights"]  # in TRL's script the reward model comes first, here last
+        values["reward_weights"] = [*rest, first]
+    values["accelerate_config"] = find_accelerate_config(values["accelerate_config"], path)
+    found = {name: text for kind in _argument_classes(trainer) for name, text in field_problems(kind, values).items()}
+    problems += (found | parser.problems).values()
+    if problems and (words := [word for word in unknown if not _is_launch_option(word)]):
+        problems.append(describe_unknown(words, trainer))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return Fields(trainer, values, named, env, launch, unknown, notes)
 
 
 def read_recipe(path: str | Path | None, argv: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
@@ -126,24 +210,33 @@ def read_recipe(path: str | Path | None, argv: Sequence[str] = ()) -> tuple[dict
         `tuple[dict[str, Any], str]`: field → value, as written; and the trainer, a key of [`methods.by_trainer`].
 
     Raises:
-        `ValueError`: the file does not exist or is not a mapping, the trainer does not exist, or a key is not a field;
-        the message names the key and the nearest field.
+        `ValueError`: the file does not exist or is not a mapping, the trainer does not exist, or keys are not fields;
+        the message names each key and the nearest field.
     """
-    recipe = {} if path is None else _read_yaml(path)
+    recipe, trainer, problems = _read_recipe(path, argv)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return recipe, trainer
+
+
+def _read_recipe(path: str | Path | None, argv: Sequence[str]) -> tuple[dict[str, Any], str, list[str]]:
+    """As [`read_recipe`], without the keys that are not fields, and with what is to be said of each."""
+    recipe = {} if path is None else read_yaml(path, lambda field: "text" if field == "env" else _kind(_type(field)))
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--trainer", nargs="?", default=recipe.get("trainer", methods.DEFAULT))
     trainer = own.parse_known_args(argv)[0].trainer
     known = list(methods.by_trainer())
     if trainer not in known:
         raise ValueError(f"trainer={trainer!r} does not exist. Set `trainer` to one of {', '.join(known)}.")
-    for key in recipe.keys() - _fields(trainer).keys() - {"env"}:
-        if key in _launch_actions():
-            continue
-        hint = hint_at_field(str(key), trainer)
-        raise ValueError(f"{str(path)!r} sets {key}={recipe[key]!r}, but there is no such field. {hint}")
+    unknown = [key for key in recipe if key not in _fields(trainer).keys() | {"env"}]
+    unknown = unknown and [key for key in unknown if key not in _launch_actions()]
+    problems = [
+        f"{str(path)!r} sets {key}={recipe.pop(key)!r}, but there is no such field. {hint_at_field(str(key), trainer)}"
+        for key in unknown
+    ]
     if variables := _variables(recipe.get("env", {})):
         recipe["env"] = variables
-    return recipe, trainer
+    return recipe, trainer, problems
 
 
 @functools.cache
@@ -151,6 +244,10 @@ def _launch_actions() -> Mapping[str, argparse.Action]:
     from accelerate.commands.launch import launch_command_parser  # takes a second
 
     return {action.dest: action for action in launch_command_parser()._actions if action.option_strings}
+
+
+def _is_launch_option(word: str) -> bool:
+    return not word.startswith("--") or word[2:].split("=")[0].replace("-", "_") in _launch_actions()
 
 
 def take_launch_options(recipe: dict[str, Any], trainer: str) -> dict[str, Any]:
@@ -178,14 +275,6 @@ def _variables(env: Any) -> dict[str, str | int]:
             )
     # Integers stay numbers, so that the recipe in the run's folder has no quotation marks around them.
     return {name: int(value) if re.fullmatch(r"0|[1-9]\d*", value) else value for name, value in env.items()}
-
-
-def _read_yaml(path: str | Path) -> dict[str, Any]:
-    paths.check_name("config", path)
-    if not paths.is_file("config", path):
-        hint = paths.hint_at_checkout(path) or "Pass the path of a recipe."
-        raise ValueError(f"config={str(path)!r} does not exist, as seen from {os.getcwd()!r}. {hint}")
-    return strict_yaml.read(path, lambda field: "text" if field == "env" else _kind(_type(field)))
 
 
 def _trainers_with(name: str) -> Iterator[str]:
@@ -226,52 +315,31 @@ def hint_at_field(name: str, trainer: str, further: Iterable[str] = ()) -> str:
 
 def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, ModelConfig, dict[str, Any]]:
     """Parse a command line; the last item of the result is the recipe with the command line's fields merged in."""
-    recipe_path, _, words = split(argv)
-    recipe, trainer = read_recipe(recipe_path, words)
-    launch = take_launch_options(recipe, trainer)
-    environment = {"env": recipe.pop("env")} if "env" in recipe else {}
-    os.environ.update({name: str(value) for name, value in environment.get("env", {}).items()})
-    parser = make_parser(trainer)
-    fields_of = {option: action.dest for action in parser._actions for option in action.option_strings}
-    options = [word.split("=")[0] for word in words if word.startswith("--")]
-    named = recipe.keys() | {fields_of.get(option, option) for option in options}
-    is_of_trl = named <= _fields_of_trl()
-    if is_of_trl:
-        words, named = _without_meaningless(recipe, words), named - MEANINGLESS.keys()
-    *parsed, unknown = parser.parse_args_into_dataclasses(
-        [*parser.take(recipe), *words], return_remaining_strings=True, look_for_args_file=False
+    read_fields = read(argv)
+    if read_fields.unknown:
+        raise ValueError(describe_unknown(read_fields.unknown, read_fields.trainer))
+    set_variables(read_fields.env)
+    for note in read_fields.notes if os.environ.get("RANK", "0") == "0" else ():
+        logger.warning(note)
+    script, args, model_config = (
+        kind(**{field.name: read_fields.values[field.name] for field in fields(kind) if field.init})
+        for kind in _argument_classes(read_fields.trainer)
     )
-    if unknown:
-        hint = hint_at_field(unknown[0].removeprefix("--").split("=")[0], trainer)
-        raise ValueError(f"{' '.join(unknown)}: there is no such field. {hint}")
-    script, args, model_config = parsed
-    if is_of_trl:
-        named |= {"trainer"}
-        if script.datasets and script.dataset_name:
-            logger.warning("`datasets` is used, and dataset_name=%r is not, as in TRL's script.", script.dataset_name)
-            script.dataset_name, named = None, named - {"dataset_name"}
-        if script.reward_model_name_or_path and script.reward_funcs and args.reward_weights:
-            args.reward_weights = _reward_model_last(args.reward_weights)
-    script.accelerate_config = find_accelerate_config(script.accelerate_config, recipe_path)
-    values = {f.name: getattr(part, f.name) for part in reversed(parsed) for f in fields(part) if f.init}
-    merged = {name: _plain(value) for name, value in values.items() if name in named}
-    return script, args, model_config, environment | launch | merged
+    return script, args, model_config, read_fields.as_stored
 
 
-def as_stored(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as a run's folder stores it: one of `trl grpo` without [`MEANINGLESS`], and with its trainer."""
-    if not recipe.keys() - _launch_actions().keys() - {"env"} <= _fields_of_trl():
-        return dict(recipe)
-    stored = {name: value for name, value in recipe.items() if name not in MEANINGLESS} | {"trainer": methods.DEFAULT}
-    if all(stored.get(name) for name in ("reward_model_name_or_path", "reward_funcs", "reward_weights")):
-        stored["reward_weights"] = _reward_model_last(stored["reward_weights"])
-    return stored
+def describe_unknown(words: Sequence[str], trainer: str, further: Iterable[str] = ()) -> str:
+    """What to do about words of a command line that are neither fields nor, if given, `further` names."""
+    names = [word for word in words if word.startswith("--")] or words
+    hints_at = {name: hint_at_field(name.removeprefix("--").split("=")[0], trainer, further) for name in names}
+    what = "neither a field nor an option of accelerate" if further else "not a field"
+    return "\n".join(f"{name} is {what}. {hint}" for name, hint in hints_at.items())
 
 
-def _reward_model_last(weights: Sequence[float]) -> list[float]:
-    """Weights in our order of rewards. In TRL's script the reward model comes first."""
-    first, *rest = weights
-    return [*rest, first]
+def set_variables(env: Mapping[str, str | int]) -> None:
+    """Set the environment variables of a recipe."""
+    os.environ.update({name: str(value) for name, value in env.items()})
+    check_numbers(os.environ)
 
 
 def _fields_of_trl() -> set[str]:
@@ -280,9 +348,10 @@ def _fields_of_trl() -> set[str]:
     return {name for kind in kinds for name in hints(kind)} | {"accelerate_config"}
 
 
-def _without_meaningless(recipe: dict[str, Any], words: Sequence[str]) -> list[str]:
+def _without_meaningless(recipe: dict[str, Any], words: Sequence[str]) -> tuple[list[str], list[str]]:
     """
-    Take [`MEANINGLESS`] out of a recipe and a command line that `trl grpo` would also run, and name each.
+    Take [`MEANINGLESS`] out of a recipe and a command line that `trl grpo` would also run; returns the other words,
+    and a note that names what was left out.
 
     In any other recipe, which is written for this package, they are errors.
     """
@@ -292,32 +361,8 @@ def _without_meaningless(recipe: dict[str, Any], words: Sequence[str]) -> list[s
         finder.add_argument(*spellings, nargs="?", const=True, default=argparse.SUPPRESS)
     on_line, rest = finder.parse_known_args(words)
     found = {name: recipe.pop(name) for name in MEANINGLESS if name in recipe} | vars(on_line)
-    if found and os.environ.get("RANK", "0") == "0":
-        shown = "; ".join(f"{name}={value!r}: {MEANINGLESS[name]}" for name, value in found.items())
-        logger.warning("This recipe of TRL's is trained with OPO. Without meaning, and left out: %s.", shown)
-    return rest
-
-
-def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | None:
-    """
-    Find an accelerate configuration: a file, relative to here or to the recipe's folder, or the name of one of TRL's.
-
-    Raises:
-        `ValueError`: there is no such file or name.
-    """
-    if name is None:
-        return None
-    paths.check_name("accelerate_config", name)
-    places = [Path(name), Path(trl.__file__).parent / "accelerate_configs" / f"{name}.yaml"]
-    if recipe_path is not None:
-        places.insert(1, Path(recipe_path).parent / name)
-    for place in places:
-        if paths.is_file("accelerate_config", place):
-            return str(place.resolve())
-    raise ValueError(
-        f"accelerate_config={name!r} is neither a file nor one of TRL's configurations. Looked for "
-        f"{', '.join(map(str, places))}. {paths.hint_at_checkout(name)}".rstrip()
-    )
+    shown = "; ".join(f"{name}={value!r}: {MEANINGLESS[name]}" for name, value in found.items())
+    return rest, [f"This recipe of TRL's is trained with OPO. Without meaning, and left out: {shown}."] * bool(found)
 
 
 def _plain(value: Any) -> Any:

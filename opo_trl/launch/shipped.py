@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-import yaml
+from ..checks import strict_yaml
 
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
@@ -40,7 +40,7 @@ def copy_out(name: str, output: Path) -> list[Path]:
         raise ValueError(f"recipe={name!r} is not one of the package's. `opo-trl recipes` lists them.")
     sources = [wanted] if wanted.is_file() else [path for path in sorted(wanted.rglob("*")) if path.is_file()]
     for source in [path for path in sources if path.suffix == ".yaml"]:
-        config = (yaml.safe_load(source.read_text()) or {}).get("accelerate_config")
+        config = strict_yaml.read(source, lambda _: "text").get("accelerate_config")
         if config is not None:
             sources.append((source.parent / config).resolve())
     targets = {output / path.resolve().relative_to(SHIPPED.resolve()): path for path in sources}

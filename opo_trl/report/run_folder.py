@@ -31,11 +31,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-import yaml
 from packaging.utils import canonicalize_name
 
-from ..checks import files, paths
+from ..checks import files, paths, strict_yaml
 
 
 logger = logging.getLogger(__name__)
@@ -214,7 +212,7 @@ def left_as_found(folder: Path) -> Iterator[None]:
 
 def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapping[str, Any], seed: int) -> None:
     """Write `recipe.yaml`, `settings.json`, `environment.json` and `requirements.txt`."""
-    files.write(folder / RECIPE, yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True))
+    files.write(folder / RECIPE, strict_yaml.dump(recipe))
     files.write_json(folder / SETTINGS, settings)
     files.write_json(folder / ENVIRONMENT, {"seed": seed, "command": sys.argv, **environment()})
     # Without this package, which `environment.json` identifies by its commit.
@@ -224,6 +222,8 @@ def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapp
 
 def environment() -> dict[str, Any]:
     """Commit, Python, platform, devices, and versions of the main packages, `None` if not installed."""
+    import torch  # takes a second, and reading a folder needs none of it
+
     installed = _installed()
     return {
         "git_commit": git_commit(Path(__file__).parent),

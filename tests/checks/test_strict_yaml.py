@@ -1,10 +1,24 @@
 """Recipes are read as written; what YAML 1.1 would change is an error."""
 
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
 
-from opo_trl.launch.recipe import parse, read_recipe
+from opo_trl.checks import strict_yaml
+from opo_trl.launch.recipe import _fields, parse, read_recipe
+from opo_trl.launch.words import MAPPINGS
+from opo_trl.methods import by_trainer
+
+
+# Five lines that stand for a hundred thousand values and more.
+ALIASES = (
+    "".join(
+        f"{name}: &{name} [{', '.join([before] * 10)}]\n"
+        for name, before in (("report_to", "x"), ("levels", "*report_to"), ("tools", "*levels"), ("watches", "*tools"))
+    )
+    + f"generation_kwargs: [{', '.join(['*watches'] * 10)}]\n"
+)
 
 
 @pytest.fixture
@@ -90,6 +104,8 @@ def test_value_is_read_as_written(recipe, text, value):
         ("levels: [[a]]", ["levels=[['a']]"]),
         ("levels: [a, ]\nreward_weights: [1, ~]", ["reward_weights=[1, None]"]),
         ('generation_kwargs: \'{"top_k": 3, "top_k": 4}\'', ["generation_kwargs=", "duplicate key 'top_k'"]),
+        (f"generation_kwargs: {'[' * 3000}", ["not valid YAML", "nested too deeply"]),
+        (ALIASES, ["line 5: 'generation_kwargs' has more than 100,000 values"]),
     ],
 )
 def test_what_yaml_would_change_is_rejected(recipe, text, says):
@@ -112,3 +128,55 @@ def test_strategy_named_no_stays_a_word(recipe):
 def test_trainer_on_the_command_line_is_found_in_either_form():
     assert read_recipe(None, ["--trainer=grpo"])[1] == "grpo"
     assert read_recipe(None, ["--trainer", "opo", "--trainer=grpo"])[1] == "grpo"
+
+
+def test_mapping_on_the_command_line_is_yaml_too():
+    fields = ["--output_dir", "run", "--use_cpu", "true", "--bf16", "false", "--generation_kwargs"]
+    *_, merged = parse([*fields, "{top_k: 3, length_penalty: 1e-4}"])
+    assert merged["generation_kwargs"] == {"top_k": 3, "length_penalty": 1e-4}
+    with pytest.raises(ValueError, match=r"generation_kwargs='\{a: no\}'.*ambiguous"):
+        parse([*fields, "{a: no}"])
+
+
+def test_every_field_with_a_mapping_is_known_before_its_type():
+    takes_mapping = {
+        name
+        for trainer in by_trainer()
+        for name, hint in _fields(trainer).items()
+        if any((get_origin(part) or part) is dict for part in (hint, *get_args(hint)))
+    }
+    assert takes_mapping == MAPPINGS
+
+
+def test_all_rejected_fields_are_named_at_once(recipe):
+    path = recipe("xyzzy: 1\nalpha: 7\nepsilon: 0.3\nmax_steps: few\npositivity: much\nlevels: {a: 1}\n")
+    with pytest.raises(ValueError, match=r"\w") as error:
+        parse(["--config", str(path), "--plugh", "3"])
+    said = str(error.value).splitlines()
+    fields = ("xyzzy", "alpha=7", "epsilon=0.3", "levels={'a': '1'}", "max_steps", "positivity", "--plugh")
+    assert len(said) == len(fields)
+    for name in fields:
+        assert any(name in line for line in said)
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    texts = [
+        "1e-4",
+        "010",
+        "0o10",
+        "no",
+        "1:30",
+        "~",
+        "null",
+        "",
+        "a\nb\n",
+        "a\x85b",
+        "a\u2028b",
+        "<<",
+        "=",
+        ".5",
+        "1_000",
+    ]
+    fields = {"a": texts, "b": {text: text for text in texts}, "c": 1e-5, "d": True, "e": None, "f": float("inf")}
+    (tmp_path / "recipe.yaml").write_text(strict_yaml.dump(fields), encoding="utf-8")
+    assert strict_yaml.read(tmp_path / "recipe.yaml", lambda _: "plain") == fields

@@ -2,6 +2,7 @@
 
 import gzip
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,8 +16,11 @@ from helpers import environment, wait_until
 
 from opo_trl.checks.files import append_lines, read_json, read_lines, write_json
 from opo_trl.launch.compare import main
-from opo_trl.launch.jobs import agree, overrides
+from opo_trl.launch.jobs import Job, check_earlier_run
+from opo_trl.launch.recipe import parse
+from opo_trl.launch.words import overrides
 from opo_trl.report import curves
+from opo_trl.report.run_folder import write_description
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -436,25 +440,31 @@ def test_missing_matplotlib_is_reported_before_anything_runs(runs, tmp_path, mon
 
 
 @pytest.mark.parametrize(
-    ("asked", "resolved", "same"),
+    ("text", "other"),
     [
-        ("1e-4", 0.0001, True),
-        ("2.0e-4", 0.0001, False),
-        ("true", True, True),
-        (["Level 3"], ["Level 3"], True),
-        ("Level 3", ["Level 3"], True),
-        (["Level 3"], ["Level 4"], False),
-        ("../accelerate/cpu.yaml", "/any/where/accelerate/cpu.yaml", True),
-        ("../accelerate/multi_gpu.yaml", "/any/where/accelerate/cpu.yaml", False),
-        ({"a": 1}, {"a": 1, "b": None}, True),
-        ({"a": 1}, {"a": 2, "b": None}, False),
-        ("a: [", "a: [", True),
-        (None, 0.5, False),
-        ("1", 1, True),
+        ("learning_rate: 1e-4", "--learning_rate 2e-4"),
+        ("run_name: 1:30", "--run_name 90"),
+        ("model_revision: 010", "--model_revision 8"),
+        ("levels: [no, Level 3]", "--levels Level 3"),
+        ("levels: [Level 3]", "--levels 'Level\u20283'"),
+        ("generation_kwargs: {top_k: 3, name: '1e-4'}", "--generation_kwargs '{top_k: 3, name: 1e-4}'"),
+        ("reward_weights: [1, .5]", "--reward_weights 1 0.25"),
+        ("scale_rewards: no", "--scale_rewards group"),
+        ("dataset_settings: '{\"size\": 3}'", "--dataset_settings '{size: 4}'"),
+        ("accelerate_config: single_gpu", "--accelerate_config multi_gpu"),
     ],
 )
-def test_typed_value_is_recognized_as_the_resolved_one(asked, resolved, same):
-    assert agree(asked, resolved) is same
+def test_run_is_recognized_by_its_recipe_and_told_from_another(tmp_path, text, other):
+    (recipe := tmp_path / "opo.yaml").write_text(
+        f"{text}\nmodel_name_or_path: m\noutput_dir: run\nuse_cpu: true\nbf16: false\n"
+    )
+    (folder := tmp_path / "run" / "checkpoint-1").mkdir(parents=True)
+    *_, stored = parse(["--config", str(recipe)])
+    write_description(folder.parent, recipe=stored, settings={}, seed=1)
+    check_earlier_run(Job(recipe, 1, folder.parent, ()))
+    field = text.split(":")[0]
+    with pytest.raises(ValueError, match=rf"{field}: .* there, .* requested"):
+        check_earlier_run(Job(recipe, 1, folder.parent, tuple(shlex.split(other))))
 
 
 def test_overrides_are_read_as_on_the_command_line():

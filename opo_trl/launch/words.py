@@ -1,0 +1,122 @@
+"""
+A command line as words, and what can be told of it without importing PyTorch.
+
+TRL takes seconds to import, a training process as long again. A mistake that needs neither to be seen is reported at
+once, by [`check_at_once`]; everything else by `launch.recipe` and `train`, which know the fields.
+"""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..checks import paths, strict_yaml
+from ..checks.environment import check_numbers
+from ..data.files import local_file
+
+
+# Fields that hold a mapping, and so have YAML in braces as their value on a command line.
+MAPPINGS = frozenset(
+    (
+        *(
+            "accelerator_config",
+            "activation_checkpointing_kwargs",
+            "chat_template_kwargs",
+            "columns",
+            "dataset_settings",
+            "datasets",
+            "deepspeed",
+        ),
+        *("fsdp_config", "generation_kwargs", "gradient_checkpointing_kwargs", "liger_kernel_config"),
+        *("lr_scheduler_kwargs", "model_init_kwargs", "transformers_continuous_batching_config"),
+    )
+)
+
+
+def split(argv: Sequence[str]) -> tuple[str | None, bool, list[str]]:
+    """Path of the recipe, whether `--debug` asks for tracebacks, and the rest of a command line."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument("--debug", nargs="?", const=True)  # with a value, it is Transformers' field
+    own, rest = parser.parse_known_args(argv)
+    if isinstance(own.debug, str):
+        rest += ["--debug", own.debug]
+    return own.config, own.debug is True, rest
+
+
+def overrides(words: Sequence[str]) -> dict[str, Any]:
+    """
+    Field → value or values, as text, from `--field value …` and `--field=value`.
+
+    Raises:
+        `ValueError`: a value has no field.
+    """
+    values: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            values[name] = [value] if value else []
+        elif values:
+            values[name].append(word)
+        else:
+            raise ValueError(f"{word!r} is neither a field nor the value of one. Write `--field value`.")
+    return {name: given[0] if len(given) == 1 else given or True for name, given in values.items()}
+
+
+def check_at_once(argv: Sequence[str]) -> None:
+    """
+    Check what needs no type of a field: environment variables, the recipe's YAML, mappings, and paths.
+
+    Raises:
+        `ValueError`: names the field, its value and the fix.
+    """
+    check_numbers(os.environ)
+    path, _, words = split(argv)
+    fields = {} if path is None else read_yaml(path, lambda _: "text")
+    given: Mapping[str, Any] = {name: value for name, value in (fields | overrides(words)).items() if value}
+    for name in MAPPINGS & given.keys():
+        strict_yaml.read_mappings(name, given[name])
+    folder, dataset = given.get("output_dir"), given.get("dataset_name")
+    if isinstance(folder, str):
+        paths.check_name("output_dir", folder)
+        paths.check_folder("output_dir", folder)
+    if isinstance(dataset, str):
+        paths.check_name("dataset_name", dataset)
+        local_file(dataset, str(given.get("dataset_train_split", "train")))
+    if isinstance(given.get("accelerate_config"), str):
+        find_accelerate_config(given["accelerate_config"], path)
+
+
+def read_yaml(path: str | Path, kind_of: Any) -> dict[str, Any]:
+    """Read a recipe, with [`strict_yaml.read`], and say where to find one if there is no such file."""
+    paths.check_name("config", path)
+    if not paths.is_file("config", path):
+        hint = paths.hint_at_checkout(path) or "Pass the path of a recipe."
+        raise ValueError(f"config={str(path)!r} does not exist, as seen from {os.getcwd()!r}. {hint}")
+    return strict_yaml.read(path, kind_of)
+
+
+def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | None:
+    """
+    Find an accelerate configuration: a file, relative to here or to the recipe's folder, or the name of one of TRL's.
+
+    Raises:
+        `ValueError`: there is no such file or name.
+    """
+    if name is None:
+        return None
+    paths.check_name("accelerate_config", name)
+    trl: Any = find_spec("trl")
+    places = [Path(name), Path(trl.origin).parent / "accelerate_configs" / f"{name}.yaml"]
+    if recipe_path is not None:
+        places.insert(1, Path(recipe_path).parent / name)
+    for place in places:
+        if paths.is_file("accelerate_config", place):
+            return str(place.resolve())
+    raise ValueError(
+        f"accelerate_config={name!r} is neither a file nor one of TRL's configurations. Looked for "
+        f"{', '.join(map(str, places))}. {paths.hint_at_checkout(name)}".rstrip()
+    )
