@@ -9,7 +9,7 @@ import pytest
 
 from opo_trl.checks import files
 from opo_trl.checks.files import append_lines, inner_folder, read_json, read_lines, rewind, write, write_json
-from opo_trl.checks.text import printable
+from opo_trl.checks.text import printable, shortened
 
 
 # What a tokenizer or a tool can leave in a completion.
@@ -195,3 +195,13 @@ def test_error_of_the_disk_names_the_file(tmp_path):
             write(path, "x")
     with pytest.raises(OSError, match=r"No space left on device.*full.json"), files.replacing(tmp_path / "full.json"):
         Path("/dev/full").write_text("x" * 10**6)
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 10_000, ["x"] * 10_000, {"x": ["[" * 300] * 300}, {"x": {"y": "'\"" * 5000}}, "\\'" * 5000]
+)
+def test_message_shows_the_beginning_of_a_long_value_and_the_fix(value):
+    said = shortened(f"field={value!r} isn't allowed, don't set it. Set `field` to 'a' or ['b'].")
+    assert said.startswith(f"field={value!r}"[:150])
+    assert said.endswith("isn't allowed, don't set it. Set `field` to 'a' or ['b'].")
+    assert len(said) < 300

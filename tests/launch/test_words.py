@@ -1,0 +1,69 @@
+"""Mistakes that are reported at once: before TRL is imported, and before a training process starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opo_trl.checks.environment import check_numbers
+from opo_trl.launch import cli
+from opo_trl.launch.words import check_at_once
+
+
+SEEN = """
+import sys
+from opo_trl.launch.cli import main
+status = main(sys.argv[1:])
+print(status, {"torch", "transformers", "trl"} & sys.modules.keys())
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "says"),
+    [
+        ("dataset_name: data.txt", [], ["dataset_name='data.txt'", "Convert it"]),
+        ("dataset_name: ./absent.jsonl", [], ["dataset_name='./absent.jsonl'", "does not exist"]),
+        ("alpha: 0.3\nalpha: 0.4", [], ["lines 1 and 2: duplicate key 'alpha'"]),
+        ("alpha: [", [], ["not valid YAML", "line 1"]),
+        ("", ["--generation_kwargs", "{top_k"], ["generation_kwargs='{top_k'", "not valid YAML"]),
+        ("generation_kwargs: '{top_k: no}'", [], ["generation_kwargs='{top_k: no}'", "ambiguous"]),
+        ("accelerate_config: absent", [], ["accelerate_config='absent'", "neither a file nor"]),
+        ("output_dir: data.txt/run", [], ["output_dir='data.txt/run'", "not a folder"]),
+    ],
+)
+def test_mistake_is_found_without_the_types_of_fields(tmp_path, monkeypatch, recipe, words, says):
+    monkeypatch.chdir(tmp_path)
+    Path("data.txt").write_text("4\n")
+    Path("recipe.yaml").write_text(recipe or "mu: 1")
+    with pytest.raises(ValueError, match=r"\w") as error:
+        check_at_once(["--config", "recipe.yaml", *words])
+    for part in says:
+        assert part in str(error.value)
+
+
+def test_no_library_is_imported_for_it(tmp_path):
+    argv = ["train", "--config", str(tmp_path / "absent.yaml")]
+    done = subprocess.run([sys.executable, "-c", SEEN, *argv], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2 set()"
+    assert "absent.yaml" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"RANK": "x"}, "RANK='x'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
+        ({"RANK": "1"}, "RANK=1 does not fit WORLD_SIZE=1"),
+        ({"OMP_NUM_THREADS": "all"}, "OMP_NUM_THREADS='all'"),
+    ],
+)
+def test_environment_variable_that_is_no_number_is_named(monkeypatch, capsys, variables, says):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_variables_of_a_launcher_are_accepted():
+    check_numbers({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "-1", "OMP_NUM_THREADS": "2", "MASTER_PORT": "29500"})
