@@ -447,7 +447,7 @@ def test_missing_matplotlib_is_reported_before_anything_runs(runs, tmp_path, mon
         ("model_revision: 010", "--model_revision 8"),
         ("levels: [no, Level 3]", "--levels Level 3"),
         ("levels: [Level 3]", "--levels 'Level\u20283'"),
-        ("generation_kwargs: {top_k: 3, name: '1e-4'}", "--generation_kwargs '{top_k: 3, name: 1e-4}'"),
+        ("chat_template_kwargs: {style: '1e-4'}", "--chat_template_kwargs '{style: 1e-4}'"),
         ("reward_weights: [1, .5]", "--reward_weights 1 0.25"),
         ("scale_rewards: no", "--scale_rewards group"),
         ("dataset_settings: '{\"size\": 3}'", "--dataset_settings '{size: 4}'"),
