@@ -32,6 +32,7 @@ from .checks.blame import LIBRARY_ERRORS
 from .checks.errors import report_error
 from .checks.generation import check_tokens
 from .checks.model import dry_run_model
+from .checks.weights import check_weights
 from .config import RolloutConfig
 from .data.models import EMBEDDED_MODELS
 from .launch import preflight
@@ -135,15 +136,20 @@ def _check_models(
     path, reward_model = model_path(model_config), script.reward_model_name_or_path
     source: Any = {"revision": model_config.model_revision, "trust_remote_code": args.trust_remote_code}
     options: Any = args.model_init_kwargs or {}  # a dict, once parsed
+    init_options = source | _init_options(args, model_config)
     weights: Any = {"pickled": not options.get("use_safetensors", True)}
     with _blamed_on(_named(model_config)):
         config = preflight.check_model("model_name_or_path", path, **source, **weights)
         check_tokens(args, getattr(config.get_text_config(), "vocab_size", None))
         dry_run_model(args, model_config, path)
+        if Path(path).is_dir():  # a model on the Hub is downloaded last, and checked then
+            check_weights("model_name_or_path", path, init_options)
         tokenizer = preflight.load_tokenizer(path, **source)
     if reward_model:
         with _blamed_on(f"reward_model_name_or_path={reward_model!r}"):
             preflight.check_model("reward_model_name_or_path", reward_model, **source, **weights)
+            if Path(reward_model).is_dir():
+                check_weights("reward_model_name_or_path", reward_model, init_options, scores=True)
     return config, tokenizer
 
 
@@ -163,14 +169,7 @@ def make_trainer(
 ) -> RolloutTrainer:
     """Build the trainer of a run, with its log file, progress bar and validation."""
     folder = Path(args.output_dir)
-    options: Any = args.model_init_kwargs or {}  # a dict, once parsed
-    args.model_init_kwargs = {
-        "revision": model_config.model_revision,
-        "attn_implementation": model_config.attn_implementation,
-        "dtype": model_config.dtype,
-        "use_safetensors": True,  # pickled weights could run code
-        **options,
-    }
+    args.model_init_kwargs = _init_options(args, model_config)
     trainer = methods.by_trainer()[script.trainer].trainer_class(
         model=model_path(model_config),
         reward_funcs=reward_funcs,
@@ -190,6 +189,18 @@ def make_trainer(
     if not args.disable_tqdm:
         trainer.add_callback(ProgressBar())
     return trainer
+
+
+def _init_options(args: RolloutConfig, model_config: ModelConfig) -> dict[str, Any]:
+    """The options of `from_pretrained` with which the policy is loaded."""
+    options: Any = args.model_init_kwargs or {}  # a dict, once parsed
+    return {
+        "revision": model_config.model_revision,
+        "attn_implementation": model_config.attn_implementation,
+        "dtype": model_config.dtype,
+        "use_safetensors": True,  # pickled weights could run code
+        **options,
+    }
 
 
 def _named(model_config: ModelConfig) -> str:

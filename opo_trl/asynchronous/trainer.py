@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from .. import objective, trl_contract
+from ..checks.weights import check_finite, check_models
 from ..metrics.step import SampleReport, metrics_of_samples
 from ..rollout.frozen_base import FrozenBase
 from ..rollout.trainer import SEQUENCE_CLAMP
@@ -76,9 +77,11 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         args = AsyncOPOConfig(f"{model.split('/')[-1]}-AsyncOPO") if args is None else args
         if not isinstance(args, AsyncOPOConfig):
             raise TypeError(f"args is of type {type(args).__name__}. Pass an `AsyncOPOConfig`.")
+        check_models(model, (), args)
         device = without_gpu() if args.device.type == "cpu" else nullcontext()
         with device, without_password(args.vllm_server_base_url):
             super().__init__(model, reward_funcs, args, *further, **named)
+        check_finite(self.accelerator, self.model)
         faults.check_sharding(self.accelerator)
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
         self._frozen_base = nullcontext() if self._lora_sync else FrozenBase(self.model)

@@ -2,22 +2,19 @@
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedModel
-from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.integrations.accelerate import check_and_set_device_map
 from trl import GRPOConfig, ModelConfig, get_peft_config
 
 from .. import trl_contract
 from .blame import blamed, given
 from .ranges import CHOICES, reject
+from .weights import without_zero3
 
 
 # Fields that control how a model is constructed.
@@ -86,21 +83,8 @@ def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mappi
         return None
     rest = {key: value for key, value in rest.items() if key not in ("trust_remote_code", "revision")}
     attention = options.get("attn_implementation", model_config.attn_implementation)
-    with _without_zero3(), torch.device("meta"):
-        model = kind._from_config(config, **rest, attn_implementation=attention)
-    _check_shapes(model, path, options)
-    return model
-
-
-@contextmanager
-def _without_zero3() -> Iterator[None]:
-    """Under ZeRO-3, Transformers would shard the model over all processes."""
-    kept = hf_deepspeed._hf_deepspeed_config_weak_ref
-    hf_deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        hf_deepspeed._hf_deepspeed_config_weak_ref = kept
+    with without_zero3(), torch.device("meta"):
+        return kind._from_config(config, **rest, attn_implementation=attention)
 
 
 def _check_device_map(device_map: Any) -> None:
@@ -113,21 +97,6 @@ def _check_device_map(device_map: Any) -> None:
         )
         if not known and device.type not in ("cpu", "meta"):
             raise ValueError(f"There is no device {str(place)!r} on this machine.")
-
-
-def _check_shapes(model: Any, path: str, options: Mapping[str, Any]) -> None:
-    """Reject options that give the model other shapes than its weights, which would fail only when loading."""
-    changed = options.keys() & model.config.to_dict().keys() - {"dtype"}
-    quantized = getattr(model.config, "quantization_config", None) is not None  # packed weights have other shapes
-    if not changed or quantized or options.get("ignore_mismatched_sizes"):
-        return
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for file in Path(path).glob("*.safetensors"):
-        with safe_open(file, "pt") as weights:
-            for name in shapes.keys() & set(weights.keys()):
-                saved = tuple(weights.get_slice(name).get_shape())
-                if saved != shapes[name]:
-                    raise ValueError(f"{name} has the shape {saved} in {file.name}, but {shapes[name]} in the model.")
 
 
 def _check_adapters(model: Any, model_config: ModelConfig) -> None:

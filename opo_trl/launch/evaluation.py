@@ -24,6 +24,7 @@ from trl import GRPOConfig
 
 from ..checks import paths
 from ..checks.errors import report_error
+from ..checks.weights import check_adapter, check_finite, check_weights
 from ..data import INSTRUCTION, gym
 from ..data.arithmetic import base_model_path
 from ..report.evaluation import markdown, read_evaluation, steps_trained, write_evaluation
@@ -100,6 +101,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     data = _data(arguments.data, names)
     harness.check_names(names)
     config = check_model("MODEL", subject.model, revision=None, trust_remote_code=False, pickled=False)
+    base = check_weights("MODEL", subject.model, {"use_safetensors": True})
+    if subject.adapter and base is not None:
+        check_adapter("MODEL", subject.adapter, base)
     tokenizer = load_tokenizer(subject.tokenizer, revision=None, trust_remote_code=False)
     asking = _asking(arguments, subject.settings, tokenizer)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -120,6 +124,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         rank=subject.rank,
         ends_thinking="</think>" in tokenizer.get_vocab(),
     )
+    check_finite(None, getattr(lm, "model", None))  # that of vLLM is in another process
     output.mkdir(parents=True, exist_ok=True)
     measured, written = {}, []
     for name, tasks in loaded.items():

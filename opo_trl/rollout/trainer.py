@@ -30,6 +30,7 @@ from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import get_config_model_id
 
 from .. import trl_contract
+from ..checks.weights import check_finite, check_models
 from ..config import RolloutConfig
 from ..evaluate import check_placed
 from ..metrics.opo import gradient_response_efficiency
@@ -111,8 +112,11 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
     def __init__(self, model, reward_funcs=None, args: RolloutConfig | None = None, *further, **named):
         trl_contract.check_replaced()
         args = self._checked_args(model, args, quantized=named.get("quantization_config") is not None)
+        rewards = reward_list(reward_funcs)
+        check_models(model, rewards, args, named.get("peft_config"))
         with without_password(args.vllm_server_base_url):
-            super().__init__(model, reward_list(reward_funcs), args, *further, **named)
+            super().__init__(model, rewards, args, *further, **named)
+        check_finite(self.accelerator, self.model, *self.reward_funcs)
         self._check_dataset()
         # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
         # none. Without the table they are not needed.

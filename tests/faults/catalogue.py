@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 
 RECIPE = {
     "output_dir": "run",
@@ -156,6 +158,18 @@ def both(*changes: Change) -> Change:
     def change(folder: Path) -> None:
         for one in changes:
             one(folder)
+
+    return change
+
+
+def without_tensor(name: str) -> Change:
+    """Leave one tensor out of the model's weights."""
+
+    def change(folder: Path) -> None:
+        file = folder / "model" / "model.safetensors"
+        tensors = load_file(file)
+        del tensors[name]
+        save_file(tensors, file, metadata={"format": "pt"})
 
     return change
 
@@ -545,6 +559,31 @@ MODELS = [
         "missing shard of the weights",
         ["model_name_or_path='model'", "model-2.safetensors", "missing", "Restore"],
         change=write("model/model.safetensors.index.json", '{"weight_map": {"a": "model-2.safetensors"}}'),
+    ),
+    Case(
+        "tensor missing from the weights",
+        ["model_name_or_path='./model'", "lack model.layers.1.mlp.up_proj.weight", "Restore"],
+        change=without_tensor("model.layers.1.mlp.up_proj.weight"),
+    ),
+    Case(
+        "more layers in the configuration than in the weights",
+        ["model_name_or_path='./model'", "lack model.layers.2.input_layernorm.weight", "and 8 more", "config.json"],
+        change=edit("model/config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3),
+    ),
+    Case(
+        "fewer layers in the configuration than in the weights",
+        ["model_name_or_path='./model'", "leaves out layers", "model.layers.1.", "num_hidden_layers"],
+        change=edit("model/config.json", num_hidden_layers=1, layer_types=["full_attention"]),
+    ),
+    Case(
+        "another size in the configuration than in the weights",
+        ["model_name_or_path='./model'", "mlp.down_proj.weight has the shape (32, 64)", "(32, 32)", "config.json"],
+        change=edit("model/config.json", intermediate_size=32),
+    ),
+    Case(
+        "language model as a reward model",
+        ["reward_model_name_or_path='./model'", "lack score.weight"],
+        {"reward_model_name_or_path": "./model"},
     ),
     Case(
         "truncated configuration",

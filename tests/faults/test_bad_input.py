@@ -21,6 +21,7 @@ import pytest
 import yaml
 from datasets import Dataset
 from helpers import PROMPTS, free_port, make_trainer
+from safetensors.torch import load_file, save_file
 from trl import GRPOConfig
 
 from faults import catalogue
@@ -122,6 +123,20 @@ def test_bad_input_is_rejected_before_any_work(case: Case, folder: Path, monkeyp
     assert "Traceback (most recent call last)" in output
     assert f"\nValueError: {said.partition(': error: ')[2]}" in output
     assert message(output) == said
+    assert snapshot(folder) == before
+
+
+def test_weights_that_are_not_finite_are_rejected_before_the_run_folder_is_made(folder: Path, capsys):
+    tensors = load_file(folder / "model" / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model" / "model.safetensors", metadata={"format": "pt"})
+    case = Case("NaN weights", [])
+    prepare(case, folder)
+    before = snapshot(folder)
+    assert call(case) == 2
+    output = capsys.readouterr().err
+    assert "Traceback" not in output
+    assert "model='./model': model.norm.weight has NaN or infinite values. Use another" in message(output)
     assert snapshot(folder) == before
 
 

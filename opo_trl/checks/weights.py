@@ -1,0 +1,222 @@
+"""Checks of a model's weights: its files hold every tensor of the model, in its shape, and none is NaN or infinite."""
+
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import StringIO
+from typing import Any, cast
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import is_peft_model
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.integrations import deepspeed as hf_deepspeed
+from transformers.utils.logging import set_tqdm_hook
+from trl.trainer.utils import get_config_model_id
+
+
+# Options of `from_pretrained` that say where the files are and how their tensors are called.
+_SOURCE = (
+    *("revision", "cache_dir", "token", "subfolder", "variant", "local_files_only", "use_safetensors"),
+    *("trust_remote_code", "key_mapping"),
+)
+
+
+def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: bool = False) -> Any:
+    """
+    Compare the tensors in a model's files with those that the model has, by name and shape.
+
+    Transformers initializes a tensor that is not in the files at random, drops one that the model does not have, and
+    goes on. Here it loads the files onto the `meta` device: it reads their headers only, and renames, merges and ties
+    tensors as it will when training.
+
+    Args:
+        field (`str`):
+            Field that names the model, for the message.
+        path (`str`):
+            Folder or id on the Hub.
+        options (`Mapping`):
+            The options of `from_pretrained` that training uses, `model_init_kwargs`.
+        scores (`bool`, *optional*):
+            Whether it is a reward model. Another is of the class that its configuration names, as TRL loads it.
+
+    Returns:
+        [`~transformers.PreTrainedModel`]: the model on the `meta` device.
+
+    Raises:
+        `ValueError`: a tensor is missing, has another shape, or belongs to a layer that the configuration leaves out.
+            Tied tensors, and those that the model's class can do without, may be missing.
+    """
+    config, _ = AutoConfig.from_pretrained(
+        path, return_unused_kwargs=True, **{**options, **({"num_labels": 1} if scores else {})}
+    )
+    kind: Any = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+    if scores:
+        kind = AutoModelForSequenceClassification
+    packed = _without_quantization(config)
+    source: Any = {name: options[name] for name in _SOURCE if name in options}
+    model, info, failed = _load_empty(kind, path, config, source)
+    if model is None:
+        if packed:  # some cannot be unpacked without their data
+            return None
+        raise ValueError(
+            f"{field}={path!r}: its files lack tensors that {kind.__name__} merges, or hold them in different shapes: "
+            f"{_named(failed)}. Restore the files, or correct config.json."
+        )
+    unexpected, parameters = sorted(info["unexpected_keys"]), dict(model.named_parameters())
+    # Packed weights have names of their own next to where the plain one would be.
+    elsewhere = {name[: dot.start()] for name in unexpected for dot in re.finditer(r"\.", name)} if packed else set()
+    missing = [
+        name
+        for name in info["missing_keys"] & parameters.keys()
+        if name in elsewhere or name.rpartition(".")[0] not in elsewhere
+    ]
+    if missing:
+        raise ValueError(
+            f"{field}={path!r}: its files lack {_named(missing)}, which Transformers would initialize at random. "
+            "Restore the files, or correct config.json."
+        )
+    if not (packed or options.get("ignore_mismatched_sizes")):
+        for name, saved, wanted in sorted(info["mismatched_keys"]):
+            of_config = {name: options[name] for name in options.keys() & config.to_dict().keys() - {"dtype"}}
+            raise ValueError(
+                f"{field}={path!r}{f' with model_init_kwargs={of_config!r}' if of_config else ''}: {name} has the "
+                f"shape {tuple(saved)} in its files, but {tuple(wanted)} in the model. Correct "
+                f"{'`model_init_kwargs`' if of_config else 'config.json'}."
+            )
+    known = {_of_any_layer(name) for name in model.state_dict()}
+    dropped = [name for name in unexpected if _of_any_layer(name) in known]
+    # Layers for predicting several tokens count on from the last one.
+    may_drop = "num_hidden_layers" in options or getattr(config.get_text_config(), "num_nextn_predict_layers", None)
+    if dropped and not may_drop:
+        raise ValueError(
+            f"{field}={path!r}: its configuration leaves out layers of its files, with {_named(dropped)}. Correct "
+            "config.json, or set `model_init_kwargs: {num_hidden_layers: …}` to train without them."
+        )
+    return model
+
+
+def check_models(model: Any, rewards: Sequence[Any], args: Any, peft_config: Any = None) -> None:
+    """
+    [`check_weights`] of every model that a trainer loads by its name: policy, reference and reward models.
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`]), rewards (`Sequence`), peft_config ([`~peft.PeftConfig`]):
+            Arguments of the trainer.
+        args ([`~transformers.TrainingArguments`]):
+            Its configuration.
+    """
+    options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    if isinstance(model, str):
+        check_weights("model", model, options)
+    elif getattr(args, "beta", 0) and peft_config is None and not is_peft_model(model):
+        check_weights("model", get_config_model_id(model.config), options)  # the reference, loaded once more
+    for name in (reward for reward in rewards if isinstance(reward, str)):
+        check_weights("reward_funcs", name, options, scores=True)
+
+
+def check_adapter(field: str, path: str, base: Any) -> None:
+    """
+    Compare the tensors of an adapter with those that it has on its base model, which [`check_weights`] has returned.
+
+    Raises:
+        `ValueError`: a tensor is missing, has another shape, or belongs to a layer that the base model does not have.
+    """
+    from peft import PeftConfig, PeftModel
+
+    try:
+        adapted = PeftModel(base, PeftConfig.from_pretrained(path), low_cpu_mem_usage=True)
+        loaded = adapted.load_adapter(path, "default", torch_device="cpu", low_cpu_mem_usage=True)
+    except (RuntimeError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{field}={path!r}: the adapter does not fit its base model: {error}") from error
+    for names, what in ((loaded.missing_keys, "lacks"), (loaded.unexpected_keys, "has for another model")):
+        if names:
+            raise ValueError(
+                f"{field}={path!r}: the adapter {what} {_named(names)}. Restore its files, or set its own base model."
+            )
+
+
+def check_finite(accelerator: Accelerator | None, *models: Any) -> None:
+    """
+    Check that no weight of the policy, the first model, or of reward models is NaN or infinite, on any process.
+
+    Under ZeRO-3 each process checks its part. Weights in 8 bits or less and those on the disk are not checked.
+    """
+    for model in (model for model in models if isinstance(model, nn.Module)):
+        weights = {name: getattr(weight, "ds_tensor", weight).detach() for name, weight in model.named_parameters()}
+        found = torch.tensor([_is_broken(weight) for weight in weights.values()], dtype=torch.int32)
+        if accelerator is not None:
+            found = cast(Tensor, accelerator.reduce(found.to(accelerator.device), "sum"))
+        broken = [name for name, processes in zip(weights, found.tolist(), strict=True) if processes]
+        if broken:
+            name = get_config_model_id(cast(Any, model).config)
+            raise ValueError(
+                f"{'model' if model is models[0] else 'reward_funcs'}={name!r}: {_named(broken)} has NaN or infinite "
+                "values. Use another checkpoint."
+            )
+
+
+def _is_broken(weight: Tensor) -> bool:
+    if weight.is_meta or not weight.numel() or not weight.is_floating_point() or weight.element_size() == 1:
+        return False
+    return not all(extreme.isfinite() for extreme in weight.aminmax())  # takes no memory, unlike a mask of the weights
+
+
+def _without_quantization(config: Any) -> bool:
+    """Remove a configuration's description of packed weights; whether there is one."""
+    packed = False
+    for part in (config, config.get_text_config()):
+        if getattr(part, "quantization_config", None) is not None:
+            packed, part.quantization_config = True, None
+    return packed
+
+
+def _named(names: Collection[str]) -> str:
+    shown = ", ".join(sorted(names)[:3])
+    return f"{shown} and {len(names) - 3} more tensors" if len(names) > 3 else shown
+
+
+def _of_any_layer(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def _load_empty(kind: Any, path: str, config: Any, source: Mapping[str, Any]) -> tuple[Any, dict[str, Any], list[str]]:
+    """The model and what Transformers says of its tensors; or no model, and the tensors that cannot be converted."""
+    how: Any = {"device_map": "meta", "ignore_mismatched_sizes": True, "output_loading_info": True}
+    with without_zero3(), _quiet() as report:
+        try:
+            model, info = kind.from_pretrained(path, config=config, attn_implementation="eager", **how, **source)
+        except (RuntimeError, SafetensorError):
+            return None, {}, re.findall(r"^(.+?) +\| CONVERSION", report.getvalue(), re.MULTILINE)
+    return model, info, []
+
+
+@contextmanager
+def _quiet() -> Iterator[StringIO]:
+    """Collect what Transformers reports of the weights instead of showing it; loading them for good shows it."""
+    report, logger = StringIO(), logging.getLogger("transformers.modeling_utils")
+    handler, propagate = logging.StreamHandler(report), logger.propagate
+    hook = set_tqdm_hook(lambda factory, args, options: factory(*args, **{**options, "disable": True}))
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield report
+    finally:
+        logger.propagate = propagate
+        logger.removeHandler(handler)
+        set_tqdm_hook(hook)
+
+
+@contextmanager
+def without_zero3() -> Iterator[None]:
+    """Under ZeRO-3, Transformers would shard the model over all processes."""
+    kept = hf_deepspeed._hf_deepspeed_config_weak_ref
+    hf_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = kept
