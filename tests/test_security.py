@@ -20,9 +20,12 @@ from safetensors.torch import load_file
 from sympy import Symbol, lambdify
 from sympy.core import evalf
 
+from opo_trl import OPOConfig, OPOTrainer
+from opo_trl.checks.weights import check_weights
+from opo_trl.launch.evaluation import main as evaluate
 from opo_trl.launch.recipe import read_recipe
 from opo_trl.rewards import accuracy as rewards
-from opo_trl.rewards.accuracy import score
+from opo_trl.rewards.accuracy import accuracy_reward, score
 from opo_trl.rollout.checkpoint import load_state
 from opo_trl.train import main
 
@@ -75,6 +78,46 @@ def test_code_that_comes_with_a_model_is_not_run(model, tmp_path, capsys):
     (model / "remote.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'harm')!r})\n")
     assert train(model, tmp_path) == 2
     assert "Set `trust_remote_code` to true if you have read that code and trust it" in capsys.readouterr().err
+    assert not (tmp_path / "harm").exists()
+
+
+def edit(file: Path, **entries: object) -> None:
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | entries))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"attn_implementation": "evil/kernel"},
+        {"_attn_implementation": "evil/kernel@v1:attend"},
+        {"attn_implementation": {"": "paged|evil/kernel"}},
+    ],
+    ids=str,
+)
+def test_attention_from_the_hub_in_a_models_configuration_is_rejected(model, tmp_path, capsys, entry):
+    """Transformers would download its code and run it, without `trust_remote_code`."""
+    edit(model / "config.json", **entry)
+    with pytest.raises(
+        ValueError, match=r"model='.*model': its config.json asks for code from the Hub, attn_impl.*evil/"
+    ):
+        OPOTrainer(str(model), accuracy_reward, OPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False))
+    arguments = [str(model), "--tasks", "arithmetic", "--output", str(tmp_path / "out")]
+    assert evaluate(arguments) == 2
+    assert "asks for code from the Hub, attn_implementation=" in capsys.readouterr().err
+    check_weights("model", str(model), {"attn_implementation": "sdpa"})  # the user's own choice goes first
+
+
+def test_other_code_of_a_model_is_not_run_unless_it_is_trusted(model, tmp_path):
+    """A recipe passes its own `attn_implementation`; Transformers ignores the rest without `trust_remote_code`."""
+    harm = f"import os\nos.mkdir({str(tmp_path / 'harm')!r})\n"
+    for name in ("tokenization.py", "custom_generate/generate.py"):
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text(harm)
+    edit(model / "config.json", attn_implementation="evil/kernel")
+    edit(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization.T", "tokenization.T"]})
+    edit(model / "generation_config.json", custom_generate="evil/generate")
+    assert train(model, tmp_path) == 0
     assert not (tmp_path / "harm").exists()
 
 

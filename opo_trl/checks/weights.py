@@ -49,11 +49,14 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
 
     Raises:
         `ValueError`: a tensor is missing, has another shape, or belongs to a layer that the configuration leaves out.
-            Tied tensors, and those that the model's class can do without, may be missing.
+            Tied tensors, and those that the model's class can do without, may be missing. Or the configuration names
+            an attention from the Hub, and the options name none.
     """
     config, _ = AutoConfig.from_pretrained(
         path, return_unused_kwargs=True, **{**options, **({"num_labels": 1} if scores else {})}
     )
+    if "attn_implementation" not in options:
+        _check_attention(field, path, config)
     kind: Any = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
     if scores:
         kind = AutoModelForSequenceClassification
@@ -166,13 +169,31 @@ def _is_broken(weight: Tensor) -> bool:
     return not all(extreme.isfinite() for extreme in weight.aminmax())  # takes no memory, unlike a mask of the weights
 
 
+def _check_attention(field: str, path: str, config: Any) -> None:
+    """Transformers downloads and runs an attention that has the form of a repository's name."""
+    for part in _parts(config):
+        attention = part._attn_implementation
+        if attention is not None and "/" in attention:
+            raise ValueError(
+                f"{field}={path!r}: its config.json asks for code from the Hub, attn_implementation={attention!r}. "
+                "Remove it there, or set `attn_implementation` to one that you trust, such as 'sdpa'."
+            )
+
+
 def _without_quantization(config: Any) -> bool:
     """Remove a configuration's description of packed weights; whether there is one."""
-    packed = False
-    for part in (config, config.get_text_config()):
-        if getattr(part, "quantization_config", None) is not None:
-            packed, part.quantization_config = True, None
-    return packed
+    packed = [part for part in _parts(config) if getattr(part, "quantization_config", None) is not None]
+    for part in packed:
+        part.quantization_config = None
+    return bool(packed)
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A configuration, and those of the parts of a model."""
+    yield config
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            yield from _parts(getattr(config, name))
 
 
 def _named(names: Collection[str]) -> str:
