@@ -8,24 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ..checks.files import read_json, read_lines
-from ..fields import DATA, MODEL, OBJECTIVE, OPTIMIZER, REWARDS, SAMPLING, deciding
+from ..fields import DATA, INHERITED, MODEL, SAMPLING, deciding
 from ..methods import DEFAULT, by_trainer, config_classes
 from .run_folder import ENVIRONMENT, LOG, RECIPE, SETTINGS, SUMMARY, is_run
 
 
 Settings = Mapping[str, Any]
 
-# Fields of TRL and Transformers. Ours are annotated where they are defined: `alpha: Annotated[float, OBJECTIVE]`.
-_INHERITED = {
-    DATA: "dataset_name dataset_config dataset_train_split dataset_test_split chat_template_kwargs",
-    MODEL: "model_name_or_path model_revision dtype load_in_8bit load_in_4bit use_peft use_dora use_rslora",
-    SAMPLING: "num_generations max_completion_length max_tool_calling_iterations temperature top_p top_k min_p "
-    "repetition_penalty",
-    REWARDS: "reward_weights scale_rewards multi_objective_aggregation",
-    OBJECTIVE: "loss_type importance_sampling_level epsilon epsilon_high delta beta entropy_coef top_entropy_quantile "
-    "off_policy_mask_threshold mask_truncated_completions",
-    OPTIMIZER: "optim learning_rate lr_scheduler_type adam_beta1 adam_beta2 adam_epsilon weight_decay",
-}
 MODEL_PREFIX = "lora_"
 
 _DEFINING_PREFIXES = (MODEL_PREFIX, "validation_", "report_")
@@ -120,8 +109,13 @@ def _read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def fields_deciding(*topics: str) -> tuple[str, ...]:
-    """Fields of all methods that decide one of these topics. Imports TRL."""
-    return tuple(name for topic in topics for name in (*_INHERITED[topic].split(), *_ours(topic)))
+    """Fields of recipes, of all methods, that decide one of these topics. Imports TRL."""
+    from trl import ModelConfig  # takes seconds
+
+    from ..arguments import OPOScriptArguments
+
+    kinds = (OPOScriptArguments, ModelConfig, *config_classes())
+    return tuple(dict.fromkeys(name for topic in topics for kind in kinds for name in deciding(kind, topic)))
 
 
 def kept_on_resume() -> tuple[str, ...]:
@@ -131,14 +125,7 @@ def kept_on_resume() -> tuple[str, ...]:
     The others may change: the length of the run, what it saves, logs, validates and reports, and how it is executed.
     The optimizer's may not: a checkpoint restores the state of optimizer and scheduler, which would hide a new value.
     """
-    return (*fields_deciding(*_INHERITED), "seed")
-
-
-def _ours(topic: str) -> tuple[str, ...]:
-    from ..arguments import OPOScriptArguments  # imports TRL, which takes seconds
-
-    kinds = (OPOScriptArguments, *config_classes())
-    return tuple(dict.fromkeys(name for kind in kinds for name in deciding(kind, topic)))
+    return (*fields_deciding(*INHERITED), "seed")
 
 
 def defining_settings(settings: Settings) -> dict[str, Any]:
