@@ -141,8 +141,7 @@ class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
         with checkpoint.no_rotation(self.args):
             super()._save_checkpoint(model, trial)
         if self.args.should_save:
-            checkpoint.rotate(folder.parent, self.args.save_total_limit, self.state.best_model_checkpoint)
-            checkpoint.forget_replaced(folder.parent)
+            checkpoint.finish(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _save_rng_state(self, output_dir: str):
         super()._save_rng_state(output_dir)

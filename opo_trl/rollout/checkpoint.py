@@ -5,23 +5,33 @@ For each process a checkpoint holds the rest of its rollout, the position in it,
 report. A resumed run is thus bitwise identical to an uninterrupted one.
 
 Two files mark a complete checkpoint: `manifest.json`, written when the last process is done, lists all files so far
-and their sizes; `trainer_state.json` is what Transformers writes last. A checkpoint that a kill cut short lacks one of
-them, or a file of the manifest. Only complete checkpoints are resumed.
+with their sizes and checksums; `trainer_state.json` is what Transformers writes last, and the manifest then lists it,
+too. A checkpoint that a kill cut short lacks one of them, or a file of the manifest. Only complete checkpoints are
+resumed, and only if no file has changed since it was written: before a resumption the checkpoint is read once for its
+checksums.
 
 Checkpoints of other trainers, and those saved with `save_only_model`, have no manifest but do have
 `trainer_state.json`. Named by their path, they resume as in Transformers; they are never chosen automatically.
 """
 
+import functools
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterator
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import safe_open
 from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
@@ -33,6 +43,8 @@ MANIFEST = "manifest.json"
 
 # A complete checkpoint while another of the same step is written. Transformers neither rotates nor pushes it.
 REPLACED_PREFIX = f"_{PREFIX_CHECKPOINT_DIR}"
+
+_READERS, _PIECE = 8, 2**22  # files read at the same time for their checksums, and bytes of each at once
 
 
 # Writing and reading
@@ -62,10 +74,31 @@ def load_state(folder: Path, process: int) -> dict[str, Any]:
 
 def finalize(folder: Path) -> None:
     """Write the manifest of a checkpoint, once every process has written its part."""
-    files = {
-        str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
-    }
-    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2))
+    _add([path for path in sorted(folder.rglob("*")) if path.is_file()], folder, {"files": {}, "crc32": {}})
+
+
+def finish(folder: Path, limit: int | None, best: str | None) -> None:
+    """
+    Once Transformers has written its state, add that to the manifest; then delete older checkpoints ([`rotate`]), and
+    what [`make_way`] kept.
+
+    The manifest is replaced as a whole, so a kill cannot cut it short. Earlier saves that were killed may have kept
+    a checkpoint, too.
+    """
+    if (folder / MANIFEST).exists():  # not with `save_only_model`
+        _add([folder / TRAINER_STATE_NAME], folder, _read_json(folder / MANIFEST))
+    rotate(folder.parent, limit, best)
+    for path in _sorted(folder.parent, REPLACED_PREFIX):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _add(paths: list[Path], folder: Path, manifest: dict[str, dict[str, int]]) -> None:
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    manifest["files"] |= {name: path.stat().st_size for name, path in zip(names, paths, strict=True)}
+    manifest["crc32"] |= dict(zip(names, _checksums(paths), strict=True))
+    part = folder / f"{MANIFEST}.part"
+    part.write_text(json.dumps(manifest, indent=2))
+    os.replace(part, folder / MANIFEST)
 
 
 def make_way(folder: Path) -> None:
@@ -88,10 +121,22 @@ def replaced(folder: Path) -> Path:
     return folder.with_name(f"_{folder.name}")
 
 
-def forget_replaced(run: Path) -> None:
-    """Delete what [`make_way`] kept, in this save and in earlier ones that were killed."""
-    for path in _sorted(run, REPLACED_PREFIX):
-        shutil.rmtree(path, ignore_errors=True)
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _checksums(paths: Iterable[Path]) -> Iterable[int]:
+    """CRC-32 of files. The time is that of reading them: zlib computes gigabytes per second, outside Python's lock."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(_checksum, paths))
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
 
 
 @contextmanager
@@ -128,7 +173,7 @@ def _sorted(run: str | Path, prefix: str, *, use_mtime: bool = False) -> list[st
 
 
 def fault(folder: Path) -> str | None:
-    """Why a checkpoint cannot be resumed exactly; `None` if it is complete."""
+    """Why a checkpoint cannot be resumed exactly, by names and sizes of its files; `None` if it is complete."""
     if not folder.is_dir():
         return "it does not exist"
     if lacks := lacking(folder):
@@ -136,20 +181,68 @@ def fault(folder: Path) -> str | None:
             f"it holds no {', no '.join(lacks)}, because another trainer or `save_only_model` saved it; to resume "
             "without, pass its path"
         )
+    read = {}
     for name in (MANIFEST, TRAINER_STATE_NAME):
         try:
-            content = json.loads((folder / name).read_text())
+            read[name] = _read_json(folder / name)
         except FileNotFoundError:
             return f"it has no {name}: writing was cut short"
-        except json.JSONDecodeError:
-            return f"its {name} is cut short"
-        missing = [file for file in content.get("files", {}) if not (folder / file).exists()]
-        if missing:
-            return f"it lacks {', '.join(missing)}"
-        short = [file for file, size in content.get("files", {}).items() if (folder / file).stat().st_size != size]
-        if short:
-            return f"its {', '.join(short)} is cut short"
+        except (OSError, ValueError, RecursionError) as error:
+            return f"its {name} is cut short or damaged ({type(error).__name__})"
+    if not _is_manifest(read[MANIFEST]):
+        return f"its {MANIFEST} is damaged"
+    sizes = read[MANIFEST]["files"]
+    if missing := [name for name in sizes if not (folder / name).is_file()]:
+        return f"it lacks {', '.join(missing)}"
+    if resized := [name for name, size in sizes.items() if (folder / name).stat().st_size != size]:
+        return f"its {', '.join(resized)} is cut short, or not of the size in {MANIFEST}"
     return None
+
+
+def _is_manifest(content: Any) -> bool:
+    tables = [content.get("files"), content.get("crc32", {})] if isinstance(content, dict) else [None]
+    numbers = all(isinstance(table, dict) and {*map(type, table.values())} <= {int} for table in tables)
+    return numbers and tables[0].keys() >= tables[1].keys()
+
+
+def damage(folder: Path) -> str | None:
+    """Which files of a finished checkpoint are damaged: all of them are read, once as long as none changes."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return _damage(folder, tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths))
+
+
+@functools.lru_cache(maxsize=16)
+def _damage(folder: Path, files: tuple[tuple[Path, int, int], ...]) -> str | None:
+    try:
+        if (folder / MANIFEST).exists():
+            wanted = _read_json(folder / MANIFEST).get("crc32", {})
+            found = _checksums(folder / name for name in wanted)
+            changed = [name for name, checksum in zip(wanted, found, strict=True) if checksum != wanted[name]]
+            differs = f"not what {MANIFEST} lists"
+        else:
+            changed = [str(path.relative_to(folder)) for path, _, _ in files if not _is_readable(path)]
+            differs = "not readable"
+    except OSError as error:
+        return f"it cannot be read ({error})"
+    return f"its {', '.join(changed)} is damaged: {differs}" if changed else None
+
+
+def _is_readable(path: Path) -> bool:
+    """Whether a file of another trainer, which has no checksum, is what its name says. Those of torch are archives."""
+    try:
+        if path.suffix in (".pt", ".pth"):
+            with zipfile.ZipFile(path) as archive:
+                return archive.testzip() is None
+        if path.suffix == ".json":
+            _read_json(path)
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt"):
+                pass
+    except OSError:
+        raise
+    except Exception:  # whatever is in it
+        return False
+    return True
 
 
 def lacking(folder: Path) -> list[str] | None:
@@ -165,8 +258,8 @@ def lacking(folder: Path) -> list[str] | None:
     if (folder / MANIFEST).exists() or any(folder.glob("rollout_state_*")):
         return None
     try:
-        json.loads((folder / TRAINER_STATE_NAME).read_text())
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        _read_json(folder / TRAINER_STATE_NAME)
+    except (OSError, ValueError, RecursionError):
         return None
     held = {"optimizer or learning-rate schedule": ("optimizer*", "global_step*"), "random states": ("rng_state*",)}
     return ["rollout", *(name for name, files in held.items() if not any(any(folder.glob(file)) for file in files))]
@@ -210,22 +303,42 @@ def resolve(wanted: str | bool | None, output_dir: str) -> str | None:
     """
     if wanted in (None, False, "false", "False"):
         return None
-    last = last_complete(output_dir)
     if wanted not in (True, "true", "True", "last", "auto"):
-        return _named(str(wanted), last)
-    checkpoints = _checkpoints(output_dir)
-    for path in checkpoints[checkpoints.index(last) + 1 if last else 0 :]:
-        logger.warning(f"{path} is skipped: {fault(Path(path))}.")
+        return _named(str(wanted), output_dir)
+    last, skipped = _last_intact(output_dir)
+    for path, why in skipped.items():
+        logger.warning(f"{path} is skipped: {why}.")
     if last is None and wanted != "auto":
+        newest = next((f" ({path}: {why})" for path, why in skipped.items()), "")
         raise ValueError(
-            f"resume_from_checkpoint={wanted!r}, but output_dir={output_dir!r} holds no complete checkpoint. Remove "
-            "`resume_from_checkpoint`, or set it to `auto` to start from the beginning in that case."
+            f"resume_from_checkpoint={wanted!r}, but output_dir={output_dir!r} holds no complete checkpoint{newest}. "
+            "Remove `resume_from_checkpoint`, or set it to `auto` to start from the beginning in that case."
         )
     return last
 
 
-def _named(wanted: str, last: str | None) -> str:
-    why, lacks = fault(Path(wanted)), lacking(Path(wanted))
+def _last_intact(output_dir: str) -> tuple[str | None, dict[str, str]]:
+    """The last checkpoint without a fault or damage, if there is one, and why each later one is skipped."""
+    skipped: dict[str, str] = {}
+    # The main process's list: on a network file system, another process may not see the same folders yet.
+    for path in broadcast_object_list([_checkpoints(output_dir)])[0][::-1]:
+        why = _defect(Path(path), fault(Path(path)))
+        if why is None:
+            return path, skipped
+        skipped[path] = why
+    return None, skipped
+
+
+def _defect(folder: Path, why: str | None) -> str | None:
+    """`why` a checkpoint is rejected, or else its damage, as one process of each machine finds it; all agree."""
+    if why is None and PartialState().is_local_main_process:
+        why = damage(folder)
+    return next(filter(None, gather_object([why])), None)
+
+
+def _named(wanted: str, output_dir: str) -> str:
+    folder = Path(wanted)
+    lacks = lacking(folder)
     if lacks:
         logger.warning_once(
             f"resume_from_checkpoint={wanted!r} holds no {', no '.join(lacks)}, because another trainer or "
@@ -233,7 +346,9 @@ def _named(wanted: str, last: str | None) -> str:
             "and starts the rest afresh, so the run will differ from an uninterrupted one. To begin at step 0 with "
             "its weights, set the model (`model_name_or_path`) to this folder."
         )
-    if why is None or lacks:
+    why = _defect(folder, None if lacks else fault(folder))
+    if why is None:
         return wanted
+    last, _ = _last_intact(output_dir)
     instead = f"Use {last!r}, the last complete one." if last else "Remove `resume_from_checkpoint`."
     raise ValueError(f"resume_from_checkpoint={wanted!r} cannot be resumed: {why}. {instead}")

@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from ..config import RolloutConfig
+from ..fields import DATA, OBJECTIVE, REWARDS, SAMPLING, deciding
 from ..metrics.watches import Watch, Watches
 from . import checkpoint, disk
 from .frozen_base import local_part
@@ -23,13 +24,17 @@ from .replay import ReplayBuffer
 
 
 # Fields that cut a rollout.
-_CUT = (
+CUT = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "steps_per_generation",
     "num_iterations",
     "max_staleness",
 )
+# Topics of the fields that decide what a rollout holds.
+CONTENT = (DATA, SAMPLING, REWARDS, OBJECTIVE)
+# Fields that decide what else a checkpoint holds, in the middle of a rollout or not.
+STATE = ("optim", "sync_ref_model")
 
 
 class ResumableTrainer(GRPOTrainer):
@@ -108,7 +113,6 @@ class ResumableTrainer(GRPOTrainer):
         return {
             "rollout": rollout,
             "position": position,
-            "split": self._split,
             # Later passes are cut from the samples; this one has been cut.
             "replay": self._replay.state_dict() if self.num_iterations > 1 and replays else {},
             "buffer": self._buffered_inputs if position % self.args.steps_per_generation else None,
@@ -117,6 +121,7 @@ class ResumableTrainer(GRPOTrainer):
             # `torch.load` would reject it.
             "plain": json.dumps(
                 {
+                    "settings": self._settings,
                     "numbers": {name: getattr(self, name) for name in self._saved_numbers},
                     "metrics": self._metrics,
                     "prompts": self._prompt_stream.state_dict() if self.args.max_sampling_rounds > 1 else {},
@@ -131,22 +136,23 @@ class ResumableTrainer(GRPOTrainer):
         """Resume from a state of [`~ResumableTrainer.rollout_state_dict`]."""
         self._step = state["rollout"] * self.args.micro_steps_per_rollout + state["position"]
         self._buffered_inputs = send_to_device(state["buffer"], self.accelerator.device)
-        self._replay.load_state_dict(send_to_device(state.get("replay") or {}, self.accelerator.device))
+        self._replay.load_state_dict(send_to_device(state["replay"], self.accelerator.device))
         # The steps since the last log entry count in the next entry, but not in this call's mean loss.
         self._tr_loss = state["pending_loss"].to(self.args.device)
         self._total_loss_scalar = -self._tr_loss.item()
         plain = json.loads(state["plain"])
         for name, value in plain["numbers"].items():
-            setattr(self, name, value)
-        if plain["prompts"]:
+            # Without the controller, the coefficient is a field, which may change at the end of a rollout.
+            if name != "entropy_coef" or self.args.use_adaptive_entropy:
+                setattr(self, name, value)
+        if plain["prompts"] and self.args.max_sampling_rounds > 1:
             self._prompt_stream.load_state_dict(plain["prompts"])
         for mode, metrics in plain["metrics"].items():
             self._metrics[mode].update(metrics)
         self._load_logs(plain["logs"])
-        states = plain.get("watches", {})  # earlier versions saved none
         for watch in self._watches:
-            if watch.text in states:
-                watch.restore(states[watch.text])
+            if watch.text in plain["watches"]:
+                watch.restore(plain["watches"][watch.text])
 
     def _load_logs(self, saved: Mapping[str, Any]) -> None:
         logs: Any = self._logs  # name → values of the latest rollout, or name → column → values
@@ -163,15 +169,26 @@ class ResumableTrainer(GRPOTrainer):
         return [watch for watches in found for watch in watches]
 
     @property
-    def _split(self) -> dict[str, int]:
-        """How a rollout is cut: into processes, micro-batches and iterations."""
-        return {"processes": self.accelerator.num_processes, **{name: getattr(self.args, name) for name in _CUT}}
+    def _settings(self) -> dict[str, Any]:
+        """What decides how a rollout is cut, what it holds, and what else a checkpoint holds, as read from JSON."""
+        args, data = self.args, self.train_dataset
+        kind: Any = type(args)
+        content = [name for topic in CONTENT for name in deciding(kind, topic)]
+        settings = {
+            "processes": self.accelerator.num_processes,
+            **{name: getattr(args, name) for name in (*CUT, *STATE, *content, "seed", "use_vllm")},
+            "trainer": self._name,
+            "reward_funcs": self.reward_func_names,
+            "tools": [getattr(tool, "__name__", type(tool).__name__) for tool in self.tools],
+            "train_dataset.column_names": sorted(getattr(data, "column_names", None) or ()),
+        }
+        return json.loads(json.dumps(settings, default=str))
 
     def check_resumable(self, folder: str) -> None:
         """
-        Check that this run can resume a checkpoint: inside a rollout only if the rollout is cut in the same way, a
-        moving reference model only in as many shards, and weights alone only in a form that this run's sharding can
-        load.
+        Check that this run can resume a checkpoint: inside a rollout, or with earlier rollouts that it replays, only
+        if it would make and cut them in the same way; a moving reference model only in as many shards; and weights
+        alone only in a form that this run's sharding can load.
 
         Raises:
             `ValueError`: names the field that differs, or says how to start from the weights.
@@ -181,35 +198,46 @@ class ResumableTrainer(GRPOTrainer):
             self._check_loads(place)
             return
         state = checkpoint.load_state(place, self.accelerator.process_index)
-        saved, split = {"max_staleness": 0, **state["split"]}, self._split  # earlier versions had no replay
-        if self.args.sync_ref_model:
-            shards = saved["processes"] if self._reference_is_sharded else split["processes"]
-            if shards != split["processes"] or not checkpoint.reference_file(place, self._reference_shard).exists():
+        saved, own = json.loads(state["plain"])["settings"], self._settings
+        inside, replays = state["position"] > 0, bool(self.args.max_staleness and state["replay"])
+        if replays and not inside:
+            self._check_replays(folder, state["replay"], saved["processes"])
+        for name in own:
+            there, here = (f"{name}={settings.get(name)!r:.200}" for settings in (saved, own))
+            if saved.get(name) == own[name]:
+                continue
+            if name in STATE:
                 raise ValueError(
-                    f"{folder!r} holds the reference model of `sync_ref_model` as saved by {saved['processes']} "
-                    f"processes, and this run, with {split['processes']}, holds it in another form. Resume with "
-                    "the number of processes and the sharding that it was saved with."
+                    f"{folder!r} was saved with {there}, but this run has {here}. Set {there}, or start from its "
+                    "weights: set the model (`model_name_or_path`) to this folder."
                 )
-        if state["position"] and saved["num_iterations"] > 1 and "replay" not in state:
-            raise ValueError(
-                f"{folder!r} was saved in the middle of a rollout by an earlier version, which cut all "
-                f"num_iterations={saved['num_iterations']} passes alike. Resume from a checkpoint at the end of a "
-                "rollout."
-            )
-        if saved == split or state["position"] == 0:
-            self._check_replays(folder, state, saved["processes"])
-            return
-        name = next(name for name in split if split[name] != saved[name])
-        raise ValueError(
-            f"{folder!r} was saved in the middle of a rollout with {name}={saved[name]}, but this run has "
-            f"{name}={split[name]}. Set {name}={saved[name]}, or resume from a checkpoint at the end of a rollout."
-        )
+            if inside:
+                raise ValueError(
+                    f"{folder!r} was saved in the middle of a rollout with {there}, but this run has {here}. Set "
+                    f"{there}, or resume from a checkpoint at the end of a rollout."
+                )
+            if replays and name not in ("processes", *CUT):
+                raise ValueError(
+                    f"{folder!r} holds earlier rollouts for max_staleness={self.args.max_staleness}, made with "
+                    f"{there}, but this run has {here}. Set {there}, or `max_staleness` to 0."
+                )
+        if self.args.sync_ref_model:
+            self._check_reference(place, saved["processes"])
 
-    def _check_replays(self, folder: str, state: Mapping[str, Any], processes: int) -> None:
+    def _check_reference(self, folder: Path, saved: int) -> None:
+        """Check that a checkpoint of this many processes holds the moving reference model in this run's shards."""
+        processes = self.accelerator.num_processes
+        same = saved == processes or not self._reference_is_sharded
+        if not same or not checkpoint.reference_file(folder, self._reference_shard).exists():
+            raise ValueError(
+                f"{str(folder)!r} holds the reference model of `sync_ref_model` as saved by {saved} processes, and "
+                f"this run, with {processes}, holds it in another form. Resume with the number of processes and the "
+                "sharding that it was saved with."
+            )
+
+    def _check_replays(self, folder: str, replay: Mapping[str, Any], processes: int) -> None:
         """Check that earlier rollouts in a checkpoint have as many samples per process, and groups, as this run's."""
-        args, replay = self.args, state.get("replay")
-        if not (args.max_staleness and replay):
-            return
+        args = self.args
         samples, groups = len(replay["rollouts"][-1]["advantages"]), len(replay["useful"][-1])
         saved = {"processes": processes, "samples": samples, "group": samples * processes // groups}
         own = {
@@ -259,8 +287,7 @@ class ResumableTrainer(GRPOTrainer):
             with checkpoint.no_rotation(self.args):
                 super()._save_checkpoint(model, trial)
             if writes:
-                checkpoint.rotate(folder.parent, self.args.save_total_limit, self.state.best_model_checkpoint)
-                checkpoint.forget_replaced(folder.parent)
+                checkpoint.finish(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
         except (Exception, CheckpointException) as error:  # FSDP's is a `BaseException`
             disk.give_up(folder, error, self.args, expected=self._known_bytes)
 

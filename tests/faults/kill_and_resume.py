@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import transformers.trainer
 from helpers import without_times
 from invariance.canonical import STEPS, Form, make_trainer, weights
 from invariance.launch import launch, logs
@@ -48,9 +47,10 @@ PLACES = {
     "after the optimizer": (OPOTrainer, "_save_optimizer_and_scheduler", "after"),
     "before the manifest": (checkpoint, "finalize", "before"),
     "after the manifest": (checkpoint, "finalize", "after"),
-    "before an old one is deleted": (transformers.trainer, "rotate_checkpoints", "before"),
+    "before the manifest is completed": (checkpoint, "finish", "before"),
+    "before an old one is deleted": (checkpoint, "rotate", "before"),
     "after a file of an old one is deleted": (os, "unlink", "after"),
-    "after an old one is deleted": (transformers.trainer, "rotate_checkpoints", "after"),
+    "after an old one is deleted": (checkpoint, "rotate", "after"),
 }
 
 ONE = Form("1 process", rows=4, sampled=True, options=SAVING)

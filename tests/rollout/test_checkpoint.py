@@ -1,8 +1,11 @@
 """Which checkpoints are complete, which one a run resumes, and what it says about the others."""
 
+import dataclasses
 import datetime
 import json
 import logging
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import ClassVar
@@ -11,11 +14,34 @@ import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
-from helpers import RecordingGRPO, RecordingOPO, even_tokens, logged, make_trainer, snapshot, trained, without_times
+from datasets import Dataset
+from helpers import (
+    PROMPTS,
+    RecordingBaseline,
+    RecordingGRPO,
+    RecordingOPO,
+    even_tokens,
+    logged,
+    make_trainer,
+    snapshot,
+    trained,
+    without_times,
+)
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
-from opo_trl.rollout.checkpoint import MANIFEST, fault, finished, lacking, last_complete, resolve, rotate
+from opo_trl import OPOConfig
+from opo_trl.rollout.checkpoint import (
+    MANIFEST,
+    damage,
+    fault,
+    finalize,
+    finished,
+    lacking,
+    last_complete,
+    resolve,
+    rotate,
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +65,12 @@ def test_finished_checkpoint_is_complete(run: Path):
     assert [fault(run / f"checkpoint-{step}") for step in (1, 2, 3)] == [None] * 3
 
 
-def test_format_of_the_state_is_that_of_earlier_checkpoints(run: Path):
+def test_format_of_the_state(run: Path):
     state = torch.load(run / "checkpoint-1" / "rollout_state_0.pt", weights_only=True)
-    assert state.keys() == {"rollout", "position", "split", "replay", "buffer", "pending_loss", "plain"}
+    assert state.keys() == {"rollout", "position", "replay", "buffer", "pending_loss", "plain"}
     assert (state["rollout"], state["position"], len(state["replay"]["rollouts"])) == (0, 2, 1)
-    assert state["split"].keys() == {
-        "processes",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "steps_per_generation",
-        "num_iterations",
-        "max_staleness",
-    }
     plain = json.loads(state["plain"])
-    assert plain.keys() == {"numbers", "metrics", "prompts", "logs", "watches"}
+    assert plain.keys() == {"settings", "numbers", "metrics", "prompts", "logs", "watches"}
     assert plain["numbers"]["_completions_generated"] == 8
 
 
@@ -71,6 +89,92 @@ def test_a_checkpoint_whose_last_files_are_cut_short_is_not_complete(copy: Path,
     path = copy / "checkpoint-2" / name
     path.write_text(path.read_text()[:-5])
     assert f"{name} is cut short" in fault(copy / "checkpoint-2")
+
+
+def damaged(path: Path) -> None:
+    """Change a byte in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(copy: Path, caplog: pytest.LogCaptureFixture):
+    PartialState()
+    folder = copy / "checkpoint-3"
+    listed = set(files(folder)) - {MANIFEST}
+    assert {"trainer_state.json", "scheduler.pt", "model.safetensors", "rng_state.pth"} <= listed
+    for name in sorted(listed):
+        kept = (folder / name).read_bytes()
+        damaged(folder / name)
+        caplog.clear()
+        for wanted in ("auto", "last"):
+            assert resolve(wanted, str(copy)) == str(copy / "checkpoint-2")
+            assert f"checkpoint-3 is skipped: its {name} is " in caplog.text
+        with pytest.raises(ValueError, match=rf"its {re.escape(name)} is .* Use '.*checkpoint-2'"):
+            resolve(str(folder), str(copy))
+        (folder / name).write_bytes(kept)
+    assert resolve("last", str(copy)) == str(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "null", "{}", '{"files": []}', '{"files": {}, "crc32": {"optimizer.pt": 1}}', "[" * 99999, "\xff"],
+    ids=lambda content: content[:40],
+)
+def test_a_damaged_manifest_is_named(copy: Path, content: str):
+    (copy / "checkpoint-3" / MANIFEST).write_bytes(content.encode("latin-1"))
+    assert f"its {MANIFEST} is " in fault(copy / "checkpoint-3")
+    assert resolve("auto", str(copy)) == str(copy / "checkpoint-2")
+
+
+@pytest.mark.parametrize("instead", ["folder", "pipe", "nothing", "more", "dangling link", "changed number"])
+def test_a_file_that_was_replaced_is_named(copy: Path, instead: str):
+    path, manifest = copy / "checkpoint-3" / "optimizer.pt", copy / "checkpoint-3" / MANIFEST
+    kept = path.read_bytes()
+    path.unlink()
+    if instead == "folder":
+        path.mkdir()
+    elif instead == "pipe":
+        os.mkfifo(path)
+    elif instead == "dangling link":
+        path.symlink_to("nowhere")
+    else:
+        path.write_bytes({"nothing": b"", "more": kept + b"0"}.get(instead, kept))
+    if instead == "changed number":  # in the manifest
+        content = json.loads(manifest.read_text())
+        content["crc32"]["optimizer.pt"] += 1
+        manifest.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"optimizer\.pt"):
+        resolve(str(path.parent), str(copy))
+    assert resolve("auto", str(copy)) == str(copy / "checkpoint-2")
+
+
+def test_files_beside_those_of_a_checkpoint_and_links_to_them_do_no_harm(copy: Path):
+    folder = copy / "checkpoint-3"
+    (folder / "notes.txt").write_text("the good one")
+    (folder / "optimizer.pt").rename(copy / "blob")  # as the Hub's cache stores files
+    (folder / "optimizer.pt").symlink_to(copy / "blob")
+    assert resolve("last", str(copy)) == str(folder)
+
+
+def test_no_checkpoint_is_left(copy: Path):
+    for path in copy.glob("checkpoint-*/optimizer.pt"):
+        damaged(path)
+    with pytest.raises(ValueError, match=r"no complete checkpoint \(.*checkpoint-3: its optimizer.pt is damaged"):
+        resolve("last", str(copy))
+    assert resolve("auto", str(copy)) is None
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "config.json", "model.safetensors"])
+def test_damaged_file_of_another_trainer_is_named(tiny_model: str, tmp_path: Path, name: str):
+    trained(tiny_model, tmp_path, **ADAM, save_strategy="steps", save_steps=3, trainer_class=RecordingGRPO)
+    path = tmp_path / "checkpoint-3" / name
+    content = path.read_bytes()
+    path.write_bytes(b"\xff" * len(content))
+    with pytest.raises(ValueError, match=rf"its {name} is damaged: not readable"):
+        resolve(str(path.parent), str(tmp_path))
+    path.write_bytes(content)
+    assert damage(path.parent) is None
 
 
 def test_last_complete_checkpoint_is_chosen_and_the_others_are_named(copy: Path, caplog: pytest.LogCaptureFixture):
@@ -153,7 +257,8 @@ def test_half_written_checkpoint_is_never_one_without_a_rollout(tiny_model: str,
     trained(tiny_model, tmp_path, save_strategy="steps", save_steps=1, **options)
     folder, half = tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"
     written = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    assert written[-1].name == "trainer_state.json"
+    last = ["trainer_state.json"] if options else ["trainer_state.json", MANIFEST]  # which then lists the former
+    assert [path.name for path in written[-len(last) :]] == last
     half.mkdir()
     for path in written:
         assert lacking(half) is None
@@ -197,8 +302,8 @@ def test_reference_of_another_sharding_is_rejected(tiny_model: str, tmp_path: Pa
     trained(tiny_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1, **moving)
     folder = tmp_path / "checkpoint-1"
     (folder / "reference.pt").rename(folder / "reference_0.pt")
-    files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.iterdir()}
-    (folder / MANIFEST).write_text(json.dumps({"files": {name: files[name] for name in files if name != MANIFEST}}))
+    (folder / MANIFEST).unlink()
+    finalize(folder)
     trainer = make_trainer(tiny_model, tmp_path, max_steps=2, **moving)
     with pytest.raises(ValueError, match=r"the reference model of `sync_ref_model`.*Resume with"):
         trainer.train(resume_from_checkpoint=str(folder))
@@ -250,49 +355,81 @@ def test_checkpoint_stays_while_it_is_written_again(tiny_model: str, tmp_path: P
     assert list(tmp_path.glob("_checkpoint-*")) == []
 
 
-def test_inside_a_rollout_the_cut_must_be_the_same(copy: Path, tiny_model: str):
-    options = {"max_steps": 4, "num_iterations": 2}
-    trainer = make_trainer(tiny_model, copy, per_device_train_batch_size=2, gradient_accumulation_steps=4, **options)
-    with pytest.raises(ValueError, match=r"Set per_device_train_batch_size=4"):
+# Other settings than those that a checkpoint was saved with
+
+REUSE = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+CUT_OTHERWISE = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+OTHER = {
+    "per_device_train_batch_size": CUT_OTHERWISE,
+    "beta": {"beta": 0.1},
+    "num_iterations": {"num_iterations": 3},
+    "top_entropy_quantile": {"top_entropy_quantile": 0.5},
+    "temperature": {"temperature": 0.7},
+    "mask_truncated_completions": {"mask_truncated_completions": True},
+    "alpha": {"alpha": 0.1},
+    "seed": {"seed": 7},
+    "trainer": {"trainer_class": RecordingBaseline},
+    "reward_funcs": {"trainer_arguments": {"reward_funcs": even_tokens}},
+    "train_dataset.column_names": {
+        "trainer_arguments": {"train_dataset": Dataset.from_dict({"prompt": PROMPTS, "level": PROMPTS})}
+    },
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_setting_of_a_rollout_changes_only_at_its_end(copy: Path, tiny_model: str, name: str):
+    trainer = make_trainer(tiny_model, copy, **{**REUSE, "save_strategy": "no", "max_steps": 4, **OTHER[name]})
+    with pytest.raises(ValueError, match=rf"in the middle of a rollout with {name}=(.*), but .*{name}=.* Set {name}="):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
-    trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))  # at the end of a rollout
+    trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
     assert [entry["step"] for entry in logged(trainer)] == [1, 2, 3, 4]
 
 
-def as_saved_earlier(folder: Path) -> str:
-    """Turn a checkpoint into one of the format before replay, when all passes over a rollout were cut at its start."""
-    path = folder / "rollout_state_0.pt"
-    state = torch.load(path, weights_only=True)
-    del state["replay"], state["split"]["max_staleness"]
-    torch.save(state, path)
-    content = json.loads((folder / MANIFEST).read_text())
-    content["files"][path.name] = path.stat().st_size
-    (folder / MANIFEST).write_text(json.dumps(content))
-    return str(folder)
+def test_setting_of_a_rollout_that_is_replayed_stays(tiny_model: str, tmp_path: Path):
+    replay = {**REUSE, "max_staleness": 1}
+    trained(tiny_model, tmp_path, **replay)
+    again = {**replay, "max_steps": 6}
+    trainer = make_trainer(tiny_model, tmp_path, **again, beta=0.1)
+    with pytest.raises(ValueError, match=r"earlier rollouts.* made with beta=0\.0, .*beta=0\.1.*`max_staleness` to 0"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    trainer = make_trainer(tiny_model, tmp_path, **{**again, "max_staleness": 0, "beta": 0.1})
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(trainer)[-1]["step"] == 6
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_checkpoint_of_the_earlier_format_resumes_at_the_end_of_a_rollout(copy: Path, tiny_model: str, staleness: int):
-    trainer = make_trainer(tiny_model, copy, max_steps=6, num_iterations=2, max_staleness=staleness)
-    trainer.train(resume_from_checkpoint=as_saved_earlier(copy / "checkpoint-2"))
-    assert [entry["step"] for entry in logged(trainer)] == [1, 2, 3, 4, 5, 6]
-    assert len(trainer._replay.rollouts) == 2 * staleness
+@pytest.mark.parametrize("change", [{"optim": "adamw_torch"}, {"beta": 0.1, "sync_ref_model": True}], ids=str)
+def test_what_a_checkpoint_holds_state_of_stays(copy: Path, tiny_model: str, change: dict):
+    name = [*change][-1]
+    trainer = make_trainer(tiny_model, copy, **{**REUSE, **change})
+    with pytest.raises(ValueError, match=rf"was saved with {name}=.* this run has {name}=.*`model_name_or_path`"):
+        trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
 
 
-def test_checkpoint_of_the_earlier_format_inside_a_rollout_is_rejected(copy: Path, tiny_model: str):
-    trainer = make_trainer(tiny_model, copy, max_steps=4, num_iterations=2)
-    with pytest.raises(ValueError, match=r"checkpoint-1'.*earlier version.*num_iterations=2 passes.*end of a rollout"):
-        trainer.train(resume_from_checkpoint=as_saved_earlier(copy / "checkpoint-1"))
+def test_entropy_coefficient_may_change_at_the_end_of_a_rollout(copy: Path, tiny_model: str):
+    trainer = make_trainer(tiny_model, copy, **{**REUSE, "max_steps": 4}, entropy_coef=0.01)
+    trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+    assert [entry.get("entropy_coef") for entry in logged(trainer)] == [None, None, 0.01, 0.01]
 
 
-def test_checkpoint_of_the_earlier_format_resumes_inside_a_rollout_of_one_pass(tiny_model: str, tmp_path: Path):
-    options = {"max_steps": 4, "steps_per_generation": 4, "save_strategy": "steps", "save_steps": 1}
-    options |= {"trainer_arguments": {"reward_funcs": even_tokens, "rollout_func": None}}
-    expected = snapshot(trained(tiny_model, tmp_path, **options).model)
-    trainer = make_trainer(tiny_model, tmp_path, **options)
-    trainer.train(resume_from_checkpoint=as_saved_earlier(tmp_path / "checkpoint-1"))
-    own = snapshot(trainer.model)
-    assert all(own[name].equal(expected[name]) for name in expected)
+# Fields of `GRPOConfig` that neither decide what a rollout holds nor how it is cut: how it is generated and shown.
+NOT_IN_A_ROLLOUT = """
+    cache_implementation cast_lm_head_to_fp32 disable_dropout ds3_gather_for_generation generation_batch_size
+    log_completions log_completions_hub_repo log_multimodal log_unique_prompts model_init_kwargs
+    num_completions_to_print num_generations_eval pad_to_multiple_of shuffle_dataset
+    transformers_continuous_batching_config trust_remote_code use_transformers_continuous_batching
+    use_transformers_paged vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_group_port vllm_max_model_length
+    vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
+    vllm_tensor_parallel_size
+"""
+
+
+def test_every_field_that_decides_a_rollout_is_saved(run: Path):
+    state = torch.load(run / "checkpoint-1" / "rollout_state_0.pt", weights_only=True)
+    saved = json.loads(state["plain"])["settings"].keys()
+    fields, of_transformers = ({f.name for f in dataclasses.fields(kind)} for kind in (OPOConfig, TrainingArguments))
+    work = {"plan_micro_batches", "max_tokens_per_micro_batch", "skip_inert_rows", "padding_free"}
+    bounds = {"max_completions", "max_reward_failure_rate", "max_skipped_steps", "watches", "save_failure"}
+    assert fields - of_transformers - saved == work | bounds | set(NOT_IN_A_ROLLOUT.split())
 
 
 def test_resuming_a_finished_run_trains_no_step(copy: Path, tiny_model: str):
