@@ -1,6 +1,7 @@
 """Seconds of an optimizer step, by phase."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,21 +20,22 @@ class StepClock(TrainerCallback):
     """
     Adds up the seconds of optimizer steps by phase. A phase nested in another counts only as the inner one.
 
-    On a GPU, phases are marked by events in its stream, which are read only when the seconds are asked for: no phase
-    waits for the device.
+    On a GPU, phases are marked by events in its stream, which are read once the device has passed them: no phase waits
+    for the device.
     """
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
         self._phase: str | None = None
         self._since: Any = None  # seconds, or an event of the GPU
-        self._laps: list[tuple[str, Any, Any]] = []  # phase, beginning and end
-        self._steps = 0
+        self._laps: deque[tuple[str, Any, Any]] = deque()  # phase, beginning, end: those still to be added up
+        self._steps, self._by_phase = 0, dict.fromkeys(PHASES, 0.0)  # since they were last asked for
         self._seconds, self._first_token = 0.0, 0
 
     def on_train_begin(self, args, state, control, **kwargs):
         # An earlier run may have ended inside a step.
-        self._phase, self._laps, self._steps = None, [], 0
+        self._phase, self._steps, self._by_phase = None, 0, dict.fromkeys(PHASES, 0.0)
+        self._laps.clear()
         self._seconds, self._first_token = 0.0, state.num_input_tokens_seen
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -58,13 +60,9 @@ class StepClock(TrainerCallback):
 
     def seconds_per_step(self) -> dict[str, float]:
         """Seconds per phase and optimizer step, since the last call."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        seconds = dict.fromkeys(PHASES, 0.0)
-        for name, start, end in self._laps:
-            seconds[name] += start.elapsed_time(end) / 1000 if self._on_gpu else end - start
-        steps = max(self._steps, 1)
-        self._laps, self._steps = [], 0
+        self._add_up(wait=True)
+        seconds, steps = self._by_phase, max(self._steps, 1)
+        self._steps, self._by_phase = 0, dict.fromkeys(PHASES, 0.0)
         self._seconds += sum(seconds.values())
         return {name: value / steps for name, value in seconds.items()}
 
@@ -84,6 +82,17 @@ class StepClock(TrainerCallback):
         if self._phase is not None:
             self._laps.append((self._phase, self._since, now))
         self._phase, self._since = name, now
+        self._add_up()
+
+    def _add_up(self, *, wait: bool = False) -> None:
+        while self._laps:
+            phase, start, end = self._laps[0]
+            if self._on_gpu and not end.query():
+                if not wait:
+                    return
+                end.synchronize()
+            self._by_phase[phase] += start.elapsed_time(end) / 1000 if self._on_gpu else end - start
+            self._laps.popleft()
 
     def _now(self) -> Any:
         if not self._on_gpu:

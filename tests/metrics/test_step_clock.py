@@ -43,6 +43,41 @@ def test_seconds_are_means_per_step_since_the_last_call():
     assert sum(clock.seconds_per_step().values()) == 0
 
 
+def test_laps_are_added_up_without_waiting_and_without_being_asked_for(monkeypatch):
+    recorded, waited, lag = 0, 0, 5  # the device is a few events behind the host
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            nonlocal recorded
+            recorded += 1
+            self.at = recorded
+
+        def query(self):
+            return self.at <= recorded - lag
+
+        def synchronize(self):
+            nonlocal waited, lag
+            waited, lag = waited + 1, 0
+
+        def elapsed_time(self, other):
+            return 1000.0 * (other.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = StepClock(torch.device("cuda"))
+    for _ in range(100):  # steps that are not logged
+        clock.on_step_begin(None, None, None)
+        with clock.phase("generate"):
+            pass
+        clock.on_optimizer_step(None, None, None)
+    assert len(clock._laps) <= lag
+    assert waited == 0
+    assert clock.seconds_per_step() == {"generate": 1, "score": 0, "anchor": 0, "update": 2, "sync": 0}
+    assert waited == 1
+
+
 def test_tokens_are_counted_from_where_the_run_was_resumed():
     clock = StepClock(torch.device("cpu"))
     clock.on_train_begin(None, TrainerState(num_input_tokens_seen=1000), None)
