@@ -6,8 +6,8 @@ What processes send each other in an optimizer step, with OPOTrainer and TRL's G
 Four processes over gloo train the same model on the same fixed rollout: 24 completions per process and optimizer
 step, with a quarter of the lengths of MATH's solutions, in micro-batches of 4, two optimizer steps per rollout.
 The script counts the numbers in the tensors that collective calls reduce, gather or scatter, relative to the model's
-parameters. Those of exchanged samples (`rows`), which do not grow with the model, are counted separately. NCCL makes
-the same calls; their cost depends on the network.
+parameters. Those of exchanged samples (`rows`), which do not grow with the model, are counted separately; they pass as
+bytes, counted as numbers of four. NCCL makes the same calls; their cost depends on the network.
 """
 
 import json
@@ -32,6 +32,7 @@ from .shapes import small_qwen3
 RESULTS = ROOT / "benchmarks" / "results"
 PROCESSES, ROWS, STEPS, GENERATIONS = 4, 4, 2, 8
 ROWS_OF_STEP = 24  # per process
+BYTES = 4  # of a number of exchanged samples
 SHARDINGS = {"multi_gpu": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 # Row of the table → method and options. The last one plans as on a single device, where a pass needs no communication.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,7 +55,7 @@ NO_THRESHOLDS = {
 
 def count(trainer: Any) -> dict[str, int]:
     """Train, and count passes, collective calls, the numbers moved, and those moved to exchange samples."""
-    passes, compute_loss, exchange = [0], trainer.compute_loss, partitioned.gather_rows
+    passes, compute_loss, exchange = [0], trainer.compute_loss, partitioned.exchange_rows
 
     def counted_loss(*args: Any, **kwargs: Any) -> Any:
         passes[0] += 1
@@ -64,7 +65,7 @@ def count(trainer: Any) -> dict[str, int]:
         with record_function("rows"):
             return exchange(*args, **kwargs)
 
-    trainer.compute_loss, partitioned.gather_rows = counted_loss, recorded_exchange
+    trainer.compute_loss, partitioned.exchange_rows = counted_loss, recorded_exchange
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         trainer.train()
     counts = {"calls": 0, "numbers": 0, "rows": 0, "passes": passes[0]}
@@ -73,9 +74,10 @@ def count(trainer: Any) -> dict[str, int]:
         if event.name.startswith("gloo:"):  # every call, including those of DDP and FSDP in C++
             numbers = sum(math.prod(shape) for shape in event.input_shapes)
             numbers *= PROCESSES if "gather" in event.name else 1  # what every process receives
+            inside = any(span.start <= event.time_range.start <= span.end for span in exchanges)
+            numbers /= BYTES if inside else 1
             counts["calls"] += 1
             counts["numbers"] += numbers
-            inside = any(span.start <= event.time_range.start <= span.end for span in exchanges)
             counts["rows"] += numbers if inside else 0
     return counts
 

@@ -16,7 +16,7 @@ TRL owns generation, rewards, sharding, the optimizer and checkpoints. This modu
 import math
 import textwrap
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.logging import get_logger
@@ -97,6 +97,7 @@ class OPOTrainer(PartitionedTrainer):
         super().__init__(model, reward_funcs, args, *further, **named)
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
         self._low_ess_rollouts = 0  # in a row
+        self._scored: Tensor | None = None  # advantages of the current rollout; NaN for invalid samples
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per part
 
     def train(self, *args, **kwargs):
@@ -113,7 +114,7 @@ class OPOTrainer(PartitionedTrainer):
     # 1. The target joins the rollout
 
     def _finish_rollout(self, rollout: dict[str, Any]) -> dict[str, Any]:
-        rollout = super()._finish_rollout(rollout)
+        # The parent's would gather the advantages once more than `_targets`.
         logps, entropies = self._logps_of_rollout(rollout), None
         corrected = self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
         if (corrected and logps is None) or self.top_entropy_quantile < 1.0:
@@ -147,13 +148,18 @@ class OPOTrainer(PartitionedTrainer):
         self._drive_metrics[mode] = {name: value.item() for name, value in metrics.items()}
         if mode == "train":
             self._low_ess_rollouts = count_low_ess(self._low_ess_rollouts, metrics["escort/ess"].item(), args)
+            self._advantage_range = (advantages.max().float() - advantages.min().float()).item()
+            self._scored = advantages.where(valid, torch.nan)
         # The log-ratio of a completion is a sum over its tokens, and so is its gradient: a constant of the rollout
         # makes the norm comparable with that of GRPO, whose loss is a mean over tokens.
         scale = 1 / length[valid].mean() if args.log_ratio_reduction == "sum" and valid.any() else torch.tensor(1.0)
         step = target.new_tensor(float(self.state.global_step))  # at which the policy is the behaviour policy
         columns = {"opo_target": target, "opo_valid": valid, "opo_mu": mu, "opo_scale": scale, "opo_step": step}
-        expanded = {name: column.expand_as(target) for name, column in columns.items()}
-        return {name: own_samples(rollout, column, self.accelerator) for name, column in expanded.items()}
+        own = own_samples(rollout, {n: column.expand_as(target) for n, column in columns.items()}, self.accelerator)
+        return {**own, "opo_valid": own["opo_valid"].bool()}
+
+    def _scored_advantages(self, rollout: Mapping[str, Any]) -> Tensor:
+        return cast(Tensor, self._scored)
 
     def _drive(self, omega: Tensor, advantages: Tensor, groups: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Drive `[N]` and chemical potential `[N // G]` of a rollout; `groups` has `num_generations` and `valid`."""

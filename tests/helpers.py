@@ -435,7 +435,8 @@ class Reference:
     def logps(self, policy: dict[str, Tensor], row: SimpleNamespace) -> tuple[Tensor, Tensor]:
         """Log-probability of each completion token and entropy at its position, from the full logits."""
         tokens = torch.tensor([row.prompt + row.completion])
-        logits = torch.func.functional_call(self.model, policy, args=(tokens,)).logits[0]
+        attended = {"attention_mask": torch.tensor([vars(row).get("attended", [1] * tokens.numel())])}
+        logits = torch.func.functional_call(self.model, policy, args=(tokens,), kwargs=attended).logits[0]
         logits = logits[len(row.prompt) - 1 : -1] / self.args.temperature
         full = logits.log_softmax(-1)
         chosen = full.gather(1, torch.tensor(row.completion)[:, None]).squeeze(1)

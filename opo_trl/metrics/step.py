@@ -52,9 +52,12 @@ class SampleReport:
 
     @classmethod
     def gather(cls, reports: Sequence["SampleReport"], accelerator: Accelerator) -> "SampleReport":
-        """All samples of the step, over all processes, in one collective call; each process has the same number."""
+        """
+        All samples of the step, over all processes, by one collective call and one copy to the host; each process has
+        the same number.
+        """
         table = torch.cat([torch.stack([*vars(report).values()], dim=1) for report in reports])
-        return cls(*accelerator.gather(table).T)
+        return cls(*accelerator.gather(table).cpu().T)
 
 
 @torch.no_grad()

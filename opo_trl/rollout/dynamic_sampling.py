@@ -24,7 +24,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from .prompts import PromptStream
-from .rows import COMPLETION_COLUMNS, PROMPT_COLUMNS, completion_tokens
+from .rows import COMPLETION_COLUMNS, PROMPT_COLUMNS, completion_tokens, exchange_rows, resize, to_device
 
 
 logger = get_logger(__name__)
@@ -43,7 +43,6 @@ class DynamicSampling:
     num_generations: int
     max_rounds: int  # of generation for a rollout, at least 1
     reward_weights: Tensor  # of each reward function
-    pad_token_id: int
     _warned: bool = field(default=False, init=False)
 
     def fill(self, generate: Callable[[list[int], bool], Rollout], n_local: int) -> tuple[Rollout, dict[str, float]]:
@@ -97,9 +96,10 @@ class DynamicSampling:
 
     def _zero_variance(self, rollout: Rollout) -> list[int]:
         """Groups, over all processes, whose valid completions all have the same reward."""
-        per_func = self.accelerator.gather(rollout["rewards_per_func"]).cpu().double()
+        has_tokens = completion_tokens(rollout).any(dim=1, keepdim=True)
+        table = self.accelerator.gather(torch.cat([rollout["rewards_per_func"], has_tokens], dim=1)).cpu().double()
+        per_func, has_tokens = table[:, :-1], table[:, -1].bool()
         rewards = (per_func * self.reward_weights.cpu().double()).nansum(dim=1)
-        has_tokens = self.accelerator.gather(completion_tokens(rollout).any(dim=1)).cpu()
         valid = (has_tokens & ~per_func.isnan().all(dim=1)).view(-1, self.num_generations)
         rewards = rewards.view_as(valid)
         # Not a standard deviation near zero: its rounding errors would depend on the size of the rewards.
@@ -115,18 +115,19 @@ class DynamicSampling:
         first = accelerator.process_index * n_local
         mine = (to >= first) & (to < first + n_local)
         to, of = to[mine] - first, of[mine]
-        merged = dict(rollout)
-        for name in _COLUMNS:  # in the same order on all processes: each is a collective call
-            if name not in rollout:
-                continue
-            pad = self.pad_token_id if name in ("prompt_ids", "completion_ids") else 0
-            left = name in PROMPT_COLUMNS
-            # Every process has padded to its own longest sample, and has samples for the places of others.
-            theirs = accelerator.pad_across_processes(further[name], dim=1, pad_index=pad, pad_first=left)
-            theirs = accelerator.gather(theirs)
-            ours, theirs = _equally_wide(rollout[name], theirs, pad=pad, left=left)
-            merged[name] = ours.clone()
-            merged[name][to.to(ours.device)] = theirs[of.to(ours.device)]
+        # Every process has padded to its own longest sample, and has samples for the places of others.
+        own = [further[name].size(1) for name in ("prompt_ids", "completion_ids")]
+        prompt, completion = accelerator.gather(torch.tensor([own], device=accelerator.device)).amax(dim=0).tolist()
+        further = {name: further[name] for name in _COLUMNS if name in rollout}
+        theirs = exchange_rows(further, of.numpy(), accelerator, prompt=prompt, completion=completion)
+        widths = {
+            "prompt": max(prompt, rollout["prompt_ids"].size(1)),
+            "completion": max(completion, rollout["completion_ids"].size(1)),
+        }
+        merged, theirs = resize(rollout, **widths), resize(theirs, **widths)
+        to = to_device(to, accelerator.device)
+        for name, value in theirs.items():
+            merged[name] = merged[name].index_copy(0, to, value)
         merged["num_items_in_batch"] = accelerator.gather(completion_tokens(merged).sum()).sum()
         return merged
 
@@ -151,14 +152,3 @@ def _check(rollout: Rollout) -> None:
             f"max_sampling_rounds above 1 cannot replace {', '.join(sorted(unknown))}: dynamic sampling is for text "
             "only. Set `max_sampling_rounds` to 1."
         )
-
-
-def _equally_wide(*tables: Tensor, pad: int, left: bool) -> list[Tensor]:
-    if tables[0].ndim == 1:
-        return list(tables)
-    width = max(table.size(1) for table in tables)
-    missing = [width - table.size(1) for table in tables]
-    return [
-        torch.nn.functional.pad(table, (n, 0) if left else (0, n), value=pad)
-        for table, n in zip(tables, missing, strict=True)
-    ]

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -22,6 +22,8 @@ class Packed:
     Without an attention mask, Transformers separates packed samples by their position ids, which restart with each
     sample. Flash attention then computes every sample by itself; other implementations compute attention between all
     tokens, and mask it between samples. The model may have DDP's, DeepSpeed's or PEFT's wrapper around it.
+
+    Rows whose mask has gaps stay padded: a gap in the position ids would separate what follows it from its sample.
     """
 
     def __init__(self, model: Any):
@@ -30,16 +32,16 @@ class Packed:
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **options: Any) -> Any:
         """Outputs for padded rows `[B, L]`, per token `[B, L - 1]` as without packing."""
         real = attention_mask.bool()
-        positions = attention_mask.cumsum(dim=1) - 1
-        outputs = self.model(
-            **{name: rows[real].unsqueeze(0) for name, rows in (("input_ids", input_ids), ("labels", labels))},
-            position_ids=positions[real].unsqueeze(0),
-            **options,
-        )
+        begins = real & ~pad(real, (1, 0))[:, :-1]
+        if (begins.sum(dim=1) > 1).any():
+            return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **options)
+        place = real.flatten().nonzero()[:, 0]
+        tables = {"input_ids": input_ids, "labels": labels, "position_ids": attention_mask.cumsum(dim=1) - 1}
+        outputs = self.model(**{name: rows.flatten()[place][None] for name, rows in tables.items()}, **options)
         for name in {"log_probs", "entropy"} & outputs.keys():  # a reference model's head has no entropy
             # The head returns one value fewer than there are tokens. A sample's first token, which follows the sample
             # before it, has no label.
-            values = torch.nn.functional.pad(outputs[name], (1, 0))
+            values = pad(outputs[name], (1, 0))
             outputs[name] = values.new_zeros(real.shape).masked_scatter(real, values)[:, 1:]
         return outputs
 

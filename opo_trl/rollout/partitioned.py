@@ -8,15 +8,15 @@ this changes a gradient, provided that the loss is a sum over samples, divided b
 
 import math
 import time
-import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
@@ -25,9 +25,12 @@ from trl.models.utils import disable_gradient_checkpointing
 from ..config import OPOConfig
 from ..trl_contract import MULTIMODAL_KEYS
 from . import packing
-from .planning import FEWEST_PASSES, PASS_TOKENS, best_number, partition, parts_of_rows, row_lengths, spread
-from .rows import gather_rows, micro_batches, take_rows
+from .planning import FEWEST_PASSES, PASS_TOKENS, best_number, columns, partition, parts_of_rows, row_lengths, spread
+from .rows import exchange_rows, layout, micro_batches, take_rows, to_device
 from .trainer import RolloutTrainer
+
+
+_TEXTS = ("prompt", "completion")
 
 
 class PartitionedTrainer(RolloutTrainer):
@@ -132,34 +135,38 @@ class PartitionedTrainer(RolloutTrainer):
             self._anchor_deferred = False
             return None, None, None
         model = packing.Packed(model) if self.args.padding_free else model
-        at_once = batch_size is None or not self.args.plan_micro_batches
-        images = any(options.get(name) is not None for name in MULTIMODAL_KEYS)
-        # If any process has images, none makes parts: agreeing on their number is a collective call, and under ZeRO-3
-        # or FSDP so is the pass of each part.
-        if at_once or self._of_all_processes([images]).any():
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, **options
-            )
-        return self._logps_in_parts(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
+        if batch_size is not None and self.args.plan_micro_batches:
+            rows = {}
+            for name, table in (("ids", input_ids), ("mask", attention_mask)):
+                rows[f"prompt_{name}"] = table[:, :-logits_to_keep]
+                rows[f"completion_{name}"] = table[:, -logits_to_keep:]
+            images = any(options.get(name) is not None for name in MULTIMODAL_KEYS)
+            read = self._of_all_processes(pad(row_lengths(rows), (0, 1), value=float(images)))
+            # If any process has images, none makes parts: under ZeRO-3 or FSDP the pass of each is a collective call.
+            if not read[..., 2].any():
+                return self._logps_in_parts(model, rows, read[..., :2], batch_size, **options)
+        return super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, batch_size, **options
+        )
 
-    def _logps_in_parts(self, model, input_ids, attention_mask, logits_to_keep, batch_size, **options):
-        """Score a rollout in parts, as in training: all at once, it would be wider and need more memory."""
-        rows = {"row": torch.arange(len(input_ids))}
-        for name, columns in (("ids", input_ids), ("mask", attention_mask)):
-            rows[f"prompt_{name}"] = columns[:, :-logits_to_keep]
-            rows[f"completion_{name}"] = columns[:, -logits_to_keep:]
+    def _logps_in_parts(self, model, rows: Mapping[str, Any], lengths: np.ndarray, batch_size: int, **options):
+        """
+        Score a rollout in parts, as in training: all at once, it would be wider and need more memory. `lengths` are
+        those of all processes' samples, `[processes, B, 2]`.
+        """
+        tokens = rows["completion_ids"]
         limits = self._limits_of_parts(batch_size)
-        n_parts = self._agreed_parts(row_lengths(rows), limits)
-        results = [input_ids.new_zeros(len(input_ids), logits_to_keep, dtype=torch.float32) for _ in range(2)]
-        for part in parts_of_rows(rows, n_parts, multiple=self.pad_to_multiple_of, **limits):
+        n_parts = max(best_number(each, **limits) for each in lengths)
+        results = [torch.zeros_like(tokens, dtype=torch.float32) for _ in range(2)]
+        rows = {**rows, "row": torch.arange(len(tokens), device=tokens.device)}
+        own, order = lengths[self.accelerator.process_index], np.arange(len(tokens))
+        for part in parts_of_rows(rows, own, order, n_parts, multiple=self.pad_to_multiple_of, **limits):
             width = part["completion_ids"].size(1)
-            ids, mask = (
-                torch.cat([part[f"prompt_{name}"], part[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
-            )
+            ids, mask = (torch.cat([part[f"{text}_{name}"] for text in _TEXTS], dim=1) for name in ("ids", "mask"))
             of_part = super()._get_per_token_logps_and_entropies(model, ids, mask, width, **options)
             for result, values in zip(results, of_part[:2], strict=True):
                 if values is not None:
-                    result[part["row"].to(result.device), :width] = values.float()
+                    result[part["row"], :width] = values.float()
         return results[0], results[1] if options.get("compute_entropy") else None, None
 
     # 2. From the samples of an optimizer step to parts
@@ -168,13 +175,17 @@ class PartitionedTrainer(RolloutTrainer):
         """One entry per micro-step: the parts that pass through the model, one after the other."""
         args = self.args
         n_batches = args.steps_per_generation // len(steps)
+        on_policy = [(number + 1) * n_batches <= until_update for number in range(len(steps))]
+        if self._anchor_is_own:  # the log-ratio of an on-policy step is exactly 0
+            steps = [
+                {name: rows[name] for name in rows if not (policy and name == "old_per_token_logps")}
+                for rows, policy in zip(steps, on_policy, strict=True)
+            ]
+        read = self._read_samples(steps, on_policy) if args.plan_micro_batches else None
         planned = []
         for number, rows in enumerate(steps):
-            on_policy = (number + 1) * n_batches <= until_update
-            if on_policy and self._anchor_is_own:  # the log-ratio is exactly 0
-                rows = {name: value for name, value in rows.items() if name != "old_per_token_logps"}
-            parts = self._parts(rows, on_policy) if args.plan_micro_batches else micro_batches(rows, n_batches)
-            if not on_policy and "old_per_token_logps" not in rows:
+            parts = micro_batches(rows, n_batches) if read is None else self._parts(rows, read[:, number])
+            if not on_policy[number] and "old_per_token_logps" not in rows:
                 # Now, because the policy is still the behaviour policy; a step before the next update needs no pass,
                 # as the policy's own log-probabilities are the same. Part by part, because in bfloat16 a sample has
                 # the same log-probabilities only in a micro-batch of the same shape: any other would leave a
@@ -186,54 +197,52 @@ class PartitionedTrainer(RolloutTrainer):
             planned += spread(parts, n_batches)
         return planned
 
-    def _parts(self, rows: dict[str, Any], on_policy: bool) -> list[dict[str, Any]]:
-        """The samples of an optimizer step, less the skippable ones, in the same number of parts on every process."""
-        if self._can_exchange(rows):
-            # Completions differ in length, and the process with the longest ones would keep the others waiting. With
-            # all samples gathered, every process computes the same partition, and takes its own part.
-            rows = gather_rows(rows, self.accelerator)
-            assigned = partition(row_lengths(rows), self._skippable(rows, on_policy), self.accelerator.num_processes)
-            rows = take_rows(rows, assigned[self.accelerator.process_index])
-        skippable = self._skippable(rows, on_policy)
+    def _read_samples(self, steps: Sequence[Mapping[str, Any]], on_policy: Sequence[bool]) -> np.ndarray:
+        """
+        What planning needs to know of the samples of all processes, `[processes, steps, samples, 6]`, by one gather
+        and one copy to the host: lengths of prompt and completion, whether the sample can be skipped; of its process
+        the columns of prompts and of completions, and the layout of its entries.
+        """
+        device = self.accelerator.device
+        of_process = [[*(rows[f"{name}_mask"].size(1) for name in _TEXTS), layout(rows)] for rows in steps]
+        tables = []
+        for rows, policy, own in zip(steps, on_policy, to_device(torch.tensor(of_process), device), strict=True):
+            # Log-probabilities of an override may be those of another policy.
+            skips = self.args.skip_inert_rows and policy and "old_per_token_logps" not in rows
+            lengths, skippable = row_lengths(rows), self._zero_gradient(rows).to(device) & skips
+            tables.append(torch.cat([lengths, skippable[:, None], own.expand(len(lengths), -1)], dim=1))
+        return self._of_all_processes(torch.stack(tables))
+
+    def _parts(self, rows: dict[str, Any], read: np.ndarray) -> list[dict[str, Any]]:
+        """
+        The samples of an optimizer step, less the skippable ones, in the same number of parts on every process. `read`
+        is what [`~PartitionedTrainer._read_samples`] returns for this step.
+        """
+        lengths, skippable, layouts = read[..., :2], read[..., 2].astype(bool), read[:, 0, 5]
         limits = self._limits_of_parts(self.args.per_device_train_batch_size)
-        n_parts = self._agreed_parts(row_lengths(rows)[~skippable], limits)
+        process = self.accelerator.process_index
+        if len(layouts) > 1 and layouts[0] >= 0 and (layouts == layouts[0]).all():
+            # Completions differ in length, and the process with the longest ones would keep the others waiting. Every
+            # process computes the same partition, and takes its own part.
+            lengths, skippable = lengths.reshape(-1, 2), skippable.reshape(-1)
+            assigned = partition(lengths, skippable, len(layouts))
+            widths = columns(lengths, read[..., 3:5].max(axis=(0, 1)), self.pad_to_multiple_of)
+            rows = exchange_rows(rows, assigned[process], self.accelerator, **widths)
+            lengths, skippable = lengths[assigned], skippable[assigned]
+        # Every process makes as many parts as the one that needs the most: ZeRO and FSDP communicate in every pass,
+        # and a process with fewer passes than the others would leave them waiting forever.
+        needed = zip(lengths, skippable, strict=True)
+        n_parts = max(best_number(each[~skipped], **limits) for each, skipped in needed)
+        lengths, skippable = lengths[process], skippable[process]
         # No part may be empty: a process with fewer samples than parts computes some that it could have skipped.
         kept, skipped = np.split(np.argsort(skippable, kind="stable"), [max((~skippable).sum(), n_parts)])
-        parts = parts_of_rows(take_rows(rows, kept), n_parts, multiple=self.pad_to_multiple_of, **limits)
-        parts[-1]["opo_skipped"] = rows["opo_valid"][skipped]  # they count in the step's metrics
+        parts = parts_of_rows(rows, lengths, kept, n_parts, multiple=self.pad_to_multiple_of, **limits)
+        parts[-1]["opo_skipped"] = take_rows({"valid": rows["opo_valid"]}, skipped)["valid"]  # in the step's metrics
         return parts
 
-    def _skippable(self, rows: Mapping[str, Any], on_policy: bool) -> np.ndarray:
-        """Samples, bool `[B]`, with zero gradient in this optimizer step."""
-        # Log-probabilities of an override may be those of another policy.
-        possible = on_policy and "old_per_token_logps" not in rows
-        return self._zero_gradient(rows).cpu().numpy() & (self.args.skip_inert_rows and possible)
-
-    def _can_exchange(self, rows: Mapping[str, Any]) -> bool:
-        """
-        Whether processes can exchange samples. They decide together, because an exchange gathers every entry.
-
-        TRL leaves the entries of images out on a process without an image, and lists cannot be gathered.
-        """
-        if self.accelerator.num_processes == 1:
-            return False
-        tensors_only = all(isinstance(value, Tensor) for value in rows.values())
-        mine = [zlib.crc32(" ".join(sorted(rows)).encode()), tensors_only and not rows.keys() & set(MULTIMODAL_KEYS)]
-        entries, exchangeable = self._of_all_processes(mine).T
-        return bool((entries == entries[0]).all() and exchangeable.all())
-
-    def _agreed_parts(self, lengths: np.ndarray, limits: Mapping[str, Any]) -> int:
-        """
-        The largest number of parts that a process needs for its samples, of these lengths `[B, 2]`.
-
-        Every process makes this many: ZeRO and FSDP communicate in every pass, and a process with fewer passes than
-        the others would leave them waiting forever.
-        """
-        return int(self._of_all_processes([best_number(lengths, **limits)]).max())
-
-    def _of_all_processes(self, numbers: list[int]) -> Tensor:
-        """The numbers of each process, `[processes, numbers]`."""
-        return self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device))
+    def _of_all_processes(self, numbers: Tensor) -> np.ndarray:
+        """Integers of each process, read by one gather and one copy to the host: `[processes, …]`."""
+        return self.accelerator.gather(numbers.to(self.accelerator.device)[None]).cpu().numpy()
 
     def _limits_of_parts(self, max_rows: int) -> dict[str, Any]:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0

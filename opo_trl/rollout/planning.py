@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
-from ..trl_contract import MULTIMODAL_KEYS
-from .rows import PROMPT_COLUMNS, take_rows
+from .rows import resize, take_rows
 
 
 Rows = dict[str, Any]
@@ -35,40 +35,38 @@ FEWEST_PASSES = 1e12
 _WHOLE_WIDTH = {"token_type_ids", "mm_token_type_ids"}
 
 
-def row_lengths(rows: Mapping[str, Any]) -> np.ndarray:
-    """Tokens of each sample's prompt and completion, `[B, 2]`."""
-    return torch.stack([rows[name].sum(dim=1) for name in ("prompt_mask", "completion_mask")], dim=1).cpu().numpy()
-
-
-def trim(rows: Mapping[str, Any], multiple: int | None = None) -> Rows:
+def row_lengths(rows: Mapping[str, Any]) -> torch.Tensor:
     """
-    Remove the columns that are padding in every row; samples with images and token types are left as they are.
+    Columns that each sample needs, `[B, 2]`: of its prompt from the first token on, of its completion up to the last.
 
-    Prompts are padded on the left, completions on the right; the columns that each keeps are a multiple of `multiple`,
-    as far as there are that many. Entries without a column per token stay.
+    They include the gaps of a mask, where an override takes tokens out of the loss.
     """
-    trimmed = dict(rows)
-    if rows.keys() & _WHOLE_WIDTH:
-        return trimmed
-    prompt, completion = (_width(rows[name], multiple) for name in ("prompt_mask", "completion_mask"))
-    full = rows["completion_mask"].size(1)
-    for name in PROMPT_COLUMNS:
-        trimmed[name] = rows[name][:, rows[name].size(1) - prompt :]
-    # All other entries with a column per token are of completions, including those of a subclass. A weight per
-    # sequence has a single column.
-    others = rows.keys() - {*PROMPT_COLUMNS, *MULTIMODAL_KEYS, "rewards_per_func"}
-    for name in others:
-        value = rows[name]
-        if isinstance(value, torch.Tensor) and value.ndim > 1 and value.size(1) == full:
-            trimmed[name] = value[:, :completion]
-    return trimmed
+    masks = rows["prompt_mask"].flip(1), rows["completion_mask"]
+    numbered = [mask.bool() * torch.arange(1, mask.size(1) + 1, device=mask.device) for mask in masks]
+    return torch.stack([pad(numbers, (1, 0)).amax(dim=1) for numbers in numbered], dim=1)
 
 
-def _width(mask: torch.Tensor, multiple: int | None) -> int:
-    used = max(int(mask.sum(dim=1).max()), 1)
+def columns(lengths: np.ndarray, most: np.ndarray, multiple: int | None = None) -> dict[str, int]:
+    """
+    Columns of prompts and of completions for samples of these lengths `[B, 2]`: at least one, a multiple of
+    `multiple`, and at `most` two given numbers.
+    """
+    used = np.maximum(lengths.max(axis=0), 1)
     if multiple is not None:
-        used = math.ceil(used / multiple) * multiple
-    return min(used, mask.size(1))
+        used = -(-used // multiple) * multiple
+    prompt, completion = np.minimum(used, most).tolist()
+    return {"prompt": prompt, "completion": completion}
+
+
+def trim(rows: Mapping[str, Any], lengths: np.ndarray, multiple: int | None = None) -> Rows:
+    """
+    Remove the columns that are padding in every sample, of these lengths `[B, 2]`; those that are left are a multiple
+    of `multiple`, as far as there are that many. Samples with images and token types stay as they are.
+    """
+    if rows.keys() & _WHOLE_WIDTH:
+        return dict(rows)
+    most = np.array([rows["prompt_mask"].size(1), rows["completion_mask"].size(1)])
+    return resize(rows, **columns(lengths, most, multiple))
 
 
 def longest_first(lengths: np.ndarray) -> np.ndarray:
@@ -175,12 +173,22 @@ def best_number(lengths: np.ndarray, **limits: Any) -> int:
     return len(cut(lengths[longest_first(lengths)], **limits)) + 1
 
 
-def parts_of_rows(rows: Mapping[str, Any], n_parts: int, *, multiple: int | None = None, **limits: Any) -> list[Rows]:
-    """Cut samples into `n_parts`, or more where the limits of [`cut`] need more: of similar length, trimmed."""
-    lengths = row_lengths(rows)
-    order = longest_first(lengths)
+def parts_of_rows(
+    rows: Mapping[str, Any],
+    lengths: np.ndarray,
+    samples: np.ndarray,
+    n_parts: int,
+    *,
+    multiple: int | None = None,
+    **limits: Any,
+) -> list[Rows]:
+    """
+    Cut some `samples` of rows, whose lengths are `[B, 2]`, into `n_parts`, or more where the limits of [`cut`] need
+    more: of similar length, trimmed.
+    """
+    order = samples[longest_first(lengths[samples])]
     bounds = split_further(lengths[order], cut(lengths[order], **limits), n_parts)
-    return [trim(take_rows(rows, part), multiple) for part in np.split(order, bounds)]
+    return [trim(take_rows(rows, part), lengths[part], multiple) for part in np.split(order, bounds)]
 
 
 def spread(parts: list[Rows], n_steps: int) -> list[list[Rows]]:

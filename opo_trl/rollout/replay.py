@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from ..trl_contract import MULTIMODAL_KEYS
-from .rows import PROMPT_COLUMNS, take_rows
+from .rows import PROMPT_COLUMNS, take_rows, to_width
 
 
 Rows = dict[str, Any]
@@ -112,11 +111,8 @@ def _concatenated(rollouts: Sequence[Rows]) -> Rows:
         columns = [rollout[name] for rollout in rollouts]
         if isinstance(value, torch.Tensor) and value.ndim > 1:
             width = max(column.size(1) for column in columns)
-            missing = [width - column.size(1) for column in columns]
-            left = name in PROMPT_COLUMNS
-            # `pad` counts dimensions from the last one; there may be some after the tokens'.
-            sides = [(*(0, 0) * (value.ndim - 2), *((n, 0) if left else (0, n))) for n in missing]
-            columns = [pad(column, side) for column, side in zip(columns, sides, strict=True)]
+            side = "left" if name in PROMPT_COLUMNS else "right"
+            columns = [to_width(column, width, side) for column in columns]
         if isinstance(value, torch.Tensor) and value.ndim:
             rows[name] = torch.cat(columns)
         else:

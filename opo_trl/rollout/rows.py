@@ -3,18 +3,23 @@ Which optimizer step a completion serves, and how the samples of a rollout are s
 
 The step is a function of the seed and of the position in the run. TRL draws it from random states that depend on the
 number of processes and are lost on resumption.
+
+Nothing here makes the host wait for a GPU, except where it reads the numbers of a rollout (`gather_samples`).
 """
 
 import math
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
 from ..objective import token_mean
+from ..trl_contract import MULTIMODAL_KEYS
 
 
 # Entries of a rollout with a column per token: of prompts, padded on the left, and of completions, on the right.
@@ -90,25 +95,83 @@ def take_rows(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:
     return unsplit_pixel_values_by_grid(_in_order(split_pixel_values_by_grid(dict(rows)), order))
 
 
-def gather_rows(rows: Mapping[str, Any], accelerator: Accelerator) -> dict[str, Any]:
-    """The samples of all processes, which have the same number each, padded to the longest; lists stay."""
+def exchange_rows(
+    rows: Mapping[str, Any], samples: np.ndarray, accelerator: Accelerator, *, prompt: int, completion: int
+) -> dict[str, Any]:
+    """
+    Some of the samples of all processes, in a given order, by one collective call.
 
-    def gathered(name: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.ndim:
-            return value
-        padded = accelerator.pad_across_processes(value, dim=1, pad_first=name in PROMPT_COLUMNS)
-        # Accelerate's padding makes bools integers, but only on the processes that need any.
-        return accelerator.gather(padded.to(value.dtype))
+    Every process has the same number of samples, and entries of the same [`layout`]. Prompts and completions get the
+    given numbers of columns.
+    """
+    rows = resize(rows, prompt=prompt, completion=completion)
+    packed = {name: rows[name].contiguous() for name in sorted(rows) if rows[name].ndim}
+    columns = [value.reshape(len(value), -1).view(torch.uint8) for value in packed.values()]
+    gathered = accelerator.gather(torch.cat(columns, dim=1))
+    gathered = gathered[to_device(torch.from_numpy(samples), gathered.device)]
+    split = gathered.split([column.size(1) for column in columns], dim=1)
+    return dict(rows) | {
+        name: part.clone(memory_format=torch.contiguous_format).view(value.dtype).view(len(samples), *value.shape[1:])
+        for (name, value), part in zip(packed.items(), split, strict=True)
+    }
 
-    # Sorted: each entry is a collective call, and processes may have inserted the entries in different orders.
-    return {name: gathered(name, rows[name]) for name in sorted(rows)}
+
+def layout(rows: Mapping[str, Any]) -> int:
+    """
+    A number for the names, types and shapes of a rollout's entries, without the columns per token; -1 if its samples
+    cannot be exchanged: TRL leaves the entries of images out on a process without an image, and lists are no tensors.
+    """
+    if rows.keys() & {*MULTIMODAL_KEYS} or not all(isinstance(value, torch.Tensor) for value in rows.values()):
+        return -1
+    sides = _sides(rows)
+    entries = [
+        (name, str(value.dtype), sides.get(name), value.ndim, *value.shape[2 if name in sides else 1 :])
+        for name, value in sorted(rows.items())
+    ]
+    return zlib.crc32(repr(entries).encode())
+
+
+def resize(rows: Mapping[str, Any], *, prompt: int, completion: int) -> dict[str, Any]:
+    """Samples with these numbers of columns for the tokens of prompts and completions: cut, or padded with zeros."""
+    widths = {"left": prompt, "right": completion}
+    return dict(rows) | {name: to_width(rows[name], widths[side], side) for name, side in _sides(rows).items()}
+
+
+def to_width(value: torch.Tensor, width: int, side: str) -> torch.Tensor:
+    """A tensor `[B, T, …]` with `width` columns: cut, or padded with zeros, on the `left` or `right` side."""
+    missing = width - value.size(1)
+    if missing <= 0:
+        return value[:, -missing:] if side == "left" else value[:, :width]
+    # `pad` counts dimensions from the last one; there may be some after the tokens'.
+    return pad(value, (*(0, 0) * (value.ndim - 2), *((missing, 0) if side == "left" else (0, missing))))
+
+
+def _sides(rows: Mapping[str, Any]) -> dict[str, str]:
+    """The entries with a column per token, and on which side they are padded."""
+    full = rows["completion_mask"].size(1)
+    # All entries as wide as the completions are theirs, including those of a subclass. A weight per sequence has a
+    # single column.
+    others = rows.keys() - {*PROMPT_COLUMNS, *MULTIMODAL_KEYS, "rewards_per_func"}
+    wide = [name for name in others if isinstance(rows[name], torch.Tensor) and rows[name].shape[1:2] == (full,)]
+    return dict.fromkeys(PROMPT_COLUMNS, "left") | dict.fromkeys(wide, "right")
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the host to the device, without waiting."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def _in_order(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:
+    indices: dict[torch.device, torch.Tensor] = {}  # on the device: as an index, NumPy's would be copied per entry
+
     def taken(value: Any) -> Any:
         if isinstance(value, list):
             return [value[i] for i in order]
-        return value[torch.from_numpy(order)] if isinstance(value, torch.Tensor) and value.ndim else value
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        if value.device not in indices:
+            indices[value.device] = to_device(torch.from_numpy(order), value.device)
+        return value[indices[value.device]]
 
     return {name: taken(value) for name, value in rows.items()}
 
@@ -151,8 +214,10 @@ def gather_samples(
     return (*gathered[:, : len(columns)].T, gathered[:, len(columns) :])
 
 
-def own_samples(rollout: Mapping[str, Any], column: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:
-    """Of a column of all processes' samples, `[N]`, those of this process's rollout, `[B]`; numbers in float32."""
+def own_samples(
+    rollout: Mapping[str, Any], columns: Mapping[str, torch.Tensor], accelerator: Accelerator
+) -> dict[str, torch.Tensor]:
+    """Of columns of all processes' samples, `[N]`, this process's, `[B]`, in float32 on the device of its rollout."""
     n_own = len(rollout["advantages"])
-    own = column[n_own * accelerator.process_index :][:n_own]
-    return (own if own.dtype == torch.bool else own.float()).to(rollout["advantages"].device)
+    table = torch.stack([column.float() for column in columns.values()])[:, n_own * accelerator.process_index :]
+    return dict(zip(columns, to_device(table[:, :n_own], rollout["advantages"].device), strict=True))

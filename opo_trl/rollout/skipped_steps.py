@@ -30,6 +30,7 @@ class SkippingTrainer(Trainer):
         if self.is_deepspeed_enabled:
             skipped = self.accelerator.optimizer_step_was_skipped
         else:
+            grad_norm = float(grad_norm)  # read once: the log needs it, too
             skipped = not math.isfinite(grad_norm)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         self._schedule_due = skipped

@@ -6,7 +6,19 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from helpers import EXACT, RecordingOPO, Script, distance, logged, norm, snapshot, trained, without_times
+from helpers import (
+    EXACT,
+    RecordingOPO,
+    Reference,
+    Script,
+    distance,
+    logged,
+    norm,
+    relative_error,
+    snapshot,
+    trained,
+    without_times,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,7 +61,7 @@ def rows_of(lengths: list[tuple[int, int]], prompt: int = 5, completion: int = 9
 
 def test_trimmed_rows_have_every_token_and_no_column_of_padding():
     rows = rows_of([(2, 3), (4, 1), (1, 6)])
-    trimmed = trim(rows)
+    trimmed = trim(rows, row_lengths(rows).numpy())
     assert trimmed["prompt_ids"].shape == (3, 4)
     assert trimmed["completion_ids"].shape == (3, 6)
     for name in ("prompt", "completion"):
@@ -62,12 +74,26 @@ def test_trimmed_rows_have_every_token_and_no_column_of_padding():
 
 @pytest.mark.parametrize(("multiple", "prompt", "completion"), [(2, 4, 6), (4, 4, 8), (8, 5, 8)])
 def test_remaining_columns_are_a_multiple_where_there_are_enough(multiple, prompt, completion):
-    trimmed = trim(rows_of([(3, 5)]), multiple)
+    trimmed = trim(rows_of([(3, 5)]), np.array([[3, 5]]), multiple)
     assert (trimmed["prompt_ids"].size(1), trimmed["completion_ids"].size(1)) == (prompt, completion)
 
 
 def test_rows_without_any_token_keep_a_column():
-    assert trim(rows_of([(0, 0)]))["completion_ids"].shape == (1, 1)
+    assert trim(rows_of([(0, 0)]), np.array([[0, 0]]))["completion_ids"].shape == (1, 1)
+
+
+@given(data=st.data(), n=st.integers(1, 4), prompt=st.integers(1, 6), completion=st.integers(1, 6))
+def test_masks_with_gaps_keep_every_token(data, n, prompt, completion):
+    rows = rows_of([(prompt, completion)] * n, prompt, completion)
+    for name, width in (("prompt", prompt), ("completion", completion)):
+        kept = data.draw(st.lists(st.lists(st.booleans(), min_size=width, max_size=width), min_size=n, max_size=n))
+        rows[f"{name}_mask"] = torch.tensor(kept).long()
+    lengths = row_lengths(rows).numpy()
+    trimmed = trim(rows, lengths)
+    for side, name in enumerate(("prompt", "completion")):
+        tokens, mask = trimmed[f"{name}_ids"], trimmed[f"{name}_mask"]
+        assert tokens.shape == mask.shape == (n, max(*lengths[:, side], 1))
+        assert torch.equal(tokens[mask.bool()], rows[f"{name}_ids"][rows[f"{name}_mask"].bool()])
 
 
 @st.composite
@@ -156,8 +182,8 @@ def test_no_rows_need_one_part():
 
 
 def test_parts_hold_every_sample_once_and_long_ones_together():
-    rows = rows_of([(1, 1), (5, 9), (2, 2), (4, 8), (1, 2)])
-    parts = parts_of_rows(rows, 2, max_rows=3, max_tokens=None)
+    rows = rows_of([(1, 1), (5, 9), (2, 2), (4, 8), (1, 2), (5, 5)])
+    parts = parts_of_rows(rows, row_lengths(rows).numpy(), np.arange(5), 2, max_rows=3, max_tokens=None)
     assert [part["names"] for part in parts] == [["1", "3"], ["2", "4", "0"]]
     assert [part["opo_target"].tolist() for part in parts] == [[1, 3], [2, 4, 0]]
     assert parts[1]["completion_ids"].shape == (3, 2)
@@ -256,6 +282,35 @@ def test_planned_steps_equal_unplanned_ones(tiny_model, tmp_path, unplanned, opt
             skipped = name == "opo/frac_skipped" or (name == "entropy" and mine["opo/frac_skipped"] > 0)
             if not skipped:
                 assert mine[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
+class WithGaps(RecordingOPO):
+    """Takes tokens out of prompts and completions, as for those of a template; no prompt loses its last one."""
+
+    def _generate_and_score_completions(self, inputs):
+        rollout = super()._generate_and_score_completions(inputs)
+        random = torch.Generator().manual_seed(self.args.seed + len(self.rollouts))
+        for name in ("prompt_mask", "completion_mask"):
+            kept = torch.rand(rollout[name].shape, generator=random) < 0.6
+            kept[:, -1] |= name == "prompt_mask"
+            rollout[name] = rollout[name] * kept
+        return rollout
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("options", [{"plan_micro_batches": False}, {}, {"padding_free": True}, {"num_iterations": 2}])
+def test_gradient_with_gaps_in_the_masks_is_that_of_the_definition(tiny_model, tmp_path, options, seed):
+    script = Script(seed=seed)
+    options = {"seed": seed, "steps_per_generation": 4, "max_steps": 4, **options}
+    trainer = trained(tiny_model, tmp_path, script=script, trainer_class=WithGaps, **options)
+    for call, rollout in zip(script.calls, trainer.rollouts, strict=True):
+        for row, prompt, completion in zip(call, rollout.prompt_mask, rollout.completion_mask, strict=True):
+            row.own = completion[: len(row.completion)].tolist()
+            row.attended = prompt[len(prompt) - len(row.prompt) :].tolist() + row.own
+    assert any(0 in row.own[: max(np.flatnonzero(row.own), default=0)] for row in script.calls[0])
+    reference = Reference(trainer, script)
+    for number, step in enumerate(trainer.steps):
+        assert relative_error(step.gradient, reference.step(number).gradient) < EXACT
 
 
 def test_half_of_the_samples_are_skipped_in_the_first_step_and_none_in_the_second(tiny_model, tmp_path):
