@@ -23,6 +23,7 @@ FIRST = (
     "test_invariance",
     "test_scoring",
     "test_compare",
+    "test_device",
     "test_killed_command",
     "test_wheel",
 )
@@ -39,10 +40,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+# Next to the checkout, or where this variable says.
+SHARED = Path(os.environ.get("OPO_TRL_SHARED") or Path(__file__).resolve().parents[2] / "shared")
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder `data` in `shared` next to the checkout, or in the folder OPO_TRL_SHARED."""
-    shared = Path(os.environ.get("OPO_TRL_SHARED") or Path(__file__).resolve().parents[2] / "shared")
-    if not (shared / "data" / "math").is_dir():
+    """The folder `data` in `SHARED`."""
+    if not (SHARED / "data" / "math").is_dir():
         pytest.skip("needs ../shared: data/math and data/Qwen3-1.7B, or OPO_TRL_SHARED set to a folder that has them")
-    return shared / "data"
+    return SHARED / "data"

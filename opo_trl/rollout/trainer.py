@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch import Tensor
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
@@ -32,7 +33,7 @@ from trl.trainer.utils import get_config_model_id
 from .. import trl_contract
 from ..checks.weights import check_finite, check_models
 from ..config import RolloutConfig
-from ..evaluate import check_placed
+from ..evaluate import check_placed, temporarily
 from ..metrics.opo import gradient_response_efficiency
 from ..metrics.plan import training_plan
 from ..metrics.step_clock import StepClock
@@ -131,7 +132,6 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         self._advantage_range = 0.0  # of the current rollout, over all processes
         self._completions_generated = 0  # for training, over all processes
         self._reward_failures: dict[str, float] = {}  # by kind, since the last log
-        self._trained_logps: Tensor | None = None  # of the latest forward pass with a gradient
         self._ratio_sums: Tensor | None = None  # of the optimizer step: Σ r, Σ r² and number, r = π/π_k
         self._clock = StepClock(self.accelerator.device)
         self.add_callback(self._clock)
@@ -224,7 +224,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
     @profiling_decorator
     def _prepare_inputs(self, generation_batch):
         if self._mode == "eval":
-            return self._finish_rollout(self._generate_and_score_completions(generation_batch))
+            return self._rollout(generation_batch)
         return self._buffered(generation_batch)
 
     def _buffered(self, generation_batch: list[dict[str, Any]]) -> Any:
@@ -232,7 +232,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         args, until_update = self.args, self._until_update()
         index, position = divmod(self._step, args.micro_steps_per_rollout)
         if position == 0:
-            rollout = self._finish_rollout(self._generate_and_score_completions(generation_batch))
+            rollout = self._rollout(generation_batch)
             # TRL's shuffle, drawn only to advance the random state, so that the same seed samples as in GRPOTrainer.
             torch.randperm(len(rollout["advantages"]))
             self._replay.add(rollout, self._scored_advantages(rollout) if args.max_staleness else None)
@@ -344,6 +344,15 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         trl_contract.check_rollout(rollout)
         return rollout
 
+    def _rollout(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
+        """
+        A complete rollout, on the device. An override may leave entries on the host, where processes cannot gather
+        them, nor replay put them together with those of a checkpoint.
+        """
+        device = self.accelerator.device
+        rollout = send_to_device(self._generate_and_score_completions(generation_batch), device)
+        return send_to_device(self._finish_rollout(rollout), device)
+
     def _finish_rollout(self, rollout: dict[str, Any]) -> dict[str, Any]:
         """Add what is computed from a rollout, once no override of `_generate_and_score_completions` can change it."""
         if self._mode == "train":
@@ -359,7 +368,6 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             num_generations=self.num_generations,
             max_rounds=self.args.max_sampling_rounds,
             reward_weights=self.reward_weights,
-            pad_token_id=self._tokenizer.pad_token_id,
         )
 
     def _generate_round(self, prompts: list[int], first: bool) -> dict[str, Any]:
@@ -396,20 +404,26 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
     def _get_per_token_logps_and_entropies(self, *inputs, **options):
         with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
-            found = super()._get_per_token_logps_and_entropies(*inputs, **options)
-        # Detached: it may outlive the step, and the graph should not.
-        self._trained_logps = found[0].detach() if torch.is_grad_enabled() else None
-        return found
+            return super()._get_per_token_logps_and_entropies(*inputs, **options)
 
     # 3. What is logged
 
     def _compute_loss(self, model, inputs):
-        loss = super()._compute_loss(model, inputs)
-        logps, behaviour = self._trained_logps, inputs.get("old_per_token_logps")
-        self._trained_logps = None
-        if self._mode == "train" and logps is not None and behaviour is not None:
+        passes: list[Tensor] = []
+        token_logps = self._get_per_token_logps_and_entropies
+
+        def recorded(*args, **kwargs):
+            found = token_logps(*args, **kwargs)
+            if torch.is_grad_enabled():
+                passes.append(found[0].detach())
+            return found
+
+        with temporarily(self, _get_per_token_logps_and_entropies=recorded):
+            loss = super()._compute_loss(model, inputs)
+        behaviour = inputs.get("old_per_token_logps")
+        if self._mode == "train" and passes and behaviour is not None:
             mask = completion_tokens(inputs)
-            log_ratio, _ = sequence_log_ratio(logps, behaviour, mask, clamp=SEQUENCE_CLAMP)
+            log_ratio, _ = sequence_log_ratio(passes[-1], behaviour, mask, clamp=SEQUENCE_CLAMP)
             ratio = log_ratio.exp()[mask.any(dim=1)]
             sums = torch.stack([ratio.sum(), ratio.square().sum(), ratio.new_tensor(len(ratio))])
             self._ratio_sums = sums if self._ratio_sums is None else self._ratio_sums + sums
