@@ -15,15 +15,15 @@ import io
 import json
 import math
 import os
-import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from ..rewards.boxes import text_of, without_reasoning
+from ..rewards.effects import without_effects
+from ..rewards.errors import is_ctrl_c
 
 
 PREFIX = "reasoning_gym/"
@@ -101,7 +101,8 @@ def gym_reward(completions: list[Any], task: list[str], entry: list[str], **colu
     raise an error is not an answer: 0.
 
     Some scorers evaluate answers as Python. While they run, a process can neither write nor start anything, or connect
-    to anything; that is no sandbox, and they may still hang. So run it in an [`IsolatedReward`], as recipes do.
+    to anything (`rewards.effects`); that is no sandbox, and they may still hang. So run it in an [`IsolatedReward`],
+    as recipes do: its workers stay restricted after the first answer.
 
     Args:
         completions (`list`): strings, or conversations.
@@ -113,9 +114,10 @@ def gym_reward(completions: list[Any], task: list[str], entry: list[str], **colu
 
 def _answer(completion: Any) -> str | None:
     text = without_reasoning(text_of(completion))
-    tagged = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
-    if tagged:
-        return tagged[-1].strip()
+    before, _, _ = text.rpartition("</answer>")
+    _, opened, answer = before.rpartition("<answer>")
+    if opened:
+        return answer.partition("</answer>")[0].strip()
     return text.strip() or None if isinstance(completion, str) else None
 
 
@@ -126,49 +128,13 @@ def _scorer(key: str) -> Any:
 
 def _score(answer: str | None, scorer: Any, entry: dict[str, Any]) -> float:
     try:
-        with _without_effects(), contextlib.redirect_stdout(io.StringIO()):
+        with without_effects(), contextlib.redirect_stdout(io.StringIO()):
             score = float(scorer.score_answer(answer, entry))
-    except MemoryError:
-        raise
-    except (Exception, SystemExit):  # an answer may be `exit()`
+    except BaseException as error:  # an answer may be `exit()`
+        if isinstance(error, MemoryError) or is_ctrl_c(error):
+            raise
         return 0.0
     return score if math.isfinite(score) else 0.0
-
-
-_FORBIDDEN = re.compile(
-    r"os\.(?!listdir|scandir|walk|fwalk|getxattr|add_dll)|subprocess\.|shutil\.|socket\.|ctypes\.|pty\.|signal\.|tempfile\."
-    r"|sqlite3\.|resource\."
-)
-_free: frozenset[int] | None = None  # threads that may write while another one scores; `None` while none does
-
-
-@contextlib.contextmanager
-def _without_effects() -> Iterator[None]:
-    """Let what runs in this context, and imports and reads files, do nothing else to the world around it."""
-    global _free
-    _install_hook()
-    _free = frozenset(thread.ident or 0 for thread in threading.enumerate()) - {threading.get_ident()}
-    try:
-        yield
-    finally:
-        _free = None
-
-
-@functools.cache
-def _install_hook() -> None:  # a hook cannot be removed
-    sys.addaudithook(_forbid)
-
-
-def _forbid(event: str, arguments: tuple) -> None:
-    if _free is None or threading.get_ident() in _free:
-        return
-    if _FORBIDDEN.match(event) or (event == "open" and not _only_reads(arguments)):
-        raise PermissionError(f"an answer asked for {event}")
-
-
-def _only_reads(arguments: tuple) -> bool:
-    _, mode, flags = arguments
-    return not (set(mode or "") & set("wax+") or (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
 
 
 # In the process that draws, and where answers are scored

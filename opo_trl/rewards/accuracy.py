@@ -145,7 +145,9 @@ def score(completion: str, solution: str) -> float | None:
 
 def _ends_in_box(text: str) -> bool:
     boxes = find_boxes(text)
-    return len(boxes) == 1 and bool(boxes[0].content) and _AFTER_BOX.fullmatch(text, boxes[0].end) is not None
+    if len(boxes) != 1 or boxes[0].content is None or not text[boxes[0].content].strip():
+        return False
+    return _AFTER_BOX.fullmatch(text, boxes[0].end) is not None
 
 
 def _is_set_for_tuple(gold: str, answer: str) -> bool:

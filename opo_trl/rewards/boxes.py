@@ -2,10 +2,10 @@ r"""Where the answer of a completion is: after its reasoning, in `\boxed{…}`."
 
 import itertools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
-Completion = str | list[dict[str, str]]
+Completion = str | list[dict[str, Any]]
 
 
 # A box with its opening brace or, as in `\boxed 2`, with a bare number or letter; and the braces that open and close,
@@ -25,34 +25,36 @@ _JOINT = re.compile(r"(?:[ \t,;$]|\n(?!\s*\n)|and|or|\\text\s*\{[^{}]*\b(?:and|o
 
 class Box(NamedTuple):
     r"""
-    One `\boxed` or `\fbox` in a text: from its backslash to after its last character, and its content, stripped of
-    white space; `None` if its brace is never closed.
+    One `\boxed` or `\fbox` in a text: from its backslash to after its last character, and the place of its content;
+    `None` if its brace is never closed, or nothing follows it.
     """
 
     start: int
     end: int
-    content: str | None
+    content: slice | None
 
 
 def find_boxes(text: str) -> list[Box]:
     r"""
-    Find every `\boxed{…}` and `\fbox{…}`, including nested ones, in time linear in the text.
+    Find every `\boxed{…}` and `\fbox{…}`, including nested ones, in time and memory linear in the text.
 
     They are ordered by start, complete or not. `\boxed 2` is also complete.
     """
-    boxes, open_braces = [], []
+    boxes: list[Box] = []
+    open_braces: list[tuple[int, int] | None] = []  # start of the box and of its content; `None` for other braces
     for match in _BRACES.finditer(text):
         token = match.group()
-        if token == "{" or match["open"]:
-            open_braces.append(match)
+        if token == "{":
+            open_braces.append(None)
+        elif match["open"]:
+            open_braces.append(match.span())
         elif token == "}" and open_braces:
-            opening = open_braces.pop()
-            if opening["open"]:
-                boxes.append(Box(opening.start(), match.end(), text[opening.end() : match.start()].strip()))
+            if opening := open_braces.pop():
+                boxes.append(Box(opening[0], match.end(), slice(opening[1], match.start())))
         elif "box" in token:
-            boxes.append(Box(match.start(), match.end(), match["bare"]))
-    boxes += [Box(match.start(), match.end(), None) for match in open_braces if match["open"]]
-    return sorted(boxes)
+            boxes.append(Box(*match.span(), slice(*match.span("bare")) if match["bare"] else None))
+    boxes += [Box(*opening, None) for opening in open_braces if opening]
+    return sorted(boxes, key=lambda box: box.start)
 
 
 def final_answer(solution: str) -> str | None:
@@ -68,19 +70,25 @@ def final_answer(solution: str) -> str | None:
         and of that box, without duplicates; `None` if there is no complete box or the last one is empty.
     """
     complete = [box for box in find_boxes(solution) if box.content is not None]
-    if not complete or not complete[-1].content:
+    if not complete or not (last := solution[complete[-1].content].strip()):
         return None
-    parts = [complete[-1].content]
+    parts = [last]
     for box, following in reversed([*itertools.pairwise(complete)]):
         if not _JOINT.fullmatch(solution, box.end, following.start):
             break
-        parts.append(box.content)
+        parts.append(solution[box.content].strip())
     return ", ".join(dict.fromkeys(filter(None, reversed(parts))))
 
 
 def text_of(completion: Completion) -> str:
-    """A completion as text; of a conversation, the last message."""
-    return completion if isinstance(completion, str) else completion[-1]["content"] or ""
+    """
+    A completion as text; of a conversation, that of the last message, which has none if it only calls tools. Of a
+    message in parts, the texts are joined.
+    """
+    if isinstance(completion, str):
+        return completion
+    content = (completion[-1].get("content") if completion else None) or ""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
 def without_reasoning(text: str) -> str:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -161,6 +162,8 @@ class TestReward:
         for text, expected in (
             (f"I think.</think> So <answer> {right} </answer>.", 1.0),
             (f"<answer>no</answer> <answer>{right}</answer>", 1.0),
+            (f"<answer>no<answer>{right}</answer> no</answer>", 1.0),
+            (f"<answer>{right}</answer> <answer>no", 1.0),
             (f"<answer>{right}</answer> <answer>no</answer>", 0.0),
             (f"<answer>{right}</answer></think> done", 0.0),
             (f"<think>perhaps <answer>{right}</answer>", 0.0),
@@ -191,6 +194,19 @@ class TestReward:
         rows = draw("prime_factorization", size=1)
         assert score(rows, ["x"]) == [0.0]
         assert score(draw("binary_matrix", size=1), ["exit()"]) == [0.0]
+
+    def test_worker_stays_restricted_after_an_answer(self, tmp_path):
+        """A thread that the answer starts waits until its scoring is over."""
+        row = draw("countdown", size=1)[0]
+        later = f"(__import__('time').sleep(1), open('{tmp_path}/new', 'w'))"
+        program = f"__import__('threading').Thread(target=lambda: {later}).start()"
+        reward = IsolatedReward(gym_reward, workers=1)
+        columns = {"task": [row["task"]], "entry": [row["entry"]]}
+        reward([program], **columns)
+        time.sleep(2)
+        assert reward([f"<answer>{row['solution']}</answer>"], **columns) == [1.0]
+        assert not [*tmp_path.iterdir()]
+        reward.close()
 
     @pytest.mark.parametrize("task", ["countdown", "binary_matrix", "n_queens", "polynomial_multiplication"])
     def test_answers_that_are_programs_change_nothing(self, task, tmp_path):

@@ -17,6 +17,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+from ...rewards.boxes import Completion, text_of
+
 
 LEVELS = ("Level 1", "Level 2", "Level 3", "Level 4", "Level 5")
 SPLIT_SIZES = {"train": 2048, "test": 1000}
@@ -137,9 +139,7 @@ def _problem_type(problem: str) -> str:
     return "Mixed" if "+" in problem else "Subtraction"
 
 
-def arithmetic_reward(
-    completions: list[str] | list[list[dict[str, str]]], solution: list[str], **kwargs: Any
-) -> list[float]:
+def arithmetic_reward(completions: Sequence[Completion], solution: list[str], **kwargs: Any) -> list[float]:
     """
     Reward 1.0 for a completion whose final answer is right, and 0.0 for any other.
 
@@ -150,8 +150,8 @@ def arithmetic_reward(
     As with MATH, only the answer counts: the chain before it is not checked and may be omitted. Of a conversation, the
     last message counts.
     """
-    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
-    return [float(_answer(text) == _answer(worked)) for text, worked in zip(texts, solution, strict=True)]
+    pairs = zip(completions, solution, strict=True)
+    return [float(_answer(text_of(completion)) == _answer(worked)) for completion, worked in pairs]
 
 
 def _answer(text: str) -> str:
