@@ -8,6 +8,9 @@ Workers are forked from a fork server, a process that starts clean and imports t
 inherit neither threads nor CUDA from the training process, a killed worker is replaced in milliseconds, and all
 workers hash strings alike, which determines the order of sets. They never import the main script. Python has one fork
 server per process: if something else has started it before, workers also hold what that has imported.
+
+Nothing outlives the training process, however it ends: each worker has a guard, a process that ends the worker, and
+what the worker has started.
 """
 
 import functools
@@ -17,17 +20,21 @@ import pickle
 import signal
 import sys
 import threading
-import traceback
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+import psutil
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
+
+from . import effects
+from .errors import RewardError, told
 
 
 logger = logging.getLogger(__name__)
@@ -40,6 +47,8 @@ COMPLETIONS_OF_A_WORKER = 10_000
 
 # MiB. With 60, math-verify silently fails to parse right answers; with 384, 10,000 boxes no longer fit.
 LEAST_MEMORY = 512
+
+_GUARD_INTERVAL = 0.2  # seconds
 
 Row = dict[str, list[Any]]  # what the reward function is called with for one completion
 
@@ -89,7 +98,7 @@ class IsolatedReward:
 
     Raises:
         `ValueError`: if a limit is out of range, or the function cannot be sent to a worker.
-        `RuntimeError`: if the workers cannot start, at the first call.
+        [`RewardError`]: if the workers cannot start, at the first call.
 
     Example:
 
@@ -137,7 +146,7 @@ class IsolatedReward:
         self.timeouts = sum(outcome is _TIMED_OUT for outcome in outcomes)
         self.errors = len(errors)
         if self.timeouts or errors:
-            first = f", the first with {errors[0].strip()}" if errors else ""
+            first = f", the first with {errors[0]}" if errors else ""
             logger.warning(
                 f"{self.__name__} could not score {self.timeouts + len(errors)} of {n} completions: {self.timeouts} "
                 f"took longer than {self.timeout} seconds, {len(errors)} failed{first}."
@@ -171,15 +180,13 @@ class IsolatedReward:
                         self.close()
                         futures[i + tries - 1 :] = self._schedule(rows[i + tries - 1 :])
                         continue
+                except Exception as error:  # its columns cannot be sent to a worker
+                    outcome = told(error)
                 break
             yield outcome
 
     def _schedule(self, rows: list[Row]) -> list[ProcessFuture]:
-        # Threads add up, so even a reward that uses all cores reaches the wall-clock limit first.
-        cpu_seconds = self.timeout * (os.cpu_count() or 1)
-        return [
-            self._running().schedule(_score, (self.reward, row, cpu_seconds), timeout=self.timeout) for row in rows
-        ]
+        return [self._running().schedule(_score, (self.reward, row), timeout=self.timeout) for row in rows]
 
     def _running(self) -> ProcessPool:
         if self._pool is not None and self._pool.active:
@@ -193,7 +200,7 @@ class IsolatedReward:
             self.workers,
             COMPLETIONS_OF_A_WORKER,
             initializer=_limit,
-            initargs=(self.memory, self.reward),
+            initargs=(os.getpid(), self.memory, self.reward),
             context=context,
         )
         # Not `__del__`, which need not run at exit; workers would then outlive the run.
@@ -202,7 +209,7 @@ class IsolatedReward:
             pool.schedule(_ready).result(START_LIMIT)  # a failing import raises here, not at every completion
         except (BrokenProcessPool, TimeoutError) as error:
             self.close()
-            raise RuntimeError(
+            raise RewardError(
                 f"The worker processes of {self.__name__} do not start; their output above says why. Make its "
                 f"module {self.reward.__module__!r} importable in a new process."
             ) from error
@@ -240,30 +247,49 @@ def _stop(pool: ProcessPool) -> None:
 #
 # Each limit is enforced where it also holds in native code, during which a worker runs no signal handlers of Python:
 # time by the pool in the training process, which kills the worker; memory by the kernel, so that an allocation fails
-# in the worker, before the out-of-memory killer chooses the trainer; orphans by a timer whose signal kills.
+# in the worker, before the out-of-memory killer chooses the trainer; orphans by the worker's guard.
 
 
-def _limit(memory: int, reward: Callable[..., Any]) -> None:
+def _limit(trainer: int, memory: int, reward: Callable[..., Any]) -> None:
     """Set the limits of a worker. Unpickling the argument `reward` imports its module before they count."""
     import resource  # POSIX only, like the fork server
 
+    worker = os.getpid()
+    os.setsid()  # what the worker starts is in its session
+    if os.fork() == 0:
+        _guard(worker, trainer)
+    effects.make_lasting()
     # Pebble's own handler would wait for native code to return to Python.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     limit, (_, hard) = memory * 2**20, resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
+def _guard(worker: int, trainer: int) -> NoReturn:
+    """Wait, in a process of its own, for the end of the worker or of the trainer, and end what the worker started."""
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a scheduler may signal all processes
+            signal.signal(number, signal.SIG_IGN)
+        os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # nobody should wait for this end of a pipe
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(trainer)
+            while os.getppid() == worker and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(_GUARD_INTERVAL)
+        for pid in psutil.pids():
+            with suppress(OSError):
+                if pid != os.getpid() and os.getsid(pid) == worker:
+                    os.kill(pid, signal.SIGKILL)
+    finally:
+        os._exit(0)
+
+
 def _ready() -> None: ...
 
 
-def _score(reward: Callable[..., Any], row: Row, cpu_seconds: float) -> float | str | None:
-    # Kills a worker that hangs after the training process, which enforces the wall-clock limit, has been killed.
-    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+def _score(reward: Callable[..., Any], row: Row) -> float | str | None:
     try:
         [reward_of_row] = reward(**row)
         return None if reward_of_row is None else float(reward_of_row)
     # Nothing may end the worker. Exceptions are sent as text, because not every one can be unpickled.
     except BaseException as error:
-        return "".join(traceback.format_exception_only(error))
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        return told(error)

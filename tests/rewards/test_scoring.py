@@ -24,6 +24,7 @@ from opo_trl import OPOConfig
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.launch.rewards import load_rewards
 from opo_trl.rewards import accuracy_reward, format_reward
+from opo_trl.rewards.errors import RewardError
 from opo_trl.rewards.scoring import LEAST_MEMORY, IsolatedReward
 
 
@@ -78,6 +79,18 @@ def test_warning_says_how_many_failed_and_why(by_fate, caplog):
     score(by_fate, ["sleep", "raise", "1"])
     assert "by_fate could not score 2 of 3 completions: 1 took longer than 2.0 seconds, 1 failed" in caplog.text
     assert "Unpicklable: cannot be rebuilt" in caplog.text
+
+
+def test_warning_is_short_and_one_line_that_no_terminal_obeys(by_fate, caplog):
+    score(by_fate, ["raise what a terminal obeys"])
+    assert r"ValueError: \x1b[2J\x00" in caplog.text
+    assert len(caplog.messages[-1]) < 400
+    assert caplog.messages[-1].isprintable()
+
+
+def test_columns_that_cannot_be_sent_are_errors(by_fate, caplog):
+    assert by_fate(["…"] * 2, fate=["1", "1"], lock=[threading.Lock(), 1]) == [None, 1.0]
+    assert "TypeError: cannot pickle '_thread.lock' object" in caplog.text
 
 
 def test_workers_that_keep_dying_are_all_replaced():
@@ -166,12 +179,12 @@ if what == "own":
     IsolatedReward(own, workers=1)(["…"])
 reward = IsolatedReward(scorers.process_id, workers=2)
 print(*(int(pid) for pid in reward(["…"] * 50)), flush=True)
-reward = IsolatedReward(scorers.by_fate, workers=1, timeout=1.0 if what == "killed" else 5.0)
+reward = IsolatedReward(scorers.by_fate, workers=1, timeout=60.0)
 reward(["…"], fate=["1"])
 if what == "raises":
     raise SystemExit(7)
 if what == "killed":
-    reward(["…"] * 100, fate=["hang in native code"] * 100)
+    reward(["…"] * 100, fate=["start processes and hang"] * 100, pids=["started"] * 100)
 """
 
 
@@ -192,16 +205,28 @@ def test_script_is_not_imported_by_workers_and_leaves_none_behind(tmp_path, what
     wait_until(lambda: none_alive([int(pid) for pid in out.split()[1:]]), 10)
 
 
-def test_killed_script_leaves_no_worker_behind_that_hangs_in_native_code(tmp_path):
+def test_killed_script_leaves_no_process_behind(tmp_path, monkeypatch):
+    """Neither workers that wait, nor one that hangs in native code, nor what that has started."""
+    monkeypatch.chdir(tmp_path)
     script = start(tmp_path, "killed")
-    script.stdout.readline()
-    script.stdout.readline()
-    time.sleep(0.5)
+    wait_until(lambda: len(started(tmp_path)) == 4, 60)
     left = [child.pid for child in psutil.Process(script.pid).children(recursive=True)]
-    assert len(left) >= 3
+    assert len(left) >= 3 + 4
     script.kill()
     script.communicate()
-    wait_until(lambda: none_alive(left), 60)
+    wait_until(lambda: none_alive(left), 20)
+
+
+def test_worker_that_is_killed_leaves_no_process_behind(by_fate, tmp_path):
+    files = [str(tmp_path / "started")] * 2
+    assert by_fate(["…"] * 2, fate=["start processes and hang", "1"], pids=files) == [None, 1.0]
+    assert len(started(tmp_path)) == 4
+    wait_until(lambda: none_alive(started(tmp_path)), 20)
+
+
+def started(folder: Path) -> list[int]:
+    file = folder / "started"
+    return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
 
 def test_function_of_the_script_itself_is_rejected_with_the_fix(tmp_path):
@@ -216,7 +241,7 @@ def test_workers_that_cannot_start_are_an_error():
     # Only this process has the module.
     sys.modules["nowhere"] = module = ModuleType("nowhere")
     exec("def reward(completions, **kwargs): ...", vars(module))
-    with pytest.raises(RuntimeError, match="worker processes of reward do not start"):
+    with pytest.raises(RewardError, match="worker processes of reward do not start"):
         IsolatedReward(module.reward, workers=1)(["…"])
 
 
@@ -300,7 +325,7 @@ def test_failures_are_summed_over_the_rollouts_of_a_log_entry(tiny_model, tmp_pa
 
 def test_failures_that_become_too_many_end_the_run(tiny_model, tmp_path, by_fate):
     trainer = fated(tiny_model, tmp_path, by_fate, fates=["1", "0", "1", "0", *["raise"] * 4], max_steps=8)
-    with pytest.raises(RuntimeError, match=r"max_reward_failure_rate=0.1 is exceeded: 19.0%.*8 by errors"):
+    with pytest.raises(RewardError, match=r"max_reward_failure_rate=0.1 is exceeded: 19.0%.*8 by errors"):
         trainer.train()
     assert trainer.state.global_step == 3  # two rollouts without a failure, and one that is all failures
 
