@@ -14,6 +14,7 @@ import dataclasses
 import gc
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,12 +42,12 @@ from .launch.data import Data, load_data
 from .launch.recipe import parse
 from .launch.resume import check_same_run, continues, forget_if_changed, known_accuracies
 from .launch.rewards import load_rewards
-from .launch.signals import StopOnSignal
+from .launch.signals import StopOnSignal, StoppedBySignal
 from .launch.tools import Tools, check_rows, check_tool_template, load_tools
 from .launch.words import check_at_once, split
 from .report import run_folder
 from .report.run_report import write_report
-from .rewards.checked import RewardError
+from .rewards.errors import RewardError, told
 from .rollout.checkpoint import resolve as find_checkpoint
 from .rollout.prompts import check_enough_prompts
 from .rollout.trainer import RolloutTrainer
@@ -212,7 +213,7 @@ def _blamed_on(what: str) -> Iterator[None]:
     """Name `what` in any error that a library raises in this context; `--debug` shows where."""
     try:
         yield
-    except (ValueError, ImportError):
+    except (ValueError, ImportError, RewardError):
         raise
     except LIBRARY_ERRORS as error:
         said = str(error).strip().rstrip(".") or "no message"
@@ -259,18 +260,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     _, debug, _ = split(argv)
     try:
         ready = prepare(argv)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, RewardError) as error:
         return report_error("opo-trl train", error, debug=debug)
     status = 0
     with ready.lock:
         try:
             run(ready)
-        except SystemExit as ended:
-            if not isinstance(ended.code, int):
-                raise
-            status = ended.code  # by a signal
+        except StoppedBySignal as stopped:
+            status = stopped.code
         except RewardError as error:
             return report_error("opo-trl train", error, debug=debug, status=1)
+        except SystemExit as error:  # of a library, or of a user's code that nothing names
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{where.name} ({where.filename}, line {where.lineno}) has ended training with {told(error)}."
+            return report_error("opo-trl train", RuntimeError(said), debug=debug, status=1)
         finally:  # the report matters most when a run ends with an error
             if ready.trainer.args.process_index == 0:
                 print(f"Report: {write_report(Path(ready.trainer.args.output_dir))}")

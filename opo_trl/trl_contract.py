@@ -58,6 +58,9 @@ CONTRACT: Contract = {
         "_prepare_inputs": ("generation_batch",),  # returns a micro-batch of the rollout
         "_get_train_sampler": ("dataset",),  # the order of the prompts
         "_buffered_inputs": None,
+        "_tool_call_loop": (),
+        "_sync_tool_dicts": None,  # of the current batch
+        "_async_tool_dicts": None,
         "_environment_pool": None,  # evaluations have their own
         "_step": None,
         "_tokenizer": None,

@@ -26,6 +26,8 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
 from ..checks.addresses import without_secrets
+from ..rewards.checked import checked_reward
+from ..rewards.errors import RewardError
 from ..rollout.vllm_server import wait_until_it_answers, watched
 from .config import AsyncOPOConfig
 
@@ -115,7 +117,8 @@ def guard(worker: AsyncRolloutWorker, client: VLLMClient, limit: float) -> None:
             check_health(stale_after_s)
         except RuntimeError as error:
             reason = str(error.__cause__ or error).partition("\n")[0]
-            raise RuntimeError(
+            kind = RewardError if reason.startswith(RewardError.__name__) else RuntimeError
+            raise kind(
                 f"The rollout worker has failed: {reason} Once that is repaired, resume from the last checkpoint."
             ) from error
         wait_until_it_answers(client.server_url)
@@ -225,6 +228,9 @@ class GuardedLoop(_AsyncRolloutLoop):
         super().__init__(**named)
         self.reward_limit = reward_limit
         self._answered = time.monotonic()
+        # The names of environments follow those of the functions.
+        named_rewards = zip(self.reward_funcs, self.reward_func_names, strict=False)
+        self.reward_funcs = [checked_reward(reward, name) for reward, name in named_rewards]
 
     def run(self) -> None:
         # Otherwise this process waits at its end until the trainer has taken all samples, which it no longer does.
@@ -256,16 +262,10 @@ class GuardedLoop(_AsyncRolloutLoop):
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
         scoring = asyncio.ensure_future(super()._score_group(group))
         await asyncio.wait([scoring], timeout=self.reward_limit)
-        names = ", ".join(self.reward_func_names)
         if not scoring.done():
-            raise RuntimeError(
-                f"Rewards ({names}) have not returned for heartbeat_stale_after_s={self.reward_limit:g} s. Give them "
-                "a time limit, or set `heartbeat_stale_after_s` to what they take."
+            raise RewardError(
+                f"Rewards ({', '.join(self.reward_func_names)}) have not returned for "
+                f"heartbeat_stale_after_s={self.reward_limit:g} s. Give them a time limit, or set "
+                "`heartbeat_stale_after_s` to what they take."
             )
-        try:
-            return scoring.result()
-        except Exception as error:
-            raise RuntimeError(
-                f"A reward ({names}) has failed with {type(error).__name__}: {error}. It must return `None` for a "
-                "completion that it cannot score."
-            ) from error
+        return scoring.result()

@@ -201,6 +201,7 @@ class InProcessWorker:
 
     Raises:
         `ValueError`: the configuration has no `token_budget`, or would drop every completion.
+        [`RewardError`]: in training, a reward function fails, or no completion of many groups has a score.
     """
 
     def __init__(

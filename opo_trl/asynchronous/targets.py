@@ -21,6 +21,7 @@ from trl.experimental.async_grpo.async_rollout_worker import (
 from .. import objective
 from ..config import ObjectiveConfig
 from ..metrics.opo import rollout_metrics
+from ..rewards.errors import RewardError
 from .faults import MOST_LOST, GuardedLoop
 
 
@@ -121,7 +122,7 @@ class OPORolloutLoop(GuardedLoop):
         self._counters["sample/unscored_total"] += len(samples) - len(kept)
         self._unscored = 0 if kept else self._unscored + 1
         if self._unscored == MOST_LOST:
-            raise RuntimeError(
+            raise RewardError(
                 f"No completion of the last {MOST_LOST} groups has a score, or a token to train. Check the rewards "
                 f"({', '.join(self.reward_func_names)}): `None` and NaN are no score."
             )

@@ -30,6 +30,7 @@ from ..asynchronous.targets import OPORolloutLoop
 from ..asynchronous.trainer import AsyncOPOTrainer
 from ..checks.addresses import without_secrets
 from ..checks.arguments import dry_run_arguments
+from ..rewards.boxes import text_of
 from .preflight import await_health, check_columns, check_development_mode
 
 
@@ -92,7 +93,7 @@ class _OfText:
 
     def __call__(self, prompts: list, completions: list, **columns: Any) -> Any:
         texts = {"prompts": [prompt[-1]["content"] for prompt in prompts]}
-        texts["completions"] = [turns[-1]["content"] for turns in completions]
+        texts["completions"] = [text_of(turns) for turns in completions]
         return _awaited(self.reward(**texts, **columns))
 
 

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ..rewards.errors import is_ctrl_c, told
+
 
 def load(field: str, name: str, what: str, example: str) -> Callable:
     """
@@ -24,10 +26,11 @@ def load(field: str, name: str, what: str, example: str) -> Callable:
         found = getattr(importlib.import_module(module), attribute)
         if not callable(found):
             raise TypeError(f"{found!r} is not a function")
-    except Exception as error:  # the module's own code may raise anything
+    except BaseException as error:  # the module's own code may raise anything, and exit
+        if is_ctrl_c(error):
+            raise
         raise ValueError(
-            f"{field}={name!r} cannot be imported ({type(error).__name__}: {error}). Set `{field}` to {what}, such as "
-            f"{example}."
+            f"{field}={name!r} cannot be imported ({told(error)}). Set `{field}` to {what}, such as {example}."
         ) from error
     finally:
         sys.path.pop(0)

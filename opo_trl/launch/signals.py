@@ -30,6 +30,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SAME_SECONDS = 1.0
 
 
+class StoppedBySignal(SystemExit):
+    """
+    Training has ended after a signal, with a checkpoint. A script that does not catch it exits with its `code`.
+
+    Any other `SystemExit` in training is a failure: of a library, or of a reward.
+    """
+
+    code: int
+
+
 class StopOnSignal(TrainerCallback):
     """
     Within this context, SIGTERM and Ctrl-C end training after the current optimizer step, with a checkpoint.
@@ -43,7 +53,8 @@ class StopOnSignal(TrainerCallback):
     ```
 
     Raises:
-        `SystemExit`: from `trainer.train`, when the checkpoint is written, with 128 plus the signal's number.
+        [`StoppedBySignal`]: a `SystemExit`, from `trainer.train`, when the checkpoint is written, with 128 plus the
+            signal's number.
     """
 
     def __init__(self, trainer: "RolloutTrainer"):
@@ -94,7 +105,7 @@ class StopOnSignal(TrainerCallback):
                 flush=True,
             )
             self.trainer.end()
-            raise SystemExit(128 + self._agreed)
+            raise StoppedBySignal(128 + self._agreed)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from trl.chat_template_utils import (
 
 from ..arguments import OPOScriptArguments
 from ..config import RolloutConfig
+from ..rewards.errors import is_ctrl_c, told
 from . import dotted
 from .preflight import OF_TRAINER
 
@@ -125,9 +126,11 @@ def _load_environment(name: str | None) -> tuple[Callable | None, Any]:
     factory = dotted.load("environment_factory", name, "the dotted path of a class, or of a function", example)
     try:
         environment = factory()
-    except Exception as error:  # the environment's own code may raise anything
+    except BaseException as error:  # the environment's own code may raise anything, and exit
+        if is_ctrl_c(error):
+            raise
         raise ValueError(
-            f"{named} cannot be created ({type(error).__name__}: {error}). It is called without arguments: give "
+            f"{named} cannot be created ({told(error)}). It is called without arguments: give "
             "each a default, or fix it."
         ) from error
     kind = type(environment)

@@ -1,6 +1,7 @@
-"""Rewards that run in the training process: an error names the function that failed ([`RewardError`])."""
+"""Rewards, tools and environments that run in the training process: an error names the function ([`RewardError`])."""
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
 from contextlib import contextmanager
 from itertools import islice
@@ -9,15 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 from trl.trainer.utils import is_async_callable
 
+from .errors import RewardError, is_ctrl_c, naming, shown, told
 from .scoring import IsolatedReward
 
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
-
-
-class RewardError(RuntimeError):
-    """A reward function raised, or did not return one number or `None` per completion."""
 
 
 _RETURN = "Return a list with one number, or None, for each completion."
@@ -44,7 +42,7 @@ def reward_list(reward_funcs: Any) -> list[Any] | None:
             continue
         place = f"[{index}]" if isinstance(reward_funcs, list | tuple) else ""
         raise TypeError(
-            f"reward_funcs{place}={reward!r:.200} is {what}, not a reward. Pass {fix}, or a list of these."
+            f"reward_funcs{place}={shown(reward)} is {what}, not a reward. Pass {fix}, or a list of these."
         )
     return given
 
@@ -59,10 +57,7 @@ def checked(trainer: "GRPOTrainer") -> Iterator[None]:
     """
     given: list[Any] = trainer.reward_funcs
     trainer.reward_funcs = [
-        reward
-        if isinstance(reward, Module | IsolatedReward)
-        else _checked(reward, name, is_async=is_async_callable(reward))
-        for reward, name in zip(given, trainer.reward_func_names, strict=True)
+        checked_reward(reward, name) for reward, name in zip(given, trainer.reward_func_names, strict=True)
     ]
     try:
         yield
@@ -70,7 +65,11 @@ def checked(trainer: "GRPOTrainer") -> Iterator[None]:
         trainer.reward_funcs = given
 
 
-def _checked(reward: Callable[..., Any], name: str, *, is_async: bool) -> Callable[..., Any]:
+def checked_reward(reward: Any, name: str) -> Any:
+    """A reward function whose failures raise a [`RewardError`] that names it."""
+    if isinstance(reward, Module | IsolatedReward):
+        return reward
+
     async def call_async(**inputs: Any) -> list[float | None]:
         with _naming(name):
             scores = await reward(**inputs)
@@ -81,18 +80,76 @@ def _checked(reward: Callable[..., Any], name: str, *, is_async: bool) -> Callab
             scores = reward(**inputs)
         return _numbers(name, scores, len(inputs["completions"]))
 
-    return call_async if is_async else call
+    return call_async if is_async_callable(reward) else call
+
+
+def _naming(name: str) -> Any:
+    return naming(f"The reward function {name}", "Fix it; for completions that it cannot score, return None.")
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def checked_tools(trainer: "GRPOTrainer") -> Iterator[None]:
+    """
+    Within this context, in which TRL calls the tools of a batch, a tool that raises what is not an `Exception` ends in
+    a [`RewardError`] that names it. TRL shows the model exceptions, and waits forever for an asynchronous tool that
+    raises anything else.
+    """
+    failed: list[RewardError] = []
+    for tools in (*trainer._sync_tool_dicts, *trainer._async_tool_dicts):  # of this batch only
+        tools.update({name: _checked_tool(tool, name, failed) for name, tool in tools.items()})
+    yield
+    if failed:  # TRL has shown this to the model, too
+        raise failed[0]
+
+
+def _checked_tool(tool: Callable[..., Any], name: str, failed: list[RewardError]) -> Callable[..., Any]:
+    @contextmanager
+    def keeping() -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            if is_ctrl_c(error):
+                raise
+            fix = "Let it return a text, or raise an `Exception`, which is shown to the model."
+            failed.append(RewardError(f"The tool {name} has raised {told(error)}. {fix}"))
+            raise failed[-1] from error
+
+    async def call_async(**arguments: Any) -> Any:
+        with keeping():
+            return await tool(**arguments)
+
+    def call(**arguments: Any) -> Any:
+        with keeping():
+            return tool(**arguments)
+
+    return call_async if inspect.iscoroutinefunction(tool) else call
+
+
+@contextmanager
+def checked_environments(factories: Iterable[Any], made: Iterable[Any]) -> Iterator[None]:
+    """
+    Within this context, an environment that cannot be made or reset raises a [`RewardError`] that names it.
+
+    Args:
+        factories (`Iterable`): classes, or functions, that make environments.
+        made (`Iterable`): environments.
+    """
     try:
         yield
-    except Exception as error:
-        raise RewardError(
-            f"The reward function {name} has raised {type(error).__name__}: {error}. Fix it; for completions that it "
-            "cannot score, return None."
-        ) from error
+    except BaseException as error:
+        if isinstance(error, RewardError) or is_ctrl_c(error):
+            raise
+        # TRL calls these in one of its longest functions, so the traceback has to tell.
+        kinds = [*(factory for factory in factories if inspect.isclass(factory)), *map(type, made)]
+        called = [*factories, *(getattr(kind, name, None) for kind in kinds for name in ("__init__", "reset"))]
+        names = {function.__code__: function.__qualname__ for function in called if inspect.isfunction(function)}
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code in names:
+                name = names[frame.f_code]
+                raise RewardError(f"{name} of an environment has raised {told(error)}. Fix it.") from error
+        raise
 
 
 def _numbers(name: str, scores: Any, n_completions: int) -> list[float | None]:
@@ -100,12 +157,13 @@ def _numbers(name: str, scores: Any, n_completions: int) -> list[float | None]:
     if inspect.iscoroutine(scores):
         scores.close()
         raise RewardError(
-            f"The reward function {name} has returned {scores!r}, which is never awaited. Define it with `async def`."
+            f"The reward function {name} has returned {shown(scores)}, which is never awaited. Define it with `async "
+            "def`."
         )
     # TRL would accept the keys of a dictionary, a set in any order, and bytes as numbers.
     unordered = isinstance(scores, str | bytes | bytearray | Mapping | Set)
     if unordered or not isinstance(scores, Iterable) or getattr(scores, "ndim", 1) == 0:
-        raise RewardError(f"The reward function {name} has returned {scores!r:.200}, not a list. {_RETURN}")
+        raise RewardError(f"The reward function {name} has returned {shown(scores)}, not a list. {_RETURN}")
     with _naming(name):  # a generator runs only now, and may be infinite
         values = list(islice(scores, n_completions + 1))
     if len(values) != n_completions:
@@ -122,8 +180,8 @@ def _number(name: str, value: Any, index: int) -> float | None:
         if isinstance(number, str | bytes | bytearray):  # `float` would parse these
             raise TypeError
         return None if number is None else float(number)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
+    except Exception:
         raise RewardError(
-            f"The reward function {name} has returned {value!r:.200} for completion {index}, of type "
+            f"The reward function {name} has returned {shown(value)} for completion {index}, of type "
             f"{type(value).__name__}. {_RETURN}"
         ) from None

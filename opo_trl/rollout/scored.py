@@ -1,4 +1,4 @@
-"""Rewards as the outermost override returns them, and how many completions they fail to score."""
+"""Rewards as the outermost override returns them, how many completions they fail to score, and who else fails."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,8 @@ from trl import GRPOTrainer
 from ..config import RolloutConfig
 from ..evaluate import temporarily
 from ..metrics.step_clock import StepClock
-from ..rewards.checked import checked
+from ..rewards.checked import checked, checked_environments, checked_tools
+from ..rewards.errors import RewardError
 from ..rewards.scoring import IsolatedReward
 
 
@@ -21,7 +22,7 @@ _FAILURE_WEIGHT = 0.1
 
 
 class ScoringTrainer(GRPOTrainer):
-    """[`~trl.GRPOTrainer`] that records its rewards, and ends when isolated ones fail too often."""
+    """[`~trl.GRPOTrainer`] that records its rewards, ends when isolated ones fail too often, and names what fails."""
 
     args: RolloutConfig
     _clock: StepClock
@@ -44,6 +45,15 @@ class ScoringTrainer(GRPOTrainer):
 
         with temporarily(self, _calculate_rewards=calculate):
             yield recorded
+
+    def _generate_and_score_completions(self, inputs):
+        made = [environment for pool in getattr(self, "_environment_pool", {}).values() for environment in pool]
+        with checked_environments((self.environment_factories or {}).values(), made):
+            return super()._generate_and_score_completions(inputs)
+
+    def _tool_call_loop(self, *args, **kwargs):
+        with checked_tools(self):
+            return super()._tool_call_loop(*args, **kwargs)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         with self._clock.phase("score"), checked(self):
@@ -73,7 +83,7 @@ class ScoringTrainer(GRPOTrainer):
         self._reward_failure_rate += _FAILURE_WEIGHT * ((timeouts + errors) / n_scores - self._reward_failure_rate)
         limit = self.args.max_reward_failure_rate
         if self._reward_failure_rate > limit:
-            raise RuntimeError(
+            raise RewardError(
                 f"max_reward_failure_rate={limit} is exceeded: {self._reward_failure_rate:.1%} of the completions of "
                 f"about the last {1 / _FAILURE_WEIGHT:.0f} rounds of generation could not be scored, {timeouts} of "
                 f"{n_scores} in the last one by running out of time and {errors} by errors. The warnings above say "

@@ -39,7 +39,7 @@ from ..metrics.plan import training_plan
 from ..metrics.step_clock import StepClock
 from ..metrics.watches import Watches
 from ..objective import sequence_log_ratio
-from ..rewards.checked import reward_list
+from ..rewards.checked import checked_environments, reward_list
 from . import checkpoint
 from .dynamic_sampling import DynamicSampling
 from .frozen_base import FrozenBase
@@ -87,10 +87,10 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             rollout needs, `max_sampling_rounds` is above 1 and the prompts come from a stream, or `max_staleness` is
             above 0 and the prompts have images.
         [`RewardError`]: in training, a reward function raises, or does not return one number, or `None`, for each
-            completion.
-        `RuntimeError`: in training, isolated rewards fail to score more than `max_reward_failure_rate`, too many
-            gradients in a row are not finite (`max_skipped_steps`), or a checkpoint cannot be written
-            (`save_failure`).
+            completion; isolated ones fail to score more than `max_reward_failure_rate`; an environment fails, or a
+            tool raises what is not an `Exception`.
+        `RuntimeError`: in training, too many gradients in a row are not finite (`max_skipped_steps`), or a checkpoint
+            cannot be written (`save_failure`).
     """
 
     config_class: type[RolloutConfig] = RolloutConfig
@@ -115,7 +115,9 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         args = self._checked_args(model, args, quantized=named.get("quantization_config") is not None)
         rewards = reward_list(reward_funcs)
         check_models(model, rewards, args, named.get("peft_config"))
-        with without_password(args.vllm_server_base_url):
+        factories = named.get("environment_factory")
+        factories = [*factories.values()] if isinstance(factories, dict) else [factories]
+        with without_password(args.vllm_server_base_url), checked_environments(factories, ()):
             super().__init__(model, rewards, args, *further, **named)
         check_finite(self.accelerator, self.model, *self.reward_funcs)
         self._check_dataset()

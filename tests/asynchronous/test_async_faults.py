@@ -20,6 +20,7 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from opo_trl.asynchronous import faults
 from opo_trl.asynchronous.targets import make_targets
+from opo_trl.rewards.errors import RewardError
 from opo_trl.rollout import vllm_server
 
 
@@ -88,7 +89,7 @@ def take_samples(worker):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (faulty.raises, r"A reward \(raises\) has failed with KeyError: 'no such column'\. It must return `None`"),
+        (faulty.exits, "The reward function exits has raised SystemExit: 0"),
         (
             faulty.hangs,
             r"Rewards \(hangs\) have not returned for heartbeat_stale_after_s=1 s\. Give them a time limit",
@@ -99,7 +100,7 @@ def take_samples(worker):
 def test_reward_that_fails_ends_the_run(monkeypatch, tiny_model, tmp_path, healthy, reward, message):
     with (
         working(monkeypatch, tiny_model, tmp_path, healthy, reward) as worker,
-        pytest.raises(RuntimeError, match=rf"The rollout worker has failed: RuntimeError: {message}"),
+        pytest.raises(RewardError, match=rf"The rollout worker has failed: RewardError: {message}"),
     ):
         take_samples(worker)
 

@@ -60,8 +60,14 @@ def single(completions, **columns):
 def fails(completions, **columns):
     raise KeyError("gold")
 
-async def fails_later(completions, **columns):
-    raise KeyError("gold")
+def exits(completions, **columns):
+    exit()
+
+async def exits_later(completions, **columns):
+    raise SystemExit(0)
+
+def leave():
+    exit(0)
 
 constant = 3
 """
@@ -627,6 +633,22 @@ REWARD_FUNCTIONS = [
         "reward missing from its module",
         ["reward_funcs='my_rewards.no'", "accuracy_reward"],
         {"reward_funcs": ["my_rewards.no"]},
+    ),
+    Case(
+        "reward whose module exits",
+        ["reward_funcs='my_rewards.length'", "cannot be imported (SystemExit: 0)"],
+        change=write("my_rewards.py", "raise SystemExit(0)"),
+    ),
+    Case(
+        "tool whose module exits, with a long message",
+        ["tools='my_rewards.leave'", r"cannot be imported (SystemExit: \x1b[2Jyyyy", "…)"],
+        {"tools": ["my_rewards.leave"]},
+        change=write("my_rewards.py", "raise SystemExit('\\x1b[2J' + 'y' * 10**6)"),
+    ),
+    Case(
+        "environment that exits when it is made",
+        ["environment_factory='my_rewards.leave'", "cannot be created (SystemExit: 0)"],
+        {"environment_factory": "my_rewards.leave"},
     ),
     Case("misspelt reward", ["reward_funcs='accuracy'", "accuracy_reward"], {"reward_funcs": ["accuracy"]}),
     Case(

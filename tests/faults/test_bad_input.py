@@ -22,6 +22,7 @@ import yaml
 from datasets import Dataset
 from helpers import PROMPTS, free_port, make_trainer
 from safetensors.torch import load_file, save_file
+from transformers import Trainer
 from trl import GRPOConfig
 
 from faults import catalogue
@@ -211,7 +212,8 @@ def test_data_with_other_columns_can_be_trained_on(folder: Path, capsys):
         ("text", ["text has returned 'good' for completion 0, of type str", "one number, or None"]),
         ("single", ["single has returned 1.0, not a list", "one number, or None"]),
         ("fails", ["fails has raised KeyError: 'gold'", "Fix it"]),
-        ("fails_later", ["fails_later has raised KeyError: 'gold'", "Fix it"]),
+        ("exits", ["exits has raised SystemExit: None. Fix it"]),
+        ("exits_later", ["exits_later has raised SystemExit: 0. Fix it"]),
     ],
 )
 def test_reward_that_fails_in_training_is_named_and_leaves_checkpoints_alone(
@@ -229,6 +231,36 @@ def test_reward_that_fails_in_training_is_named_and_leaves_checkpoints_alone(
     for text in says:
         assert text.replace(f"{reward} has", "length has") in message(output)
     assert snapshot(folder / "run" / "checkpoint-1") == saved
+
+
+def test_isolated_reward_that_always_ends_its_worker_ends_the_run_in_one_line(folder: Path, monkeypatch, capsys):
+    code = """
+import os
+from opo_trl.rewards.scoring import IsolatedReward
+
+def ends(completions, **columns):
+    os._exit(3)
+
+isolated = IsolatedReward(ends, workers=1)
+"""
+    (folder / "isolating.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    case = Case("isolated", [], {"reward_funcs": ["isolating.isolated"], "levels": None, "max_steps": 3})
+    prepare(case, folder)
+    assert call(case) == 1
+    output = capsys.readouterr().err
+    assert "Traceback" not in output
+    assert "max_reward_failure_rate=0.1 is exceeded" in message(output)
+
+
+def test_training_that_a_library_exits_has_failed(works: Path, tmp_path: Path, monkeypatch, capsys):
+    folder = shutil.copytree(works, tmp_path / "copy")
+    enter(folder, monkeypatch)
+    monkeypatch.setattr(Trainer, "train", lambda *_, **__: sys.exit(0))
+    assert call(Case("exits", [], fields=["--overwrite"])) == 1
+    output = capsys.readouterr().err
+    assert "Traceback" not in output
+    assert "has ended training with SystemExit: 0" in message(output)
 
 
 def test_resumed_run_may_change_its_length_saving_logging_and_batch_size(works: Path):

@@ -1,6 +1,8 @@
 """What a reward function may be and return, and the error that names one that fails."""
 
+import asyncio
 import functools
+import signal
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 from helpers import RecordingBaseline, make_trainer
 from transformers import TrainerCallback
 
-from opo_trl.rewards.checked import RewardError
+from opo_trl.rewards.errors import RewardError
 
 
 def trainer_with(tiny_model: str, folder: Path, reward_funcs) -> RecordingBaseline:
@@ -93,6 +95,60 @@ def test_anything_else_is_named(tiny_model, tmp_path, scores, says):
         rewards_of(trainer)
     assert says in str(error.value)
     assert trainer.reward_funcs[1] is reward
+
+
+ENDS = [SystemExit(), SystemExit(0), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(), BaseException()]
+
+
+def raise_(error: BaseException):
+    raise error
+
+
+async def raise_later(error: BaseException):
+    raise error
+
+
+@pytest.mark.parametrize("error", ENDS, ids=repr)
+@pytest.mark.parametrize("kind", ["function", "generator", "asynchronous"])
+def test_what_would_end_the_run_without_a_word_is_named(tiny_model, tmp_path, kind, error):
+    def function(completions, **columns):
+        return raise_(error) if kind == "function" else (raise_(error) for _ in completions)
+
+    async def asynchronous_function(completions, **columns):
+        await raise_later(error)
+
+    reward = asynchronous_function if kind == "asynchronous" else function
+    trainer = trainer_with(tiny_model, tmp_path, reward)
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # as in a run of the command
+    try:
+        with pytest.raises(RewardError, match=f"function {reward.__name__} has raised {type(error).__name__}"):
+            rewards_of(trainer)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_in_a_script_is_no_fault_of_the_reward(tiny_model, tmp_path):
+    trainer = trainer_with(tiny_model, tmp_path, Scorer(lambda: signal.raise_signal(signal.SIGINT)))
+    with pytest.raises(KeyboardInterrupt):
+        rewards_of(trainer)
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise SystemExit(0)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("a\x1b[2J\0b\nc" * 10**6), KeyError("\ud800" * 500), Unspeakable()], ids=type
+)
+def test_message_of_an_error_is_short_and_one_line_that_no_terminal_obeys(tiny_model, tmp_path, error):
+    trainer = trainer_with(tiny_model, tmp_path, Scorer(lambda: raise_(error)))
+    with pytest.raises(RewardError) as raised:
+        rewards_of(trainer)
+    said = str(raised.value)
+    assert type(error).__name__ in said
+    assert len(said) < 400
+    assert said.isprintable()
 
 
 def length_of(completions, **columns):

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from opo_trl.data import to_prompts
 from opo_trl.data.guessing import Guessing, base_model_path, make_games
 from opo_trl.evaluate import evaluate
+from opo_trl.rewards.errors import RewardError
 from opo_trl.rewards.scoring import IsolatedReward
 
 
@@ -77,6 +78,53 @@ class Locked(Guessing):
 
     def __init__(self):
         self.lock = threading.Lock()
+
+
+class Failing(Guessing):
+    """Fails in one of its methods, as if a library exited."""
+
+    fails_in, made = "", 0
+
+    def __init__(self):
+        Failing.made += 1
+        if Failing.fails_in == "__init__" and Failing.made > 3:
+            raise SystemExit(0)
+
+    def reset(self, **row):
+        super().reset(**row)
+        if self.fails_in == "reset":
+            raise SystemExit(0)
+        if self.fails_in == "reset, raising an error":
+            raise ValueError("\x1b[2J" * 1000)
+
+    def guess(self, number: int) -> str:
+        """
+        Guess the number.
+
+        Args:
+            number: your guess.
+        """
+        if self.fails_in == "guess":
+            raise SystemExit(0)
+        return super().guess(number)
+
+    def get_reward(self) -> float:
+        if self.fails_in == "get_reward":
+            raise SystemExit(0)
+        return super().get_reward()
+
+
+class FailingLater(Guessing):
+    """Its tool is asynchronous."""
+
+    async def guess(self, number: int) -> str:
+        """
+        Guess the number.
+
+        Args:
+            number: your guess.
+        """
+        raise SystemExit(0)
 
 
 def found(completions, **columns) -> list[float]:
@@ -130,6 +178,32 @@ def reference_of(trainer) -> Reference:
 def turns(mask: torch.Tensor) -> int:
     """How often the model begins to write, in a row of the mask of its tokens."""
     return int((mask[1:] > mask[:-1]).sum() + mask[0])
+
+
+# What fails
+
+
+@pytest.mark.parametrize(
+    ("fails_in", "says"),
+    [
+        ("__init__", "Failing.__init__ of an environment has raised SystemExit: 0"),
+        ("reset", "Failing.reset of an environment has raised SystemExit: 0"),
+        ("reset, raising an error", r"Failing.reset of an environment has raised ValueError: \\x1b\[2J"),
+        ("guess", "The tool guess has raised SystemExit: 0"),
+        ("get_reward", "The reward function Failing has raised SystemExit: 0"),
+    ],
+)
+def test_environment_that_fails_is_named(player, tmp_path, monkeypatch, fails_in, says):
+    monkeypatch.setattr(Failing, "fails_in", fails_in)
+    monkeypatch.setattr(Failing, "made", 0)
+    with pytest.raises(RewardError, match=says) as raised:
+        playing(player, tmp_path, environment=Failing, max_steps=1)
+    assert len(str(raised.value)) < 400
+
+
+def test_asynchronous_tool_that_exits_is_named(player, tmp_path):
+    with pytest.raises(RewardError, match="The tool guess has raised SystemExit: 0"):
+        playing(player, tmp_path, environment=FailingLater, max_steps=1)
 
 
 # What is trained
