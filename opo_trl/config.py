@@ -16,6 +16,7 @@ from .checks.addresses import check_host, check_url
 from .checks.arguments import dry_run_arguments
 from .checks.blame import blamed, given
 from .checks.ranges import require
+from .checks.secrets import Masked
 from .fields import OBJECTIVE, choices
 from .metrics.watches import Watch
 from .objective import DriveScaling, Positivity, RatioForm, Reduction
@@ -43,7 +44,7 @@ REJECTED_FIELDS = {
 
 
 @dataclass
-class RolloutConfig(GRPOConfig):
+class RolloutConfig(Masked, GRPOConfig):
     r"""
     Configuration class for the [`RolloutTrainer`], and the base class of [`OPOConfig`].
 

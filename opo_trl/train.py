@@ -33,6 +33,7 @@ from .checks.blame import LIBRARY_ERRORS
 from .checks.errors import report_error
 from .checks.generation import check_tokens
 from .checks.model import dry_run_model
+from .checks.secrets import mask, mask_words
 from .checks.weights import check_weights
 from .config import RolloutConfig
 from .data.models import EMBEDDED_MODELS
@@ -78,7 +79,7 @@ def prepare(argv: Sequence[str]) -> Run:
     check_values(model_config)
     check_together(script, args, model_config, recipe)
     preflight.check_installed(args, model_config)
-    settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
+    settings = mask({**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)})
     checkpoint, resume = _find_checkpoint(script, args, settings, model_path(model_config), split(argv)[0])
 
     tools = load_tools(script, args)
@@ -256,7 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # TRL still calls renamed fields of Transformers by their old names; users cannot fix that.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv, sys.argv[1:] = sys.argv[1:], mask_words(sys.argv[1:])  # trackers record `sys.argv`
     _, debug, _ = split(argv)
     try:
         ready = prepare(argv)

@@ -8,6 +8,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from ..checks.addresses import check_url
 from ..checks.ranges import require
+from ..checks.secrets import Masked
 from ..config import ObjectiveConfig, check_fields
 from ..fields import choices
 
@@ -33,7 +34,7 @@ _UNTRAINED_SAMPLING: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass
-class AsyncOPOConfig(ObjectiveConfig, AsyncGRPOConfig):
+class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
     r"""
     Configuration class for the [`AsyncOPOTrainer`].
 

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 
+from .secrets import mask_text
 from .text import printable, shortened
 
 
@@ -18,6 +19,6 @@ def report_error(program: str, error: Exception, *, debug: bool, status: int = 2
     repeats = rank.isdecimal() and processes.isdecimal() and 0 < int(rank) < int(processes)
     if status == 1 or not repeats:  # a rejected command fails alike in every process
         if debug:
-            traceback.print_exception(error)
-        print(f"{program}: error: {printable(shortened(str(error)))}", file=sys.stderr)
+            print(mask_text("".join(traceback.format_exception(error))), file=sys.stderr)
+        print(f"{program}: error: {printable(shortened(mask_text(str(error))))}", file=sys.stderr)
     return status

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..checks.errors import report_error
 from ..checks.paths import hint_at_checkout
+from ..checks.secrets import mask_words
 from ..methods import BASELINE
 from ..report.measures import compare
 from ..report.runs import Run, by_label, check_comparable, check_same_method, find_runs, read_run
@@ -99,7 +100,7 @@ def command(arguments: argparse.Namespace, fields: Sequence[str]) -> str:
         parts += ["--seeds", *map(str, arguments.seeds)]
     if arguments.baseline:
         parts += ["--baseline", arguments.baseline]
-    named = [Path(part).name if Path(part).is_absolute() else part for part in [*parts, *fields]]
+    named = [Path(part).name if Path(part).is_absolute() else part for part in [*parts, *mask_words(fields)]]
     return shlex.join([*named, "--output", "OUTPUT"])
 
 

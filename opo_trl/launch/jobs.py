@@ -14,6 +14,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..checks.files import read_json
+from ..checks.secrets import mask
 from ..report.run_folder import LOG, RECIPE, SETTINGS, is_run
 from ..report.runs import Settings, check_comparable, is_finished
 
@@ -67,6 +68,7 @@ def check_earlier_run(job: Job) -> None:
 
     asked = read(["--config", str(job.recipe), *job.fields]).as_stored
     earlier = read(["--config", str(job.folder / RECIPE)]).as_stored
+    asked = mask(asked)
     for fields in (asked, earlier):
         if "accelerate_config" in fields:  # the same file may be at another place
             fields["accelerate_config"] = Path(fields["accelerate_config"]).name

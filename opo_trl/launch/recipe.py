@@ -26,6 +26,7 @@ from .. import methods
 from ..arguments import NOT_STREAMED, OPOScriptArguments
 from ..checks import strict_yaml
 from ..checks.environment import check_numbers
+from ..checks.secrets import masked
 from ..config import REJECTED_FIELDS, RolloutConfig, field_problems
 from ..fields import hints
 from .help import ShortHelp
@@ -319,6 +320,7 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, Model
     if read_fields.unknown:
         raise ValueError(describe_unknown(read_fields.unknown, read_fields.trainer))
     set_variables(read_fields.env)
+    _check_secrets(read_fields.values)
     for note in read_fields.notes if os.environ.get("RANK", "0") == "0" else ():
         logger.warning(note)
     script, args, model_config = (
@@ -326,6 +328,17 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, Model
         for kind in _argument_classes(read_fields.trainer)
     )
     return script, args, model_config, read_fields.as_stored
+
+
+def _check_secrets(values: dict[str, Any]) -> None:
+    """A run's `recipe.yaml` lacks its secrets: the Hub uses a login instead, and others are asked for."""
+    for name in [name for name, value in values.items() if masked(value, name)]:
+        if name != "hub_token":
+            raise ValueError(
+                f"{name}={values[name]!r} lacks a secret, which the run that wrote this recipe did not save. "
+                f"Set it on the command line: `--{name} …`."
+            )
+        values[name] = None
 
 
 def describe_unknown(words: Sequence[str], trainer: str, further: Iterable[str] = ()) -> str:
@@ -337,8 +350,15 @@ def describe_unknown(words: Sequence[str], trainer: str, further: Iterable[str] 
 
 
 def set_variables(env: Mapping[str, str | int]) -> None:
-    """Set the environment variables of a recipe."""
-    os.environ.update({name: str(value) for name, value in env.items()})
+    """Set the environment variables of a recipe. A secret that a run did not save is already set in the shell."""
+    for name, value in env.items():
+        if not masked(value, name):
+            os.environ[name] = str(value)
+        elif name not in os.environ:
+            raise ValueError(
+                f"env={{{name!r}: {value!r}}} is a secret, which the run that wrote this recipe did not save. "
+                f"Set the variable {name} in the shell."
+            )
     check_numbers(os.environ)
 
 

@@ -34,6 +34,7 @@ from typing import IO, Any
 from packaging.utils import canonicalize_name
 
 from ..checks import files, paths, strict_yaml
+from ..checks.secrets import mask, mask_words
 
 
 logger = logging.getLogger(__name__)
@@ -211,10 +212,10 @@ def left_as_found(folder: Path) -> Iterator[None]:
 
 
 def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapping[str, Any], seed: int) -> None:
-    """Write `recipe.yaml`, `settings.json`, `environment.json` and `requirements.txt`."""
-    files.write(folder / RECIPE, strict_yaml.dump(recipe))
-    files.write_json(folder / SETTINGS, settings)
-    files.write_json(folder / ENVIRONMENT, {"seed": seed, "command": sys.argv, **environment()})
+    """Write `recipe.yaml`, `settings.json`, `environment.json` and `requirements.txt`, without secrets."""
+    files.write(folder / RECIPE, strict_yaml.dump(mask(recipe)))
+    files.write_json(folder / SETTINGS, mask(settings))
+    files.write_json(folder / ENVIRONMENT, {"seed": seed, "command": mask_words(sys.argv), **environment()})
     # Without this package, which `environment.json` identifies by its commit.
     lines = [f"{name}=={number}\n" for name, number in sorted(_installed().items()) if name != "opo-trl"]
     files.write(folder / REQUIREMENTS, "".join(lines))

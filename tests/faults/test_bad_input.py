@@ -194,6 +194,51 @@ def test_run_in_the_folder_of_another_one_does_not_cut_its_log(works: Path, tmp_
     assert snapshot(folder) == before
 
 
+SECRETS = {"hub_token": "plainword1", "WANDB_API_KEY": "plainword2", "user": "plainword3", "model": "plainword4"}
+
+
+def test_no_file_or_message_of_a_run_shows_a_secret_and_it_can_be_repeated(folder: Path, monkeypatch, capfd):
+    address = f"http://user:{SECRETS['user']}@localhost:8000"
+    recipe = {"env": {"WANDB_API_KEY": SECRETS["WANDB_API_KEY"], "SHOWN": "1"}, "vllm_server_base_url": address}
+    recipe |= {"model_init_kwargs": {"token": SECRETS["model"]}, "save_steps": 1, "report_to": "tensorboard"}
+    monkeypatch.setenv("WANDB_API_KEY", "")  # so that what the recipe sets is removed again
+    monkeypatch.setenv("SHOWN", "")
+    prepare(Case("with secrets", [], recipe), folder)
+    command = ["--config", "recipe.yaml", "--hub_token", SECRETS["hub_token"]]
+    monkeypatch.setattr(sys, "argv", ["train", *command])
+    assert train.main() == 0
+
+    def shown() -> list[str]:
+        files = [path for path in (folder / "run").rglob("*") if path.is_file()]
+        values = [value.encode() for value in SECRETS.values()]
+        return [str(path) for path in files if any(value in path.read_bytes() for value in values)]
+
+    assert (folder / "run" / "checkpoint-1" / "training_args.bin").is_file()
+    assert not shown()
+    said = [*capfd.readouterr(), *sys.argv]
+    assert not any(value in text for text in said for value in SECRETS.values())
+    stored = yaml.safe_load((folder / "run" / "recipe.yaml").read_text())
+    assert stored["env"] == {"WANDB_API_KEY": "<WANDB_API_KEY>", "SHOWN": 1}
+    assert stored["hub_token"] == "<HUB_TOKEN>"
+    assert stored["vllm_server_base_url"] == "http://***@localhost:8000"
+
+    again = ["--config", "run/recipe.yaml", "--resume_from_checkpoint", "last", "--max_steps", "2"]
+    given = ["--vllm_server_base_url", address, "--model_init_kwargs", f"{{token: {SECRETS['model']}}}"]
+    for options, says in (
+        (given[:2], "model_init_kwargs={'token': '<TOKEN>'} lacks a secret"),
+        (given[2:], "vllm_server_base_url='http://***@localhost:8000' lacks a secret"),
+    ):
+        assert train.main([*again, *options]) == 2
+        assert says in message(capfd.readouterr().err)
+    with monkeypatch.context() as shell:
+        shell.delenv("WANDB_API_KEY")
+        assert train.main([*again, *given]) == 2
+        assert "Set the variable WANDB_API_KEY in the shell" in message(capfd.readouterr().err)
+    assert train.main([*again, *given]) == 0
+    assert json.loads((folder / "run" / "summary.json").read_text())["optimizer_steps"] == 2
+    assert not shown()
+
+
 def test_data_with_other_columns_can_be_trained_on(folder: Path, capsys):
     rows = [{"question": f"{i} + {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"} for i in range(8)]
     write_rows(rows)(folder)

@@ -1,0 +1,116 @@
+"""
+Passwords, tokens and keys in settings: no file of a run, tracker or message shows them.
+
+A secret is recognized by its name (`hub_token`, `WANDB_API_KEY`, `?token=…`), by its place in an address
+(`https://user:password@host`), or by its form (`hf_…`). Its name stands in its place, as in `<HUB_TOKEN>`, which is
+what Transformers writes, or `***` in an address.
+"""
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+
+_NAME = re.compile(
+    r"(?i:(.*[_-])?(token|passw(or)?d|passphrase|pass|pat|secret|credentials?|signature|sig|auth(orization)?|bearer"
+    r"|(api|access|secret|private|auth|account|license)[_-]?key))|[A-Z0-9_]+_KEY"
+)
+_USER = re.compile(r"(\w://)[^\s/'\"]*@")
+_ASSIGNED = re.compile(
+    r"(?<![\w-])(?P<before>(--)?(?P<name>[A-Za-z][\w-]*)(=|['\"]: ?))(?P<value>'[^']*'|\"[^\"]*\"|[^\s'\"&#,;})\]]+)"
+)
+_OPTION = re.compile(r"(?P<before>(?<!\S)--(?P<name>[A-Za-z][\w-]*)\s+)(?P<value>(?!--)\S+)")
+_FORM = re.compile(r"\b(hf|hf_oauth|gh[pousr]|github_pat|glpat|sk|xox[abp])[_-][\w-]{16,}")
+_QUERY = re.compile(r"([?&]([\w-]+))=[^\s&#'\"]+")
+_LOST = re.compile(r"://\*\*\*@|[?&][\w-]+=\*\*\*|\b[a-z_]+_\*\*\*")
+
+
+def mask(content: Any, name: str = "") -> Any:
+    """The same settings without secrets: a mapping, list or text, of which `name` is the field, if it has one."""
+    if isinstance(content, Mapping):
+        return {key: mask(value, str(key)) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return type(content)(mask(value, name) for value in content)
+    if type(content) is not str:  # nor an `Enum`
+        return content
+    if content and _is_secret(name, content):
+        return _marker(name)
+    return mask_text(content) if content.startswith("{") else _mask_addresses(content)
+
+
+def mask_words(words: Sequence[str]) -> list[str]:
+    """A command line without secrets."""
+    return [_mask_word(before, word) for before, word in zip(["", *words], words, strict=False)]
+
+
+def masked(content: Any, name: str = "") -> bool:
+    """Whether a field has lost a secret, so that its value is of no use."""
+    if isinstance(content, Mapping):
+        return any(masked(value, str(key)) for key, value in content.items())
+    if isinstance(content, list):
+        return any(masked(value, name) for value in content)
+    return isinstance(content, str) and (content == _marker(name) or bool(_LOST.search(content)))
+
+
+class Masked:
+    """A configuration whose `to_dict`, which trackers get, and pickle, `training_args.bin`, hold no secrets."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings, without secrets."""
+        return mask(super().to_dict())  # type: ignore[misc]
+
+    def __getstate__(self) -> dict[str, Any]:
+        plain = {name: mask(value, name) for name, value in vars(self).items() if isinstance(value, str | dict)}
+        return {**vars(self), **plain}
+
+    # Copies, which Python would make of the same state, keep all.
+
+    def __copy__(self):
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def __deepcopy__(self, memo):
+        memo[id(self)] = other = object.__new__(type(self))
+        vars(other).update(copy.deepcopy(vars(self), memo))
+        return other
+
+
+def _is_secret(name: str, value: str) -> bool:
+    # What begins like this is a marker, or a token of the vocabulary.
+    return bool(_NAME.fullmatch(name)) and not value.strip("'\"").startswith(("<", "[", "***"))
+
+
+def _marker(name: str) -> str:
+    return f"<{name.upper()}>"
+
+
+def _mask_word(before: str, word: str) -> str:
+    if before.startswith("--") and not word.startswith("--"):
+        name = before[2:].replace("-", "_")
+        if _is_secret(name, word):
+            return _marker(name)
+        if word.startswith("{"):  # a mapping
+            try:
+                return str(mask(yaml.safe_load(word)))
+            except yaml.YAMLError:
+                pass
+    return mask_text(word)
+
+
+def mask_text(text: str) -> str:
+    """A message without secrets: also those that it assigns, as in `hub_token='…'` and `--hub_token …`."""
+
+    def hidden(found: re.Match[str]) -> str:
+        shown = _marker(found["name"].replace("-", "_"))
+        return found["before"] + shown if _is_secret(found["name"], found["value"]) else found[0]
+
+    return _OPTION.sub(hidden, _ASSIGNED.sub(hidden, _mask_addresses(text)))
+
+
+def _mask_addresses(text: str) -> str:
+    text = _QUERY.sub(lambda found: f"{found[1]}=***" if _NAME.fullmatch(found[2]) else found[0], text)
+    return _FORM.sub(r"\1_***", _USER.sub(r"\1***@", text))

@@ -1,0 +1,103 @@
+"""Secrets are recognized wherever they stand, and nothing else is taken for one."""
+
+import argparse
+import copy
+import dataclasses
+import io
+
+import pytest
+import torch
+from trl import ModelConfig
+
+from opo_trl import OPOConfig, RolloutConfig
+from opo_trl.arguments import OPOScriptArguments
+from opo_trl.asynchronous.config import AsyncOPOConfig
+from opo_trl.checks.errors import report_error
+from opo_trl.checks.secrets import mask, mask_text, mask_words, masked
+from opo_trl.launch.compare import command
+
+
+SECRET = "plainword"
+SETTINGS = {
+    "hub_token": SECRET,
+    "env": {"HF_TOKEN": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET, "SWANLAB_KEY": SECRET, "DB_PASSWORD": SECRET},
+    "address": f"https://user:{SECRET}@host:8000/path",
+    "nested": [{"url": f"http://host/data?x=1&access_token={SECRET}&y=2"}],
+    "as_json": f'{{"token": "{SECRET}", "revision": "main"}}',
+    "formed": "hf_abcdefghijklmnopqrstuvwxyz",
+}
+HARMLESS = {
+    "hub_token": None,
+    "pad_token": "<|endoftext|>",
+    "importance_sampling_level": "token",
+    "max_tokens": 5,
+    "env": {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": 1, "HF_TOKEN_PATH": "/run/token"},
+    "instruction": "Write the key='…' and a token: (0,100). Mail a@b.",
+    "dataset_name": "https://host/a@b?page=3",
+    "columns": {"solution": "key"},
+}
+
+
+def test_settings_lose_their_secrets_and_nothing_else():
+    shown = mask(SETTINGS)
+    assert SECRET not in str(shown)
+    assert "opqrst" not in str(shown)
+    assert shown["env"]["HF_TOKEN"] == "<HF_TOKEN>"
+    assert shown["address"] == "https://***@host:8000/path"
+    assert shown["nested"] == [{"url": "http://host/data?x=1&access_token=***&y=2"}]
+    assert mask(shown) == shown
+    assert all(masked(value, name) for name, value in shown.items() if name != "as_json")
+    assert mask(HARMLESS) == HARMLESS
+    assert not any(masked(value, name) for name, value in {**HARMLESS, **SETTINGS}.items())
+
+
+def test_only_tokens_are_secret_among_the_fields():
+    kinds = (OPOScriptArguments, OPOConfig, RolloutConfig, AsyncOPOConfig, ModelConfig)
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    assert {name for name in names if mask("word", name) != "word"} == {"hub_token"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--hub_token", SECRET, "--alpha", "0.3"],
+        [f"--hub-token={SECRET}"],
+        ["--model_init_kwargs", f"{{token: {SECRET}}}"],
+        ["--vllm_server_base_url", f"http://user:{SECRET}@host"],
+    ],
+)
+def test_command_lines_lose_their_secrets(words, capsys):
+    assert SECRET not in " ".join(mask_words(words))
+    of_a_report = argparse.Namespace(inputs=["opo.yaml"], seeds=[1], baseline=None)
+    assert SECRET not in command(of_a_report, words)
+    try:
+        raise ValueError(f"hub_token={SECRET!r} is not allowed, nor is {{'HF_TOKEN': '{SECRET}'}}.")
+    except ValueError as error:
+        report_error("opo-trl train", error, debug=True)
+    assert SECRET not in capsys.readouterr().err
+
+
+def test_harmless_words_and_messages_stay():
+    words = ["train", "--alpha", "0.3", "--levels", "Level 1", "--seed=1"]
+    assert mask_words(words) == words
+    said = "there is no token. Set `hub_token`, or log in: pad_token='</s>', temperature=1.0, step=3?"
+    assert mask_text(said) == said
+
+
+@pytest.mark.parametrize("unit", ["a-", "a=b,", "--a ", "x://", "'a': ", "?a=", "hf-", "token="])
+def test_masking_takes_linear_time(unit):
+    mask_text(unit * 20_000)
+
+
+@pytest.mark.parametrize("kind", [OPOConfig, RolloutConfig, AsyncOPOConfig])
+def test_configuration_shows_no_secret_to_trackers_and_pickles(tmp_path, kind):
+    address = f"http://user:{SECRET}@host:8000"
+    args = kind(str(tmp_path), use_cpu=True, bf16=False, hub_token=SECRET, vllm_server_base_url=address)
+    file = io.BytesIO()
+    torch.save(args, file)
+    for text in (str(args.to_dict()), args.to_json_string(), file.getvalue().decode("latin-1")):
+        assert SECRET not in text
+    file.seek(0)
+    assert torch.load(file, weights_only=False).output_dir == str(tmp_path)
+    for copied in (copy.copy(args), copy.deepcopy(args), args):
+        assert (copied.hub_token, copied.vllm_server_base_url) == (SECRET, address)
