@@ -30,7 +30,7 @@ from . import methods
 from .arguments import OPOScriptArguments, check_together, check_values
 from .checks import files
 from .checks.blame import LIBRARY_ERRORS
-from .checks.errors import report_error
+from .checks.errors import never_fail_to_print, report_error
 from .checks.generation import check_tokens
 from .checks.model import dry_run_model
 from .checks.secrets import mask, mask_words
@@ -41,13 +41,13 @@ from .launch import preflight
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data
 from .launch.recipe import parse
-from .launch.resume import check_same_run, continues, forget_if_changed, known_accuracies
+from .launch.resume import check_readable, check_same_run, continues, forget_if_changed, known_accuracies
 from .launch.rewards import load_rewards
 from .launch.signals import StopOnSignal, StoppedBySignal
 from .launch.tools import Tools, check_rows, check_tool_template, load_tools
 from .launch.words import check_at_once, split
 from .report import run_folder
-from .report.run_report import write_report
+from .report.run_report import write_or_say_why
 from .rewards.errors import RewardError, told
 from .rollout.checkpoint import resolve as find_checkpoint
 from .rollout.prompts import check_enough_prompts
@@ -128,6 +128,7 @@ def _find_checkpoint(
         run_folder.check(folder, resume=resume, overwrite=script.overwrite)
         if checkpoint is not None:
             check_same_run(checkpoint, settings, model)
+            check_readable(folder)
     return checkpoint, resume
 
 
@@ -260,9 +261,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         argv, sys.argv[1:] = sys.argv[1:], mask_words(sys.argv[1:])  # trackers record `sys.argv`
     _, debug, _ = split(argv)
+    never_fail_to_print()
     try:
         ready = prepare(argv)
-    except (ValueError, ImportError, RewardError) as error:
+    except (ValueError, ImportError, OSError, RewardError) as error:
         return report_error("opo-trl train", error, debug=debug)
     status = 0
     with ready.lock:
@@ -270,7 +272,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(ready)
         except StoppedBySignal as stopped:
             status = stopped.code
-        except RewardError as error:
+        except (RewardError, OSError) as error:
+            # An error of the disk while the log or the results are written says all; any other one has a traceback.
+            if isinstance(error, OSError) and not _is_within(error.filename, ready.trainer.args.output_dir):
+                raise
             return report_error("opo-trl train", error, debug=debug, status=1)
         except SystemExit as error:  # of a library, or of a user's code that nothing names
             where = traceback.extract_tb(error.__traceback__)[-1]
@@ -278,13 +283,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report_error("opo-trl train", RuntimeError(said), debug=debug, status=1)
         finally:  # the report matters most when a run ends with an error
             if ready.trainer.args.process_index == 0:
-                print(f"Report: {write_report(Path(ready.trainer.args.output_dir))}")
+                write_or_say_why(Path(ready.trainer.args.output_dir))
     # `Trainer.end` has shut the process group down, but its threads and connections live as long as the wrapped model
     # refers to it. Left to the exit of the interpreter, gloo's destructor sometimes hangs. All processes have agreed
     # to end, so nothing is pending. After an error, other processes may still wait, so this is skipped.
     del ready
     gc.collect()
     return status
+
+
+def _is_within(path: Any, folder: str) -> bool:
+    return isinstance(path, str) and Path(path).parent == Path(folder)
 
 
 if __name__ == "__main__":

@@ -45,16 +45,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) > 1e300
 
 
-NUMBER = Kind("a number", _is_number)  # or NaN
+NUMBER = Kind("a number", _is_number)  # NaN is one
 STEP = Kind("a whole number, 0 or more", lambda value: type(value) is int and 0 <= value < 2**53)
-SHARE = Kind("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
+SHARE = Kind("a number from 0 to 1", lambda value: _is_number(value) and not (value < 0 or value > 1))
+COUNT = Kind("a whole number, 1 or more", lambda value: type(value) is int and 0 < value < 2**53)
 TEXT = Kind("text", lambda value: isinstance(value, str))
 
 # What a file has to look like: a kind; a list with the form of its elements; or a mapping of names to forms, where
 # "name?" may be missing or null, and "*" stands for all other names.
 Form = Kind | list | Mapping[str, Any]
 
-ENTRY: Form = {"step": STEP}  # a line of `log.jsonl` or `completions.jsonl`
+ENTRY: Mapping[str, Any] = {"step": STEP}  # a line of `log.jsonl` or `completions.jsonl`
 
 
 # Reading
@@ -243,6 +244,17 @@ def _check_form(content: Any, form: Form, place: str) -> None:
                 _check_form(value, inner, f"{place}.{name.removesuffix('?')}".lstrip("."))
 
 
+def check_form(path: Path, content: Any, form: Form) -> None:
+    """
+    Check what was read from a file once more, where more is needed of it.
+
+    Raises:
+        `ValueError`: it is not of this form. The message names the file and the place in it.
+    """
+    with _about(path):
+        _check_form(content, form, "")
+
+
 # Writing
 
 
@@ -260,18 +272,26 @@ def write(path: Path, content: str | bytes) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when the block ends, unless it fails."""
     part = path.with_name(f"_{path.name[:100]}.{secrets.token_hex(4)}.part")  # with "_": not pushed to the Hub
+    with _writing(path):
+        try:
+            with open(part, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink()
+            raise
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Name the file in an error of the file system, such as that of a full disk."""
     try:
-        with open(part, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException as error:
-        with suppress(OSError):
-            part.unlink()
-        if isinstance(error, OSError) and error.filename in (None, str(part)):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -282,7 +302,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def append_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     """Append lines to a JSONL file."""
     written = "".join(json.dumps(entry, default=str, ensure_ascii=False) + "\n" for entry in entries)
-    with open_to_append(path) as file:
+    with _writing(path), open_to_append(path) as file:
         # JSON's own escape for half a surrogate pair, which UTF-8 cannot encode, is also Python's.
         file.write(written.translate(_LINE_ENDS).encode("utf-8", "backslashreplace"))
 

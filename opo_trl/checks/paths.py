@@ -126,7 +126,7 @@ def check_json(field: str, value: Any) -> None:
             text, what = Path(value).read_text(encoding="utf-8", errors="replace"), "a JSON file"
     try:
         content = json.loads(text, object_pairs_hook=_without_duplicates)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{field}={value!r} is not {what}: {error}. Fix it there.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{field}={value!r} is not a mapping. Write it as `{{key: value}}`.")

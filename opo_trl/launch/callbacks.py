@@ -10,6 +10,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from ..checks.files import append_lines, rewind, write_json
+from ..checks.text import one_line
 from ..evaluate import Decoding, evaluate
 from ..report.run_folder import COMPLETIONS, LOG, SUMMARY
 from ..rollout.trainer import RolloutTrainer
@@ -37,7 +38,7 @@ def table(before: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> 
 
     lines = [f"{'accuracy (95 % interval)':<26}{'before':<26}{'after' if after else ''}"]
     for row in rows:
-        lines.append(f"{', '.join(row):<26}{cell(before, *row):<26}{cell(after, *row)}")
+        lines.append(f"{one_line(', '.join(row), 80):<26}{cell(before, *row):<26}{cell(after, *row)}")
     return "\n".join(line.rstrip() for line in lines)
 
 

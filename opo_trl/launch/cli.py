@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .. import __version__
-from ..checks.errors import report_error
+from ..checks.errors import never_fail_to_print, report_error
 from .words import check_at_once
 
 
@@ -35,6 +35,7 @@ a first run, minutes on a CPU:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `opo-trl`; returns the exit status."""
+    never_fail_to_print()
     argv = list(sys.argv[1:] if argv is None else argv)
     own_parser = argv[:1] in (["train"], ["compare"], ["evaluate"])
     parser = _make_parser()
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return _run(arguments, argv[1:])
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:  # an error of the file system names the file
         return report_error(f"opo-trl {arguments.command}", error, debug="--debug" in argv)
 
 

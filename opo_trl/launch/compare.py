@@ -12,10 +12,12 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
-from ..checks.errors import report_error
-from ..checks.paths import hint_at_checkout
+from ..checks import paths
+from ..checks.errors import report_error, under_way
+from ..checks.files import inner_folder
 from ..checks.secrets import mask_words
 from ..methods import BASELINE
 from ..report.measures import compare
@@ -30,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     arguments, fields = parser.parse_known_args(argv)
     try:
         return _compare(arguments, fields)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return report_error(parser.prog, error, debug=arguments.debug)
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted. To resume, repeat the command.", file=sys.stderr)
@@ -61,15 +63,20 @@ def _compare(arguments: argparse.Namespace, fields: list[str]) -> int:
     jobs = plan(arguments, fields)
     own = [read_run(folder) for path in arguments.inputs if path.is_dir() for folder in find_runs(path)]
     _check(own)
-    failed = run_missing(jobs, arguments.jobs, {run.name: run.settings for run in own})
-    if failed:
-        print(*map(failure, failed), sep="\n\n", file=sys.stderr)
-        print(f"\n{len(failed)} of {len(jobs)} runs failed. To resume them, repeat the command.", file=sys.stderr)
-        return 1
-    runs = [*own, *(read_run(job.folder) for job in jobs)]
-    _check(runs)
-    methods = order(runs, arguments.baseline)
-    print(*write_report(compare(methods), arguments.output, command(arguments, fields)), sep="\n")
+    paths.check_name("output", arguments.output)
+    paths.check_folder("output", arguments.output)
+    with under_way() if jobs else nullcontext():
+        if jobs:
+            inner_folder(arguments.output, "figures")  # hours before they are drawn
+        failed = run_missing(jobs, arguments.jobs, {run.name: run.settings for run in own})
+        if failed:
+            print(*map(failure, failed), sep="\n\n", file=sys.stderr)
+            print(f"\n{len(failed)} of {len(jobs)} runs failed. To resume them, repeat the command.", file=sys.stderr)
+            return 1
+        runs = [*own, *(read_run(job.folder) for job in jobs)]
+        _check(runs)
+        methods = order(runs, arguments.baseline)
+        print(*write_report(compare(methods), arguments.output, command(arguments, fields)), sep="\n")
     return 0
 
 
@@ -126,7 +133,7 @@ def plan(arguments: argparse.Namespace, fields: list[str]) -> list[Job]:
 def _check_arguments(arguments: argparse.Namespace, recipes: list[Path], fields: list[str]) -> None:
     for path in recipes:
         if not path.is_file():
-            hint = hint_at_checkout(path) or "Pass recipes or folders of runs; fields come last."
+            hint = paths.hint_at_checkout(path) or "Pass recipes or folders of runs; fields come last."
             raise ValueError(f"{str(path)!r} does not exist. {hint}")
     if recipes and not arguments.seeds:
         raise ValueError(f"{str(recipes[0])!r} is a recipe, and --seeds is not set. Add the seeds: `--seeds 1 2 3`.")

@@ -11,7 +11,6 @@ Both use the same engine. What the numbers mean, and why they differ: `docs/eval
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -23,16 +22,16 @@ from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig
 
 from ..checks import paths
-from ..checks.errors import report_error
+from ..checks.errors import report_error, under_way
 from ..checks.weights import check_adapter, check_finite, check_weights
 from ..data import INSTRUCTION, gym
 from ..data.arithmetic import base_model_path
 from ..report.evaluation import markdown, read_evaluation, steps_trained, write_evaluation
-from ..report.run_folder import SETTINGS, environment, is_run
-from ..report.run_report import write_report
+from ..report.run_folder import environment, is_run, read_settings
+from ..report.run_report import write_or_say_why
 from . import harness
 from .agreement import Asking, Reward, measure
-from .preflight import check_model, load_tokenizer
+from .preflight import check_model, load_tokenizer, read_adapter
 
 
 _BATCH, _LENGTH = 8, 1024  # without a run
@@ -51,7 +50,7 @@ class Subject:
     @property
     def rank(self) -> int | None:
         """Rank of the adapter."""
-        return _read_json(Path(self.adapter) / "adapter_config.json").get("r") if self.adapter else None
+        return read_adapter(Path(self.adapter)).get("r") if self.adapter else None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     try:
         _evaluate(arguments)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         return report_error(parser.prog, error, debug=arguments.debug)
     return 0
 
@@ -142,7 +141,12 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             }
             label = name if len(tasks) == 1 else theirs
             measured[label] = entry
-            written = _add(output, subject, {label: entry})  # at once: the next task may take hours, or fail
+            try:
+                with under_way():
+                    written = _add(output, subject, {label: entry})  # at once: the next task may take hours, or fail
+            except OSError:
+                print(markdown({"model": subject.name, "tasks": measured}))
+                raise
         reward.close()
     print(markdown({"model": subject.name, "tasks": measured}))
     print(*written, sep="\n")
@@ -155,7 +159,9 @@ def _add(output: Path, subject: Subject, tasks: Mapping[str, Any]) -> list[Path]
     if earlier and all(earlier.get(name) == value for name, value in about.items()):
         tasks = {**earlier["tasks"], **tasks}
     written = write_evaluation(output, {**about, "environment": environment(), "tasks": tasks})
-    return [*written, write_report(output)] if is_run(output) else written
+    if is_run(output):
+        write_or_say_why(output)
+    return written
 
 
 # Before anything starts
@@ -223,9 +229,9 @@ def find_model(name: str, base_model: str | None = None) -> Subject:
     if not is_folder:
         return Subject(name, name, None, name, {})
     near = folder.resolve().parent if folder.resolve().name.startswith("checkpoint-") else folder
-    settings = _read_json(near / SETTINGS)
+    settings = read_settings(near, linked=True)  # as in the cache of the Hub
     if is_adapter:
-        model = base_model or _read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        model = base_model or read_adapter(folder).get("base_model_name_or_path")
         if not model or (not Path(model).is_dir() and (model.startswith(("/", ".", "~")) or model.count("/") > 1)):
             raise ValueError(
                 f"MODEL={name!r} is an adapter for the model {model!r}, which does not exist here. Set `--base_model` "
@@ -245,16 +251,6 @@ def find_model(name: str, base_model: str | None = None) -> Subject:
 def _short() -> dict[str, Any]:
     """The embedded model's context has 128 tokens, and its completions at most 20."""
     return {"max_completion_length": 32, "per_device_eval_batch_size": 100}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        with paths.readable("MODEL", path):
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
-        raise ValueError(f"MODEL: {str(path)!r} is not a JSON object: {error}. Restore that file.") from error
 
 
 def check_installed(backend: str, *, adapter: bool) -> None:

@@ -205,7 +205,7 @@ def _from_files(name: str, data: Path, folder: Path, num_fewshot: int | None) ->
         "dataset_kwargs": {"data_files": {split: str(path.resolve()) for split, path in files.items()}},
     }
     path = folder / f"{theirs}.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path
 
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,9 +14,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ..checks.files import read_json
+from ..checks.files import open_to_append, tail
 from ..checks.secrets import mask
-from ..report.run_folder import LOG, RECIPE, SETTINGS, is_run
+from ..report.run_folder import LOG, RECIPE, is_run, read_settings
 from ..report.runs import Settings, check_comparable, is_finished
 
 
@@ -98,7 +99,8 @@ def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings
     if not waiting:
         return []
     failed = []
-    with tqdm(total=len(jobs), initial=len(jobs) - len(waiting), unit="run") as bar, _processes() as running:
+    done = len(jobs) - len(waiting)
+    with _bar(len(jobs), done, waiting) as bar, _processes() as running:
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
@@ -106,11 +108,25 @@ def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings
             time.sleep(_POLL_SECONDS)
             ended = [job for job, process in running.items() if process.poll() is not None]
             failed += [job for job in ended if running.pop(job).returncode or not is_finished(job.folder)]
-            bar.update(len(ended))
-            bar.set_postfix_str("; ".join(map(_progress, running)), refresh=sys.stderr.isatty())
+            done += len(ended)
+            bar.n = done + sum(map(_share, [*running, *waiting]))
+            bar.set_description_str(f"{done} of {len(jobs)} runs", refresh=False)
+            shown = [f"{job.name}: {step} steps" if (step := _step(job)) else job.name for job in running]
+            bar.set_postfix_str("; ".join(shown), refresh=bool(ended) or sys.stderr.isatty())
             if ended:  # possibly hours before the last run ends
                 check_comparable({**others, **_begun(jobs)})
     return failed
+
+
+def _bar(total: int, done: int, waiting: Sequence[Job]) -> tqdm:
+    """
+    A progress bar over runs, which counts the steps of those that are under way.
+
+    What remains is estimated from all of the time so far: the bar is drawn more often than runs end.
+    """
+    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+    begun = done + sum(map(_share, waiting))
+    return tqdm(total=total, initial=begun, desc=f"{done} of {total} runs", smoothing=0, bar_format=form)
 
 
 @contextmanager
@@ -131,7 +147,7 @@ def _processes() -> Iterator[dict[Job, subprocess.Popen]]:
 
 def _start(job: Job) -> subprocess.Popen:
     job.output.parent.mkdir(parents=True, exist_ok=True)
-    with job.output.open("a") as output:
+    with open_to_append(job.output) as output:
         try:
             # The run's processes inherit the lock: it lasts as long as any of them, even if this process is killed.
             fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,20 +161,25 @@ def _start(job: Job) -> subprocess.Popen:
         )
 
 
-def _progress(job: Job) -> str:
-    """Name of a run, and how many steps it has logged."""
-    log = job.folder / LOG
-    steps = log.read_bytes().count(b'"grad_norm"') if log.exists() else 0
-    return f"{job.name}: {steps} steps" if steps else job.name
+def _step(job: Job) -> int:
+    """The last optimizer step that a run has logged."""
+    steps = re.findall(r'^\{"step": (\d{1,15}),', tail(job.folder / LOG), re.MULTILINE)
+    return int(steps[-1]) if steps else 0
+
+
+def _share(job: Job) -> float:
+    """How much of a run is done, as far as its settings tell."""
+    of = read_settings(job.folder).get("max_steps") or -1
+    return min(_step(job) / of, 1.0) if of > 0 else 0.0
 
 
 def _begun(jobs: Sequence[Job]) -> dict[str, Settings]:
-    settings = {job.name: read_json(job.folder / SETTINGS) for job in jobs}
+    settings = {job.name: read_settings(job.folder) for job in jobs}
     return {name: own for name, own in settings.items() if own}
 
 
 def failure(job: Job) -> str:
     """Message about a failed run: where its output is, and the end of it."""
-    lines = [line for line in job.output.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in tail(job.output).splitlines() if line.strip()]
     quoted = "\n".join(f"    {line}" for line in lines[-_QUOTED_LINES:])
     return f"{job.name} failed. The end of {job.output}:\n{quoted}"

@@ -5,7 +5,6 @@ Each raises a `ValueError` that names the field, its value and the fix.
 """
 
 import inspect
-import json
 import os
 import re
 import socket
@@ -25,6 +24,8 @@ from trl import ModelConfig
 from ..arguments import OPOScriptArguments
 from ..checks import paths
 from ..checks.addresses import without_secrets
+from ..checks.blame import LIBRARY_ERRORS
+from ..checks.files import COUNT, TEXT, read_json
 from ..config import RolloutConfig
 from ..data import prompt_lengths
 from ..report.run_folder import RECIPE, is_claimed
@@ -176,14 +177,14 @@ def check_model(
         )
     if is_adapter:
         with paths.readable(field, name):
-            base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+            base = read_adapter(folder).get("base_model_name_or_path")
         raise ValueError(
             f"{field}={name!r} is an adapter for {base!r}, not a model. Set `{field}` to that model, or to a "
             "merged one. To resume from a checkpoint, set `resume_from_checkpoint`."
         )
     try:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except LIBRARY_ERRORS as error:
         fix = f"Set `{field}` to a model's folder or Hub id"
         if "trust_remote_code" in str(error):
             fix = "Set `trust_remote_code` to true if you have read that code and trust it"
@@ -194,6 +195,12 @@ def check_model(
     return config
 
 
+def read_adapter(folder: Path) -> dict[str, Any]:
+    """The configuration of a LoRA adapter; empty if the folder has none."""
+    form = {"base_model_name_or_path?": TEXT, "r?": COUNT}
+    return read_json(folder / "adapter_config.json", form, linked=True)
+
+
 def _check_weights(field: str, folder: Path, pickled: bool) -> None:
     files = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
     if files and not pickled and not any(file.suffix == ".safetensors" for file in files):
@@ -202,7 +209,8 @@ def _check_weights(field: str, folder: Path, pickled: bool) -> None:
             "them to safetensors, or set `model_init_kwargs: {use_safetensors: false}` if you trust them."
         )
     for index in folder.glob("*.index.json"):
-        files += [folder / name for name in set(json.loads(index.read_text())["weight_map"].values())]
+        shards = read_json(index, {"weight_map": {"*": TEXT}}, linked=True)["weight_map"].values()
+        files += [folder / name for name in set(shards)]
     if not files:
         raise ValueError(
             f"{field}={str(folder)!r} has no weights, neither {' nor '.join(_WEIGHTS)}. Set `{field}` to the folder "
@@ -223,7 +231,7 @@ def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) 
     """Load a model's tokenizer, and check that it has a vocabulary and a token for padding."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
         raise ValueError(
             f"model_name_or_path={name!r} has no usable tokenizer: {error} Put the tokenizer files there."
         ) from error

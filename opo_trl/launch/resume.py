@@ -2,16 +2,18 @@
 
 import json
 import os
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from ..checks.files import read_json
+from ..checks.files import lines
 from ..fields import DATA, MODEL, REWARDS, SAMPLING
-from ..report.run_folder import SETTINGS, SUMMARY, is_claimed, is_run
+from ..report.run_folder import COMPLETIONS, LOG, SUMMARY, is_claimed, is_run, read_settings, read_summary
 from ..report.runs import MODEL_PREFIX, fields_deciding, is_finished, kept_on_resume
+from .preflight import read_adapter
 
 
 def continues(folder: Path, asked: Any, checkpoint: str | None) -> bool:
@@ -27,7 +29,7 @@ def continues(folder: Path, asked: Any, checkpoint: str | None) -> bool:
         return False
     if checkpoint is None:
         return asked == "auto"
-    began_with = read_json(folder / SETTINGS).get("resume_from_checkpoint")
+    began_with = read_settings(folder).get("resume_from_checkpoint")
     return os.path.realpath(str(began_with)) == os.path.realpath(checkpoint)
 
 
@@ -41,7 +43,7 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
     Raises:
         `ValueError`: names the fields that differ.
     """
-    saved = read_json(Path(folder).resolve().parent / SETTINGS)
+    saved = read_settings(Path(folder).resolve().parent)
     asked = json.loads(json.dumps(settings, default=str))
     names = (*kept_on_resume(), *(name for name in asked if name.startswith(MODEL_PREFIX)))
     differing = [name for name in names if saved and saved.get(name) != asked.get(name)]
@@ -51,12 +53,24 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
             f"resume_from_checkpoint={folder!r} belongs to a run with other settings:\n{lines}\n"
             "Set the same values here, or choose another `output_dir` and start from the beginning."
         )
-    base = read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path", model)
+    base = read_adapter(Path(folder)).get("base_model_name_or_path", model)
     if not saved and os.path.realpath(base) != os.path.realpath(model):
         raise ValueError(
             f"resume_from_checkpoint={folder!r} is an adapter for {base!r}, but model_name_or_path={model!r}. Set "
             "`model_name_or_path` to the adapter's model."
         )
+
+
+def check_readable(folder: Path) -> None:
+    """
+    Check that what a resumed run keeps can be read, before a model is loaded.
+
+    Raises:
+        `ValueError`: names the file and the place in it.
+    """
+    read_summary(folder)
+    for name in (LOG, COMPLETIONS):
+        deque(lines(folder / name), maxlen=0)
 
 
 def known_accuracies(folder: Path, checkpoint: str | None) -> dict[str, Any]:
@@ -65,18 +79,18 @@ def known_accuracies(folder: Path, checkpoint: str | None) -> dict[str, Any]:
 
     Broadcast from the first process, because another one might read the file after the first has updated it.
     """
-    summary = read_json(folder / SUMMARY)
+    summary = read_summary(folder)
     if checkpoint is None:  # it starts over
         summary = {name: summary[name] for name in summary if name == "before"}
     elif "before" not in summary:  # the checkpoint may be in the folder of another run
-        there = read_json(Path(checkpoint).resolve().parent / SUMMARY)
+        there = read_summary(Path(checkpoint).resolve().parent)
         summary |= {name: there[name] for name in there if name == "before"}
     return broadcast_object_list([summary])[0]
 
 
 def forget_if_changed(folder: Path, settings: Mapping[str, Any]) -> None:
     """Delete the accuracies that an earlier run has left in a folder, if they depend on other settings."""
-    asked, saved = json.loads(json.dumps(settings, default=str)), read_json(folder / SETTINGS)
+    asked, saved = json.loads(json.dumps(settings, default=str)), read_settings(folder)
     names = (*fields_deciding(DATA, MODEL, SAMPLING, REWARDS), "report_levels", "report_size", "report_samples")
     if any(saved.get(name) != asked.get(name) for name in names):
         (folder / SUMMARY).unlink(missing_ok=True)

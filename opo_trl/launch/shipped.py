@@ -16,7 +16,7 @@ def describe() -> str:
     names = [str(path.relative_to(SHIPPED)) for path in recipes]
     width = max(map(len, names))
     return "\n".join(
-        f"{name:<{width}}  {path.read_text().split(chr(10), 1)[0].removeprefix('# ')}"
+        f"{name:<{width}}  {path.read_text(encoding='utf-8').split(chr(10), 1)[0].removeprefix('# ')}"
         for name, path in zip(names, recipes, strict=True)
     )
 

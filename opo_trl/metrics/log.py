@@ -8,13 +8,13 @@ from typing import Any
 Entry = Mapping[str, Any]
 Points = list[tuple[float, float]]  # optimizer step and value
 
+_TOO_LARGE = 1e40  # for the tensors that metrics are computed from, and for means and squares
+
 
 def number(entry: Entry, name: str) -> float:
     """A value of a log entry; NaN if it is missing, not a number, or `None`, which TRL logs if all values were NaN."""
-    try:
-        return float(entry.get(name, math.nan))
-    except (TypeError, ValueError):
-        return math.nan
+    value: Any = entry.get(name)
+    return float(value) if isinstance(value, int | float) and abs(value) < _TOO_LARGE else math.nan
 
 
 def off_policy(entry: Entry) -> bool:

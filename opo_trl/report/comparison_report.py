@@ -23,7 +23,7 @@ def write_report(comparison: Comparison, output: Path, command: str) -> list[Pat
 
     The same runs give the same bytes: no date, no path, no random order. `command` reproduces the report.
     """
-    figures = draw(comparison, output / "figures")
+    figures = draw(comparison, output)
     content = {**describe(comparison), "figures": figures, "command": command}
     paths = [output / "report.html", output / "report.md"]
     for path in paths:

@@ -11,9 +11,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
+from ..checks.files import inner_folder
 from ..methods import method_of
 from ..metrics.log import Points
-from .figures import STYLE
+from .figures import legible, style, write
 from .intervals import estimate
 from .measures import WINDOW, Comparison, clock, completions, efficiency, reward, seconds, series, smooth
 from .runs import Run
@@ -71,10 +72,10 @@ class Figure:
 
 
 def draw(comparison: Comparison, folder: Path) -> list[Figure]:
-    """Draw into `folder`, as PNG, every curve that some run has logged; the same runs give the same files."""
+    """Draw every curve that some run has logged into `figures/` in a folder; the same runs give the same PNG files."""
     plt.switch_backend("Agg")  # files only: no display is needed
-    folder.mkdir(parents=True, exist_ok=True)
-    with plt.rc_context(STYLE):
+    folder = inner_folder(folder, "figures")
+    with style():
         shown = [curve for curve in CURVES if not (comparison.over_completions and curve is _OVER_COMPLETIONS)]
         figures = [_draw(curve, comparison, folder / f"{curve.name}.png") for curve in shown]
     return [figure for figure in figures if figure is not None]
@@ -87,19 +88,20 @@ def _draw(curve: Curve, comparison: Comparison, path: Path) -> Figure | None:
         _plot(axis, label, line, [_points(curve, run) for run in runs], curve.smoothed)
         for (label, runs), line in zip(comparison.methods.items(), lines, strict=False)
     ]
+    png = b""
     if any(bands):
         of_clock = "completions generated" if comparison.over_completions else "optimizer step"
         axis.set(xlabel=curve.x_label or of_clock, title=curve.title)
         if curve.name == "validation":
             axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axis.legend(frameon=False)
-        figure.savefig(path, metadata={"Software": None})  # otherwise the file names matplotlib's version
+        png = write(figure, path, Software=None)  # otherwise the file names matplotlib's version
     plt.close(figure)
     if not any(bands):
         return None
     smoothed = f"Trailing mean of {WINDOW} entries. " if curve.smoothed else ""
     shown = "; ".join(dict.fromkeys(band for band in bands if band))
-    return Figure(curve.name, curve.title, f"{smoothed}Line: mean over seeds. Band: {shown}.", path.read_bytes())
+    return Figure(curve.name, curve.title, f"{smoothed}Line: mean over seeds. Band: {shown}.", png)
 
 
 def _points(curve: Curve, run: Run) -> Points:
@@ -138,7 +140,7 @@ def _plot(axis: Axes, label: str, line: tuple[str, str], runs: list[Points], smo
     color, linestyle = line
     x, values = on_common_grid(runs, smoothed)
     marker = None if smoothed else "o"
-    name = f"{label} ({len(runs)} {'seed' if len(runs) == 1 else 'seeds'})"
+    name = f"{legible(label)} ({len(runs)} {'seed' if len(runs) == 1 else 'seeds'})"
     style: Any = {"color": color, "linestyle": linestyle, "linewidth": 1.6, "marker": marker, "markersize": 3}
     axis.plot(x, values.mean(axis=0), label=name, **style)
     if len(runs) == 1:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checks.files import read_json, write, write_json
-from .run_folder import SUMMARY
+from ..checks.text import one_line
+from .pages import in_markdown
+from .run_folder import read_summary
 
 
 EVALUATION, EVALUATION_TABLE = "evaluation.json", "evaluation.md"
@@ -36,22 +38,19 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
         `ValueError`: it is not the file that [`write_evaluation`] writes.
     """
     path = folder / EVALUATION
-    if not path.exists():
-        return {}
+    content = read_json(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        described(content)
+        return described(content) and content if content else {}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{str(path)!r} cannot be read: {type(error).__name__}: {error}. Delete that file, and run "
+            f"{str(path)!r} cannot be read: {type(error).__name__}: {one_line(str(error))}. Delete that file, and run "
             "`opo-trl evaluate` again."
         ) from error
-    return content
 
 
 def steps_trained(folder: Path) -> int | None:
     """Optimizer steps of the finished run in a folder; a resumed run has more of them, and another model."""
-    return read_json(folder / SUMMARY).get("optimizer_steps")
+    return read_summary(folder).get("optimizer_steps")
 
 
 def write_evaluation(folder: Path, content: Mapping[str, Any]) -> list[Path]:
@@ -76,13 +75,13 @@ def described(content: Mapping[str, Any]) -> dict[str, Any]:
 def markdown(content: Mapping[str, Any]) -> str:
     """The table and the sentences, as Markdown that reads as text."""
     said = described(content)
-    table = [said["table"]["head"], *said["table"]["rows"]]
+    table = [[in_markdown(cell) for cell in row] for row in [said["table"]["head"], *said["table"]["rows"]]]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in table]
     lines = [f"| {' | '.join(row)} |" for row in padded]
     lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
-    sentences = [f"- {sentence}" for sentence in said["sentences"]]
-    return "\n".join([f"# Evaluation of {content['model']}", "", *lines, "", *sentences, ""])
+    sentences = [f"- {in_markdown(sentence)}" for sentence in said["sentences"]]
+    return "\n".join([f"# Evaluation of {in_markdown(content['model'])}", "", *lines, "", *sentences, ""])
 
 
 def _rows(name: str, task: Mapping[str, Any]) -> list[list[str]]:

@@ -4,20 +4,25 @@ Figures of a run, drawn from its log alone.
     opo-trl figures runs/arithmetic
 """
 
+import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..checks.files import read_json, read_lines
+from ..checks import files
+from ..checks.files import inner_folder
+from ..checks.text import one_line
 from ..metrics.log import Entry, Points, finite, number, off_policy, validations
-from .run_folder import LOG, SUMMARY
+from .run_folder import LOG, read_log, read_summary
 
 
 # Fixed identifiers and no date: the same log gives the same file.
@@ -42,9 +47,26 @@ _PANELS: tuple[tuple[str, str, Callable[[Entry], bool]], ...] = (
 )
 
 
-def draw_run(folder: Path) -> list[Path]:
+@contextmanager
+def style() -> Iterator[None]:
     """
-    Draw the figures of a run into its `figures/`, as PNG and SVG; returns the paths.
+    Our style alone: no `matplotlibrc`, which may lie in the current folder, and no formulas in the texts of others.
+    """
+    with plt.rc_context():
+        matplotlib.rcdefaults()
+        plt.rcParams.update({**STYLE, "text.parse_math": False})
+        yield
+
+
+def legible(text: str) -> str:
+    """A text of others in a figure: matplotlib would leave out one that begins with an underscore."""
+    line = one_line(text, 80)
+    return f" {line}" if line.startswith("_") else line
+
+
+def draw_run(folder: Path) -> dict[Path, bytes]:
+    """
+    Draw the figures of a run into its `figures/`, as PNG and SVG; returns the files with their contents.
 
     They are `training.*` (reward, validation accuracy, entropy, gradient norm, χ² and gradient response efficiency by
     optimizer step), `passes.*` (target fit by pass over a rollout, if there are several), `time.*` (seconds per
@@ -53,33 +75,34 @@ def draw_run(folder: Path) -> list[Path]:
     Raises:
         `ValueError`: the folder has no log.
     """
-    log = read_lines(folder / LOG)
+    log = read_log(folder)
     if not log:
         raise ValueError(f"{str(folder / LOG)!r} does not exist or is empty. Pass the folder of a run.")
     plt.switch_backend("Agg")  # files only: no display is needed
-    with plt.rc_context(STYLE):
+    with style():
         figures = {"training": _training_figure(log)}
         if len(fits := fits_by_pass(log)) > 1:
             figures["passes"] = _passes_figure(fits)
         if finite(log, "opo/time/update"):
             figures["time"] = _time_figure(log)
-        summary = read_json(folder / SUMMARY)
+        summary = read_summary(folder)
         if summary.get("after"):
             figures["accuracy"] = _accuracy_figure(summary)
-        return [path for name, figure in figures.items() for path in _save(figure, folder / "figures" / name)]
+        into = inner_folder(folder, "figures")
+        paths = [(into / f"{name}{suffix}", figure) for name, figure in figures.items() for suffix in (".png", ".svg")]
+        written = {path: write(figure, path) for path, figure in paths}
+        for figure in figures.values():
+            plt.close(figure)
+        return written
 
 
-def _save(figure: Figure, stem: Path) -> list[Path]:
-    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
-    for path in paths:
-        write(figure, path)
-    plt.close(figure)
-    return paths
-
-
-def write(figure: Figure, path: Path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+def write(figure: Figure, path: Path, **metadata: str | None) -> bytes:
+    """Write a figure into a file, whose content is returned; `metadata` of a PNG."""
+    image = io.BytesIO()
+    is_svg = path.suffix == ".svg"
+    figure.savefig(image, format=path.suffix[1:], metadata={"Date": None} if is_svg else metadata)
+    files.write(path, image.getvalue())
+    return image.getvalue()
 
 
 def draw_progress(log: Sequence[Entry], max_steps: int) -> Figure:
@@ -88,7 +111,7 @@ def draw_progress(log: Sequence[Entry], max_steps: int) -> Figure:
 
     `log` holds the entries so far, such as a trainer's `state.log_history`. The caller closes the figure.
     """
-    with plt.rc_context(STYLE):
+    with style():
         figure, axes = plt.subplots(2, 2, figsize=(9, 5), layout="constrained")
         shown = [panel for panel in _PANELS if panel[1] != "grad_norm"]
         for axis, (title, metric, chosen) in zip(axes.flat, shown, strict=True):
@@ -130,7 +153,7 @@ def _validation_curve(axis: Axes, log: Sequence[Entry]):
     if not rows:
         return _say_not_logged(axis)
     steps = [row["step"] for row in rows]
-    low, accuracy, high = ([row[f"validation/{name}"] for row in rows] for name in ("low", "accuracy", "high"))
+    low, accuracy, high = ([number(row, f"validation/{name}") for row in rows] for name in ("low", "accuracy", "high"))
     axis.fill_between(steps, low, high, color=_SECOND, alpha=0.2, linewidth=0)
     axis.plot(steps, accuracy, color=_SECOND, marker="o", markersize=3, linewidth=1.5)
     axis.set_ylim(0, 1.02)
@@ -192,11 +215,12 @@ def _accuracy_figure(summary: dict[str, Any]) -> Figure:
     for time, offset, color in (("before", -0.17, "#8a8a8a"), ("after", 0.17, _COLOR)):
         results = [summary[time][level][decoding] for level, decoding in rows]
         accuracy = np.array([result["accuracy"] for result in results])
-        errors = [accuracy - [r["low"] for r in results], [r["high"] for r in results] - accuracy]
+        low, high = ([result[bound] for result in results] for bound in ("low", "high"))
         places = np.arange(len(rows)) + offset
         axis.barh(places, accuracy, height=0.3, color=color, label=time)
+        errors = np.maximum([accuracy - low, high - accuracy], 0)  # an interval may be wrong
         axis.errorbar(accuracy, places, xerr=errors, fmt="none", ecolor="black", elinewidth=1, capsize=2)
-    axis.set_yticks(range(len(rows)), [f"{level}, {decoding}" for level, decoding in rows])
+    axis.set_yticks(range(len(rows)), [legible(f"{level}, {decoding}") for level, decoding in rows])
     axis.set_xlim(0, 1)
     axis.set_xlabel("accuracy (95 % Wilson interval)")
     axis.invert_yaxis()

@@ -7,12 +7,16 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from ..checks.text import printable
+
 
 def render(template: str, content: Mapping[str, Any]) -> str:
-    """Fill a template of this folder. Values are escaped in HTML; a missing one is an error."""
+    """Fill a template of this folder. Values are escaped; a missing one is an error."""
+    is_html = ".html" in template
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=lambda name: name is not None and ".html" in name,
+        autoescape=is_html,
+        finalize=_shown_in_html if is_html else in_markdown,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -20,6 +24,15 @@ def render(template: str, content: Mapping[str, Any]) -> str:
     )
     environment.filters |= {"embedded": _embedded, "cell": _markdown_cell}
     return environment.get_template(template).render(content)
+
+
+def _shown_in_html(value: Any) -> Any:
+    return printable(value) if type(value) is str else value  # what a macro has made is `Markup`
+
+
+def in_markdown(value: Any) -> Any:
+    """A text of others in Markdown: neither HTML nor a link or picture from elsewhere."""
+    return printable(value).replace("<", "&lt;").replace("](", "]\\(") if isinstance(value, str) else value
 
 
 def _embedded(png: bytes) -> str:

@@ -100,7 +100,7 @@ def is_claimed(folder: Path) -> bool:
     lock = folder / LOCK
     if lock.is_symlink() or not lock.is_file():
         return False
-    return any(_OWNER.fullmatch(line) for line in lock.read_text(errors="replace").splitlines())
+    return any(_OWNER.fullmatch(line) for line in files.tail(lock).splitlines())
 
 
 def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
@@ -219,6 +219,71 @@ def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapp
     # Without this package, which `environment.json` identifies by its commit.
     lines = [f"{name}=={number}\n" for name, number in sorted(_installed().items()) if name != "opo-trl"]
     files.write(folder / REQUIREMENTS, "".join(lines))
+
+
+# What reports, comparisons and evaluations rely on in files that were written elsewhere.
+_SETTINGS_FORM = {
+    "seed?": files.STEP,
+    "watches?": [files.TEXT],
+    "max_steps?": files.NUMBER,
+    "chi2_radius?": files.NUMBER,
+    "chat_template_kwargs?": {},
+    **{name: [files.TEXT] for name in ("reward_funcs?", "levels?", "report_levels?", "validation_levels?")},
+    **dict.fromkeys(("temperature?", "top_p?", "top_k?", "min_p?", "repetition_penalty?"), files.NUMBER),
+    **dict.fromkeys(("trainer?", "instruction?", "prompt_style?", "prompt_style_used?"), files.TEXT),
+    **dict.fromkeys(
+        (
+            "num_generations?",
+            "num_iterations?",
+            "generation_batch_size?",
+            "steps_per_generation?",
+            "gradient_accumulation_steps?",
+            "max_completion_length?",
+            "per_device_eval_batch_size?",
+        ),
+        files.COUNT,
+    ),
+}
+_MEASURED = {"accuracy": files.SHARE, "low": files.SHARE, "high": files.SHARE, "pass_at?": {"*": files.SHARE}}
+_SUMMARY_FORM = {
+    "before?": {"*": {"*": _MEASURED}},
+    "after?": {"*": {"*": _MEASURED}},
+    "optimizer_steps?": files.STEP,
+    "train_seconds?": files.NUMBER,
+}
+_SAID = files.Kind(
+    "text or messages",
+    lambda value: (
+        isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, dict) for each in value))
+    ),
+)
+COMPLETIONS_FORM = {**files.ENTRY, "prompt": _SAID, "completion": _SAID, "reward?": files.NUMBER}
+_LOG_FORM = {
+    **files.ENTRY,
+    **dict.fromkeys(("reward?", "entropy?", "grad_norm?", "step_time?", "num_tokens?"), files.NUMBER),
+    **dict.fromkeys((f"validation/{name}?" for name in ("accuracy", "low", "high")), files.SHARE),
+}
+
+
+def read_settings(folder: Path, *, linked: bool = False) -> dict[str, Any]:
+    """The resolved settings of a run; empty if there are none."""
+    return files.read_json(folder / SETTINGS, _SETTINGS_FORM, linked=linked)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The accuracies of a run; empty if there are none."""
+    return files.read_json(folder / SUMMARY, _SUMMARY_FORM)
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    """What a run was made with; empty if it is not known."""
+    return files.read_json(folder / ENVIRONMENT, {"devices?": [files.TEXT], "packages?": {}})
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The log of a run, which may be gzipped (`log.jsonl.gz`); empty if there is none."""
+    zipped = folder / f"{LOG}.gz"
+    return files.read_lines(folder / LOG if not zipped.is_file() or (folder / LOG).exists() else zipped, _LOG_FORM)
 
 
 def environment() -> dict[str, Any]:

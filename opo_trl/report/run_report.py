@@ -6,15 +6,29 @@ The report of a run: a self-contained HTML file, written when a run ends.
 The same folder gives the same bytes.
 """
 
+import shlex
+import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checks.files import read_json, read_lines, read_text, write
+from ..checks.files import lines, read_text, write
+from ..checks.text import one_line
 from ..methods import BASELINE, DEFAULT, method_of
 from .evaluation import described, read_evaluation, steps_trained
 from .pages import render, versions
-from .run_folder import COMPLETIONS, ENVIRONMENT, LOG, PLAN, RECIPE, SETTINGS, SUMMARY, is_run
+from .run_folder import (
+    COMPLETIONS,
+    COMPLETIONS_FORM,
+    PLAN,
+    RECIPE,
+    is_run,
+    read_environment,
+    read_log,
+    read_settings,
+    read_summary,
+)
 from .verdicts import Verdict, fired, judge
 
 
@@ -27,7 +41,8 @@ _CAPTIONS = {
     "accuracy": "Accuracy before and after training, with 95 % intervals.",
 }
 _PROMPTS, _TIMES = 4, 5  # how many prompts to show, and how many validations of each
-_LONGEST = 2000  # characters of a completion
+_LONGEST = 2000  # characters of a prompt or completion
+_MOST_ROWS = 50  # of a prompt that is validated several times
 _SPARK = 100, 24, 2  # width, height and margin of a small curve
 
 
@@ -45,9 +60,23 @@ def write_report(folder: Path) -> Path:
     return path
 
 
+def write_or_say_why(folder: Path) -> None:
+    """
+    Write the report of a run whose results are in its folder by now, and print its path.
+
+    Whatever is wrong with the report, it neither ends the run nor hides how that ended.
+    """
+    try:
+        print(f"Report: {write_report(folder)}", flush=True)
+    except Exception as error:
+        said = f"{type(error).__name__}: {one_line(str(error))}"
+        again = f"`opo-trl report {shlex.quote(str(folder))}` writes it again."
+        print(f"The report could not be written: {said}. {again}", file=sys.stderr, flush=True)
+
+
 def describe(folder: Path) -> dict[str, Any]:
     """The content of the report."""
-    log, settings, summary = read_lines(folder / LOG), read_json(folder / SETTINGS), read_json(folder / SUMMARY)
+    log, settings, summary = read_log(folder), read_settings(folder), read_summary(folder)
     verdicts, watches = judge(log, settings), fired(log, settings)
     return {
         "name": folder.resolve().name,
@@ -60,8 +89,8 @@ def describe(folder: Path) -> dict[str, Any]:
         "verdicts": [{"said": verdict, "curve": _spark(verdict.points)} for verdict in verdicts],
         "watches": watches,
         "watching": settings.get("watches") or [],
-        "samples": samples(read_lines(folder / COMPLETIONS)),
-        "versions": versions([read_json(folder / ENVIRONMENT)]),
+        "samples": samples(folder),
+        "versions": versions([read_environment(folder)]),
     }
 
 
@@ -76,9 +105,10 @@ def _method(settings: dict[str, Any]) -> str:
 
 
 def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, Any]) -> str:
-    if "after" in summary:
-        return f"Finished: {summary['optimizer_steps']:,} optimizer steps in {summary['train_seconds']:,.0f} seconds."
     step = log[-1]["step"] if log else 0
+    if "after" in summary:
+        seconds = f" in {summary['train_seconds']:,.0f} seconds" if summary.get("train_seconds") is not None else ""
+        return f"Finished: {summary.get('optimizer_steps') or step:,} optimizer steps{seconds}."
     wanted = settings.get("max_steps") or 0
     return (
         f"Not finished when this was written: {step:,}{f' of {wanted:,}' if wanted > 0 else ''} optimizer steps. "
@@ -101,9 +131,10 @@ def _accuracies(summary: dict[str, Any]) -> dict[str, Any]:
         for decoding in by_decoding:
             result, then = (known.get(level, {}).get(decoding) for known in (before, after))
             rows.append([f"{level}, {decoding}", *(_interval(each) for each in (result, then))])
-            if "pass_at" in by_decoding[decoding]:
-                k = max(by_decoding[decoding]["pass_at"], key=int)
-                passed = (f"{each['pass_at'][k]:.1%}" if each else "–" for each in (result, then))
+            if by_decoding[decoding].get("pass_at"):
+                k = max(by_decoding[decoding]["pass_at"], key=lambda k: (len(k), k))
+                known = (each.get("pass_at", {}).get(k) if each else None for each in (result, then))
+                passed = ("–" if each is None else f"{each:.1%}" for each in known)
                 rows.append([f"{level}, {decoding}, pass@{k}", *passed])
     return {"head": ["accuracy [95 % interval]", "before", "after"], "rows": rows}
 
@@ -130,7 +161,7 @@ def _figures(folder: Path) -> dict[str, bytes] | None:
         from .figures import draw_run
     except ImportError:
         return None
-    return {path.stem: path.read_bytes() for path in draw_run(folder) if path.suffix == ".png"}
+    return {path.stem: content for path, content in draw_run(folder).items() if path.suffix == ".png"}
 
 
 def _spark(points: Sequence[tuple[float, float]]) -> str:
@@ -148,25 +179,32 @@ def _spark(points: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{i * step:.1f},{base - (value - low) * scale:.1f}" for i, value in enumerate(means))
 
 
-def samples(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def samples(folder: Path) -> list[dict[str, Any]]:
     """The first validation problems, each with its completions at some validations, including the first and last."""
-    steps = sorted({row["step"] for row in rows})
-    last = len(steps) - 1
-    shown = {steps[round(i * last / (_TIMES - 1))] for i in range(_TIMES)} if steps else set()
-    prompts = list(dict.fromkeys(_text(row["prompt"]) for row in rows))[:_PROMPTS]
-    return [
-        {
-            "prompt": prompt,
-            "rows": [_sample(row) for row in rows if _text(row["prompt"]) == prompt and row["step"] in shown],
-        }
-        for prompt in prompts
-    ]
+    rows = partial(lines, folder / COMPLETIONS, COMPLETIONS_FORM)  # read twice: they may not fit into memory
+    found: dict[int, None] = {}
+    prompts: dict[str, list[dict[str, Any]]] = {}
+    for row in rows():
+        found[row["step"]] = None
+        if len(prompts) < _PROMPTS:
+            prompts.setdefault(_text(row["prompt"]), [])
+    steps = sorted(found)
+    shown = {steps[round(i * (len(steps) - 1) / (_TIMES - 1))] for i in range(_TIMES)} if steps else set()
+    for row in rows():
+        kept = prompts.get(_text(row["prompt"]))
+        if kept is not None and row["step"] in shown and len(kept) < _MOST_ROWS:
+            kept.append(_sample(row))
+    return [{"prompt": _cut(prompt), "rows": kept} for prompt, kept in prompts.items()]
 
 
 def _sample(row: dict[str, Any]) -> dict[str, Any]:
-    text, reward = _text(row["completion"]), row["reward"]
-    cut = f"{text[:_LONGEST]}\n… {len(text) - _LONGEST:,} more characters" if len(text) > _LONGEST else text
-    return {"step": row["step"], "reward": "unscored" if reward is None else f"{reward:g}", "completion": cut}
+    reward = row.get("reward")
+    said = "unscored" if reward is None else f"{reward:g}"
+    return {"step": row["step"], "reward": said, "completion": _cut(_text(row["completion"]))}
+
+
+def _cut(text: str) -> str:
+    return f"{text[:_LONGEST]}\n… {len(text) - _LONGEST:,} more characters" if len(text) > _LONGEST else text
 
 
 def _text(content: Any) -> str:
@@ -183,6 +221,8 @@ def _content(message: dict[str, Any]) -> str:
 
 def _calls(message: dict[str, Any]) -> list[str]:
     """The calls of tools in a message, such as `guess(number=27)`."""
-    functions = [call["function"] for call in message.get("tool_calls") or []]
-    named = [(f["name"], f["arguments"] if isinstance(f["arguments"], dict) else {}) for f in functions]
-    return [f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in named]
+    calls = message.get("tool_calls")
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    named = [(f.get("name"), f.get("arguments")) for f in functions if isinstance(f, dict)]
+    given = [(name, arguments if isinstance(arguments, dict) else {}) for name, arguments in named]
+    return [f"{name}({', '.join(f'{key}={value!r}' for key, value in each.items())})" for name, each in given]

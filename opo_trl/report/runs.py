@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checks.files import read_json, read_lines
+from ..checks.files import COUNT, STEP, TEXT, check_form
+from ..checks.text import one_line
 from ..fields import DATA, INHERITED, MODEL, SAMPLING, deciding
 from ..methods import DEFAULT, by_trainer, config_classes
-from .run_folder import ENVIRONMENT, LOG, RECIPE, SETTINGS, SUMMARY, is_run
+from .run_folder import LOG, RECIPE, SETTINGS, is_run, read_environment, read_log, read_settings, read_summary
 
 
 Settings = Mapping[str, Any]
@@ -32,6 +33,10 @@ _INCIDENTAL = (
     "report_to",
     "local_rank",
     "reward_workers",
+)
+
+_NEEDED = {"seed": STEP, "reward_funcs": [TEXT]} | dict.fromkeys(
+    ("generation_batch_size", "steps_per_generation", "num_iterations", "gradient_accumulation_steps"), COUNT
 )
 
 
@@ -71,7 +76,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 def is_finished(folder: Path) -> bool:
     """Whether the run in this folder is finished."""
-    return "after" in read_json(folder / SUMMARY)
+    return "after" in read_summary(folder)
 
 
 def read_run(folder: Path) -> Run:
@@ -83,16 +88,17 @@ def read_run(folder: Path) -> Run:
     """
     if not is_finished(folder):
         raise ValueError(f"The run {str(folder)!r} is not finished. Let it finish (`--resume_from_checkpoint auto`).")
-    settings, log = read_json(folder / SETTINGS), _read_log(folder)
+    settings, log = read_settings(folder), read_log(folder)
     if not settings or not log:
         missing = LOG if settings else SETTINGS
         raise ValueError(f"The run {str(folder)!r} lacks {missing}, or it is empty. Restore it, or repeat the run.")
+    check_form(folder / SETTINGS, settings, _NEEDED)
     return Run(
         label=label_of(folder),
         seed=settings["seed"],
         settings=settings,
-        environment=read_json(folder / ENVIRONMENT),
-        summary=read_json(folder / SUMMARY),
+        environment=read_environment(folder),
+        summary=read_summary(folder),
         log=log,
     )
 
@@ -100,12 +106,7 @@ def read_run(folder: Path) -> Run:
 def label_of(folder: Path) -> str:
     """Name of the method of a run's folder."""
     folder = folder.resolve()
-    return folder.parent.name if re.fullmatch(r"seed-\d+", folder.name) else folder.name
-
-
-def _read_log(folder: Path) -> list[dict[str, Any]]:
-    zipped = folder / f"{LOG}.gz"
-    return read_lines(zipped if zipped.exists() and not (folder / LOG).exists() else folder / LOG)
+    return one_line(folder.parent.name if re.fullmatch(r"seed-\d+", folder.name) else folder.name)
 
 
 def fields_deciding(*topics: str) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ def test_missing_metric_is_reported_instead_of_drawn(run):
     log.unlink()
     append_lines(log, [{"step": row["step"], "reward": row["reward"]} for row in rows if "reward" in row])
     (run / "summary.json").unlink()
-    files = draw_run(run)
+    files = [*draw_run(run)]
     assert {path.name for path in files} == {"training.png", "training.svg"}
     assert "not logged" in files[1].read_text()
 

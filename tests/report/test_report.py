@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opo_trl.checks.files import append_lines, read_lines, write_json
+from opo_trl.checks.files import append_lines, write_json
 from opo_trl.launch.cli import main
 from opo_trl.metrics.step_clock import PHASES
 from opo_trl.report.run_report import describe, samples, write_report
@@ -338,7 +338,7 @@ def test_completions_are_escaped_and_shown_over_time(broken_run, page):
     assert "4" * 2001 not in page.text
     assert "Two and two?" in page.text
     assert "unscored" in page.text
-    shown = samples(read_lines(broken_run / "completions.jsonl"))
+    shown = samples(broken_run)
     assert [[row["step"] for row in sample["rows"]] for sample in shown] == [[0, 20, 40, 60, 80]] * 2
 
 
