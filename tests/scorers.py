@@ -42,6 +42,8 @@ def _meet(word: str, pids: str = "") -> float | None:
             raise ValueError("\x1b[2J\0" * 10**6)
         case "exit":
             sys.exit(0)
+        case "return text":
+            return "1"
         case "be killed":
             os.kill(os.getpid(), signal.SIGKILL)
         case "crash":

@@ -23,6 +23,7 @@ from datasets import Dataset, DatasetDict
 from ..checks.blame import LIBRARY_ERRORS
 from ..data.arithmetic import make_problems
 from ..evaluate import wilson_interval
+from ..rewards.errors import is_ctrl_c, told
 
 
 if TYPE_CHECKING:
@@ -132,7 +133,9 @@ def load_task(
             spec = str(_from_files(name, data, Path(folder), num_fewshot))
         try:
             tasks = manager.load([spec])["tasks"]
-        except Exception as error:  # a task's own code may raise anything
+        except BaseException as error:  # a task's own code may raise anything, and exit
+            if is_ctrl_c(error):
+                raise
             raise ValueError(_why(name, data, error)) from error
     check_kind(name, tasks)
     return tasks
@@ -154,18 +157,18 @@ def check_kind(name: str, tasks: Mapping[str, Any]) -> None:
                 )
 
 
-def _why(name: str, data: Path | None, error: Exception) -> str:
-    said = (str(error).strip() or type(error).__name__).rstrip(".")
-    if "lm-eval[math]" in said:
+def _why(name: str, data: Path | None, error: BaseException) -> str:
+    said = told(error).rstrip(".")
+    if "lm-eval[math]" in str(error):
         return (
             f"--tasks {name} needs antlr4-python3-runtime 4.11, with which our reward cannot read `50\\%`. Use "
             "`math`, or run `lm_eval` in an environment of its own."
         )
     if data is not None:
         fix = "Pass files with the splits and columns of the task's dataset on the Hub"
-        return f"--data {name}={data} does not fit the task: {type(error).__name__}: {said}. {fix}."
+        return f"--data {name}={data} does not fit the task: {said}. {fix}."
     return (
-        f"--tasks {name} cannot be loaded: {type(error).__name__}: {said}. Without a connection to the Hub, pass its "
+        f"--tasks {name} cannot be loaded: {said}. Without a connection to the Hub, pass its "
         f"data: `--data {name}=FOLDER`, a folder with files such as test.jsonl in the Hub's columns."
     )
 

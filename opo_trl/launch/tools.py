@@ -14,7 +14,6 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 from trl.chat_template_utils import (
     add_response_schema,
     get_training_chat_template,
@@ -150,10 +149,11 @@ def _check_described(named: str, tool: Callable) -> None:
     """Check that a tool can be described in a prompt, by its docstring and its type hints."""
     try:
         get_json_schema(tool)
-    except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError) as error:
+    except Exception as error:  # type hints are evaluated
         raise ValueError(
-            f"{named} cannot be described to the model: {str(error).rstrip('.')}. Give it a docstring with an `Args:` "
-            "section, and a type hint for each argument. (Begin the names of methods that are not tools with `_`.)"
+            f"{named} cannot be described to the model: {told(error).rstrip('.')}. Give it a docstring with an "
+            "`Args:` section, and a type hint for each argument. (Begin the names of methods that are not tools with "
+            "`_`.)"
         ) from error
 
 

@@ -2,23 +2,19 @@
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 from trl.trainer.utils import is_async_callable
 
-from .errors import RewardError, is_ctrl_c, naming, shown, told
+from .errors import RewardError, is_ctrl_c, naming, numbers, shown, told
 from .scoring import IsolatedReward
 
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
-
-
-_RETURN = "Return a list with one number, or None, for each completion."
 
 
 def reward_list(reward_funcs: Any) -> list[Any] | None:
@@ -71,20 +67,16 @@ def checked_reward(reward: Any, name: str) -> Any:
         return reward
 
     async def call_async(**inputs: Any) -> list[float | None]:
-        with _naming(name):
+        with naming(name):
             scores = await reward(**inputs)
-        return _numbers(name, scores, len(inputs["completions"]))
+        return numbers(name, scores, len(inputs["completions"]))
 
     def call(**inputs: Any) -> list[float | None]:
-        with _naming(name):
+        with naming(name):
             scores = reward(**inputs)
-        return _numbers(name, scores, len(inputs["completions"]))
+        return numbers(name, scores, len(inputs["completions"]))
 
     return call_async if is_async_callable(reward) else call
-
-
-def _naming(name: str) -> Any:
-    return naming(f"The reward function {name}", "Fix it; for completions that it cannot score, return None.")
 
 
 @contextmanager
@@ -150,38 +142,3 @@ def checked_environments(factories: Iterable[Any], made: Iterable[Any]) -> Itera
                 name = names[frame.f_code]
                 raise RewardError(f"{name} of an environment has raised {told(error)}. Fix it.") from error
         raise
-
-
-def _numbers(name: str, scores: Any, n_completions: int) -> list[float | None]:
-    """Convert any ordered iterable, such as a generator or an array, to one number or `None` per completion."""
-    if inspect.iscoroutine(scores):
-        scores.close()
-        raise RewardError(
-            f"The reward function {name} has returned {shown(scores)}, which is never awaited. Define it with `async "
-            "def`."
-        )
-    # TRL would accept the keys of a dictionary, a set in any order, and bytes as numbers.
-    unordered = isinstance(scores, str | bytes | bytearray | Mapping | Set)
-    if unordered or not isinstance(scores, Iterable) or getattr(scores, "ndim", 1) == 0:
-        raise RewardError(f"The reward function {name} has returned {shown(scores)}, not a list. {_RETURN}")
-    with _naming(name):  # a generator runs only now, and may be infinite
-        values = list(islice(scores, n_completions + 1))
-    if len(values) != n_completions:
-        count = len(scores) if isinstance(scores, Sized) else len(values)
-        raise RewardError(
-            f"The reward function {name} has returned {count} values for {n_completions} completions. {_RETURN}"
-        )
-    return [_number(name, value, index) for index, value in enumerate(values)]
-
-
-def _number(name: str, value: Any, index: int) -> float | None:
-    try:
-        number = value.item() if hasattr(value, "ndim") else value  # of an array or tensor with one element
-        if isinstance(number, str | bytes | bytearray):  # `float` would parse these
-            raise TypeError
-        return None if number is None else float(number)
-    except Exception:
-        raise RewardError(
-            f"The reward function {name} has returned {shown(value)} for completion {index}, of type "
-            f"{type(value).__name__}. {_RETURN}"
-        ) from None

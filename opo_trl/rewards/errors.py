@@ -1,12 +1,17 @@
-"""Errors of a user's functions, in one line that names the function."""
+"""What a user's functions raise or return, checked and named in one line."""
 
+import inspect
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
 from contextlib import contextmanager
+from itertools import islice
+from typing import Any
 
 
 LONGEST = 200  # characters of what others have written, in a message
+
+_RETURN = "Return a list with one number, or None, for each completion."
 
 
 class RewardError(RuntimeError):
@@ -17,17 +22,55 @@ class RewardError(RuntimeError):
 
 
 @contextmanager
-def naming(what: str, fix: str) -> Iterator[None]:
+def naming(name: str) -> Iterator[None]:
     """
-    Raise a [`RewardError`] for whatever is raised in this context, including `SystemExit`, which would end a run
-    without a word.
+    Raise a [`RewardError`] that names a reward function for whatever is raised in this context, including
+    `SystemExit`, which would end a run without a word.
     """
     try:
         yield
     except BaseException as error:
         if is_ctrl_c(error):
             raise
-        raise RewardError(f"{what} has raised {told(error)}. {fix}") from error
+        raise RewardError(
+            f"The reward function {name} has raised {told(error)}. Fix it; for completions that it cannot score, "
+            "return None."
+        ) from error
+
+
+def numbers(name: str, scores: Any, n_completions: int) -> list[float | None]:
+    """Convert any ordered iterable, such as a generator or an array, to one number or `None` per completion."""
+    if inspect.iscoroutine(scores):
+        scores.close()
+        raise RewardError(
+            f"The reward function {name} has returned {shown(scores)}, which is never awaited. Define it with `async "
+            "def`."
+        )
+    # TRL would accept the keys of a dictionary, a set in any order, and bytes as numbers.
+    unordered = isinstance(scores, str | bytes | bytearray | Mapping | Set)
+    if unordered or not isinstance(scores, Iterable) or getattr(scores, "ndim", 1) == 0:
+        raise RewardError(f"The reward function {name} has returned {shown(scores)}, not a list. {_RETURN}")
+    with naming(name):  # a generator runs only now, and may be infinite
+        values = list(islice(scores, n_completions + 1))
+    if len(values) != n_completions:
+        count = len(scores) if isinstance(scores, Sized) else len(values)
+        raise RewardError(
+            f"The reward function {name} has returned {count} values for {n_completions} completions. {_RETURN}"
+        )
+    return [_number(name, value, index) for index, value in enumerate(values)]
+
+
+def _number(name: str, value: Any, index: int) -> float | None:
+    try:
+        number = value.item() if hasattr(value, "ndim") else value  # of an array or tensor with one element
+        if isinstance(number, str | bytes | bytearray):  # `float` would parse these
+            raise TypeError
+        return None if number is None else float(number)
+    except Exception:
+        raise RewardError(
+            f"The reward function {name} has returned {shown(value)} for completion {index}, of type "
+            f"{type(value).__name__}. {_RETURN}"
+        ) from None
 
 
 def is_ctrl_c(error: BaseException) -> bool:

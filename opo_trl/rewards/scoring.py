@@ -14,6 +14,7 @@ what the worker has started.
 """
 
 import functools
+import inspect
 import logging
 import os
 import pickle
@@ -34,7 +35,7 @@ import psutil
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from . import effects
-from .errors import RewardError, told
+from .errors import RewardError, numbers, told
 
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,8 @@ class IsolatedReward:
                 raise ValueError(f"{name}={value} is not allowed. Set `{name}` to a positive number.")
         if not memory >= LEAST_MEMORY:
             raise ValueError(f"memory={memory} is not allowed. Set `memory` to {LEAST_MEMORY} or more.")
+        if inspect.iscoroutinefunction(reward):
+            raise ValueError(f"reward={reward!r} is asynchronous, but nothing awaits it in a worker. Remove `async`.")
         try:
             with _without_main():
                 pickle.dumps(reward)
@@ -123,7 +126,7 @@ class IsolatedReward:
                 f"reward={reward!r} cannot be sent to a worker process ({error}). Pass a function that is defined at "
                 "the top level of a module other than the main script, under its own name."
             ) from error
-        self.__name__ = getattr(reward, "__name__", type(reward).__name__)
+        self.__name__ = _name(reward)
         self.reward, self.workers, self.timeout, self.memory = reward, workers, timeout, memory
         self.timeouts = self.errors = 0
         self._pool: ProcessPool | None = None
@@ -146,7 +149,7 @@ class IsolatedReward:
         self.timeouts = sum(outcome is _TIMED_OUT for outcome in outcomes)
         self.errors = len(errors)
         if self.timeouts or errors:
-            first = f", the first with {errors[0]}" if errors else ""
+            first = f", the first with {errors[0].rstrip('.')}" if errors else ""
             logger.warning(
                 f"{self.__name__} could not score {self.timeouts + len(errors)} of {n} completions: {self.timeouts} "
                 f"took longer than {self.timeout} seconds, {len(errors)} failed{first}."
@@ -214,6 +217,10 @@ class IsolatedReward:
                 f"module {self.reward.__module__!r} importable in a new process."
             ) from error
         return pool
+
+
+def _name(reward: Callable[..., Any]) -> str:
+    return getattr(reward, "__name__", type(reward).__name__)
 
 
 @contextmanager
@@ -288,8 +295,7 @@ def _ready() -> None: ...
 
 def _score(reward: Callable[..., Any], row: Row) -> float | str | None:
     try:
-        [reward_of_row] = reward(**row)
-        return None if reward_of_row is None else float(reward_of_row)
+        return numbers(_name(reward), reward(**row), 1)[0]
     # Nothing may end the worker. Exceptions are sent as text, because not every one can be unpickled.
     except BaseException as error:
         return told(error)

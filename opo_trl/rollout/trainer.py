@@ -114,7 +114,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         trl_contract.check_replaced()
         args = self._checked_args(model, args, quantized=named.get("quantization_config") is not None)
         rewards = reward_list(reward_funcs)
-        check_models(model, rewards, args, named.get("peft_config"))
+        check_models(model, rewards or (), args, named.get("peft_config"))
         factories = named.get("environment_factory")
         factories = [*factories.values()] if isinstance(factories, dict) else [factories]
         with without_password(args.vllm_server_base_url), checked_environments(factories, ()):

@@ -57,6 +57,7 @@ def none_alive(pids: list[int]) -> bool:
         ("allocate", 0, 1),
         ("raise", 0, 1),
         ("exit", 0, 1),
+        ("return text", 0, 1),
         ("unscorable", 0, 0),
     ],
 )
@@ -152,12 +153,17 @@ def test_idle_workers_may_be_killed():
 # What it takes
 
 
+async def later(completions, **columns):
+    return [1.0 for _ in completions]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"workers": 0}, "workers=0 is not allowed"),
         ({"timeout": 0}, "timeout=0 is not allowed"),
         ({"memory": 64}, "memory=64 is not allowed. Set `memory` to 512 or more"),
+        ({"reward": later}, "is asynchronous, but nothing awaits it"),
         ({"reward": lambda completions, **kwargs: [0.0]}, "cannot be sent to a worker"),
     ],
 )
