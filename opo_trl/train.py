@@ -37,7 +37,7 @@ from .checks.secrets import mask, mask_words
 from .checks.weights import check_weights
 from .config import RolloutConfig
 from .data.models import EMBEDDED_MODELS
-from .launch import preflight
+from .launch import preflight, trackers
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data
 from .launch.recipe import parse
@@ -82,6 +82,8 @@ def prepare(argv: Sequence[str]) -> Run:
     settings = mask({**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)})
     checkpoint, resume = _find_checkpoint(script, args, settings, model_path(model_config), split(argv)[0])
 
+    if args.process_index == 0:
+        trackers.log_in(args.report_to)
     tools = load_tools(script, args)
     reward_funcs = load_rewards(script, args)
     config, tokenizer = _check_models(script, args, model_config)
@@ -105,6 +107,8 @@ def prepare(argv: Sequence[str]) -> Run:
         trainer = make_trainer(script, args, model_config, data, reward_funcs, tools)
         if checkpoint is not None:
             trainer.check_resumable(checkpoint)
+        if args.process_index == 0:
+            trackers.begin(trainer)
     lock: AbstractContextManager[Any] = nullcontext()
     if args.process_index == 0:
         lock = run_folder.claim(folder, resume=resume, overwrite=script.overwrite)

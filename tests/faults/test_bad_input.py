@@ -22,7 +22,8 @@ import yaml
 from datasets import Dataset
 from helpers import PROMPTS, free_port, make_trainer
 from safetensors.torch import load_file, save_file
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
+from transformers.integrations import integration_utils
 from trl import GRPOConfig
 
 from faults import catalogue
@@ -237,6 +238,51 @@ def test_no_file_or_message_of_a_run_shows_a_secret_and_it_can_be_repeated(folde
     assert train.main([*again, *given]) == 0
     assert json.loads((folder / "run" / "summary.json").read_text())["optimizer_steps"] == 2
     assert not shown()
+
+
+class Unreachable(TrainerCallback):
+    """A tracker of the form that Transformers gives to those of services."""
+
+    answers, begun = False, 0
+
+    def __init__(self):
+        self._initialized = False
+
+    def on_train_begin(self, args, state, control, **named):
+        if not self._initialized:
+            self._initialized, Unreachable.begun = True, Unreachable.begun + 1
+            assert named["model"] is not None
+            if not self.answers:
+                raise ConnectionError("https://user:plainword@tracker does not answer")
+
+
+@pytest.mark.parametrize("tracker", ["unreachable", "trackio", "wandb"])
+def test_tracker_that_cannot_begin_leaves_the_earlier_run(tracker, works: Path, tmp_path: Path, monkeypatch, capsys):
+    fields = {"report_to": tracker, "overwrite": True}
+    if tracker == "unreachable":
+        monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, tracker, Unreachable)
+    else:
+        pytest.importorskip(tracker)
+        fields |= {"trackio_space_id": "me/space"} if tracker == "trackio" else {}
+        for name, value in {"HOME": str(tmp_path), "WANDB_MODE": "online", "WANDB_API_KEY": ""}.items():
+            monkeypatch.setenv(name, value)
+    folder = shutil.copytree(works, tmp_path / "copy")
+    enter(folder, monkeypatch)
+    case = Case(tracker, [], fields)
+    prepare(case, folder)
+    before = snapshot(folder / "run")
+    assert call(case) == 2
+    output = capsys.readouterr().err
+    assert f"report_to='{tracker}' cannot be used" in message(output)
+    assert "plainword" not in output
+    assert snapshot(folder / "run") == before
+    assert call(case, "--output_dir", "new") == 2
+    assert not (folder / "new").exists()
+    if tracker == "unreachable":
+        monkeypatch.setattr(Unreachable, "answers", True)
+        monkeypatch.setattr(Unreachable, "begun", 0)
+        assert call(case) == 0
+        assert Unreachable.begun == 1
 
 
 def test_data_with_other_columns_can_be_trained_on(folder: Path, capsys):

@@ -1,0 +1,54 @@
+"""Trackers that need a login or a server: they begin before anything is written, so that a failure costs nothing."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import Trainer
+from transformers.integrations import integration_utils
+
+from ..checks.secrets import mask_text
+from ..checks.text import one_line
+
+
+def log_in(names: Sequence[str]) -> None:
+    """
+    Log in to Weights & Biases before the model is loaded. Other trackers have no login that respects being offline.
+
+    Raises:
+        `ValueError`: there is no key, or the server rejects it or does not answer.
+    """
+    if "wandb" in names and os.environ.get("WANDB_MODE", "online") == "online":
+        with _blamed_on("wandb"):
+            import wandb  # type: ignore[import-not-found, unused-ignore]
+
+            wandb.login()
+
+
+def begin(trainer: Trainer) -> None:
+    """
+    Let the trackers begin that connect to a service, as they otherwise do when training starts.
+
+    Raises:
+        `ValueError`: one of them cannot.
+    """
+    names = {kind: name for name, kind in integration_utils.INTEGRATION_TO_CALLBACK.items()}
+    for callback in trainer.callback_handler.callbacks:
+        # TensorBoard has no such state: it writes to the run's folder, which is not claimed yet.
+        if type(callback) in names and getattr(callback, "_initialized", None) is False:
+            what: Any = {"model": trainer.model, "processing_class": trainer.processing_class}
+            with _blamed_on(names[type(callback)]):
+                callback.on_train_begin(trainer.args, trainer.state, trainer.control, **what)
+
+
+@contextmanager
+def _blamed_on(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # each tracker has its own
+        said = one_line(mask_text(str(error))).rstrip(".") or "no message"
+        raise ValueError(
+            f"report_to={name!r} cannot be used: {type(error).__name__}: {said}. Log in to it, check its server, "
+            "set it to offline, or set `report_to` to none."
+        ) from error
