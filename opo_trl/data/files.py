@@ -9,7 +9,10 @@ Local files are not read by `load_dataset("json" | "parquet" | "csv")`, because 
 - caches by modification time, so that a file replaced by one of the same age (`rsync -t`) comes from the cache.
 """
 
+import codecs
+import csv
 import gzip
+import io
 import json
 import os
 import zlib
@@ -26,7 +29,7 @@ from pyarrow.parquet import ParquetFile
 from ..checks.paths import hint_at_checkout, readable
 
 
-_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv", ".tsv")
 
 Row = Mapping[str, Any]
 
@@ -37,9 +40,9 @@ def load_rows(dataset_name: str, dataset_config: str | None = None, split: str =
 
     Args:
         dataset_name (`str`):
-            A local file (`.jsonl`, `.jsonl.gz`, `.json` or `.parquet`; `split` is then ignored); a local folder: with
-            a file `{split}` of one of these endings, tried in this order, made by `save_to_disk`, or copied from the
-            Hub; or a dataset on the Hub.
+            A local file (`.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.csv` or `.tsv`; `split` is then ignored); a
+            local folder: with a file `{split}` of one of these endings, tried in this order, made by `save_to_disk`,
+            or copied from the Hub; or a dataset on the Hub.
         dataset_config (`str`, *optional*):
             Configuration of a dataset on the Hub, or of a copy.
         split (`str`, *optional*, defaults to `"train"`):
@@ -57,6 +60,11 @@ def load_rows(dataset_name: str, dataset_config: str | None = None, split: str =
             "not one. Remove it."
         )
     return _read(source)
+
+
+def is_single_file(dataset_name: str) -> bool:
+    """Whether a dataset is one local file, which has no splits."""
+    return dataset_name.endswith(_ENDINGS) and Path(os.path.expanduser(dataset_name)).is_file()
 
 
 def load_from_hub(name: str, config: str | None, split: str) -> Dataset:
@@ -129,7 +137,9 @@ def _read(file: Path) -> Dataset:
     try:
         if file.suffix == ".parquet":
             return Dataset(ParquetFile(file).read())
-        rows = _json_rows(file)
+        content = (gzip.decompress if file.suffix == ".gz" else bytes)(file.read_bytes())
+        content = content.removeprefix(codecs.BOM_UTF8)  # as Windows writes it
+        rows = (_table_rows if file.suffix in (".csv", ".tsv") else _json_rows)(file, content)
     except (ArrowInvalid, EOFError, OSError, zlib.error) as error:
         raise ValueError(
             f"dataset_name='{file}' cannot be read: {error}. It may be truncated: restore or replace the file."
@@ -157,9 +167,37 @@ def column(values: Sequence[Any]) -> pa.Array:
     return pa.array([None if value is None else json.dumps(value) for value in values], pa.json_())
 
 
-def _json_rows(file: Path) -> list[Row]:
+def _table_rows(file: Path, content: bytes) -> list[Row]:
+    """The rows of a table with a header, all values as text. An error names the line."""
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"dataset_name='{file}' cannot be read: line {line} is not in UTF-8 ({error}).") from error
+    first = text.partition("\n")[0]
+    delimiter = "\t" if file.suffix == ".tsv" else ";" if ";" in first and "," not in first else ","  # Excel's
+    csv.field_size_limit(max(len(text), csv.field_size_limit()))
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        names, rows = next(lines, []), []
+        if len(set(names)) < len(names):
+            raise ValueError(f"dataset_name='{file}' cannot be read: two columns have one name, of {names}. Rename one.")
+        for values in lines:
+            if values and len(values) != len(names):
+                raise csv.Error(f"it has {len(values)} values for {len(names)} columns")
+            row = dict(zip(names, values, strict=False))
+            row.pop("", None)  # the index that pandas writes
+            rows += [row] if row else []
+    except csv.Error as error:
+        raise ValueError(
+            f"dataset_name='{file}' cannot be read: line {lines.line_num}: {error}. Put values with commas, quotes or "
+            "line breaks into quotes, and write a quote in them twice."
+        ) from error
+    return rows
+
+
+def _json_rows(file: Path, content: bytes) -> list[Row]:
     """The rows. An error names the line or, in a file that is one JSON list, the element."""
-    content = (gzip.decompress if file.suffix == ".gz" else bytes)(file.read_bytes())
     is_list = content.lstrip().startswith(b"[")
     rows = {}
     for number, line in enumerate([content] if is_list else content.splitlines(), 1):
