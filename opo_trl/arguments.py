@@ -64,6 +64,10 @@ class OPOScriptArguments(ScriptArguments):
         datasets (`list[dict]`, *optional*), test_split_size (`float`, *optional*):
             Datasets to mix, in place of `dataset_name`, as in TRL's [`~trl.DatasetMixtureConfig`]; and the size of the
             test split to hold out of them, drawn with `subset_seed`.
+        test_fraction (`float`, *optional*):
+            Share of the training split's problems to hold out, drawn with `subset_seed`, in place of
+            `dataset_test_split`; a problem with duplicates is held out with all of them. By default a fifth of a
+            dataset that is one file, if anything is measured on held-out problems.
         columns (`dict[str, str]`, *optional*):
             Maps our column names to the dataset's, such as `{problem: question, solution: answer}`; those of most
             public datasets are recognized ([`load_problems`]). With `prompt_style: dataset`, it renames columns: new
@@ -96,7 +100,8 @@ class OPOScriptArguments(ScriptArguments):
             `"greedy"` or `"sampled"`.
         report_levels (`list[str]`, *optional*), report_size (`int`, *optional*, defaults to `500`):
             Levels on which accuracy is reported before and after training, greedy and sampled, and the number of test
-            problems per level. `[all]` reports on all problems together, with levels or without; `None` on nothing.
+            problems per level. `[all]` reports on all problems together, with levels or without; `[]` on nothing. By
+            default those of training (`levels`), or all problems, if there are answers.
         report_samples (`int`, *optional*, defaults to `1`):
             Completions to sample per reported problem; with 2 or more, pass@k is reported as well.
         overwrite (`bool`, *optional*, defaults to `False`):
@@ -141,6 +146,9 @@ class OPOScriptArguments(ScriptArguments):
     streaming: bool = field(default=False, metadata={"help": "Without effect: datasets are loaded completely."})
     test_split_size: Annotated[float | None, DATA] = field(
         default=None, metadata={"help": "Size of the test split to hold out of `datasets`."}
+    )
+    test_fraction: Annotated[float | None, DATA] = field(
+        default=None, metadata={"help": "Share of the training split to hold out, in place of a test split."}
     )
     levels: Annotated[list[str] | None, DATA] = field(
         default=None, metadata={"help": "Levels of the training problems."}
@@ -254,7 +262,7 @@ def _check_data(script: OPOScriptArguments) -> None:
                 f"others of {known}."
             )
     of_mixtures = (("test_split_size", None), ("streaming", False))
-    of_others = (("dataset_config", None), ("dataset_settings", None))
+    of_others = (("dataset_config", None), ("dataset_settings", None), ("test_fraction", None))
     for names, has_effect, where in (
         (of_mixtures, script.datasets, "without `datasets`"),
         (of_others, not script.datasets, "with `datasets`"),
@@ -262,6 +270,12 @@ def _check_data(script: OPOScriptArguments) -> None:
         for name, default in names:
             if getattr(script, name) != default and not has_effect:
                 raise ValueError(f"{name}={getattr(script, name)!r} has no effect {where}. Remove `{name}`.")
+    if script.test_fraction is not None and script.dataset_test_split != "test":
+        raise ValueError(
+            f"dataset_test_split={script.dataset_test_split!r} has no effect with "
+            f"test_fraction={script.test_fraction!r}, which holds out a part of the training split. Remove "
+            "one of them."
+        )
     size = script.test_split_size
     if size is not None and size >= 1 and not float(size).is_integer():
         raise ValueError(

@@ -248,7 +248,8 @@ def run(ready: Run) -> dict[str, Any]:
     trainer.save_model(trainer.args.output_dir)
     if is_main:
         files.write_json(folder / run_folder.SUMMARY, summary)
-    trainer.accelerator.print(table(summary.get("before", {}), summary["after"]))
+    if summary["after"]:
+        trainer.accelerator.print(table(summary.get("before", {}), summary["after"]))
     if trainer.args.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
     trainer.end()

@@ -178,6 +178,7 @@ RANGES: dict[str, Range] = {
     "overlong_cache": _integer(1, text="a positive number up to `max_completion_length`"),
     # Data, validation and report
     "fraction": Range(0, 1, ends="(]", text="a number in (0, 1]. Use 1.0 for all rows"),
+    "test_fraction": Range(0, 1, ends="()", text="a share of the rows, such as 0.2"),
     "test_split_size": Range(0, ends="()", text="a number of rows, or a fraction of them below 1"),
     "validation_size": _COUNT,
     "report_size": _COUNT,

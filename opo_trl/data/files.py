@@ -173,21 +173,26 @@ def _table_rows(file: Path, content: bytes) -> list[Row]:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"dataset_name='{file}' cannot be read: line {line} is not in UTF-8 ({error}).") from error
+        raise ValueError(
+            f"dataset_name='{file}' cannot be read: line {line} is not in UTF-8 ({error}). Save it as UTF-8."
+        ) from error
     first = text.partition("\n")[0]
     delimiter = "\t" if file.suffix == ".tsv" else ";" if ";" in first and "," not in first else ","  # Excel's
     csv.field_size_limit(max(len(text), csv.field_size_limit()))
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
-        names, rows = next(lines, []), []
+        names = next(lines, [])
+        rows: list[Row] = []
         if len(set(names)) < len(names):
-            raise ValueError(f"dataset_name='{file}' cannot be read: two columns have one name, of {names}. Rename one.")
+            raise ValueError(
+                f"dataset_name='{file}' cannot be read: two columns have one name, of {names}. Rename one."
+            )
         for values in lines:
             if values and len(values) != len(names):
                 raise csv.Error(f"it has {len(values)} values for {len(names)} columns")
             row = dict(zip(names, values, strict=False))
             row.pop("", None)  # the index that pandas writes
-            rows += [row] if row else []
+            rows += [row] if values else []
     except csv.Error as error:
         raise ValueError(
             f"dataset_name='{file}' cannot be read: line {lines.line_num}: {error}. Put values with commas, quotes or "

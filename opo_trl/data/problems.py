@@ -9,6 +9,8 @@ A dataset in a file or on the Hub needs no code: its columns are recognized by t
 """
 
 import logging
+import math
+import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,6 +22,7 @@ from . import gym
 from .arithmetic import make_problems
 from .files import column, load_rows
 from .guessing import make_games
+from .prompts import without_space
 
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,7 @@ EMBEDDED: dict[str, Callable[[Any, Sequence[str] | None], list[dict[str, str]]]]
 
 COLUMNS = ("problem", "level", "type", "solution")
 _PROBLEMS = ("problem", "question", "query", "instruction", "prompt")
+_MESSAGES = "messages"  # conversations; they are prompts if there is no other column
 # Final answers. A column `solution` holds them too, or text with the answer in a box. The last is verl's.
 _ANSWERS = ("answer", "final_answer", "expected_answer", "ground_truth", "reward_model.ground_truth")
 _MARK = "####"  # before the final answer, in GSM8K
@@ -57,9 +61,9 @@ def load_problems(
     Args:
         dataset_name (`str`):
             A name in [`EMBEDDED`], such as `"arithmetic"`; a task of reasoning-gym, such as
-            `"reasoning_gym/countdown"` ([`gym.make_problems`]); a local file (`.jsonl`, `.jsonl.gz`, `.json` or
-            `.parquet`; `split` is then ignored); a local folder with a file `{split}` of one of these endings, made by
-            `save_to_disk`, or copied from the Hub; or a dataset on the Hub, such as
+            `"reasoning_gym/countdown"` ([`gym.make_problems`]); a local file (`.jsonl`, `.jsonl.gz`, `.json`,
+            `.parquet`, `.csv` or `.tsv`; `split` is then ignored); a local folder with a file `{split}` of one of
+            these endings, made by `save_to_disk`, or copied from the Hub; or a dataset on the Hub, such as
             `"DigitalLearningGmbH/MATH-lighteval"` for MATH.
         dataset_config (`str`, *optional*):
             Configuration of a dataset on the Hub.
@@ -126,8 +130,12 @@ def draw_or_load(
 
 
 def has_prompts(rows: Dataset, columns: Mapping[str, str]) -> bool:
-    """Whether a dataset brings prompts for TRL's trainers: a column `prompt`, unless another is the problem."""
-    return "prompt" in {*rows.column_names, *columns} and "problem" not in columns
+    """
+    Whether a dataset brings prompts for TRL's trainers: a column `prompt`, unless another is the problem, or
+    `messages`, if none is.
+    """
+    names = {*rows.column_names, *columns}
+    return "problem" not in columns and ("prompt" in names or (_MESSAGES in names and names.isdisjoint(_PROBLEMS)))
 
 
 def as_problems(name: str, rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sources]:
@@ -175,12 +183,15 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
     A dataset that brings its prompts, with columns renamed (new name → old name), and which of its columns they are.
 
     A dot leads into a mapping, whose value becomes a further column. A solution from a column of another name is its
-    final answer. A dataset without a column `solution`, which rewards read, gets one if it has final answers.
+    final answer. A dataset without a column `solution`, which rewards read, gets one if it has final answers. A prompt
+    from a column `messages` ends with its last user turn: what the assistant answers there is left out.
 
     Raises:
         `ValueError`: it has no such column, or already has one of the new names, or a prompt is unusable.
     """
     stored = rows.column_names
+    if "prompt" not in {*stored, *columns} and _MESSAGES in stored:
+        columns = {"prompt": _MESSAGES, **columns}
     inner = {ours: theirs for ours, theirs in columns.items() if theirs not in stored and "." in theirs}
     if columns.get("solution") in stored and "solution" not in stored:
         inner["solution"] = columns["solution"]
@@ -195,9 +206,23 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
             texts = [boxed(value) for value in _as_text(values)]
             values = [final_answer(text) if isinstance(text, str) else text for text in texts]
         renamed = renamed.add_column(ours, column(values))
+    if columns.get("prompt") == _MESSAGES:
+        asked = [_until_last_question(turns, index) for index, turns in enumerate(renamed["prompt"])]
+        renamed = renamed.rename_column("prompt", _MESSAGES).add_column("prompt", column(asked))
+        renamed = renamed.remove_columns(_MESSAGES)
     if "prompt" in renamed.column_names:
         _check_prompts(renamed["prompt"])
     return renamed, {**columns, **inner}
+
+
+def _until_last_question(turns: Any, row: int) -> list[Any]:
+    roles = [turn.get("role") for turn in turns] if isinstance(turns, list) else []
+    if "user" not in roles:
+        raise ValueError(
+            f"the dataset's column '{_MESSAGES}' holds {str(turns)[:60]!r} in row {row}, which has no user turn. Set "
+            "it to a list of `{role: …, content: …}`, or map the prompts: `columns: {prompt: …}`."
+        )
+    return turns[: len(roles) - roles[::-1].index("user")]
 
 
 def _check_prompts(prompts: Iterable[Any]) -> None:
@@ -232,6 +257,32 @@ def _misfit(columns: Mapping[str, str], names: Sequence[str]) -> ValueError:
         f"columns={dict(columns)!r} does not fit the dataset, whose columns are {', '.join(names)}. Set `columns` to "
         "new names for some of them."
     )
+
+
+def hold_out(problems: Dataset, size: float, seed: int) -> tuple[Dataset, Dataset]:
+    """
+    Split problems for training from held-out ones, with no problem in both.
+
+    Args:
+        problems (`Dataset`):
+            Rows with the column `problem` or `prompt`.
+        size (`float`):
+            Number of problems to hold out or, below 1, their share, rounded up.
+        seed (`int`):
+            Seed that draws them.
+
+    Returns:
+        `tuple[Dataset, Dataset]`: The rows whose problem is not held out, all of them; and a row of each problem that
+        is.
+    """
+    texts = [without_space(problem) for problem in problems["problem" if "problem" in problems.features else "prompt"]]
+    first = {text: row for row, text in reversed([*enumerate(texts)])}
+    known = sorted(first, key=first.__getitem__)
+    random.Random(seed).shuffle(known)
+    held_out = sorted(first[text] for text in known[: math.ceil(size * len(known)) if size < 1 else int(size)])
+    left_out = {texts[row] for row in held_out}
+    kept = [row for row, text in enumerate(texts) if text not in left_out]
+    return problems.select(kept), problems.select(held_out)
 
 
 def select(problems: Dataset, levels: Sequence[str] | None, fraction: float, seed: int) -> Dataset:

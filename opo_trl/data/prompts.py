@@ -99,13 +99,14 @@ def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
         `ValueError`: if no row is left.
     """
     name = "problem" if "problem" in training.column_names else "prompt"
-    seen = {_without_space(problem) for problem in training[name]}
-    overlap = [_without_space(problem) in seen for problem in held_out[name]]
+    seen = {without_space(problem) for problem in training[name]}
+    overlap = [without_space(problem) in seen for problem in held_out[name]]
     named = [_named(i, held_out[i][name], "") for i, overlaps in enumerate(overlap) if overlaps]
     return _keep(held_out, overlap, named, "of the held-out set are in the training set", "dataset_test_split")
 
 
-def _without_space(problem: Any) -> str:
+def without_space(problem: Any) -> str:
+    """A problem as it is compared with others."""
     return "".join(str(problem).split())
 
 

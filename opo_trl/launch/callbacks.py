@@ -103,7 +103,8 @@ class ReportBefore(TrainerCallback):
             self.summary["before"] = measure(self.trainer, self.data, self.samples)
         if state.is_world_process_zero:
             write_json(Path(args.output_dir) / SUMMARY, self.summary)
-        self.trainer.accelerator.print(table(self.summary.get("before", {})), flush=True)
+        if self.summary.get("before"):
+            self.trainer.accelerator.print(table(self.summary["before"]), flush=True)
         self.seconds = time.perf_counter() - started
 
 

@@ -5,7 +5,7 @@ A recipe can name any dataset: its columns are recognized, `columns` maps others
 is, as in TRL. To add one that needs code, as the embedded task does, see `opo_trl.data.problems.EMBEDDED`.
 """
 
-import math
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +18,15 @@ from ..arguments import OPOScriptArguments
 from ..checks.blame import LIBRARY_ERRORS
 from ..config import RolloutConfig
 from ..data import INSTRUCTION, drop_long_prompts, gym, to_prompts, without_overlap
-from ..data.problems import Sources, as_problems, as_prompts, draw_or_load, has_prompts, select
+from ..data.files import is_single_file
+from ..data.problems import Sources, as_problems, as_prompts, draw_or_load, has_prompts, hold_out, select
 from .preflight import check_template
 
 
+logger = logging.getLogger(__name__)
+
 ALL = "all"  # as a level: every problem
+TEST_FRACTION = 0.2  # of a dataset that is one file
 
 
 @dataclass
@@ -56,7 +60,8 @@ def load_data(
     Raises:
         `ValueError`: the dataset cannot be read, a selection leaves no row, or a chat prompt has no template.
     """
-    source = _Source(script)
+    evaluates = args.eval_strategy != "no" or args.eval_on_start
+    source = _Source(script, measured=bool(script.validation_steps or evaluates))
     training = source.read(script.dataset_train_split, script.levels, script.fraction)
     if source.style == "dataset" and script.instruction not in (INSTRUCTION, gym.INSTRUCTION, ""):
         raise ValueError(
@@ -75,7 +80,7 @@ def load_data(
             levels = None if levels == [ALL] else levels
             problems = without_overlap(source.read(script.dataset_test_split, levels), training)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+            raise ValueError(f"{name}: {error}{source.hint}") from error
         if size is not None:
             problems = problems.shuffle(seed=script.subset_seed).select(range(min(size, len(problems))))
         return source.prompts(problems)
@@ -83,24 +88,42 @@ def load_data(
     validation = evaluation = None
     if script.validation_steps:
         validation = held_out("validation_levels", script.validation_levels, script.validation_size)
-    if args.eval_strategy != "no" or args.eval_on_start:
+    if evaluates:
         evaluation = held_out("eval_strategy", script.validation_levels, None)
-    report = {level: held_out("report_levels", [level], script.report_size) for level in script.report_levels or []}
+    report = {}
+    try:
+        for level in source.report_levels(training):
+            report[level] = held_out("report_levels", [level], script.report_size)
+    except ValueError as error:
+        if script.report_levels is not None:
+            raise
+        logger.warning("No accuracy is measured before and after training: %s", error)
     plan = f"{len(prompts):,} prompts of {taken}"
+    if "solution" not in prompts.column_names:
+        plan += "; no column has answers"
     return Data(prompts, validation, report, evaluation, plan, source.style, source.asked(prompts))
 
 
 @dataclass
 class _Source:
-    """The dataset of a recipe; its first split decides on the `style` of all. `sources` are those of the last one."""
+    """
+    The dataset of a recipe; its first split decides on the `style` of all. `sources` are those of the last one.
+
+    `measured` is whether held-out problems are needed besides those of the report.
+    """
 
     script: OPOScriptArguments
+    measured: bool
     style: str = ""
     sources: Sources = field(default_factory=dict)
+    held_out: str = ""  # for the plan: which part of the training split serves as test split
 
     def read(self, split: str, levels: Sequence[str] | None, fraction: float = 1.0) -> Dataset:
         """Rows of a split, with [`data.COLUMNS`] or with their own prompts."""
-        script, rows = self.script, self._rows(split, levels)
+        script = self.script
+        is_training = split == script.dataset_train_split
+        splits = bool(script.datasets) or script.test_fraction is not None or is_single_file(str(script.dataset_name))
+        rows = self._rows(script.dataset_train_split if splits else split, levels)
         columns: Any = script.columns or {}  # a dict, once parsed
         if not self.style:
             self.style = script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
@@ -108,7 +131,41 @@ class _Source:
             problems, self.sources = as_prompts(rows, columns)
         else:
             problems, self.sources = as_problems(str(script.dataset_name), rows, columns)
+        if splits:
+            problems = self._split(problems, is_training)
         return select(problems, levels, fraction, script.subset_seed)
+
+    def _split(self, problems: Dataset, is_training: bool) -> Dataset:
+        """The part of all problems that is for training, or the other one."""
+        script, name = self.script, "test_split_size" if self.script.datasets else "test_fraction"
+        size = getattr(script, name)
+        if size is None and script.datasets and not is_training:
+            raise ValueError("test_split_size=None leaves `datasets` without a test split. Set `test_split_size`.")
+        if size is None and (script.datasets or not (self.measured or self.report_levels(problems))):
+            return problems
+        training, held_out = hold_out(problems, size or TEST_FRACTION, script.subset_seed)
+        if not len(training) and size is None and is_training:
+            return problems
+        if not len(training):
+            raise ValueError(f"{name}={size!r} leaves none of the {len(problems)} rows to train on. Lower it.")
+        parts = f"{len(training):,} for training, {len(held_out):,} held out"
+        self.held_out = f"; of its {len(problems):,} rows {parts} ({name}: {size or TEST_FRACTION:g})"
+        return training if is_training else held_out
+
+    def report_levels(self, problems: Dataset) -> list[str]:
+        """The levels to report on; by default those of the training problems, if there are answers to score."""
+        script = self.script
+        if script.report_levels is not None:
+            return script.report_levels
+        has_answers = "solution" in problems.column_names and bool(script.reward_funcs)
+        return (script.levels or [ALL]) if has_answers else []
+
+    @property
+    def hint(self) -> str:
+        """For errors of the test split: what to do without one."""
+        if self.script.datasets or self.held_out:
+            return ""
+        return f" Or set `test_fraction: {TEST_FRACTION}`, to hold out a part of the training split."
 
     def _rows(self, split: str, levels: Sequence[str] | None) -> Dataset:
         script = self.script
@@ -117,19 +174,10 @@ class _Source:
             return draw_or_load(str(script.dataset_name), script.dataset_config, split, levels, settings)
         parts: Any = [*script.datasets]  # TRL makes objects of them
         try:
-            mixture: Any = get_dataset(DatasetMixtureConfig(parts))["train"]
+            mixture: Any = get_dataset(DatasetMixtureConfig(parts))
         except LIBRARY_ERRORS as error:
             raise ValueError(f"datasets={parts!r} cannot be loaded: {error}. Change it.") from error
-        size, is_training = script.test_split_size, split == script.dataset_train_split
-        if size is None and not is_training:
-            raise ValueError("test_split_size=None leaves `datasets` without a test split. Set `test_split_size`.")
-        if size is None:
-            return mixture
-        n_held_out = int(size) if size >= 1 else math.ceil(size * len(mixture))
-        if n_held_out >= len(mixture):
-            raise ValueError(f"test_split_size={size!r} leaves none of the {len(mixture)} rows to train on. Lower it.")
-        # TRL draws this split without a seed, so that each process would hold out other rows.
-        return mixture.train_test_split(n_held_out, seed=script.subset_seed)["train" if is_training else "test"]
+        return mixture["train"]
 
     def prompts(self, problems: Dataset) -> Dataset:
         """The rows with their prompts."""
@@ -153,12 +201,15 @@ class _Source:
         """For a line of the plan: where the prompts are from, and what was taken for what."""
         script = self.script
         name = script.dataset_name or " + ".join(str(part["path"]) for part in script.datasets)
-        taken = [f"{ours} is its column {theirs!r}" for ours, theirs in self.sources.items() if ours != theirs]
+        renamed = {ours: theirs for ours, theirs in self.sources.items() if theirs not in (ours, "messages")}
+        taken = [f"{ours} is its column {theirs!r}" for ours, theirs in renamed.items()]
         prompts = {
             "dataset": "its column 'prompt', unchanged",
+            "messages": "its column 'messages' up to the last turn of the user",
             "chat": "a user message of the problem and the instruction",
             "plain": "the problem as text",
         }
         levels = f", levels {', '.join(script.levels)}" if script.levels else ""
-        taken.append(f"a prompt is {prompts[self.style]}")
-        return f"{name} ({script.dataset_train_split}{levels}): {'; '.join(taken)}"
+        kind = "messages" if self.style == "dataset" and self.sources.get("prompt") == "messages" else self.style
+        taken.append(f"a prompt is {prompts[kind]}")
+        return f"{name} ({script.dataset_train_split}{levels}): {'; '.join(taken)}{self.held_out}"

@@ -11,7 +11,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         *("subset_seed", "prompt_style", "instruction", "max_prompt_length", "tools", "environment_factory"),
         *("max_tool_calling_iterations", "reward_funcs", "reward_weights", "overlong_cache"),
         *("reward_model_name_or_path", "reward_workers", "reward_timeout", "reward_memory", "max_reward_failure_rate"),
-        *("datasets", "test_split_size", "streaming"),
+        *("datasets", "test_split_size", "streaming", "test_fraction"),
     ),
     "objective": (
         *("trainer", "alpha", "escort_temperature", "adaptive_temperature", "temperature_range", "mu", "chi2_radius"),

@@ -1,5 +1,7 @@
 """Loading problems: local files, columns, levels, fractions, and dataset names."""
 
+import codecs
+import csv
 import gzip
 import json
 import os
@@ -10,7 +12,7 @@ import datasets
 import pytest
 
 from opo_trl.data import files, load_problems, to_prompts
-from opo_trl.data.problems import as_problems, as_prompts, has_prompts, rename_columns
+from opo_trl.data.problems import as_problems, as_prompts, has_prompts, hold_out, rename_columns
 from opo_trl.rewards import accuracy_reward
 
 
@@ -29,6 +31,11 @@ def write(file: Path, rows: list[dict]) -> str:
     lines = "\n".join(json.dumps(row) for row in rows)
     if file.name.endswith(".parquet"):
         datasets.Dataset.from_list(rows).to_parquet(file)
+    elif file.suffix in (".csv", ".tsv"):
+        with file.open("w", newline="") as table:
+            lines = csv.DictWriter(table, rows[0], dialect="excel-tab" if file.suffix == ".tsv" else "excel")
+            lines.writeheader()
+            lines.writerows(rows)
     elif file.name.endswith(".gz"):
         file.write_bytes(gzip.compress(lines.encode()))
     else:
@@ -36,7 +43,7 @@ def write(file: Path, rows: list[dict]) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".json", ".parquet"])
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv", ".tsv"])
 class TestLocalFiles:
     def test_a_file_is_read_for_any_split(self, tmp_path: Path, ending: str):
         file = write(tmp_path / f"some{ending}", ROWS)
@@ -68,6 +75,43 @@ class TestLocalFiles:
 
 class TestContent:
     """Content of the rows of a local file."""
+
+    @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv"])
+    def test_a_byte_order_mark_is_no_content(self, tmp_path: Path, ending: str):
+        file = Path(write(tmp_path / f"some{ending}", ROWS[:2]))
+        content = file.read_bytes()
+        packed = ending.endswith(".gz")
+        content = codecs.BOM_UTF8 + (gzip.decompress(content) if packed else content)
+        file.write_bytes(gzip.compress(content) if packed else content)
+        assert load_problems(str(file)).to_list() == ROWS[:2]
+
+    def test_tables_as_spreadsheets_and_pandas_write_them(self, tmp_path: Path):
+        file = tmp_path / "some.csv"
+        texts = ["a, b", 'say "x"', "two\nlines", "007", "NA", "", "½"]
+        for separator, index in ((",", ""), (";", ""), (",", "0")):
+            lines = [separator.join([*([""] if index else []), "question", "answer"])]
+            for text in texts:
+                quoted = '"' + text.replace('"', '""') + '"'
+                lines.append(separator.join([*([index] if index else []), "?", quoted]))
+            file.write_text("\r\n".join([*lines, "", ""]), newline="")
+            assert files.load_rows(str(file)).to_dict() == {"question": ["?"] * len(texts), "answer": texts}
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (b"question,answer\na,1\nb,2,3\n", r"line 3: it has 3 values for 2 columns. Put values with commas"),
+            (b"question,answer\na\n", r"line 2: it has 1 values for 2 columns"),
+            (b'question,answer\na,"1\n', r"unexpected end of data"),
+            (b"question,answer\na,\xff\n", r"line 2 is not in UTF-8.*Save it as UTF-8"),
+            (b"answer,answer\n1,1\n", r"two columns have one name"),
+            (b"question,answer\n", r"it is empty"),
+            (b"", r"it is empty"),
+        ],
+    )
+    def test_a_bad_line_of_a_table_is_named(self, tmp_path: Path, content: bytes, said: str):
+        (tmp_path / "some.csv").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"some\.csv' cannot be read: .*{said}"):
+            files.load_rows(str(tmp_path / "some.csv"))
 
     @pytest.mark.parametrize("column", ["level", "type"])
     def test_levels_and_types_are_text(self, tmp_path: Path, column: str):
@@ -259,6 +303,36 @@ class TestColumns:
         prompts, _ = as_prompts(rows, {"solution": "result"})
         assert prompts["solution"][:] == ["4"]
 
+    TURNS = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "And 1?"},
+        {"role": "assistant", "content": "3"},
+    )
+
+    @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+    @pytest.mark.parametrize("columns", [{}, {"prompt": "messages"}])
+    def test_messages_are_prompts_up_to_the_last_question(self, tmp_path: Path, ending: str, columns):
+        rows = [{"messages": [*self.TURNS], "answer": "3"}, {"messages": [*self.TURNS[1:2]], "answer": "2"}]
+        stored = files.load_rows(write(tmp_path / f"some{ending}", rows))
+        assert has_prompts(stored, columns)
+        prompts, sources = as_prompts(stored, columns)
+        assert prompts["prompt"][:] == [[*self.TURNS[:4]], [*self.TURNS[1:2]]]
+        assert prompts["solution"][:] == ["3", "2"]
+        assert sources == {"prompt": "messages", "solution": "answer"}
+
+    def test_messages_next_to_a_problem_are_not_prompts(self):
+        rows = datasets.Dataset.from_list([{"problem": "a", "answer": "1", "messages": [*self.TURNS]}])
+        assert not has_prompts(rows, {})
+        assert as_problems("x", rows, {})[0]["problem"][:] == ["a"]
+
+    @pytest.mark.parametrize("turns", [[*TURNS[:1]], [], None, "1 + 1?"])
+    def test_messages_without_a_question_are_named(self, tmp_path: Path, turns):
+        file = write(tmp_path / "some.jsonl", [{"messages": [*self.TURNS], "answer": "3"}, {"messages": turns}])
+        with pytest.raises(ValueError, match=r"column 'messages' holds .* in row 1, which has no user turn"):
+            as_prompts(files.load_rows(file), {})
+
     def test_levels_with_another_column_name(self, tmp_path: Path):
         rows = self.rows(problem=["a", "b"], answer=["1", "2"], difficulty=["easy", "hard"])
         file = write(tmp_path / "some.jsonl", rows)
@@ -353,9 +427,9 @@ class TestNames:
         assert problems.to_list() == ROWS[:3]
 
     def test_an_unknown_format_is_rejected(self, tmp_path: Path):
-        (tmp_path / "some.csv").write_text("problem\n")
-        with pytest.raises(ValueError, match=r"some\.csv' is not in a readable format"):
-            load_problems(str(tmp_path / "some.csv"))
+        (tmp_path / "some.xlsx").write_text("problem\n")
+        with pytest.raises(ValueError, match=r"some\.xlsx' is not in a readable format"):
+            load_problems(str(tmp_path / "some.xlsx"))
 
     @pytest.mark.parametrize("content", ["{nonsense", ""])
     def test_a_broken_file_is_rejected(self, tmp_path: Path, content: str):
@@ -392,6 +466,24 @@ class TestNames:
         for name in ("arithmetic", write(tmp_path / "some.jsonl", ROWS)):
             with pytest.raises(ValueError, match="config='algebra'"):
                 load_problems(name, dataset_config="algebra")
+
+
+class TestHeldOut:
+    PROBLEMS = datasets.Dataset.from_dict(
+        {"problem": [f"{i % 50} +  1?" if i % 2 else f"{i % 50} + 1?" for i in range(200)]}
+    )
+
+    @pytest.mark.parametrize(("size", "n"), [(0.2, 10), (0.01, 1), (7, 7), (0.99, 50)])
+    def test_no_problem_is_in_both_parts(self, size: float, n: int):
+        training, held_out = hold_out(self.PROBLEMS, size, 42)
+        texts, others = ({"".join(text.split()) for text in part["problem"]} for part in (training, held_out))
+        assert not texts & others
+        assert len(held_out) == len(others) == n  # each once
+        assert len(training) == 200 - 4 * n
+
+    def test_the_seed_decides(self):
+        first, again, other = (hold_out(self.PROBLEMS, 0.2, seed)[1]["problem"][:] for seed in (1, 1, 2))
+        assert first == again != other
 
 
 class TestMath:

@@ -1,0 +1,108 @@
+"""The datasets of a run: what a recipe takes from a file, holds out, and measures by default."""
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from tiny import make_tokenizer
+
+from opo_trl.arguments import check_together
+from opo_trl.launch import recipe
+from opo_trl.launch.data import Data, load_data
+
+
+# Each problem twice, with different white space.
+ROWS = [{"question": f"{i} +{' ' * (i % 2)}1?", "answer": str(i + 1)} for i in range(100)]
+ROWS += [{**row, "question": row["question"].replace(" ", "  ")} for row in ROWS]
+
+
+def load(folder: Path, fields: dict, rows: list[dict] = ROWS, name: str = "some.jsonl") -> Data:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    given = {"model_name_or_path": "x", "dataset_name": str(folder / name), "use_cpu": True, "bf16": False, **fields}
+    (folder / "recipe.yaml").write_text(json.dumps(given))
+    script, args, *_ = recipe.parse(["--config", str(folder / "recipe.yaml")])
+    return load_data(script, args, make_tokenizer())
+
+
+def texts(data: Dataset) -> set[str]:
+    return {"".join(str(prompt).split()) for prompt in data["prompt"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "held_out"),
+    [
+        ({}, 20),
+        ({"validation_steps": 5}, 20),
+        ({"report_levels": [], "validation_steps": 5}, 20),
+        ({"report_levels": [], "eval_strategy": "epoch"}, 20),
+        ({"test_fraction": 0.1}, 10),
+        ({"test_fraction": 0.1, "report_levels": []}, 10),
+        ({"report_levels": []}, 0),  # nothing is measured
+    ],
+)
+def test_a_part_of_one_file_is_held_out_with_its_duplicates(tmp_path, fields, held_out):
+    data = load(tmp_path, fields)
+    assert len(data.training) == 200 - 2 * held_out
+    parts = [*data.report.values(), *filter(None, [data.validation, data.evaluation])]
+    for part in parts:
+        assert len(part) == held_out
+        assert not texts(part) & texts(data.training)
+    assert data.report.keys() == ({"all"} if "report_levels" not in fields else set())
+    said = f"; of its 200 rows {200 - 2 * held_out} for training, {held_out} held out (test_fraction: "
+    assert (said in data.plan) is bool(held_out)
+    if parts:
+        again, other = (load(tmp_path, {**fields, "subset_seed": seed}) for seed in (42, 7))
+        assert again.training.to_list() == data.training.to_list() != other.training.to_list()
+
+
+def test_a_folder_holds_out_only_if_asked(tmp_path, caplog):
+    data = load(tmp_path, {"dataset_name": str(tmp_path / "data")}, name="data/train.jsonl")
+    assert (len(data.training), data.report) == (200, {})
+    assert "No accuracy is measured before and after training: report_levels: " in caplog.text
+    assert "Or set `test_fraction: 0.2`" in caplog.text
+    for fields in ({"validation_steps": 5}, {"report_levels": ["all"]}):
+        with pytest.raises(ValueError, match=r"without split='test'.*Or set `test_fraction: 0.2`"):
+            load(tmp_path, {"dataset_name": str(tmp_path / "data"), **fields}, name="data/train.jsonl")
+    fields = {"dataset_name": str(tmp_path / "data"), "test_fraction": 0.2}
+    data = load(tmp_path, fields, name="data/train.jsonl")
+    assert (len(data.training), len(data.report["all"])) == (160, 20)
+
+
+def test_levels_are_reported_one_by_one_and_nothing_without_answers(tmp_path):
+    rows = [{**row, "level": f"L{i % 2}"} for i, row in enumerate(ROWS)]
+    assert load(tmp_path, {"levels": ["L1"]}, rows).report.keys() == {"L1"}
+    assert load(tmp_path, {"report_levels": ["all", "L0"]}, rows).report.keys() == {"all", "L0"}
+    data = load(tmp_path, {"reward_funcs": ["format_reward"]}, [{"prompt": row["question"]} for row in ROWS])
+    assert data.report == {}
+    assert data.plan.endswith("a prompt is its column 'prompt', unchanged; no column has answers")
+
+
+def test_one_problem_is_trained_on(tmp_path):
+    rows = [ROWS[0]] * 8
+    assert (len(load(tmp_path, {}, rows).training), load(tmp_path, {}, rows).report) == (8, {})
+    with pytest.raises(ValueError, match=r"test_fraction=0\.5 leaves none of the 8 rows to train on"):
+        load(tmp_path, {"test_fraction": 0.5}, rows)
+
+
+def test_messages_are_described(tmp_path):
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}]
+    rows = [
+        {"messages": [turns[0], {"role": "user", "content": row["question"]}, {"role": "assistant", "content": "So."}]}
+        for row in ROWS
+    ]
+    data = load(tmp_path, {"reward_funcs": ["format_reward"]}, rows)
+    assert "a prompt is its column 'messages' up to the last turn of the user; no column has answers" in data.plan
+    assert data.training[0]["prompt"] == rows[0]["messages"][:2]
+    assert data.asked == {"style": "chat", "instruction": "", "system": "Be brief."}
+
+
+def test_two_test_splits_are_one_too_many(tmp_path):
+    fields = {"test_fraction": 0.2, "dataset_test_split": "validation"}
+    (tmp_path / "recipe.yaml").write_text(
+        json.dumps({"model_name_or_path": "x", "dataset_name": "y", "use_cpu": True, "bf16": False, **fields})
+    )
+    parsed = recipe.parse(["--config", str(tmp_path / "recipe.yaml")])
+    with pytest.raises(ValueError, match=r"dataset_test_split='validation' has no effect with test_fraction=0\.2"):
+        check_together(*parsed)
