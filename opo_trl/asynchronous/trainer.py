@@ -246,7 +246,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         """Gather the samples of an optimizer step from all processes, once, and log them."""
         # Processes have different numbers of samples.
         table = self.accelerator.pad_across_processes(torch.cat(self._reports), pad_index=torch.nan)
-        table, self._reports = self.accelerator.gather(table), []
+        table, self._reports = self.accelerator.gather(table).cpu(), []
         table = table[~table.isnan().all(dim=1)]
         own = len(MEANS) + 1
         samples, omega, means = SampleReport(*table[:, :-own].T), table[:, -own], table[:, 1 - own :].mean(dim=0)
