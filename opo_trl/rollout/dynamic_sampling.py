@@ -23,15 +23,14 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import Tensor
 
+from ..trl_contract import MULTIMODAL_KEYS
 from .prompts import PromptStream
-from .rows import COMPLETION_COLUMNS, PROMPT_COLUMNS, completion_tokens, exchange_rows, resize, to_device
+from .rows import completion_tokens, concatenate, exchange_rows, layout, take_rows, to_width
 
 
 logger = get_logger(__name__)
 
 Rollout = dict[str, Any]
-
-_COLUMNS = (*PROMPT_COLUMNS, *COMPLETION_COLUMNS, "advantages", "rewards_per_func")
 
 
 @dataclass
@@ -114,26 +113,20 @@ class DynamicSampling:
         n_local = len(rollout["advantages"])
         first = accelerator.process_index * n_local
         mine = (to >= first) & (to < first + n_local)
-        to, of = to[mine] - first, of[mine]
         # Every process has padded to its own longest sample, and has samples for the places of others.
-        own = [further[name].size(1) for name in ("prompt_ids", "completion_ids")]
-        prompt, completion = accelerator.gather(torch.tensor([own], device=accelerator.device)).amax(dim=0).tolist()
-        further = {name: further[name] for name in _COLUMNS if name in rollout}
-        theirs = exchange_rows(further, of.numpy(), accelerator, prompt=prompt, completion=completion)
-        widths = {
-            "prompt": max(prompt, rollout["prompt_ids"].size(1)),
-            "completion": max(completion, rollout["completion_ids"].size(1)),
-        }
-        merged, theirs = resize(rollout, **widths), resize(theirs, **widths)
-        to = to_device(to, accelerator.device)
-        for name, value in theirs.items():
-            merged[name] = merged[name].index_copy(0, to, value)
+        tables = sorted(name for name, value in further.items() if value.ndim > 1)
+        own = torch.tensor([[further[name].size(1) for name in tables]], device=accelerator.device)
+        widths = zip(tables, accelerator.gather(own).amax(dim=0).tolist(), strict=True)
+        further = further | {name: to_width(name, further[name], width) for name, width in widths}
+        order = np.arange(n_local)
+        order[to[mine] - first] = n_local + np.arange(mine.sum())
+        merged = take_rows(concatenate([rollout, exchange_rows(further, of[mine], accelerator)]), order)
         merged["num_items_in_batch"] = accelerator.gather(completion_tokens(merged).sum()).sum()
         return merged
 
-    def _samples(self, groups: list[int]) -> Tensor:
+    def _samples(self, groups: list[int]) -> np.ndarray:
         n = self.num_generations
-        return torch.tensor([group * n + i for group in groups for i in range(n)]).long()
+        return np.array([group * n + i for group in groups for i in range(n)], dtype=int)
 
     def _warn(self, rounds: int, left: int, n_prompts: int) -> None:
         if left and not self._warned:
@@ -146,9 +139,8 @@ class DynamicSampling:
 
 
 def _check(rollout: Rollout) -> None:
-    unknown = rollout.keys() - {*_COLUMNS, "num_items_in_batch"}
-    if unknown:
+    if layout(rollout) < 0:
         raise ValueError(
-            f"max_sampling_rounds above 1 cannot replace {', '.join(sorted(unknown))}: dynamic sampling is for text "
-            "only. Set `max_sampling_rounds` to 1."
+            f"max_sampling_rounds above 1 cannot replace {', '.join(sorted(rollout.keys() & {*MULTIMODAL_KEYS}))}: "
+            "dynamic sampling is for text only. Set `max_sampling_rounds` to 1."
         )

@@ -26,7 +26,7 @@ from ..config import OPOConfig
 from ..trl_contract import MULTIMODAL_KEYS
 from . import packing
 from .planning import FEWEST_PASSES, PASS_TOKENS, best_number, columns, partition, parts_of_rows, row_lengths, spread
-from .rows import exchange_rows, layout, micro_batches, take_rows, to_device
+from .rows import exchange_rows, layout, micro_batches, resize, take_rows, to_device
 from .trainer import RolloutTrainer
 
 
@@ -227,7 +227,7 @@ class PartitionedTrainer(RolloutTrainer):
             lengths, skippable = lengths.reshape(-1, 2), skippable.reshape(-1)
             assigned = partition(lengths, skippable, len(layouts))
             widths = columns(lengths, read[..., 3:5].max(axis=(0, 1)), self.pad_to_multiple_of)
-            rows = exchange_rows(rows, assigned[process], self.accelerator, **widths)
+            rows = exchange_rows(resize(rows, **widths), assigned[process], self.accelerator)
             lengths, skippable = lengths[assigned], skippable[assigned]
         # Every process makes as many parts as the one that needs the most: ZeRO and FSDP communicate in every pass,
         # and a process with fewer passes than the others would leave them waiting forever.

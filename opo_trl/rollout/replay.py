@@ -7,16 +7,15 @@ served by the group that one of these rollouts has there, among those whose adva
 as many samples of its own, and the same groups are drawn whatever the number of processes.
 """
 
-import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..trl_contract import MULTIMODAL_KEYS
-from .rows import PROMPT_COLUMNS, take_rows, to_width
+from .rows import concatenate, take_rows
 
 
 Rows = dict[str, Any]
@@ -91,7 +90,7 @@ class ReplayBuffer:
         of_rollout = chosen[places // self.num_generations]
         # Samples are taken before they are put together: a copy of the buffer would double its memory.
         drawn = [take_rows(self.rollouts[k], np.flatnonzero(of_rollout == k)) for k in np.unique(of_rollout)]
-        return take_rows(_concatenated(drawn), np.argsort(np.argsort(of_rollout, kind="stable")))
+        return take_rows(concatenate(drawn), np.argsort(np.argsort(of_rollout, kind="stable")))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and text, for [`~ReplayBuffer.load_state_dict`]."""
@@ -102,19 +101,3 @@ class ReplayBuffer:
         for kept, name in ((self.rollouts, "rollouts"), (self.useful, "useful")):
             kept.clear()  # an earlier call of `train` may have left some
             kept.extend(state.get(name, ()))
-
-
-def _concatenated(rollouts: Sequence[Rows]) -> Rows:
-    """The samples of several rollouts, padded to the widest."""
-    rows: Rows = {}
-    for name, value in rollouts[-1].items():
-        columns = [rollout[name] for rollout in rollouts]
-        if isinstance(value, torch.Tensor) and value.ndim > 1:
-            width = max(column.size(1) for column in columns)
-            side = "left" if name in PROMPT_COLUMNS else "right"
-            columns = [to_width(column, width, side) for column in columns]
-        if isinstance(value, torch.Tensor) and value.ndim:
-            rows[name] = torch.cat(columns)
-        else:
-            rows[name] = list(itertools.chain(*columns)) if isinstance(value, list) else value
-    return rows

@@ -7,9 +7,10 @@ number of processes and are lost on resumption.
 Nothing here makes the host wait for a GPU, except where it reads the numbers of a rollout (`gather_samples`).
 """
 
+import itertools
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,17 +23,8 @@ from ..objective import token_mean
 from ..trl_contract import MULTIMODAL_KEYS
 
 
-# Entries of a rollout with a column per token: of prompts, padded on the left, and of completions, on the right.
+# Entries with a column per token of the prompt, padded on the left. All others are padded on the right.
 PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
-COMPLETION_COLUMNS = (
-    "completion_ids",
-    "completion_mask",
-    "tool_mask",
-    "old_per_token_logps",
-    "ref_per_token_logps",
-    "sampling_per_token_logps",
-    "importance_sampling_ratio",
-)
 
 
 def optimizer_step_of_rows(n_rows: int, n_steps: int, *, seed: int, rollout: int, passed: int = 0) -> np.ndarray:
@@ -95,16 +87,11 @@ def take_rows(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:
     return unsplit_pixel_values_by_grid(_in_order(split_pixel_values_by_grid(dict(rows)), order))
 
 
-def exchange_rows(
-    rows: Mapping[str, Any], samples: np.ndarray, accelerator: Accelerator, *, prompt: int, completion: int
-) -> dict[str, Any]:
+def exchange_rows(rows: Mapping[str, Any], samples: np.ndarray, accelerator: Accelerator) -> dict[str, Any]:
     """
-    Some of the samples of all processes, in a given order, by one collective call.
-
-    Every process has the same number of samples, and entries of the same [`layout`]. Prompts and completions get the
-    given numbers of columns.
+    Some of the samples of all processes, in a given order, by one collective call. The processes' rows have the same
+    number of samples and tensors of the same names, types and shapes.
     """
-    rows = resize(rows, prompt=prompt, completion=completion)
     packed = {name: rows[name].contiguous() for name in sorted(rows) if rows[name].ndim}
     columns = [value.reshape(len(value), -1).view(torch.uint8) for value in packed.values()]
     gathered = accelerator.gather(torch.cat(columns, dim=1))
@@ -123,9 +110,9 @@ def layout(rows: Mapping[str, Any]) -> int:
     """
     if rows.keys() & {*MULTIMODAL_KEYS} or not all(isinstance(value, torch.Tensor) for value in rows.values()):
         return -1
-    sides = _sides(rows)
+    per_token = _per_token(rows)
     entries = [
-        (name, str(value.dtype), sides.get(name), value.ndim, *value.shape[2 if name in sides else 1 :])
+        (name, str(value.dtype), name in per_token, value.ndim, *value.shape[2 if name in per_token else 1 :])
         for name, value in sorted(rows.items())
     ]
     return zlib.crc32(repr(entries).encode())
@@ -133,32 +120,47 @@ def layout(rows: Mapping[str, Any]) -> int:
 
 def resize(rows: Mapping[str, Any], *, prompt: int, completion: int) -> dict[str, Any]:
     """Samples with these numbers of columns for the tokens of prompts and completions: cut, or padded with zeros."""
-    widths = {"left": prompt, "right": completion}
-    return dict(rows) | {name: to_width(rows[name], widths[side], side) for name, side in _sides(rows).items()}
+    widths = {name: prompt if name in PROMPT_COLUMNS else completion for name in _per_token(rows)}
+    return dict(rows) | {name: to_width(name, rows[name], width) for name, width in widths.items()}
 
 
-def to_width(value: torch.Tensor, width: int, side: str) -> torch.Tensor:
-    """A tensor `[B, T, …]` with `width` columns: cut, or padded with zeros, on the `left` or `right` side."""
-    missing = width - value.size(1)
+def to_width(name: str, value: torch.Tensor, width: int) -> torch.Tensor:
+    """An entry `[B, T, …]` of a rollout with `width` columns: cut, or padded with zeros, on its side."""
+    missing, left = width - value.size(1), name in PROMPT_COLUMNS
     if missing <= 0:
-        return value[:, -missing:] if side == "left" else value[:, :width]
+        return value[:, -missing:] if left else value[:, :width]
     # `pad` counts dimensions from the last one; there may be some after the tokens'.
-    return pad(value, (*(0, 0) * (value.ndim - 2), *((missing, 0) if side == "left" else (0, missing))))
+    return pad(value, (*(0, 0) * (value.ndim - 2), *((missing, 0) if left else (0, missing))))
 
 
-def _sides(rows: Mapping[str, Any]) -> dict[str, str]:
-    """The entries with a column per token, and on which side they are padded."""
+def concatenate(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The samples of several rollouts with the same entries, padded to the widest."""
+    rows: dict[str, Any] = {}
+    for name, value in rollouts[-1].items():
+        columns = [rollout[name] for rollout in rollouts]
+        if isinstance(value, torch.Tensor) and value.ndim > 1:
+            width = max(column.size(1) for column in columns)
+            columns = [to_width(name, column, width) for column in columns]
+        if isinstance(value, torch.Tensor) and value.ndim:
+            rows[name] = torch.cat(columns)
+        else:
+            rows[name] = list(itertools.chain(*columns)) if isinstance(value, list) else value
+    return rows
+
+
+def _per_token(rows: Mapping[str, Any]) -> list[str]:
+    """The entries with a column per token."""
     full = rows["completion_mask"].size(1)
     # All entries as wide as the completions are theirs, including those of a subclass. A weight per sequence has a
     # single column.
     others = rows.keys() - {*PROMPT_COLUMNS, *MULTIMODAL_KEYS, "rewards_per_func"}
     wide = [name for name in others if isinstance(rows[name], torch.Tensor) and rows[name].shape[1:2] == (full,)]
-    return dict.fromkeys(PROMPT_COLUMNS, "left") | dict.fromkeys(wide, "right")
+    return [*PROMPT_COLUMNS, *wide]
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor of the host to the device, without waiting."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _in_order(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:

@@ -6,7 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opo_trl.rollout.rows import micro_batches, optimizer_step_of_rows, rows_of_steps, take_rows
+from opo_trl.rollout.rows import (
+    concatenate,
+    exchange_rows,
+    layout,
+    micro_batches,
+    optimizer_step_of_rows,
+    resize,
+    rows_of_steps,
+    take_rows,
+)
 
 
 @given(
@@ -112,3 +121,58 @@ def test_images_stay_with_their_sample():
         for owner, size in zip(owners, grid, strict=True):
             assert (micro_batch["pixel_values"][start : start + size] == owner).all()
             start += size
+
+
+def tables(first: int, n: int, *, prompt: int = 3, completion: int = 4) -> dict:
+    """Entries of all types and shapes, bit patterns of NaN among them."""
+    numbers = torch.arange(first, first + n)
+    per_token = numbers[:, None] * 10 + torch.arange(completion)
+    return {
+        "prompt_ids": numbers[:, None].repeat(1, prompt),
+        "prompt_mask": torch.ones(n, prompt, dtype=torch.long),
+        "completion_ids": per_token,
+        "completion_mask": per_token % 3,
+        "old_per_token_logps": (-per_token).to(torch.bfloat16),
+        "opo_steering": per_token % 2 == 0,
+        "per_layer": per_token[:, :, None].repeat(1, 1, 5).double(),
+        "rewards_per_func": torch.where(numbers[:, None] % 2 == 0, torch.nan, numbers[:, None].float()),
+        "opo_valid": numbers % 2 == 0,
+        "num_items_in_batch": torch.tensor(7),
+    }
+
+
+class Processes:
+    """Accelerators whose `gather` returns what all of them have passed it before."""
+
+    def __init__(self):
+        self.seen = []
+
+    def gather(self, table):
+        self.seen.append(table)
+        return torch.cat(self.seen)
+
+
+@pytest.mark.parametrize("samples", [[3], [5, 0, 3, 1], []])
+def test_exchanged_samples_are_bitwise_those_of_the_other_processes(samples):
+    accelerator = Processes()
+    own = [resize(tables(0, 2, completion=4), prompt=3, completion=6), tables(2, 4, completion=6)]
+    exchange_rows(own[0], np.array([], dtype=int), accelerator)
+    found = exchange_rows(own[1], np.array(samples, dtype=int), accelerator)
+    assert found.keys() == own[1].keys()
+    for name, value in take_rows(concatenate(own), np.array(samples, dtype=int)).items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name].nan_to_num(-1), value.nan_to_num(-1)), name
+
+
+def test_layouts_differ_only_where_samples_cannot_be_exchanged():
+    usual = layout(tables(0, 2))
+    assert usual == layout(tables(2, 5, prompt=9, completion=6)) >= 0
+    for change in (
+        {"opo_valid": torch.zeros(2)},
+        {"more": torch.zeros(2)},
+        {"per_layer": torch.zeros(2, 4, 6).double()},
+        {"old_per_token_logps": torch.zeros(2, 3, dtype=torch.bfloat16)},  # of another width than the completions
+    ):
+        assert layout({**tables(0, 2), **change}) not in (usual, -1)
+    for change in ({"names": ["a", "b"]}, {"pixel_values": torch.zeros(2)}):
+        assert layout({**tables(0, 2), **change}) == -1
