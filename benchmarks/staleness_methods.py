@@ -28,7 +28,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 
 from opo_trl import AsyncOPOConfig, AsyncOPOTrainer
-from opo_trl.asynchronous.cpu import without_gpu
+from opo_trl.asynchronous.attention import in_pytorch
 from opo_trl.asynchronous.in_process import GeneratesInProcess, InProcessLoop, InProcessWorker, sample
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 
@@ -256,7 +256,7 @@ def train(run: Run) -> None:
         loop_class=InProcessLoop if is_opo else AdvantageLoop,
     )
     trainer_class = method.trainer if is_opo else repeated(method.trainer, run.passes)
-    with without_gpu():
+    with in_pytorch(torch.device("cpu")):
         trainer = trainer_class(
             model,
             args=args,

@@ -27,9 +27,8 @@ from ..rollout.frozen_base import FrozenBase
 from ..rollout.trainer import SEQUENCE_CLAMP
 from ..rollout.vllm_server import without_password
 from ..trainer import MAX_WEIGHT, OPOTrainer
-from . import faults
+from . import attention, faults
 from .config import AsyncOPOConfig
-from .cpu import without_gpu
 from .resumable import ResumableAsyncTrainer
 from .targets import MEANS, OWN, make_targets
 
@@ -63,8 +62,10 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
 
     Raises:
         `TypeError`: `args` is a configuration of another trainer.
-        `ValueError`: the rollout worker does not make OPO's targets, parameters are sharded by ZeRO-3 or FSDP 1, or
-            the server reports other log-probabilities than those of the policy that it samples from.
+        `ImportError`: a package is missing that the extra `async` or `vllm` installs.
+        `ValueError`: TRL's attention kernel does not run on this process's GPU, the rollout worker does not make OPO's
+            targets, parameters are sharded by ZeRO-3 or FSDP 1, or the server reports other log-probabilities than
+            those of the policy that it samples from.
     """
 
     _tag_names = ["trl", "async-opo"]  # noqa: RUF012 (TRL declares these as class attributes)
@@ -77,9 +78,16 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         args = AsyncOPOConfig(f"{model.split('/')[-1]}-AsyncOPO") if args is None else args
         if not isinstance(args, AsyncOPOConfig):
             raise TypeError(f"args is of type {type(args).__name__}. Pass an `AsyncOPOConfig`.")
+        options: Any = args.model_init_kwargs or {}  # a dict, once parsed
+        server = named.get("rollout_worker") is None
+        own_attention = attention.check_requirements(args, options, server=server)
         check_models(model, (), args)
-        device = without_gpu() if args.device.type == "cpu" else nullcontext()
-        with device, without_password(args.vllm_server_base_url):
+        # TRL sets the attention itself.
+        args.model_init_kwargs = {name: value for name, value in options.items() if name != "attn_implementation"}
+        with (
+            attention.in_pytorch(args.device) if own_attention else nullcontext(),
+            without_password(args.vllm_server_base_url),
+        ):
             super().__init__(model, reward_funcs, args, *further, **named)
         check_finite(self.accelerator, self.model)
         faults.check_sharding(self.accelerator)

@@ -22,9 +22,11 @@ from datasets import Dataset
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import AutoTokenizer, GenerationConfig
+from trl import ModelConfig
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from ..asynchronous import in_process
+from ..asynchronous.attention import check_requirements
 from ..asynchronous.config import AsyncOPOConfig
 from ..asynchronous.targets import OPORolloutLoop
 from ..asynchronous.trainer import AsyncOPOTrainer
@@ -73,6 +75,12 @@ class AsyncRecipeConfig(AsyncOPOConfig):
         dry_run_arguments(self)
         if self.in_process_staleness is not None:
             in_process.check(self, "in_process_staleness", self.in_process_staleness)
+
+    def check_requirements(self, model_config: ModelConfig) -> None:
+        """Check what the trainer will check, before data and model are loaded."""
+        options: Any = self.model_init_kwargs or {}  # a dict, once parsed
+        options = {"attn_implementation": model_config.attn_implementation, "dtype": model_config.dtype, **options}
+        check_requirements(self, options, server=self.in_process_staleness is None)
 
     @property
     def completions_per_step(self) -> int:
@@ -157,8 +165,7 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
                 "whose accuracies are those of single turns. Set `trainer: opo`, or train from Python: "
                 "`AsyncOPOTrainer` takes it (recipes/arithmetic/async/agent.py)."
             )
-        args.model_init_kwargs = {name: value for name, value in options.items() if name != "attn_implementation"}
-        _check(args, reward_funcs, train_dataset, options.get("attn_implementation"), quantization_config)
+        _check(args, reward_funcs, train_dataset, quantization_config)
         source: Any = {"revision": options.get("revision"), "trust_remote_code": args.trust_remote_code}
         tokenizer = AutoTokenizer.from_pretrained(model, **source)
         if tokenizer.pad_token is None:
@@ -258,15 +265,8 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         return self.accelerator.gather(torch.tensor(scores, device=self.accelerator.device)[:, None])
 
 
-def _check(
-    args: AsyncRecipeConfig, rewards: Sequence[Any], data: Dataset, attention: str | None, quantization: Any
-) -> None:
+def _check(args: AsyncRecipeConfig, rewards: Sequence[Any], data: Dataset, quantization: Any) -> None:
     """Reject what this trainer does not have, and check the rewards and the server, before a model is loaded."""
-    if attention is not None:
-        raise ValueError(
-            f"attn_implementation={attention!r} is not possible with trainer: async_opo, which has its own attention. "
-            "Remove `attn_implementation`."
-        )
     if quantization is not None:
         raise ValueError(
             "load_in_4bit and load_in_8bit are not possible with trainer: async_opo, which sends the server weights "

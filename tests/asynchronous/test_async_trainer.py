@@ -3,8 +3,10 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import requests
 import scripted
 import torch
 from helpers import EXACT, distance, environment, norm, relative_error, snapshot
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
 from opo_trl import AsyncOPOTrainer
+from opo_trl.asynchronous.attention import check_requirements, tree_attention
 from opo_trl.asynchronous.targets import OPORolloutLoop, make_targets
 
 
@@ -26,7 +29,7 @@ def groups(tiny_model):
     "objective",
     [
         {},
-        {"log_ratio_reduction": "mean", "mu": 5.0},
+        {"log_ratio_reduction": "mean", "mu": 5.0, "model_init_kwargs": {"attn_implementation": "sdpa"}},
         {"ratio_form": "exact", "positivity": "project", "log_ratio_clamp": 0.8},
         {"alpha": 0.0, "escort_temperature": 0.5, "drive_scaling": "group", "positivity": "clip"},
     ],
@@ -197,3 +200,77 @@ def test_worker_with_another_loop_is_rejected_unless_it_makes_targets(worker, tm
 def test_configuration_of_another_trainer_is_rejected(tiny_model):
     with pytest.raises(TypeError, match=r"args is of type dict\. Pass an `AsyncOPOConfig`"):
         AsyncOPOTrainer(tiny_model, args={})
+
+
+# Attention, and what it needs
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_is_along_the_paths_of_the_tree(window):
+    """A trunk of 4 tokens with branches of 3 and 2, against attention over each path alone."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 4, 9, 8)
+    module = SimpleNamespace(num_key_value_groups=2)
+    paths = [list(range(4)), list(range(7)), [*range(4), 7, 8]]
+    tree = {
+        "tree_kv_index": torch.tensor([token for path in paths for token in path]),
+        "tree_cu_seqlens_q": torch.tensor([0, 4, 7, 9]),
+        "tree_cu_seqlens_k": torch.tensor([0, 4, 11, 17]),
+    }
+    made, _ = tree_attention(module, query, key[:, :2], value[:, :2], None, **tree, scaling=0.5, sliding_window=window)
+    for path in paths:
+        for place, token in enumerate(path):
+            seen = path[max(0, place + 1 - window) if window else 0 : place + 1]
+            for head in range(4):
+                scores = 0.5 * key[0, head // 2, seen] @ query[0, head, token]
+                assert torch.allclose(made[0, token, head], scores.softmax(0) @ value[0, head // 2, seen], atol=1e-6)
+
+
+def on(device: str, **more) -> SimpleNamespace:
+    """What the check reads of a configuration."""
+    return SimpleNamespace(**{"device": torch.device(device), "bf16": True, "fp16": False, "dtype": "float32", **more})
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "server", "absent", "error", "message"),
+    [
+        ("cpu", {}, False, ["requests"], ImportError, r"needs requests, which .* `pip install 'opo_trl\[async\]'`"),
+        ("cpu", {}, True, ["vllm"], ImportError, r"needs vllm, which .* `pip install 'opo_trl\[async,vllm\]'`"),
+        ("meta", {}, False, ["kernels"], ImportError, r"needs kernels, which .* `pip install 'opo_trl\[async\]'`"),
+        ("cpu", {"attn_implementation": "eager"}, False, [], ValueError, r"attn_implementation='eager'.*'sdpa'"),
+        ("cpu", {"attn_implementation": "a/kernel"}, False, [], ValueError, r"attn_implementation='a/kernel'.*'sdpa'"),
+    ],
+)
+def test_what_is_missing_is_named_before_a_model_is_loaded(
+    monkeypatch, device, options, server, absent, error, message
+):
+    for package in absent:
+        monkeypatch.setitem(sys.modules, package, None)  # importing it fails
+    if server:
+        monkeypatch.setitem(sys.modules, "aiohttp", requests)  # any installed package
+    with pytest.raises(error, match=message):
+        check_requirements(on(device), options, server=server)
+
+
+def test_missing_package_is_named_by_the_constructor(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "requests", None)
+    with pytest.raises(ImportError, match=r"opo_trl\[async\]"):
+        AsyncOPOTrainer("no model", args=scripted.config(tmp_path), rollout_worker=object())
+
+
+def test_kernel_that_does_not_run_is_named_with_what_does(monkeypatch):
+    tried = []
+
+    def kernel(module, query, *inputs, **tree):
+        tried.append(query.dtype)
+        raise RuntimeError("no kernel image is available for execution on the device\nmore")
+
+    monkeypatch.setattr("opo_trl.asynchronous.attention.find_spec", lambda package: package)
+    monkeypatch.setattr("trl.experimental.async_grpo.packing.tree_attention", kernel)
+    for args in (on("meta"), on("meta", bf16=False)):
+        with pytest.raises(
+            ValueError, match=r"does not run on meta.*no kernel image.*`attn_implementation` to 'sdpa'"
+        ):
+            check_requirements(args, {}, server=False)
+    assert tried == [torch.bfloat16, torch.float32]
+    assert check_requirements(on("meta"), {"attn_implementation": "sdpa"}, server=False)

@@ -15,7 +15,7 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer
 from benchmarks import staleness
 from benchmarks.staleness_methods import METHODS, repeated
 from opo_trl import AsyncOPOTrainer
-from opo_trl.asynchronous.cpu import without_gpu
+from opo_trl.asynchronous.attention import in_pytorch
 from opo_trl.asynchronous.targets import OWN
 
 
@@ -78,7 +78,7 @@ def test_gradient_is_that_of_the_formula(tiny_model, tmp_path, name, formula, ow
 
     class Own(METHODS[name].trainer):
         def __init__(self, *inputs, **named):
-            with without_gpu():
+            with in_pytorch(torch.device("cpu")):
                 super().__init__(*inputs, **named)
             self.own = own
 
@@ -112,7 +112,7 @@ def test_several_steps_over_a_rollout_have_the_same_rows(tiny_model, tmp_path):
 
     class Noted(repeated(AsyncGRPOTrainer, 2)):
         def __init__(self, *inputs, **named):
-            with without_gpu():
+            with in_pytorch(torch.device("cpu")):
                 super().__init__(*inputs, **named)
 
         def training_step(self, model, inputs, num_items_in_batch=None):

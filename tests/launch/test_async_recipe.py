@@ -20,6 +20,7 @@ from test_train import arguments
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opo_trl import OPOConfig, OPOTrainer
+from opo_trl.asynchronous import attention
 from opo_trl.asynchronous.in_process import InProcessWorker
 from opo_trl.checks.files import read_json, read_lines
 from opo_trl.data import to_prompts
@@ -145,7 +146,7 @@ def test_adapters_are_trained_and_their_policy_generates(tmp_path, monkeypatch):
         ({"token_budget": 1}, "token_budget=1 has no room for a prompt and max_completion_length=32 tokens"),
         ({"in_process_staleness": 9}, "in_process_staleness=9 is above max_staleness=8: every completion would be"),
         ({"in_process_staleness": -1}, "in_process_staleness=-1 is not allowed"),
-        ({"attn_implementation": "eager"}, "attn_implementation='eager' is not possible with trainer: async_opo"),
+        ({"attn_implementation": "eager"}, "attn_implementation='eager' is not possible in asynchronous training"),
         ({"reward_model_name_or_path": base_model_path()}, "is not possible with trainer: async_opo, whose worker"),
         ({"reward_funcs": "test_async_recipe.needs_the_state"}, "cannot be called: missing a required argument"),
         ({"vllm_server_base_url": "localhost"}, "vllm_server_base_url='localhost' is not allowed"),
@@ -173,6 +174,23 @@ def on_server(folder: Path, url: str, **changes) -> Path:
     return path
 
 
+@pytest.fixture
+def vllm_is_installed(monkeypatch):
+    monkeypatch.setattr(attention, "find_spec", lambda package: package)
+
+
+def test_missing_packages_are_named_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("opo_trl.train.load_data", None)
+    monkeypatch.setitem(sys.modules, "requests", None)  # importing it fails
+    assert train(tmp_path / "run") == 2
+    assert "needs requests, which this environment lacks: `pip install 'opo_trl[async]'`" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert main(["--config", str(on_server(tmp_path, "http://localhost:9"))]) == 2
+    assert "needs requests, vllm, which this environment lacks: `pip install 'opo_trl[async,vllm]'`" in (
+        capsys.readouterr().err
+    )
+
+
 def test_token_budget_needs_a_server(tmp_path, capsys):
     path = on_server(tmp_path, "http://localhost:9", in_process_staleness=0)
     path.write_text(path.read_text().replace("token_budget: 0\n", ""))
@@ -180,7 +198,7 @@ def test_token_budget_needs_a_server(tmp_path, capsys):
     assert "in_process_staleness=0 needs a `token_budget`" in capsys.readouterr().err
 
 
-def test_server_that_is_not_there_is_named(tmp_path, capsys):
+def test_server_that_is_not_there_is_named(tmp_path, capsys, vllm_is_installed):
     assert main(["--config", str(on_server(tmp_path, "http://127.0.0.1:9"))]) == 2
     assert "nothing answered at http://127.0.0.1:9/health" in (said := capsys.readouterr().err)
     assert "Start `vllm serve` there" in said
@@ -194,7 +212,7 @@ class Healthy(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def test_server_that_takes_no_weights_is_named(tmp_path, capsys):
+def test_server_that_takes_no_weights_is_named(tmp_path, capsys, vllm_is_installed):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     assert main(["--config", str(on_server(tmp_path, f"http://127.0.0.1:{server.server_port}"))]) == 2
@@ -203,7 +221,7 @@ def test_server_that_takes_no_weights_is_named(tmp_path, capsys):
     assert "`VLLM_SERVER_DEV_MODE=1`" in said
 
 
-def test_reward_that_cannot_be_sent_to_the_worker_is_named(tmp_path, capsys):
+def test_reward_that_cannot_be_sent_to_the_worker_is_named(tmp_path, capsys, vllm_is_installed):
     path = on_server(tmp_path, "http://127.0.0.1:9", reward_funcs=["test_async_recipe.local_reward"])
     assert main(["--config", str(path)]) == 2
     assert "cannot be sent to the worker process" in capsys.readouterr().err

@@ -339,6 +339,7 @@ def test_server_is_ready_before_training_and_ends_with_it(stand_ins, recipe, fie
     parsed, rest = vllm_serve_parser().parse_args_and_config(server, return_remaining_strings=True)
     assert (parsed.model, parsed.port, parsed.max_model_len) == ("arithmetic", int(port), 64)
     assert (parsed.revision, parsed.trust_remote_code) == ("main", False)
+    assert parsed.host == "127.0.0.2"  # not all interfaces
     assert parsed.tensor_parallel_size == 2  # set on the command line; all four GPUs by default
     assert server[:2] == ["--tensor_parallel_size", "4"]
     assert rest == ["--chat-template", "a b.jinja"]
@@ -385,6 +386,7 @@ def test_asynchronous_training_has_a_server_of_its_own(stand_ins, server, hosts,
         *("serve", "Qwen/Qwen3-1.7B", "--revision", "main", "--port", port),
         *("--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "nccl"}'),
         *("--dtype", "bfloat16", "--enable-lora", "--max-lora-rank", "32", "--max-loras", "6"),
+        *("--host", serving[0]),  # not all interfaces
         *("--tensor-parallel-size", str(len(devices.split(","))), "--max-model-len", "2304"),
     ]
     (launcher,) = stand_ins.calls("opo-trl")

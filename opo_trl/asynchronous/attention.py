@@ -1,0 +1,134 @@
+"""
+Attention in asynchronous training: TRL's kernel, what it and the rest of TRL's trainer need, and one in PyTorch.
+
+TRL packs a micro-batch as a prefix tree, and attends along its paths with FlashAttention 3, which the package
+`kernels` takes from the Hub at the first step. That kernel is made for Hopper GPUs, and takes 16-bit numbers only.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from trl.experimental.async_grpo import async_grpo_trainer, packing
+
+from ..evaluate import temporarily
+from .config import AsyncOPOConfig
+
+
+def check_requirements(args: AsyncOPOConfig, options: Mapping[str, Any], *, server: bool) -> bool:
+    """
+    Check that packages are installed, and that TRL's kernel runs on this process's GPU, before anything is loaded.
+
+    Args:
+        options (`Mapping`): options of the model; of them, `attn_implementation` and `dtype` count.
+        server (`bool`): whether TRL's worker asks a vLLM server.
+
+    Returns:
+        `bool`: whether attention is PyTorch's.
+
+    Raises:
+        `ImportError`: a package is missing.
+        `ValueError`: the kernel does not run here, or another attention is asked for.
+    """
+    asked = options.get("attn_implementation")
+    if asked not in (None, "sdpa"):
+        raise ValueError(
+            f"attn_implementation={asked!r} is not possible in asynchronous training, whose micro-batches are packed "
+            "as trees. Set `attn_implementation` to 'sdpa' for PyTorch's attention, or remove it for TRL's kernel."
+        )
+    kernel = asked is None and args.device.type != "cpu"
+    needed = ["requests", *(["aiohttp", "vllm"] if server else []), *(["kernels"] if kernel else [])]
+    missing = [package for package in needed if find_spec(package) is None]
+    if missing:
+        extras = "async,vllm" if "vllm" in missing else "async"
+        raise ImportError(
+            f"Asynchronous training needs {', '.join(missing)}, which this environment lacks: "
+            f"`pip install 'opo_trl[{extras}]'`."
+        )
+    if kernel:
+        _try_kernel(args, options.get("dtype") or args.dtype)
+    return not kernel
+
+
+def _try_kernel(args: AsyncOPOConfig, dtype: Any) -> None:
+    """Attend to one token, as the first step will."""
+    computed = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(dtype).removeprefix("torch.")
+    place: Any = {"device": args.device, "dtype": getattr(torch, computed, torch.bfloat16)}
+    module, one, bounds = torch.nn.Linear(1, 1, **place), torch.zeros(1, 1, 1, 64, **place), torch.arange(2)
+    module.config = None  # where TRL looks for the precision of a quantized model
+    ends = bounds.to(args.device, torch.int32)
+    tree = {"tree_kv_index": bounds[:1].to(args.device), "tree_cu_seqlens_q": ends, "tree_cu_seqlens_k": ends}
+    try:
+        out, _ = packing.tree_attention(module, one, one, one, None, tree_max_seqlen_q=1, tree_max_seqlen_k=1, **tree)
+        out.sum().item()  # waits for the GPU, which reports its errors late
+    except Exception as error:
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        raise ValueError(
+            f"TRL's attention kernel does not run on {args.device} in {computed} ({type(error).__name__}: {reason}). "
+            "It needs access to the Hub or its cache, a GPU such as H100 or H200, and `bf16: true`. Elsewhere, set "
+            "`attn_implementation` to 'sdpa'."
+        ) from error
+
+
+@contextmanager
+def in_pytorch(device: torch.device) -> Iterator[None]:
+    """Build an `AsyncGRPOTrainer` whose attention is PyTorch's, on any device."""
+    # What its GPU can do, which TRL looks up for a metric.
+    without_gpu = temporarily(async_grpo_trainer, get_peak_flops_per_device=lambda *_: None)
+    with without_gpu if device.type == "cpu" else nullcontext():
+        yield
+    AttentionInterface.register(packing.TREE_ATTENTION, tree_attention)  # after the trainer has registered its own
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    tree_kv_index: Tensor,
+    tree_cu_seqlens_q: Tensor,
+    tree_cu_seqlens_k: Tensor,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **named,
+) -> tuple[Tensor, None]:
+    """
+    Attention of tokens that are packed as a prefix tree, to the tokens on their own path from its root.
+
+    It computes with a dense mask, `[N, N]` for N packed tokens: right for any tree, in time and memory that grow with
+    the square of a micro-batch's tokens.
+
+    Args:
+        query, key, value (`torch.Tensor`): `[1, heads, N, size]` each.
+        tree_kv_index (`torch.Tensor`): positions on the paths of all segments, one path after the other.
+        tree_cu_seqlens_q (`torch.Tensor`), tree_cu_seqlens_k (`torch.Tensor`): bounds of the segments among the packed
+            tokens, and of their paths in `tree_kv_index`. A path ends with its segment.
+
+    Returns:
+        `tuple[torch.Tensor, None]`: `[1, N, heads, size]`, and no attention weights.
+
+    Raises:
+        `ValueError`: the model's attention has a soft cap.
+    """
+    mask = _mask(tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k, query.shape[2], sliding_window)
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap)
+
+
+@lru_cache(maxsize=2)  # the same tensors in all layers of a forward pass, with and without a window
+def _mask(index: Tensor, bounds_q: Tensor, bounds_k: Tensor, packed: int, window: int | None) -> Tensor:
+    mask = torch.zeros(packed, packed, dtype=torch.bool, device=index.device)
+    rows, paths = bounds_q.tolist(), bounds_k.tolist()
+    for start, end, first, last in zip(rows, rows[1:], paths, paths[1:], strict=False):
+        path, own = index[first:last], end - start
+        seen = torch.ones(own, len(path), dtype=torch.bool, device=index.device).tril(len(path) - own)
+        mask[start:end, path] = seen.triu(len(path) - own + 1 - window) if window else seen
+    return mask
