@@ -17,12 +17,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
@@ -93,11 +93,11 @@ def prepare(argv: Sequence[str]) -> Run:
     with _blamed_on(f"dataset_name={script.dataset_name!r}"):
         with args.main_process_first(desc="loading the dataset"):
             data = load_data(script, args, tokenizer, **tools.for_template)
-        prompts, limit = data.training["prompt"], script.max_prompt_length
-        preflight.check_template_options(args, tokenizer, prompts[0])
+        preflight.check_template_options(args, tokenizer, data.training["prompt"][0])
         check_rows(tools, script, data.training)
         preflight.check_columns(reward_funcs, data.training, of_trainer=tools.for_rewards)
-        preflight.check_context(prompts, tokenizer, config, args, limit, **tools.for_template)
+        limit = script.max_prompt_length
+        preflight.check_prompts(data.splits, tokenizer, config, args, limit, **tools.for_template)
     if isinstance(args, RolloutConfig):  # asynchronous training repeats its prompts, and has a server of another kind
         check_enough_prompts(len(data.training), args)
         if args.process_index == 0:
@@ -149,7 +149,10 @@ def _check_models(
     weights: Any = {"pickled": not options.get("use_safetensors", True)}
     with _blamed_on(_named(model_config)):
         config = preflight.check_model("model_name_or_path", path, **source, **weights)
-        check_tokens(args, getattr(config.get_text_config(), "vocab_size", None))
+        generation: dict[str, Any] = {}
+        with suppress(OSError):  # not every model has that file
+            generation = GenerationConfig.from_pretrained(path, revision=model_config.model_revision).to_dict()
+        check_tokens(args, getattr(config.get_text_config(), "vocab_size", None), generation)
         dry_run_model(args, model_config, path)
         if Path(path).is_dir():  # a model on the Hub is downloaded last, and checked then
             check_weights("model_name_or_path", path, init_options)

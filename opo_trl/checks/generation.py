@@ -64,6 +64,9 @@ _RANGES = {
     "max_time": Range(0, ends="(]"),
 }
 
+# TRL takes these from the tokenizer, or does not use them.
+_OF_TOKENIZER = {"pad_token_id", "bos_token_id", "decoder_start_token_id"}
+
 # Endings of keys that hold token ids, possibly in nested lists.
 _TOKENS = ("token_id", "token_ids", "suppress_tokens", "bad_words_ids")
 
@@ -135,16 +138,33 @@ def _sampling_options(use_vllm: bool) -> set[str] | None:
     return set(getattr(sampling, "__struct_fields__", inspect.signature(sampling).parameters))
 
 
-def check_tokens(args: GRPOConfig, vocabulary: int | None) -> None:
+def check_tokens(args: GRPOConfig, vocabulary: int | None, of_model: Mapping[str, Any]) -> None:
     """
-    Check the token ids in `generation_kwargs` against the size of the vocabulary, if it is known.
+    Check what `generation_kwargs` and the model's generation_config.json, which fills in the rest, do with its tokens.
+
+    Args:
+        vocabulary (`int`, *optional*): number of the model's tokens, if it is known.
+        of_model (`Mapping`): entries of generation_config.json.
 
     Raises:
-        `ValueError`: one is out of range, or all tokens are suppressed.
+        `ValueError`: one is out of range, all tokens are suppressed, or the model's file asks for beams or several
+            completions per prompt.
     """
     options: Any = args.generation_kwargs or {}
+    for key in of_model.keys() & _FIXED_KEYS.keys() - options.keys() - {"do_sample"}:  # TRL sets that
+        if of_model[key] not in (_FIXED_KEYS[key], None):
+            raise ValueError(
+                f"generation_config.json of the model sets {key}={of_model[key]!r}: TRL samples one completion per "
+                f"row. Set `generation_kwargs: {{{key}: {_FIXED_KEYS[key]!r}}}`, or remove it there."
+            )
     if vocabulary is None:
         return
+    for key, token in _tokens({key: value for key, value in of_model.items() if key not in _OF_TOKENIZER}):
+        if key not in options and not (isinstance(token, int) and 0 <= token < vocabulary):
+            raise ValueError(
+                f"generation_config.json of the model: {key} contains {token!r}, which is not one of its {vocabulary} "
+                "tokens. Correct that file."
+            )
     for key, token in _tokens(options):
         if not 0 <= token < vocabulary and (key, token) != ("eos_token_id", -1):  # -1 ends nothing
             fix = f"Set it to integers from 0 to {vocabulary - 1}"

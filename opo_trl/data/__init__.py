@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .files import load_from_hub
     from .problems import COLUMNS, load_problems, rename_columns
-    from .prompts import INSTRUCTION, drop_long_prompts, prompt_lengths, to_prompts, without_overlap
+    from .prompts import INSTRUCTION, drop_long_prompts, to_prompts, tokenize_prompts, without_overlap
 
 __all__ = [
     "COLUMNS",
@@ -19,9 +19,9 @@ __all__ = [
     "drop_long_prompts",
     "load_from_hub",
     "load_problems",
-    "prompt_lengths",
     "rename_columns",
     "to_prompts",
+    "tokenize_prompts",
     "without_overlap",
 ]
 

@@ -8,8 +8,10 @@ import logging
 from typing import Any, Literal
 
 from datasets import Dataset
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from ..checks.blame import LIBRARY_ERRORS
 from ..rewards.boxes import final_answer, find_boxes
 
 
@@ -20,6 +22,7 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 Style = Literal["chat", "plain"]
 
 _MAX_NAMED = 10
+_TEMPLATE_ERRORS = (TemplateError, *LIBRARY_ERRORS)
 
 
 def as_prompt(problem: str, style: Style, instruction: str, system: str = "") -> str | list[dict[str, str]]:
@@ -110,18 +113,46 @@ def without_space(problem: Any) -> str:
     return "".join(str(problem).split())
 
 
-def prompt_lengths(
+def tokenize_prompts(
     prompts: list[Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None
-) -> list[int]:
-    """Number of tokens of each prompt as the model gets it; see [`drop_long_prompts`] for the arguments."""
+) -> list[list[int]]:
+    """
+    Tokens of each prompt as the model gets it; see [`drop_long_prompts`] for the arguments.
+
+    Raises:
+        `ValueError`: the chat template cannot render a prompt, or renders nothing.
+    """
+    try:
+        ids = _tokenized(prompts, tokenizer, chat_template_kwargs)
+    except _TEMPLATE_ERRORS:
+        for index, prompt in enumerate(prompts):
+            try:
+                _tokenized([prompt], tokenizer, chat_template_kwargs)
+            except _TEMPLATE_ERRORS as error:
+                roles = [turn["role"] for turn in prompt if isinstance(turn, dict) and "role" in turn]
+                raise ValueError(
+                    f"prompt: row {index}, with the roles {roles!r}, cannot be rendered by the chat template of "
+                    f"{tokenizer.name_or_path!r}: {error}. Change the prompt, or the tokenizer's chat_template.jinja."
+                ) from error
+        raise
+    for index, tokens in enumerate(ids):
+        if not tokens:
+            raise ValueError(
+                f"prompt: row {index} has no tokens with the tokenizer of {tokenizer.name_or_path!r}. Change the "
+                "prompt, or the tokenizer's chat_template.jinja."
+            )
+    return ids
+
+
+def _tokenized(
+    prompts: list[Any], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None
+) -> list[list[int]]:
     if isinstance(prompts[0], str):
-        ids: Any = tokenizer(text=prompts)["input_ids"]
-    else:
-        tokenized: Any = tokenizer.apply_chat_template(
-            prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **(chat_template_kwargs or {})
-        )
-        ids = tokenized["input_ids"]
-    return [len(prompt_ids) for prompt_ids in ids]
+        return tokenizer(text=prompts)["input_ids"]
+    rendered: Any = tokenizer.apply_chat_template(
+        prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **(kwargs or {})
+    )
+    return rendered["input_ids"]
 
 
 def drop_long_prompts(
@@ -152,7 +183,7 @@ def drop_long_prompts(
         `ValueError`: if no row is left.
     """
     prompts: list[Any] = list(dataset["prompt"])
-    lengths = prompt_lengths(prompts, tokenizer, chat_template_kwargs)
+    lengths = [len(ids) for ids in tokenize_prompts(prompts, tokenizer, chat_template_kwargs)]
     too_long = [length > max_prompt_length for length in lengths]
     named = [
         _named(i, prompts[i] if isinstance(prompts[i], str) else prompts[i][-1]["content"], f"{lengths[i]} tokens")

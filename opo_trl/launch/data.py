@@ -48,6 +48,13 @@ class Data:
     prompt_style: str
     asked: dict[str, str]
 
+    @property
+    def splits(self) -> dict[str, Dataset]:
+        """Field that selects a dataset → the dataset; the one for training is the first."""
+        report = {f"report_levels={level!r}": data for level, data in self.report.items()}
+        held_out = {"validation_levels": self.validation, "eval_strategy": self.evaluation, **report}
+        return {"dataset_name": self.training} | {name: data for name, data in held_out.items() if data is not None}
+
 
 def load_data(
     script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, **in_template: Any

@@ -5,11 +5,12 @@ Each raises a `ValueError` that names the field, its value and the fix.
 """
 
 import inspect
+import math
 import os
 import re
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from datasets import Dataset
+from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from trl import ModelConfig
@@ -27,7 +29,7 @@ from ..checks.addresses import without_secrets
 from ..checks.blame import LIBRARY_ERRORS
 from ..checks.files import COUNT, TEXT, read_json
 from ..config import RolloutConfig
-from ..data import prompt_lengths
+from ..data import tokenize_prompts
 from ..report.run_folder import RECIPE, is_claimed
 from ..rewards.scoring import IsolatedReward
 from ..rollout import vllm_server
@@ -228,7 +230,7 @@ def _check_weights(field: str, folder: Path, pickled: bool) -> None:
 
 
 def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer, and check that it has a vocabulary and a token for padding."""
+    """Load a model's tokenizer, and check that it has a vocabulary and a token that ends completions."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -237,10 +239,10 @@ def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) 
         ) from error
     if len(tokenizer) < 2:
         raise ValueError(f"model_name_or_path={name!r} has no tokenizer. Put the tokenizer files there.")
-    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+    if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"model_name_or_path={name!r}: its tokenizer has neither pad_token nor eos_token, so samples cannot be "
-            "padded and completions do not end. Set `eos_token` in its tokenizer_config.json."
+            f"model_name_or_path={name!r}: its tokenizer has no eos_token, so completions would not end. Set "
+            "`eos_token` in its tokenizer_config.json."
         )
     return tokenizer
 
@@ -277,8 +279,8 @@ def check_template_options(args: RolloutConfig, tokenizer: PreTrainedTokenizerBa
             )
 
 
-def check_context(
-    prompts: Sequence[Any],
+def check_prompts(
+    splits: Mapping[str, Dataset],
     tokenizer: PreTrainedTokenizerBase,
     config: PreTrainedConfig,
     args: RolloutConfig,
@@ -286,26 +288,89 @@ def check_context(
     **in_template: Any,
 ) -> None:
     """
-    Check that every prompt of at most `max_prompt_length` tokens fits into the context with its completion.
+    Check the prompts as the model gets them: rendered up to the answer, of tokens that the model has, and in training
+    short enough for its context with their completion.
 
-    `in_template` are further arguments of the chat template, such as `tools`.
+    Args:
+        splits (`Mapping`): field → its prompts, first those for training, of at most `max_prompt_length` tokens.
+        in_template (`dict`): further arguments of the chat template, such as `tools`.
     """
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if context is None:
-        return
+    of_model = config.get_text_config()
+    unknown = _unknown_tokens(tokenizer, getattr(of_model, "vocab_size", None))
+    context = getattr(of_model, "max_position_embeddings", None) or math.inf
     room = context - (args.max_completion_length or 0)
-    if max_prompt_length is not None and max_prompt_length <= room:
-        return
-    template_kwargs: Any = args.chat_template_kwargs or {}  # a dict, once parsed
-    lengths = prompt_lengths(list(prompts), tokenizer, template_kwargs | in_template)
-    longest = max(range(len(lengths)), key=lengths.__getitem__)
-    if lengths[longest] > room:
-        raise ValueError(
-            f"max_completion_length={args.max_completion_length} does not fit: the longest prompt, row {longest}, has "
-            f"{lengths[longest]} tokens, and the model's context has {context}. "
-            + (f"Set `max_prompt_length` to {room} to drop longer prompts, or s" if room > 0 else "S")
-            + "horten `max_completion_length`."
+    of_template: Any = args.chat_template_kwargs or {}  # a dict, once parsed
+    template_kwargs = of_template | in_template
+    fits = max_prompt_length is not None and max_prompt_length <= room
+    for position, (field, data) in enumerate(splits.items()):
+        prompts = list(data["prompt"])
+        measured = position == 0 and fits and not unknown  # all have been rendered, which takes long
+        ids = [] if measured else tokenize_prompts(prompts, tokenizer, template_kwargs)
+        if not isinstance(prompts[0], str):
+            _check_turns(prompts, tokenizer, template_kwargs)
+        for index, row in enumerate(ids if unknown else ()):
+            if absent := [token for token in row if token in unknown]:
+                raise ValueError(
+                    f"{field}: the prompt of row {index} contains {unknown[absent[0]]!r}, token {absent[0]}, which "
+                    "the model does not have. Remove it from the prompt, or resize the model's embedding."
+                )
+        longest = max(range(len(ids)), key=lambda index: len(ids[index]), default=None)
+        if longest is not None and position == 0 and len(ids[longest]) > room:
+            raise ValueError(
+                f"max_completion_length={args.max_completion_length} does not fit: the longest prompt, row {longest}, "
+                f"has {len(ids[longest])} tokens, and the model's context has {context}. "
+                + (f"Set `max_prompt_length` to {room} to drop longer prompts, or s" if room > 0 else "S")
+                + "horten `max_completion_length`."
+            )
+
+
+def _unknown_tokens(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> dict[int, str]:
+    """Tokens of a tokenizer that the model has no embedding of, which is harmless unless one is used."""
+    if vocabulary is None:
+        return {}
+    unknown = {token: text for text, token in tokenizer.get_vocab().items() if token >= vocabulary}
+    for name in ("eos_token", "pad_token"):
+        if (token := getattr(tokenizer, f"{name}_id")) in unknown:
+            raise ValueError(
+                f"model_name_or_path={tokenizer.name_or_path!r}: {name}={unknown[token]!r} of its tokenizer is token "
+                f"{token}, but the model has {vocabulary}. Use the tokenizer that belongs to the model, or resize the "
+                "model's embedding."
+            )
+    return unknown
+
+
+def _check_turns(
+    prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+) -> None:
+    """Check that a template renders every turn and the start of an answer, once for each sequence of roles."""
+
+    def render(turns: list[Any], start: bool = True) -> str:
+        return str(
+            tokenizer.apply_chat_template(turns, add_generation_prompt=start, tokenize=False, **template_kwargs)
         )
+
+    for prompt in {tuple(turn["role"] for turn in prompt): prompt for prompt in reversed(prompts)}.values():
+        asked = render(prompt)
+        for index, turn in enumerate(prompt):
+            role, content = turn["role"], turn["content"]
+            if role == "assistant" or not isinstance(content, str):
+                continue  # of earlier answers, some templates drop the reasoning
+            if render([*prompt[:index], turn | {"content": f"{content} ?"}, *prompt[index + 1 :]]) == asked:
+                raise ValueError(
+                    f"The chat template of {tokenizer.name_or_path!r} leaves out the {role} turn {content[:60]!r}. "
+                    "Use the chat template of the model's release."
+                )
+        rest = ""
+        if render(prompt, start=False) == asked:
+            with suppress(*LIBRARY_ERRORS, TemplateError):  # it may have no answers at all
+                answered = render([*prompt, {"role": "assistant", "content": "Answer"}], start=False)
+                rest = answered.removeprefix(asked) if answered.startswith(asked) else ""
+        if "Answer" in rest and not rest.lstrip().startswith("Answer"):
+            raise ValueError(
+                f"The chat template of {tokenizer.name_or_path!r} ignores add_generation_prompt: after a prompt, the "
+                f"model would have to write {rest.partition('Answer')[0]!r} before its answer. Add `{{% if "
+                "add_generation_prompt %}` with that to its chat_template.jinja."
+            )
 
 
 def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[str] = OF_TRAINER) -> None:

@@ -527,9 +527,86 @@ MODELS = [
         change=remove("model/chat_template.jinja"),
     ),
     Case(
-        "tokenizer without pad and eos token",
-        ["model_name_or_path='./model'", "neither pad_token nor eos_token", "Set `eos_token`"],
-        change=edit("model/tokenizer_config.json", pad_token=None, eos_token=None),
+        "tokenizer without eos token",
+        ["model_name_or_path='./model'", "no eos_token", "Set `eos_token`"],
+        change=edit("model/tokenizer_config.json", eos_token=None),
+    ),
+    Case(
+        "pad token beyond the embedding",
+        ["model_name_or_path='./model'", "pad_token='<pad>'", "is token 259", "has 259", "resize"],
+        change=edit("model/tokenizer_config.json", pad_token="<pad>"),
+    ),
+    Case(
+        "eos token beyond the embedding",
+        ["model_name_or_path='./model'", "eos_token='<end>'", "is token 259", "has 259", "resize"],
+        change=edit("model/tokenizer_config.json", eos_token="<end>"),
+    ),
+    Case(
+        "prompt with a token beyond the embedding",
+        ["dataset_name", "row 8 contains '<extra>', token 259", "Remove it from the prompt"],
+        change=both(
+            edit("model/tokenizer_config.json", extra_special_tokens=["<extra>"]),
+            write_rows([*ROWS, {**ROWS[0], "problem": "1 <extra> 1"}]),
+        ),
+    ),
+    Case(
+        "held-out prompt with a token beyond the embedding",
+        ["report_levels='Level 1'", "row 0 contains '<extra>', token 259", "Remove it from the prompt"],
+        {"report_levels": ["Level 1"]},
+        change=both(
+            edit("model/tokenizer_config.json", extra_special_tokens=["<extra>"]),
+            write_rows([{**ROWS[0], "problem": "1 <extra> 1"}], "test.jsonl"),
+        ),
+    ),
+    *[
+        Case(
+            f"chat template that {what}",
+            ["./model", *says],
+            recipe,
+            change=write("model/chat_template.jinja", template),
+        )
+        for what, template, recipe, says in (
+            (
+                "raises",
+                "{{ raise_exception('Roles must alternate') }}",
+                {},
+                ["row 0, with the roles ['user']", "Roles must alternate", "chat_template.jinja"],
+            ),
+            (
+                "raises, with a prompt limit",
+                "{{ raise_exception('Roles must alternate') }}",
+                {"max_prompt_length": 100},
+                ["row 0, with the roles ['user']", "Roles must alternate", "chat_template.jinja"],
+            ),
+            ("fails", "{{ messages[0]['content'] + 1 }}", {}, ["row 0, with the roles ['user']", "concatenate"]),
+            ("is not valid", "{% for m in messages %}", {}, ["row 0", "Unexpected end of template"]),
+            ("renders nothing", "{% if false %}x{% endif %}", {}, ["row 0 has no tokens", "chat_template.jinja"]),
+            ("drops the user turn", "<|im_start|>assistant", {}, ["leaves out the user turn '0 + 0", "Use the"]),
+            (
+                "ignores the start of an answer",
+                "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}",
+                {},
+                ["ignores add_generation_prompt", r"'<|im_start|>assistant\n'", "{% if add_generation_prompt %}"],
+            ),
+        )
+    ],
+    *[
+        Case(
+            f"generation_config.json with {name}={value}",
+            ["generation_config.json", f"{name}", f"{shown}", "that file" if name != "num_beams" else "num_beams: 1"],
+            change=edit("model/generation_config.json", **{name: value}),
+        )
+        for name, value, shown in (
+            ("eos_token_id", [2, 999], 999),
+            ("suppress_tokens", [259], 259),
+            ("bad_words_ids", [[1, -7]], -7),
+            ("num_beams", 4, 4),
+        )
+    ],
+    Case(
+        "context shorter than prompt and completion, with a prompt limit",
+        ["max_completion_length=500", "the longest prompt, row", "context has 512", "Set `max_prompt_length` to 12"],
+        {"max_completion_length": 500, "max_prompt_length": 200},
     ),
     Case(
         "no tokenizer",

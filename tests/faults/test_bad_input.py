@@ -22,7 +22,8 @@ import yaml
 from datasets import Dataset
 from helpers import PROMPTS, free_port, make_trainer
 from safetensors.torch import load_file, save_file
-from transformers import Trainer, TrainerCallback
+from tiny import make_tokenizer
+from transformers import AutoConfig, Trainer, TrainerCallback
 from transformers.integrations import integration_utils
 from trl import GRPOConfig
 
@@ -30,7 +31,7 @@ from faults import catalogue
 from faults.catalogue import RECIPE, REWARDS, ROWS, Case, write_rows
 from opo_trl import OPOConfig, train
 from opo_trl.launch import cli
-from opo_trl.launch.preflight import check_vllm_server
+from opo_trl.launch.preflight import check_prompts, check_vllm_server
 from opo_trl.launch.resume import check_same_run
 from opo_trl.report.runs import kept_on_resume
 
@@ -294,6 +295,46 @@ def test_data_with_other_columns_can_be_trained_on(folder: Path, capsys):
     case = Case("columns by name", [], {**case.recipe, "columns": {"solution": "answer", "problem": "question"}})
     prepare(case, folder)
     assert call(case, "--overwrite") == 0
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        (f"{CHATML}{{% if add_generation_prompt %}}<|im_start|>assistant\n<think>{{% endif %}}", ["system", "user"]),
+        # An answer begins where the prompt ends, without a start of its own, as Mistral's does.
+        (
+            "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %}"
+            " {{ m['content'] }}<|im_end|>{% endif %}{% endfor %}",
+            ["user", "assistant", "user"],
+        ),
+        # It always adds the start, and renders no answers.
+        (
+            "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ raise_exception('no answers') }}{% endif %}"
+            "{{ m['content'] | trim }}{% endfor %}<|im_start|>assistant\n",
+            ["user"],
+        ),
+        # It leaves the reasoning out of earlier answers.
+        (
+            "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+            ["user", "assistant", "user"],
+        ),
+    ],
+    ids=["ChatML", "without a start", "without answers", "without reasoning"],
+)
+def test_chat_templates_of_many_forms_are_accepted(tiny_model: str, template, prompt):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<unused>"])  # beyond the embedding, as of Gemma 3 1B
+    tokenizer.chat_template = template
+    data = Dataset.from_dict({"prompt": [[{"role": role, "content": f" {i} "} for role in prompt] for i in range(3)]})
+    args, config = (
+        OPOConfig("…", use_cpu=True, bf16=False, max_completion_length=4),
+        AutoConfig.from_pretrained(tiny_model),
+    )
+    check_prompts({"dataset_name": data}, tokenizer, config, args, None)
 
 
 @pytest.mark.parametrize(
