@@ -1,5 +1,6 @@
 """What users get who install the package without a checkout: the wheel, in a separate environment."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -9,7 +10,7 @@ import sysconfig
 import venv
 import zipfile
 from email.parser import Parser
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,23 @@ def test_version_and_range_are_the_same_wherever_they_are_written(wheel):
         assert not any(each in ranges[name] for each in failed)
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == opo_trl.__version__
     assert f"\n## {opo_trl.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_requirement_has_both_bounds_and_the_installed_release_is_within(wheel):
+    """Those of TRL's own extras are TRL's."""
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = Parser().parsestr(archive.read(f"opo_trl-{opo_trl.__version__}.dist-info/METADATA").decode())
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    for required in map(Requirement, metadata.get_all("Requires-Dist")):
+        if required.name in ("trl", "opo_trl") and required.marker:
+            continue
+        bounds = {part.operator for part in required.specifier}
+        assert bounds == {">=", "<"}, f"{required} has no lower and upper bound. Add both, after testing the lower."
+        with contextlib.suppress(PackageNotFoundError):
+            assert version(required.name) in required.specifier
+        if required.marker is None:
+            low, high = sorted(str(required.specifier).split(","), reverse=True)
+            assert f"`{required.name}{low},{high}`" in page
 
 
 def test_wheel_trains_in_a_separate_environment(wheel, tmp_path):

@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
 
 
 # What libraries raise about options that they cannot use.
@@ -21,6 +22,7 @@ LIBRARY_ERRORS = (
     ImportError,
     RuntimeError,
     StrictDataclassError,
+    TemplateError,  # of a chat template
     re.error,  # an invalid pattern in `lora_target_modules`
 )
 

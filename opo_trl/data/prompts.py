@@ -8,7 +8,6 @@ import logging
 from typing import Any, Literal
 
 from datasets import Dataset
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ..checks.blame import LIBRARY_ERRORS
@@ -22,7 +21,6 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 Style = Literal["chat", "plain"]
 
 _MAX_NAMED = 10
-_TEMPLATE_ERRORS = (TemplateError, *LIBRARY_ERRORS)
 
 
 def as_prompt(problem: str, style: Style, instruction: str, system: str = "") -> str | list[dict[str, str]]:
@@ -124,11 +122,11 @@ def tokenize_prompts(
     """
     try:
         ids = _tokenized(prompts, tokenizer, chat_template_kwargs)
-    except _TEMPLATE_ERRORS:
+    except LIBRARY_ERRORS:
         for index, prompt in enumerate(prompts):
             try:
                 _tokenized([prompt], tokenizer, chat_template_kwargs)
-            except _TEMPLATE_ERRORS as error:
+            except LIBRARY_ERRORS as error:
                 roles = [turn["role"] for turn in prompt if isinstance(turn, dict) and "role" in turn]
                 raise ValueError(
                     f"prompt: row {index}, with the roles {roles!r}, cannot be rendered by the chat template of "

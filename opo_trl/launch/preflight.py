@@ -18,7 +18,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from datasets import Dataset
-from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from trl import ModelConfig
@@ -362,7 +361,7 @@ def _check_turns(
                 )
         rest = ""
         if render(prompt, start=False) == asked:
-            with suppress(*LIBRARY_ERRORS, TemplateError):  # it may have no answers at all
+            with suppress(*LIBRARY_ERRORS):  # it may have no answers at all
                 answered = render([*prompt, {"role": "assistant", "content": "Answer"}], start=False)
                 rest = answered.removeprefix(asked) if answered.startswith(asked) else ""
         if "Answer" in rest and not rest.lstrip().startswith("Answer"):
