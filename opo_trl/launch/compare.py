@@ -56,7 +56,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 def _compare(arguments: argparse.Namespace, fields: list[str]) -> int:
     try:
-        from ..report.comparison_report import write_report
+        from ..report.comparison_report import check_output, write_report
     except ImportError as error:
         raise ValueError(f"{error}. A report needs matplotlib: `pip install 'opo_trl[figures]'`.") from error
 
@@ -65,6 +65,7 @@ def _compare(arguments: argparse.Namespace, fields: list[str]) -> int:
     _check(own)
     paths.check_name("output", arguments.output)
     paths.check_folder("output", arguments.output)
+    check_output(arguments.output)
     with under_way() if jobs else nullcontext():
         if jobs:
             inner_folder(arguments.output, "figures")  # hours before they are drawn

@@ -11,6 +11,7 @@ Both use the same engine. What the numbers mean, and why they differ: `docs/eval
 """
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -26,7 +27,14 @@ from ..checks.errors import report_error, under_way
 from ..checks.weights import check_adapter, check_finite, check_weights
 from ..data import INSTRUCTION, gym
 from ..data.arithmetic import base_model_path
-from ..report.evaluation import markdown, read_evaluation, steps_trained, write_evaluation
+from ..report.evaluation import (
+    EVALUATION,
+    EVALUATION_TABLE,
+    markdown,
+    read_evaluation,
+    steps_trained,
+    write_evaluation,
+)
 from ..report.run_folder import environment, is_run, read_settings
 from ..report.run_report import write_or_say_why
 from . import harness
@@ -195,7 +203,7 @@ def _ks(arguments: argparse.Namespace) -> list[int]:
 
 
 def _output(arguments: argparse.Namespace) -> Path:
-    """Folder for the results; it can be written, and what it holds of an earlier evaluation can be read."""
+    """Folder for the results; it can be written, and holds no evaluation of another model, which would be replaced."""
     output = arguments.output
     if output is None:
         output = Path(arguments.model)
@@ -206,7 +214,18 @@ def _output(arguments: argparse.Namespace) -> Path:
             )
     paths.check_name("output", output)
     paths.check_folder("output", output)
-    read_evaluation(output)
+    earlier = str(read_evaluation(output).get("model", ""))
+    here = arguments.output is None and Path(earlier).name in ("", "..", output.resolve().name)
+    if earlier and not here and os.path.realpath(earlier) != os.path.realpath(arguments.model):
+        raise ValueError(
+            f"{str(output / EVALUATION)!r} is the evaluation of {earlier!r}, and would be replaced by that of "
+            f"MODEL={arguments.model!r}. Set `--output` to another folder."
+        )
+    if not earlier and (output / EVALUATION_TABLE).exists():
+        raise ValueError(
+            f"{str(output / EVALUATION_TABLE)!r} is not of an earlier evaluation, and would be replaced. "
+            "Set `--output` to another folder."
+        )
     return output
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checks.files import write
+from ..checks.files import read_text, write
 from .curves import draw
 from .intervals import Difference, Interval
 from .measures import DECIMALS, SHARE, WINDOW, Comparison
@@ -29,6 +29,21 @@ def write_report(comparison: Comparison, output: Path, command: str) -> list[Pat
     for path in paths:
         write(path, render(f"comparison{path.suffix}.j2", content))
     return paths
+
+
+def check_output(output: Path) -> None:
+    """
+    Check that a report replaces at most an earlier one.
+
+    Raises:
+        `ValueError`: the folder has a report of something else, such as that of a run.
+    """
+    for name, heading in (("report.html", "<title>Comparison: "), ("report.md", "# Comparison: ")):
+        if (output / name).exists() and heading not in read_text(output / name):
+            raise ValueError(
+                f"{str(output / name)!r} is not the report of a comparison, and would be replaced. Set `--output` to "
+                "another folder."
+            )
 
 
 def describe(comparison: Comparison) -> dict[str, Any]:

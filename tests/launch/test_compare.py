@@ -429,6 +429,15 @@ def test_contradictory_arguments_are_rejected(runs, monkeypatch, capsys, argv, m
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize("name", ["report.html", "report.md"])
+def test_report_of_something_else_is_not_replaced(runs, tmp_path, capsys, name):
+    run = runs / "opo" / "seed-1"
+    (run / name).write_text("<title>My thesis</title>")
+    assert main([str(runs), "--output", str(run)]) == 2
+    assert f"{name}' is not the report of a comparison" in capsys.readouterr().err
+    assert (run / name).read_text() == "<title>My thesis</title>"
+
+
 def test_missing_matplotlib_is_reported_before_anything_runs(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     for name in ("comparison_report", "curves"):

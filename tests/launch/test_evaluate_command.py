@@ -21,7 +21,7 @@ from opo_trl.evaluate import evaluate
 from opo_trl.launch import evaluation, harness
 from opo_trl.launch.agreement import Asking, Reward, measure, problem_of, prompt_of
 from opo_trl.launch.evaluation import find_model, main
-from opo_trl.report.evaluation import EVALUATION, EVALUATION_TABLE, REASONS
+from opo_trl.report.evaluation import EVALUATION, EVALUATION_TABLE, REASONS, write_evaluation
 from opo_trl.report.run_report import write_report
 
 
@@ -381,6 +381,19 @@ def rejected(options, folder, gsm8k_data, capsys, monkeypatch) -> str:
 @pytest.mark.parametrize(("options", "message"), REJECTED.values(), ids=REJECTED)
 def test_bad_input_is_rejected(options, message, folder, gsm8k_data, capsys, monkeypatch):
     assert message in rejected(options, folder, gsm8k_data, capsys, monkeypatch)
+
+
+def test_evaluation_of_another_model_is_not_replaced(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    there = Path("there")
+    there.mkdir()
+    write_evaluation(there, {"model": "other", "tasks": {}})
+    (folder / "evaluation.md").write_text("my own notes")
+    for output, named in ((there, "is the evaluation of 'other'"), (folder, "is not of an earlier evaluation")):
+        before = {path: path.read_bytes() for path in output.iterdir()}
+        assert main(["model", "--tasks", "gsm8k", "--output", str(output)]) == 2
+        assert named in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in output.iterdir()} == before
 
 
 @needs_lm_eval
