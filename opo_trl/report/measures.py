@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..metrics.log import Points
+from ..metrics.log import Points, number
 from .intervals import Difference, Estimate, estimate, paired_difference
 from .runs import Run, completions_per_optimizer_step, has_budget_of_completions, optimizer_steps_per_rollout
 
@@ -132,7 +132,7 @@ def measure(run: Run, target: float) -> Values:
 
 def series(run: Run, key: str) -> Points:
     """Optimizer step and value of every log entry that has `key`, NaN included; TRL logs `None` for no number."""
-    return [(row["step"], row[key]) for row in run.log if row.get(key) is not None]
+    return [(row["step"], number(row, key)) for row in run.log if row.get(key) is not None]
 
 
 def reward(run: Run) -> Points:
@@ -213,7 +213,8 @@ def accuracies(run: Run) -> Values:
     for level, by_decoding in run.summary["after"].items():
         for decoding, result in by_decoding.items():
             values[f"{level}, {decoding}"] = result["accuracy"]
-            values |= {f"{level}, pass@{k}": value for k, value in result.get("pass_at", {}).items() if int(k) > 1}
+            passed = result.get("pass_at") or {}
+            values |= {f"{level}, pass@{k}": value for k, value in passed.items() if k != "1"}
     return values
 
 

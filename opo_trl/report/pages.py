@@ -48,8 +48,8 @@ def versions(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows = []
     for environment in environments:
         own = {key: environment.get(key) for key in ("git_commit", "python", "platform")}
-        devices = ", ".join(environment.get("devices", []))
-        rows.append({**own, "devices": devices, **environment.get("packages", {})})
+        devices = ", ".join(environment.get("devices") or [])
+        rows.append({**own, "devices": devices, **(environment.get("packages") or {})})
     names = list(dict.fromkeys(name for row in rows for name in row))
     values = {name: sorted({str(row.get(name)) for row in rows if row.get(name)}) for name in names}
     found = [(name.replace("git_commit", "commit"), "; ".join(values[name])) for name in names if values[name]]

@@ -272,7 +272,8 @@ def read_settings(folder: Path, *, linked: bool = False) -> dict[str, Any]:
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """The accuracies of a run; empty if there are none."""
-    return files.read_json(folder / SUMMARY, _SUMMARY_FORM)
+    summary = files.read_json(folder / SUMMARY, _SUMMARY_FORM)
+    return {name: value for name, value in summary.items() if value is not None}
 
 
 def read_environment(folder: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from .run_folder import (
     COMPLETIONS_FORM,
     PLAN,
     RECIPE,
+    SETTINGS,
     is_run,
     read_environment,
     read_log,
@@ -54,7 +55,9 @@ def write_report(folder: Path) -> Path:
         `ValueError`: the folder does not contain a run.
     """
     if not is_run(folder):
-        raise ValueError(f"{str(folder)!r} contains no {RECIPE}, so it is not a run. Pass the folder of a run.")
+        raise ValueError(
+            f"{str(folder)!r} contains no {RECIPE} with its {SETTINGS}, so it is not a run. Pass the folder of a run."
+        )
     path = folder / REPORT
     write(path, render("report.html.j2", describe(folder)))
     return path
@@ -133,7 +136,7 @@ def _accuracies(summary: dict[str, Any]) -> dict[str, Any]:
             rows.append([f"{level}, {decoding}", *(_interval(each) for each in (result, then))])
             if by_decoding[decoding].get("pass_at"):
                 k = max(by_decoding[decoding]["pass_at"], key=lambda k: (len(k), k))
-                known = (each.get("pass_at", {}).get(k) if each else None for each in (result, then))
+                known = ((each.get("pass_at") or {}).get(k) if each else None for each in (result, then))
                 passed = ("–" if each is None else f"{each:.1%}" for each in known)
                 rows.append([f"{level}, {decoding}, pass@{k}", *passed])
     return {"head": ["accuracy [95 % interval]", "before", "after"], "rows": rows}

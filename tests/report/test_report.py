@@ -371,7 +371,7 @@ def test_run_that_has_logged_nothing_has_a_report(tmp_path):
 
 def test_folder_without_a_run_is_rejected(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
-    assert "contains no recipe.yaml, so it is not a run" in capsys.readouterr().err
+    assert "contains no recipe.yaml with its settings.json, so it is not a run" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 
