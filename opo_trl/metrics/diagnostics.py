@@ -79,7 +79,7 @@ _LEARNING = (
         "last",
         "held {last:.0%} of completions at the end",
         high=Bound(
-            0.9,
+            0.75,
             "held {last:.0%} of completions at the end, which carry no learning signal",
             "If rewards are high, the problems are solved: use harder ones (`levels`). If they are low, use "
             "easier ones, or more completions per prompt (`num_generations`). `max_sampling_rounds` replaces "
@@ -178,7 +178,7 @@ def _reuse(settings: Mapping[str, Any]) -> list[Diagnostic]:
             "Effective sample size of the ratios to the behaviour policy",
             ("opo/ratio/ess",),
             "low",
-            "was above {low:.0%} of the completions in nine of ten optimizer steps",
+            "was at least {low:.0%} of the completions in nine of ten optimizer steps",
             low=Bound(
                 # Replay bounds the weights of old completions, and healthy runs have 0.2 to 0.5.
                 0.1 if settings.get("max_staleness") else 0.5,

@@ -120,10 +120,15 @@ def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, 
 
 
 def _conclusion(verdicts: Sequence[Verdict]) -> str:
-    healthy, poor = (sum(verdict.healthy is wanted for verdict in verdicts) for wanted in (True, False))
     if not verdicts:
         return "Nothing has been logged yet."
-    return f"{healthy} of {healthy + poor} diagnostics are healthy."
+    poor = [f"`{verdict.metric}`" for verdict in verdicts if verdict.healthy is False]
+    count = sum(verdict.healthy is not None for verdict in verdicts)
+    return (
+        f"Look at {len(poor)} of {count} diagnostics: {', '.join(poor)}."
+        if poor
+        else f"All {count} diagnostics are healthy."
+    )
 
 
 def _accuracies(summary: dict[str, Any]) -> dict[str, Any]:

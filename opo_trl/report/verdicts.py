@@ -75,10 +75,10 @@ def _ratio(value: float, other: float) -> float:
 def trend(values: Sequence[float]) -> tuple[float, float]:
     """Change along the least-squares line from the first value to the last, and half of its 95 % t interval."""
     n = len(values)
+    if n > 1 and np.ptp(values) == 0:
+        return 0.0, 0.0  # rounding would leave a slope
     if n < _FEWEST_OF_A_TREND:
         return math.nan, math.nan
-    if np.ptp(values) == 0:
-        return 0.0, 0.0  # rounding would leave a slope
     line = stats.linregress(np.linspace(-0.5, 0.5, n), values)
     return float(line.slope), t_quantile(n - 2) * float(line.stderr)
 
@@ -109,8 +109,8 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Entry]) -> Verdict | None:
     beyond = diagnostic.low if diagnostic.low and value < diagnostic.low.limit else None
     beyond = diagnostic.high if diagnostic.high and value > diagnostic.high.limit else beyond
     said = (beyond or diagnostic).says.format_map(vars(facts))
-    sentence = f"{diagnostic.name} {said}{'' if beyond else ': healthy'}."
-    return Verdict(metric, sentence, not beyond, beyond.remedy if beyond else "", points)
+    remedy = beyond.remedy if beyond else ""
+    return Verdict(metric, f"{diagnostic.name} {said}.", not beyond, remedy, points)
 
 
 def _validation(log: Sequence[Entry]) -> Verdict | None:
@@ -124,7 +124,7 @@ def _validation(log: Sequence[Entry]) -> Verdict | None:
     change = f"from {before:.1%} [{low:.1%}, {high:.1%}] to {after:.1%} [{last_low:.1%}, {last_high:.1%}]"
     points = finite(rows, "validation/accuracy")
     if last_low > high:
-        return Verdict("validation/accuracy", f"Validation accuracy rose {change}: healthy.", True, "", points)
+        return Verdict("validation/accuracy", f"Validation accuracy rose {change}.", True, "", points)
     if last_high >= low:
         said = f"Validation accuracy went {change}: the intervals overlap, so there is no verdict."
         return Verdict("validation/accuracy", said, None, "", points)

@@ -81,27 +81,28 @@ def said(log: list[dict], **settings) -> dict[str, str]:
 
 
 def test_healthy_run_is_called_healthy_in_every_respect():
+    assert {verdict.healthy for verdict in judge(scripted(), SETTINGS)} == {True, None}
     assert said(scripted()) == {
-        "reward": "Reward rose from 0.426 to 0.887 (linear trend +0.5 ± 0.037): healthy.",
-        "opo/frac_zero_drive": "Zero-variance groups held 40% of completions at the end: healthy.",
-        "completions/clipped_ratio": "Truncated completions were 1% at the end: healthy.",
-        "entropy": "Entropy per token went from 0.049 to 0.021 nats: healthy.",
-        "grad_norm": "Gradient norm went from 3.04 to 3.96: healthy.",
-        "grad_norm off-policy": "Gradient norm of off-policy steps was 1 times that of on-policy steps: healthy.",
-        "opo/escort/ess": "Escort effective sample size stayed at 4.8 of 6: healthy.",
-        "opo/chi2": "χ² to the behaviour policy in off-policy steps was 0.05, with a bound of 0.7: healthy.",
+        "reward": "Reward rose from 0.426 to 0.887 (linear trend +0.5 ± 0.037).",
+        "opo/frac_zero_drive": "Zero-variance groups held 40% of completions at the end.",
+        "completions/clipped_ratio": "Truncated completions were 1% at the end.",
+        "entropy": "Entropy per token went from 0.049 to 0.021 nats.",
+        "grad_norm": "Gradient norm went from 3.04 to 3.96.",
+        "grad_norm off-policy": "Gradient norm of off-policy steps was 1 times that of on-policy steps.",
+        "opo/escort/ess": "Escort effective sample size stayed at 4.8 of 6.",
+        "opo/chi2": "χ² to the behaviour policy in off-policy steps was 0.05, with a bound of 0.7.",
         "opo/conservation_residual": "Probability kept by the completions trained on changed by -4% in off-policy "
-        "steps: healthy.",
-        "opo/ratio/ess": "Effective sample size of the ratios to the behaviour policy was above 90% of the "
-        "completions in nine of ten optimizer steps: healthy.",
+        "steps.",
+        "opo/ratio/ess": "Effective sample size of the ratios to the behaviour policy was at least 90% of the "
+        "completions in nine of ten optimizer steps.",
         "opo/target_fit": "Target fit was 0.2 in off-policy steps: that share of the change that the target asks for "
-        "has happened: healthy.",
-        "opo/frac_clamped": "Completions at the clamp of the log-ratio were 0% at most: healthy.",
-        "opo/frac_masked": "Masked completions were 0%: healthy.",
-        "opo/skipped_steps": "Optimizer steps skipped for a non-finite gradient were 0: healthy.",
-        "reward/timeouts": "Completions whose scoring timed out were 0 (0.0%): healthy.",
-        "reward/errors": "Completions whose scoring failed were 0 (0.0%): healthy.",
-        "validation/accuracy": "Validation accuracy rose from 20.0% [10.0%, 30.0%] to 80.0% [70.0%, 90.0%]: healthy.",
+        "has happened.",
+        "opo/frac_clamped": "Completions at the clamp of the log-ratio were 0% at most.",
+        "opo/frac_masked": "Masked completions were 0%.",
+        "opo/skipped_steps": "Optimizer steps skipped for a non-finite gradient were 0.",
+        "reward/timeouts": "Completions whose scoring timed out were 0 (0.0%).",
+        "reward/errors": "Completions whose scoring failed were 0 (0.0%).",
+        "validation/accuracy": "Validation accuracy rose from 20.0% [10.0%, 30.0%] to 80.0% [70.0%, 90.0%].",
         "opo/time/generate": "Slowest phase: generate, 65% of 1.15 s per optimizer step. `use_vllm` speeds up "
         "generation.",
     }
@@ -164,8 +165,15 @@ def test_broken_metric_is_reported_with_a_remedy_and_the_rest_is_healthy(case):
     assert len(poor) == 1
     assert re.search(sentence, poor[0].sentence)
     assert case.startswith(poor[0].metric)
-    assert not poor[0].sentence.endswith("healthy.")
     assert poor[0].remedy
+
+
+@pytest.mark.parametrize("entries", [3, 40])
+def test_run_without_reward_or_signal_is_not_called_healthy(entries):
+    log = [{**row, "reward": 0.0} for row in scripted(opo__frac_zero_drive=at_end(0.84, 0.84), validated=None)]
+    poor = {verdict.metric: verdict.sentence for verdict in judge(log[:entries], SETTINGS) if verdict.healthy is False}
+    assert poor["reward"].startswith("Reward went from 0 to 0")
+    assert poor["opo/frac_zero_drive"].startswith("Zero-variance groups held 84% of completions")
 
 
 def test_chi2_radius_bounds_the_divergence_if_it_is_set():
@@ -176,9 +184,7 @@ def test_chi2_radius_bounds_the_divergence_if_it_is_set():
 
 def test_groups_of_two_completions_have_a_smaller_bound():
     log = scripted(opo__escort__ess=at_end(1.8, 1.8))
-    assert (
-        said(log, num_generations=2)["opo/escort/ess"] == "Escort effective sample size stayed at 1.8 of 2: healthy."
-    )
+    assert said(log, num_generations=2)["opo/escort/ess"] == "Escort effective sample size stayed at 1.8 of 2."
     assert "nearly all the weight" in said(log)["opo/escort/ess"]
 
 
@@ -187,7 +193,7 @@ def test_runs_with_trls_losses_are_judged_by_the_metrics_they_log():
     own = {name.replace("/", "__"): None for name in of_opo}
     log = scripted(**own, frac_reward_zero_std=at_end(0.2, 0.95))
     sentences = said(log, trainer="grpo")
-    assert sentences["opo/ratio/ess"].endswith("in nine of ten optimizer steps: healthy.")
+    assert sentences["opo/ratio/ess"].endswith("in nine of ten optimizer steps.")
     assert sentences["frac_reward_zero_std"].endswith(
         "held 95% of completions at the end, which carry no learning signal."
     )
@@ -318,11 +324,11 @@ def test_report_has_every_part(page):
         "Run: a <b>run",
         "OPO, model arithmetic",
         "Finished: 40 optimizer steps in 61 seconds.",
-        "16 of 17 diagnostics are healthy.",
+        "Look at 1 of 17 diagnostics: entropy.",
         "8 prompts × 6 completions = 48",
         "50.0% [40.0%, 60.0%]",
         "87.5%",
-        "Escort effective sample size stayed at 4.8 of 6: healthy.",
+        "Escort effective sample size stayed at 4.8 of 6.",
         "Slowest phase: generate, 65%",
         "Watch “warn if entropy < 0.002” fired in step 23, at 0.001. If validation rises, this is learning.",
         "Entropy per token fell from 0.05 to 0.001 nats",
