@@ -44,7 +44,7 @@ class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
     def __init__(self, *inputs, **named):
         super().__init__(*inputs, **named)
         self._collated: deque[set[int]] = deque()  # groups of each micro-batch that waits; where batches are collated
-        self._batches: list[Any] = []  # micro-batches of the current optimizer step
+        self._batches_of_step: list[Any] = []
         self._groups_of_step: set[int] = set()
         self._passes_left = 0  # over them
         self._has_begun = False
@@ -106,15 +106,12 @@ class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if not self._passes_left:
-            self._batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+            self._batches_of_step, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
             self._passes_left = self.args.num_iterations
             if self._collated:
-                self._groups_of_step = set().union(*(self._collated.popleft() for _ in self._batches))
+                self._groups_of_step = set().union(*(self._collated.popleft() for _ in self._batches_of_step))
         self._passes_left -= 1
-        return self._batches, None
-
-    def _batches_of_step(self) -> list[Any]:
-        return self._batches
+        return self._batches_of_step, None
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)

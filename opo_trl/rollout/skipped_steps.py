@@ -19,6 +19,7 @@ class SkippingTrainer(Trainer):
 
     args: Any  # with `max_skipped_steps`
     _metrics: Any  # TRL's
+    _batches_of_step: list[Any]  # this process's micro-batches of the current optimizer step
 
     _skipped_steps = 0
     _skipped_in_a_row = 0
@@ -47,12 +48,8 @@ class SkippingTrainer(Trainer):
     def _keep_samples_of_step(self) -> Path:
         path = Path(self.args.output_dir) / f"skipped_step_{self.accelerator.process_index}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"step": self.state.global_step + 1, "micro_batches": self._batches_of_step()}, path)
+        torch.save({"step": self.state.global_step + 1, "micro_batches": self._batches_of_step}, path)
         return path
-
-    def _batches_of_step(self) -> list[Any]:
-        """This process's micro-batches of the current optimizer step."""
-        raise NotImplementedError
 
     def _step_schedule(self) -> None:
         """

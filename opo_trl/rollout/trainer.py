@@ -125,6 +125,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         # none. Without the table they are not needed.
         self.log_multimodal = self.log_multimodal and self.log_completions
         self._window_start: int | None = None  # micro-step with which the accumulation window began
+        self._batches_of_step: list[Any] = []  # micro-batches of that window so far, of any number of rollouts
         self._replay = ReplayBuffer(
             max_staleness=args.max_staleness,
             num_generations=self.num_generations,
@@ -215,6 +216,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         # Called once per accumulation window. An epoch ends with a short one, so `_step` cannot tell windows apart.
         self._window_start = None  # a resumed run restores `_step` only after its first window is drawn
+        self._batches_of_step = []
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _until_update(self) -> int:
@@ -258,13 +260,9 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         if args.num_iterations > 1:
             self._metrics["train"]["opo/pass"].append(passed + 1)
         buffered: Any = self._buffered_inputs
-        return buffered[position]
-
-    def _batches_of_step(self) -> list[Any]:
-        end = (self._step - 1) % self.args.steps_per_generation + 1
-        buffered: Any = self._buffered_inputs
-        batches = buffered[max(end - self.current_gradient_accumulation_steps, 0) : end]
-        return [part for batch in batches for part in (batch if isinstance(batch, list) else [batch])]
+        batch = buffered[position]
+        self._batches_of_step += batch if isinstance(batch, list) else [batch]
+        return batch
 
     def _rows_of_pass(self, index: int, passed: int) -> dict[str, Any]:
         """This process's samples in a pass over the rollout of this index, after `passed` passes over it."""

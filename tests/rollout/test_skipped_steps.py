@@ -86,6 +86,27 @@ def test_only_the_micro_batches_of_the_skipped_step_are_kept(tiny_model, tmp_pat
     assert len(rows) == 8
 
 
+@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+@pytest.mark.parametrize(
+    ("options", "rollouts"),
+    [
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 4}, [0, 0, 1, 1]),
+        ({"steps_per_generation": 1, "gradient_accumulation_steps": 4}, [0, 1, 2, 3]),
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 3, "num_iterations": 2}, [0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_micro_batches_of_all_rollouts_of_the_skipped_step_are_kept(
+    tiny_model, tmp_path, trainer_class, options, rollouts
+):
+    """The first rollout has the sample that made it skip; a later one, or a later pass, ends the step."""
+    trained(tiny_model, tmp_path, trainer_class=trainer_class, inject=poison(0), max_steps=1, **options)
+    kept = torch.load(tmp_path / "skipped_step_0.pt", weights_only=True)
+    assert [int(part["rollout"][0]) for part in kept["micro_batches"]] == rollouts
+    name = "opo_target" if trainer_class is RecordingOPO else "advantages"
+    assert any(part[name].isnan().any() for part in kept["micro_batches"])
+
+
 def test_too_many_in_a_row_end_the_run_with_a_checkpoint_to_resume(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path, inject=poison(1, 3, 4), max_steps=8, max_skipped_steps=2)
     with pytest.raises(RuntimeError, match=r"max_skipped_steps=2 is reached.*The checkpoint of step 5 "):
