@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 
-import torch
 from trl import GRPOConfig
 
-from .checks import paths, ranges
+from .checks import devices, paths, ranges
 from .checks.addresses import check_host, check_url
 from .checks.arguments import dry_run_arguments
 from .checks.blame import blamed, given
@@ -115,6 +114,8 @@ class RolloutConfig(Masked, GRPOConfig):
         self._check_launch()
         self._check_batches()
         self._check_in_parents()
+        devices.check_own(self.device)
+        devices.use_one(self)
         rounds = self.max_sampling_rounds
         for text in self.watches:
             require(math.isfinite(Watch(text).bound), "watches", text, "a watch with a finite bound")
@@ -198,13 +199,7 @@ class RolloutConfig(Masked, GRPOConfig):
             value = getattr(self, name)
             if name in ("deepspeed", "fsdp_config", "accelerator_config") or str(value).startswith("{"):
                 paths.check_json(name, value)
-        processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.accelerator.device_count()
-        on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU") == "true"
-        if 0 < devices < processes and not on_cpu:
-            raise ValueError(
-                f"num_processes={processes} on this machine is more than its {devices} devices. Launch at most one "
-                "process per device, or set `use_cpu` to true."
-            )
+        devices.check_number(on_cpu=self.use_cpu or os.environ.get("ACCELERATE_USE_CPU") == "true")
 
     def _check_batches(self):
         group, processes = self.num_generations, int(os.environ.get("WORLD_SIZE", 1))

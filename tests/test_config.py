@@ -14,7 +14,6 @@ import pydoc
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
@@ -390,17 +389,3 @@ def test_every_field_is_documented():
         if field.name in OWN_FIELDS:
             assert f"{field.name} (`" in text
             assert field.metadata["help"]
-
-
-@pytest.mark.parametrize(("devices", "use_cpu"), [(0, False), (8, False), (2, True)])
-def test_any_number_of_processes_is_allowed_without_devices_or_on_the_cpu(monkeypatch, devices, use_cpu):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
-    assert OPOConfig("…", use_cpu=use_cpu, bf16=False).use_cpu is use_cpu
-
-
-def test_more_processes_than_devices_are_rejected(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    with pytest.raises(ValueError, match=r"num_processes=8 on this machine is more than its 4 devices.*`use_cpu`"):
-        OPOConfig("…", bf16=False)

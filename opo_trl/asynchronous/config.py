@@ -77,6 +77,7 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
             if name in ObjectiveConfig.__dataclass_fields__:
                 require(getattr(self, name) in words, name, getattr(self, name), f"one of {', '.join(words)}")
         super().__post_init__()
+        self._n_gpu = min(self.n_gpu, 1)  # a process that sees several trains on the first
         self.check_objective()
         self._reject_shares_of_unknown_steps()
         if self.token_budget and self.token_budget <= self.max_completion_length:

@@ -28,6 +28,7 @@ def training_plan(trainer: Any) -> str:
         "policy": lambda trainer: trainer.args.describe_policy(),
         "objective": lambda trainer: trainer.args.describe_objective(),
         "memory": _memory,
+        **({"devices": _devices} if _leaves_devices_idle(trainer.args) else {}),
     }
     lines = {name: _described(trainer, name, describe) for name, describe in subjects.items()}
     return "\n".join([f"{trainer._name} training plan", *(f"  {name:<10} {text}" for name, text in lines.items())])
@@ -39,6 +40,15 @@ def _described(trainer: Any, name: str, describe: Callable[[Any], str]) -> str:
     except Exception as error:  # nothing in a model's configuration can be relied on, and this is only printed
         logger.warning(f"The plan has no line for {name}: {type(error).__name__}: {error}")
         return "unknown"
+
+
+def _leaves_devices_idle(args: Any) -> bool:
+    return args.device.type == "cuda" and args.world_size == 1 and torch.cuda.device_count() > 1
+
+
+def _devices(trainer: Any) -> str:
+    seen = torch.cuda.device_count()
+    return f"{trainer.args.device}, one of {seen} GPUs here; start with `--num_processes {seen}` to train on all"
 
 
 def _rollout(trainer: Any) -> str:

@@ -31,6 +31,7 @@ from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import get_config_model_id
 
 from .. import trl_contract
+from ..checks.devices import check_whole
 from ..checks.weights import check_finite, check_models
 from ..config import RolloutConfig
 from ..evaluate import check_placed, temporarily
@@ -148,6 +149,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
     def _checked_args(self, model, args: RolloutConfig | None, *, quantized: bool) -> RolloutConfig:
         wanted = self.config_class
+        check_whole(model)
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
             args = wanted(f"{model_id.split('/')[-1]}-{self._name}")

@@ -1,0 +1,78 @@
+"""Which device a process trains on: one of its own."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .text import quoted
+
+
+def check_number(*, on_cpu: bool) -> None:
+    """
+    Check that a machine has a device for each of its processes, before anything initializes a device.
+
+    A process that sees a single device may have got it from its launcher, as each of the others has got another:
+    [`check_own`] tells later.
+    """
+    processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.accelerator.device_count()
+    if 1 < devices < processes and not on_cpu:
+        raise _too_many(processes, f"{devices} devices")
+
+
+def check_own(device: torch.device) -> None:
+    """Check that the processes of this machine do not share the one device that each of them sees."""
+    processes, rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    if device.type != "cuda" or processes == 1 or torch.cuda.device_count() > 1 or not dist.is_initialized():
+        return
+    local = range(dist.get_rank() - rank, dist.get_rank() - rank + processes)
+    if local.stop > dist.get_world_size():
+        return
+    # Over Gloo, because NCCL fails where processes share a device; among the processes of this machine only, because
+    # another one may be launched otherwise.
+    limit = timedelta(minutes=2)
+    group = dist.new_group(local, timeout=limit, backend="gloo", use_local_synchronization=True)
+    found: list[Any] = [None] * processes
+    dist.all_gather_object(found, str(getattr(torch.cuda.get_device_properties(0), "uuid", rank)), group=group)
+    dist.destroy_process_group(group)
+    if len(set(found)) < processes:
+        raise _too_many(processes, "devices: several see the same one")
+
+
+def _too_many(processes: int, devices: str) -> ValueError:
+    return ValueError(
+        f"num_processes={processes} on this machine is more than its {devices}. Launch at most one process per "
+        "device, or set `use_cpu` to true."
+    )
+
+
+def use_one(args: Any) -> None:
+    """
+    Have a process that sees several devices train on the first, where TRL would split the model over all of them.
+
+    Raises:
+        `ValueError`: `model_init_kwargs` asks for a split model, which fails in TRL's losses.
+    """
+    if args.n_gpu < 2:
+        return
+    options = {"device_map": {"": 0}, **(args.model_init_kwargs or {})}
+    wanted = options["device_map"]
+    if isinstance(wanted, str) and wanted in ("auto", "balanced", "balanced_low_0", "sequential"):
+        raise ValueError(
+            f"model_init_kwargs={quoted(options)} would split the model over the {args.n_gpu} devices that this "
+            "process sees, and a loss cannot be computed on several. Remove `device_map`: the model is then trained "
+            f"on one device, and with `--num_processes {args.n_gpu}` a copy of it on each."
+        )
+    args.model_init_kwargs, args._n_gpu = options, 1
+
+
+def check_whole(model: Any) -> None:
+    """Check that a loaded model is not split over devices."""
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()} - {"cpu", "disk"}
+    if len(devices) > 1:
+        raise ValueError(
+            f"The model is split over the devices {', '.join(sorted(devices))}, and a loss cannot be computed on "
+            "several. Load it without `device_map`."
+        )
