@@ -105,7 +105,7 @@ class OPOScriptArguments(ScriptArguments):
         report_samples (`int`, *optional*, defaults to `1`):
             Completions to sample per reported problem; with 2 or more, pass@k is reported as well.
         overwrite (`bool`, *optional*, defaults to `False`):
-            Whether to delete an earlier run in `output_dir`.
+            Whether to delete an earlier run in `output_dir`. Only what a run writes is deleted.
         accelerate_config (`str`, *optional*):
             Accelerate configuration that `opo-trl train` launches with: a file, relative to the current folder or to
             the recipe's, or the name of one of TRL's (`single_gpu`, `multi_gpu`, `zero2`, …).
@@ -235,8 +235,8 @@ def check_together(
     if args.push_to_hub and (constants.HF_HUB_OFFLINE or not (args.hub_token or get_token())):
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "there is no token"
         raise ValueError(
-            f"push_to_hub=True is impossible: {why}. Set `hub_token`, or log in with `hf auth login`, or remove "
-            "`push_to_hub`."
+            f"push_to_hub=True is impossible: {why}. Log in with `hf auth login`, set the variable HF_TOKEN, or "
+            "remove `push_to_hub`."
         )
     for name in ("load_in_4bit", "load_in_8bit"):
         if args.use_vllm and getattr(model_config, name):

@@ -102,8 +102,8 @@ def check_apart(folder: Path, inputs: Iterable[tuple[str, str | Path]]) -> None:
         `ValueError`: names both fields.
     """
     for field, path in inputs:
-        place = Path(path).expanduser()
-        if not str(path) or not place.exists():
+        place = Path(os.path.expanduser(path))
+        if not str(path) or not os.path.exists(place):
             continue
         linked = [entry for entry in place.iterdir() if entry.is_symlink()] if place.is_dir() else []
         if any(each.resolve().is_relative_to(folder.resolve()) for each in (place, *linked)):

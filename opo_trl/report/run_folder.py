@@ -11,7 +11,7 @@ The folder of a run: its recipe, environment, log and results.
     summary.json         accuracies before and after, with intervals
     evaluation.json      what `opo-trl evaluate` measured, with both verdicts on each problem; evaluation.md: its table
     figures/             drawn from log.jsonl and summary.json
-    _lock                locked while a run writes here; contains its process and machine
+    _lock                locked while a run writes here; names the process and machine of each that has
     report.html          the report: plan, accuracies, curves, diagnostics, completions
     checkpoint-*/, model.safetensors, …   as Transformers saves them
 """
