@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from .. import objective, trl_contract
 from ..checks.weights import check_finite, check_models
 from ..metrics.step import SampleReport, metrics_of_samples
 from ..rollout.frozen_base import FrozenBase
+from ..rollout.prompts import check_datasets
 from ..rollout.trainer import SEQUENCE_CLAMP
 from ..rollout.vllm_server import without_password
 from ..trainer import MAX_WEIGHT, OPOTrainer
@@ -78,6 +80,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         args = AsyncOPOConfig(f"{model.split('/')[-1]}-AsyncOPO") if args is None else args
         if not isinstance(args, AsyncOPOConfig):
             raise TypeError(f"args is of type {type(args).__name__}. Pass an `AsyncOPOConfig`.")
+        check_datasets(AsyncGRPOTrainer, model, reward_funcs, args, *further, **named)
         options: Any = args.model_init_kwargs or {}  # a dict, once parsed
         server = named.get("rollout_worker") is None
         own_attention = attention.check_requirements(args, options, server=server)

@@ -29,6 +29,7 @@ from ..checks.blame import LIBRARY_ERRORS
 from ..checks.files import COUNT, TEXT, read_json
 from ..config import RolloutConfig
 from ..data import tokenize_prompts
+from ..data.prompts import check_columns as check_reserved
 from ..report.run_folder import RECIPE, is_claimed
 from ..rewards.scoring import IsolatedReward
 from ..rollout import vllm_server
@@ -378,6 +379,7 @@ def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[st
 
     `of_trainer` are the further arguments that the trainer passes, except to an [`IsolatedReward`].
     """
+    check_reserved(data, "the dataset", rename="`columns: {{{new}: {old}}}`")
     for reward in rewards:
         isolated = isinstance(reward, IsolatedReward)
         function = reward.reward if isolated else reward
@@ -397,6 +399,12 @@ def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[st
         try:
             signature.bind(**dict.fromkeys([*given, *columns]))
         except TypeError as error:
+            if "'solution'" in str(error) and "solution" not in columns:
+                raise ValueError(
+                    f"{named} needs answers, and the dataset has no column with them, only {data.column_names}. Add a "
+                    "column `answer`, or map yours: `columns: {solution: …}`; or set `reward_funcs` to one that needs "
+                    "none."
+                ) from error
             raise ValueError(
                 f"{named} cannot be called: {error}. It is called by keyword, with {', '.join(given)} and the columns "
                 f"{columns}. Rename a column of the dataset, or set `reward_funcs` to a function such as "

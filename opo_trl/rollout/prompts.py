@@ -7,15 +7,18 @@ offers, so it draws from a [`PromptStream`].
 """
 
 import heapq
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
+from datasets import Dataset, IterableDataset
 from trl.trainer.utils import RepeatSampler
 
 from ..config import RolloutConfig
+from ..data.prompts import check_columns
 
 
 # Indices of an epoch's prompts, the same number in every epoch, by the epoch's number.
@@ -36,6 +39,27 @@ def check_enough_prompts(available: int, args: RolloutConfig) -> None:
             f"{needed} prompts for one rollout, but the dataset has {available}. Provide at least {needed}, or lower "
             "`per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps`."
         )
+
+
+def check_datasets(trainer_class: type, *positional: Any, **named: Any) -> None:
+    """
+    Check the columns of the datasets that a trainer is made with; the arguments are those of TRL's class.
+
+    Raises:
+        `ValueError`: names the dataset, the column and what to do.
+    """
+    given = inspect.signature(trainer_class).bind_partial(*positional, **named).arguments
+    held_out, factory = given.get("eval_dataset"), given.get("environment_factory")
+    parts = {f"eval_dataset[{name!r}]": part for name, part in held_out.items()} if isinstance(held_out, dict) else {}
+    parts |= {"train_dataset": given.get("train_dataset"), "eval_dataset": held_out}
+    for name, data in parts.items():
+        if isinstance(data, Dataset | IterableDataset):
+            check_columns(data, name, needs_prompt=factory is None)
+            if isinstance(factory, dict) and "environment" not in (data.column_names or ["environment"]):
+                raise ValueError(
+                    f"{name} has no column 'environment', only {data.column_names}. Add one that names an environment "
+                    f"of environment_factory for each row: {', '.join(map(str, factory))}."
+                )
 
 
 class EpochSampler(RepeatSampler):

@@ -25,6 +25,7 @@ import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch import Tensor
+from transformers import ProcessorMixin
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
@@ -44,7 +45,7 @@ from ..rewards.checked import checked_environments, reward_list
 from . import checkpoint
 from .dynamic_sampling import DynamicSampling
 from .frozen_base import FrozenBase
-from .prompts import check_enough_prompts
+from .prompts import check_datasets, check_enough_prompts
 from .replay import ReplayBuffer
 from .resumable import ResumableTrainer
 from .rows import completion_tokens, micro_batches, rows_of_steps
@@ -114,6 +115,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
     def __init__(self, model, reward_funcs=None, args: RolloutConfig | None = None, *further, **named):
         trl_contract.check_replaced()
         args = self._checked_args(model, args, quantized=named.get("quantization_config") is not None)
+        check_datasets(GRPOTrainer, model, reward_funcs, args, *further, **named)
         rewards = reward_list(reward_funcs)
         check_models(model, rewards or (), args, named.get("peft_config"))
         factories = named.get("environment_factory")
@@ -168,10 +170,17 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
     def _check_dataset(self) -> None:
         if isinstance(self.train_dataset, Dataset):
             check_enough_prompts(len(self.train_dataset), self.args)
-            if self.args.max_staleness and {"image", "images"} & {*self.train_dataset.column_names}:
+            images = [name for name in ("image", "images") if name in self.train_dataset.column_names]
+            if self.args.max_staleness and images:
                 raise ValueError(
                     f"max_staleness={self.args.max_staleness} cannot replay samples with images, which the dataset "
                     "has. Set `max_staleness` to 0."
+                )
+            reads_images = isinstance(self.processing_class, ProcessorMixin)
+            if images and not reads_images and self.train_dataset[0][images[0]]:
+                raise ValueError(
+                    f"train_dataset has a column {images[0]!r}, but the model reads text only. Rename or remove the "
+                    "column, or train a model that reads images."
                 )
         elif self.args.max_sampling_rounds > 1:
             raise ValueError(

@@ -15,6 +15,8 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from opo_trl.data.prompts import RESERVED
+
 
 RECIPE = {
     "output_dir": "run",
@@ -491,6 +493,27 @@ DATA = [
         ["instruction='Be brief.' has no effect", "Remove `instruction`"],
         {"instruction": "Be brief.", "levels": None},
         change=write_rows([{"prompt": "1 + 1"}] * 8),
+    ),
+    *(
+        Case(
+            f"column {name!r}",
+            [f"the dataset has a column {name!r}", f"Rename it: `columns: {{my_{name}: {name}}}`"],
+            DATASET,
+            change=write_rows([{"prompt": "1 + 1", name: "x"}] * 8),
+        )
+        for name in RESERVED
+    ),
+    Case(
+        "test fraction next to a test split",
+        ["dataset_test_split='train' has no effect with test_fraction=0.5", "Remove one of them"],
+        {"dataset_test_split": "train", "test_fraction": 0.5},
+    ),
+    Case("test fraction of 1", ["test_fraction=1.0", "such as 0.2"], {"test_fraction": 1.0}),
+    Case(
+        "table with a value too many",
+        ["train.csv", "line 3", "3 values for 2 columns", "into quotes"],
+        {"levels": None},
+        change=both(remove("data/train.jsonl"), write("data/train.csv", "problem,answer\n1+1,2\n1+1,2,000\n")),
     ),
     Case(
         "levels of ready-made prompts",

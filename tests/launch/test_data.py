@@ -10,6 +10,8 @@ from tiny import make_tokenizer
 from opo_trl.arguments import check_together
 from opo_trl.launch import recipe
 from opo_trl.launch.data import Data, load_data
+from opo_trl.launch.preflight import check_columns
+from opo_trl.rewards import accuracy_reward
 
 
 # Each problem twice, with different white space.
@@ -106,3 +108,9 @@ def test_two_test_splits_are_one_too_many(tmp_path):
     parsed = recipe.parse(["--config", str(tmp_path / "recipe.yaml")])
     with pytest.raises(ValueError, match=r"dataset_test_split='validation' has no effect with test_fraction=0\.2"):
         check_together(*parsed)
+
+
+def test_a_reward_that_compares_needs_answers(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]}] * 8
+    with pytest.raises(ValueError, match=r"'accuracy_reward' needs answers.*no column with them, only \['prompt'\]"):
+        check_columns([accuracy_reward], load(tmp_path, {}, rows).training)

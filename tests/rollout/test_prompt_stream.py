@@ -1,11 +1,14 @@
-"""The order of prompts: TRL's for the data loader, and a stream for dynamic sampling."""
+"""The order of prompts: TRL's for the data loader, and a stream for dynamic sampling; and their columns."""
 
 import random
 
 import pytest
+from datasets import Dataset, IterableDataset
 from trl.trainer.utils import RepeatSampler
 
-from opo_trl.rollout.prompts import EpochSampler, PromptStream, permutations
+from opo_trl import AsyncOPOConfig, AsyncOPOTrainer, OPOConfig, OPOTrainer, RolloutTrainer
+from opo_trl.data.prompts import RESERVED
+from opo_trl.rollout.prompts import EpochSampler, PromptStream, check_datasets, permutations
 
 
 def test_prompts_have_the_order_of_trl():
@@ -40,3 +43,54 @@ def test_order_of_the_stream_depends_on_the_seed_and_the_epoch():
     orders = [PromptStream(permutations(50, seed=seed)).prompts(list(range(100))) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     assert orders[0][:50] != orders[0][50:]
+
+
+# The columns of a trainer's datasets
+
+GOOD = Dataset.from_dict({"prompt": ["1"] * 8})
+TURN = [{"role": "user", "content": "1"}]
+
+
+def bad(**columns) -> Dataset:
+    return Dataset.from_dict({name: [value] * 8 for name, value in columns.items()})
+
+
+@pytest.mark.parametrize("trainer_class", [OPOTrainer, RolloutTrainer, AsyncOPOTrainer])
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (
+            bad(question="1", answer="2"),
+            r"no column 'prompt', only \['question', 'answer'\].*'question', 'prompt'",
+        ),
+        (bad(text="1"), r"no column 'prompt', only \['text'\]"),
+        (bad(question="1").to_iterable_dataset(), r"no column 'prompt', only \['question'\]"),
+        *((bad(prompt="1", **{name: "x"}), rf"a column '{name}'.*my_{name}") for name in RESERVED),
+        *((bad(prompt=value), r"column 'prompt' holds") for value in (3, None, {"role": "user"}, [], [1, 2], ["1"])),
+        (bad(prompt=3).to_iterable_dataset(), r"column 'prompt' is of type int64"),
+    ],
+)
+def test_columns_are_checked_before_a_model_is_loaded(tmp_path, trainer_class, data, said):
+    config_class = AsyncOPOConfig if trainer_class is AsyncOPOTrainer else trainer_class.config_class
+    args = config_class(str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to="none")
+    with pytest.raises(ValueError, match=f"train_dataset.*{said}"):
+        trainer_class("nowhere", len, args, data)
+    if trainer_class is not AsyncOPOTrainer:
+        for held_out, name in ((data, "eval_dataset"), ({"good": GOOD, "bad": data}, r"eval_dataset\['bad'\]")):
+            with pytest.raises(ValueError, match=f"{name}.*{said}"):
+                trainer_class("nowhere", len, args, GOOD, eval_dataset=held_out)
+
+
+def test_columns_that_can_be_used_pass():
+    stream = IterableDataset.from_generator(lambda: iter([{"question": "1"}]))  # its columns are not known
+    for data in (GOOD, bad(prompt=TURN), bad(prompt="1", rewards="x", tools="y", completion="z"), stream, None):
+        check_datasets(OPOTrainer, "model", len, None, data, eval_dataset={"some": data})
+    check_datasets(OPOTrainer, "model", len, train_dataset=bad(level="1"), environment_factory=dict)
+    with pytest.raises(ValueError, match=r"no column 'environment', only \['prompt'\].*chess"):
+        check_datasets(OPOTrainer, "model", len, train_dataset=GOOD, environment_factory={"chess": dict})
+
+
+def test_images_need_a_model_that_reads_them(tiny_model, tmp_path):
+    args = OPOConfig(str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to="none")
+    with pytest.raises(ValueError, match="a column 'image', but the model reads text only"):
+        OPOTrainer(tiny_model, len, args, bad(prompt=TURN, image="x"))
