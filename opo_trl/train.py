@@ -80,7 +80,7 @@ def prepare(argv: Sequence[str]) -> Run:
     check_together(script, args, model_config, recipe)
     preflight.check_installed(args, model_config)
     if not isinstance(args, RolloutConfig):  # asynchronous training
-        args.check_requirements(model_config)
+        args.check_requirements(script, model_config)
     settings = mask({**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)})
     checkpoint, resume = _find_checkpoint(script, args, settings, model_path(model_config), split(argv)[0])
 

@@ -214,6 +214,8 @@ ASYNC_CONTRACT: Contract = {
             *("max_tool_calling_iterations", "fork_threshold_tokens"),
         ),
         "run": (),
+        "_run_loops": ("stop_event",),
+        "_execute_tool_calls": ("tool_calls", "tool_dict"),
         "_post": ("path", "payload", "timeout", "max_retries"),
         "_score_group": ("group",),
         "_generate_one": ("prompt", "tool_dict", "tools", "group_id"),

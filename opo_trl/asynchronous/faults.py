@@ -218,7 +218,8 @@ def _ended(exit_code: int | None) -> str:
 
 class GuardedLoop(_AsyncRolloutLoop):
     """
-    TRL's rollout loop, which ends if the server or a reward does not answer, and if it rejects a request.
+    TRL's rollout loop, which ends if the server, a reward or a tool does not answer, and if the server rejects a
+    request.
 
     Args:
         reward_limit (`float`, *optional*): seconds that the rewards of a group may take. Other arguments are TRL's.
@@ -227,7 +228,7 @@ class GuardedLoop(_AsyncRolloutLoop):
     def __init__(self, *, reward_limit: float | None = None, **named):
         super().__init__(**named)
         self.reward_limit = reward_limit
-        self._answered = time.monotonic()
+        self._answered = self._returned = time.monotonic()  # a request; a tool or a reward
         # The names of environments follow those of the functions.
         named_rewards = zip(self.reward_funcs, self.reward_func_names, strict=False)
         self.reward_funcs = [checked_reward(reward, name) for reward, name in named_rewards]
@@ -236,6 +237,29 @@ class GuardedLoop(_AsyncRolloutLoop):
         # Otherwise this process waits at its end until the trainer has taken all samples, which it no longer does.
         self.rollout_buffer.cancel_join_thread()
         super().run()
+
+    async def _run_loops(self, stop_event: asyncio.Event) -> None:
+        await asyncio.gather(super()._run_loops(stop_event), self._watch(stop_event))
+
+    async def _watch(self, stop_event: asyncio.Event) -> None:
+        """Raise if no conversation gets ahead. TRL gives tools, and the `reset` of an environment, any time."""
+        limit, ahead = max(self.request_timeout, self.reward_limit or 0.0), time.monotonic()
+        while not stop_event.is_set():
+            await asyncio.sleep(min(1.0, limit / 4))
+            held_up = self.rollout_buffer.full()  # until the trainer takes samples
+            ahead = time.monotonic() if held_up else max(ahead, self._answered, self._returned)
+            if time.monotonic() - ahead > limit:
+                raise RuntimeError(
+                    f"For {limit:g} s, no request was answered, and no tool and no reward has returned: a tool or the "
+                    "`reset` of an environment hangs. Give them a time limit, or set `request_timeout` to what they "
+                    "take."
+                )
+
+    async def _execute_tool_calls(self, tool_calls, tool_dict):
+        try:
+            return await super()._execute_tool_calls(tool_calls, tool_dict)
+        finally:
+            self._returned = time.monotonic()
 
     async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
         try:
@@ -268,4 +292,5 @@ class GuardedLoop(_AsyncRolloutLoop):
                 f"heartbeat_stale_after_s={self.reward_limit:g} s. Give them a time limit, or set "
                 "`heartbeat_stale_after_s` to what they take."
             )
+        self._returned = time.monotonic()
         return scoring.result()

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from trl import ModelConfig
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
+from ..arguments import OPOScriptArguments
 from ..asynchronous import in_process
 from ..asynchronous.attention import check_requirements
 from ..asynchronous.config import AsyncOPOConfig
@@ -76,8 +77,14 @@ class AsyncRecipeConfig(AsyncOPOConfig):
         if self.in_process_staleness is not None:
             in_process.check(self, "in_process_staleness", self.in_process_staleness)
 
-    def check_requirements(self, model_config: ModelConfig) -> None:
-        """Check what the trainer will check, before data and model are loaded."""
+    def check_requirements(self, script: OPOScriptArguments, model_config: ModelConfig) -> None:
+        """Check what the trainer needs, and what it does not have, before data and model are loaded."""
+        if script.reward_model_name_or_path:
+            raise ValueError(
+                f"reward_model_name_or_path={script.reward_model_name_or_path!r} is not possible with trainer: "
+                "async_opo, whose worker scores completions with functions. Remove it, or name a function in "
+                "`reward_funcs` that asks the model."
+            )
         options: Any = self.model_init_kwargs or {}  # a dict, once parsed
         options = {"attn_implementation": model_config.attn_implementation, "dtype": model_config.dtype, **options}
         check_requirements(self, options, server=self.in_process_staleness is None)
@@ -272,12 +279,6 @@ def _check(args: AsyncRecipeConfig, rewards: Sequence[Any], data: Dataset, quant
             "load_in_4bit and load_in_8bit are not possible with trainer: async_opo, which sends the server weights "
             "that are not quantized. Remove them."
         )
-    for reward in rewards:
-        if isinstance(reward, str):
-            raise ValueError(
-                f"reward_model_name_or_path={reward!r} is not possible with trainer: async_opo, whose worker scores "
-                "completions with functions. Remove it, or name a function in `reward_funcs` that asks the model."
-            )
     check_columns(rewards, data, of_trainer=())
     if args.in_process_staleness is not None:
         return

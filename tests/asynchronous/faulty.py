@@ -10,7 +10,8 @@ class LocalLoop(OPORolloutLoop):
     """Every completion has the same many tokens, and no session of aiohttp is needed."""
 
     async def _run_loops(self, stop_event):
-        await asyncio.gather(self._generate_loop(stop_event=stop_event), self._score_loop(stop_event=stop_event))
+        loops = self._generate_loop(stop_event=stop_event), self._score_loop(stop_event=stop_event)
+        await asyncio.gather(*loops, self._watch(stop_event))
 
     async def _generate_one_turn(self, prompt_ids):
         await asyncio.sleep(0.01)

@@ -6,7 +6,8 @@ import queue
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from collections import defaultdict
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
@@ -94,7 +95,7 @@ def take_samples(worker):
             faulty.hangs,
             r"Rewards \(hangs\) have not returned for heartbeat_stale_after_s=1 s\. Give them a time limit",
         ),
-        (faulty.scores_nothing, r"No completion of the last 100 groups has a score\. Check .*\(scores_nothing\)"),
+        (faulty.scores_nothing, r"No completion of the last 100 groups has a score.*Check .*\(scores_nothing\)"),
     ],
 )
 def test_reward_that_fails_ends_the_run(monkeypatch, tiny_model, tmp_path, healthy, reward, message):
@@ -158,7 +159,8 @@ class ResponseError(Exception):
 
 class Loop(faults.GuardedLoop):
     def __init__(self, waited):
-        self._answered = time.monotonic() - waited
+        self._answered = self._returned = time.monotonic() - waited
+        self.request_timeout, self.reward_limit = 0.4, 0.2
 
 
 @pytest.mark.parametrize(
@@ -185,3 +187,33 @@ def test_request_that_cannot_succeed_is_not_repeated(monkeypatch, error, waited,
 
     with pytest.raises(raised, match=message):
         asyncio.run(Loop(waited)._post("/v1/completions", payload, 30))
+
+
+# Tools and environments
+
+
+@pytest.mark.parametrize("held_up", ["by nothing", "by a full queue", "by a slow tool"])
+def test_conversations_that_do_not_get_ahead_end_the_run(held_up):
+    loop, stop = Loop(0), asyncio.Event()
+    loop.rollout_buffer = SimpleNamespace(full=lambda: held_up == "by a full queue")
+    loop.tokenizer = loop._tool_pool = None
+    loop._counters, loop._rates = defaultdict(float), defaultdict(lambda: [0.0, 0.0])
+
+    async def slow():
+        await asyncio.sleep(0.25)
+
+    async def wait() -> None:
+        for _ in range(4):
+            called = [{"function": {"name": "slow", "arguments": {}}}] if held_up == "by a slow tool" else []
+            await (loop._execute_tool_calls(called, {"slow": slow}) if called else slow())
+        stop.set()
+
+    async def both() -> None:
+        await asyncio.gather(loop._watch(stop), wait())
+
+    with (
+        pytest.raises(RuntimeError, match=r"For 0\.4 s, no request.*hangs")
+        if held_up == "by nothing"
+        else nullcontext()
+    ):
+        asyncio.run(both())
