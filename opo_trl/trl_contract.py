@@ -63,7 +63,6 @@ CONTRACT: Contract = {
         "_async_tool_dicts": None,
         "_environment_pool": None,  # evaluations have their own
         "_step": None,
-        "_tokenizer": None,
         "generation_config": None,
         "log_multimodal": None,
         "num_generations_eval": None,
