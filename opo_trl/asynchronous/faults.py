@@ -8,11 +8,13 @@ process that is gone to stop.
 
 import asyncio
 import math
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import parent_process
 from typing import Any
 
 from accelerate import Accelerator, DistributedType
@@ -216,6 +218,17 @@ def _ended(exit_code: int | None) -> str:
 # In the worker's process
 
 
+def end_with_parent() -> None:
+    """End this process when the one that started it ends, even by SIGKILL; TRL's worker would wait for it forever."""
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    if (parent := parent_process()) is not None:
+        threading.Thread(target=wait, daemon=True).start()
+
+
 class GuardedLoop(_AsyncRolloutLoop):
     """
     TRL's rollout loop, which ends if the server, a reward or a tool does not answer, and if the server rejects a
@@ -234,6 +247,7 @@ class GuardedLoop(_AsyncRolloutLoop):
         self.reward_funcs = [checked_reward(reward, name) for reward, name in named_rewards]
 
     def run(self) -> None:
+        end_with_parent()
         # Otherwise this process waits at its end until the trainer has taken all samples, which it no longer does.
         self.rollout_buffer.cancel_join_thread()
         super().run()

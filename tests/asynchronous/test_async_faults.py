@@ -1,6 +1,7 @@
 """A worker or reward that fails, in the worker's own process, and a server that rejects or is silent."""
 
 import asyncio
+import multiprocessing
 import os
 import queue
 import signal
@@ -12,9 +13,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import faulty
+import psutil
 import pytest
 import scripted
-from helpers import free_port
+from helpers import free_port, wait_until
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 from trl.experimental.async_grpo.vllm_client import VLLMClient
@@ -116,6 +118,27 @@ def test_worker_that_is_killed_ends_the_run(monkeypatch, tiny_model, tmp_path, h
         with pytest.raises(RuntimeError, match=r"has ended with exit code -9.*Resume from the last checkpoint"):
             take_samples(worker)
         assert time.monotonic() - began < 20
+
+
+def test_worker_ends_with_a_killed_trainer():
+    forked = multiprocessing.get_context("fork")
+    pids = forked.SimpleQueue()
+
+    def work():
+        faults.end_with_parent()
+        pids.put(os.getpid())
+        time.sleep(600)
+
+    def train():
+        forked.Process(target=work).start()
+        time.sleep(600)
+
+    trainer = forked.Process(target=train)
+    trainer.start()
+    worker = pids.get()
+    trainer.kill()
+    trainer.join()
+    wait_until(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie", 20)
 
 
 def test_silent_server_ends_the_run(monkeypatch, healthy):
