@@ -104,6 +104,8 @@ CONTRACT: Contract = {
         "_save_rng_state": ("output_dir",),
         "_load_rng_state": ("checkpoint",),
         "_load_optimizer_and_scheduler": ("checkpoint",),
+        "_issue_warnings_after_load": ("load_result",),
+        "create_model_card": (),
         "_globalstep_last_logged": None,
         "_total_loss_scalar": None,
         "_tr_loss": None,

@@ -112,7 +112,8 @@ def _train(argv: list[str]) -> int:
     """Launch `opo_trl.train` through accelerate, which also gets every option that is not a field of a recipe."""
     if not {"-h", "--help", "--help_all"} & {*argv}:
         check_at_once(argv)
-    from accelerate.commands.config.config_args import load_config_from_file
+    import torch
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -137,6 +138,12 @@ def _train(argv: list[str]) -> int:
     if unknown or launch_arguments.training_script != "opo_trl.train":
         words = unknown or [launch_arguments.training_script]
         raise ValueError(describe_unknown(words, fields.trainer, further=vars(launch_arguments)))
+    if launch_arguments.config_file is None and not Path(default_config_file).is_file():
+        # Without a configuration, accelerate would name each default that it takes. Precision is the recipe's field.
+        defaults = {"num_processes": torch.accelerator.device_count(), "num_machines": 1}
+        for name, value in {**defaults, "mixed_precision": "no", "dynamo_backend": "no"}.items():
+            if getattr(launch_arguments, name) is None:
+                setattr(launch_arguments, name, value)
     try:
         with passed_on():
             launch_command(launch_arguments)

@@ -70,9 +70,12 @@ def _tools(trainer: Any) -> str:
     factories = (trainer.environment_factories or {}).values()
     kinds = dict.fromkeys(getattr(factory, "__name__", type(factory).__name__) for factory in factories)
     limit, length = trainer.args.max_tool_calling_iterations, trainer.args.max_completion_length
-    turns = "until the model makes none" if limit is None else f"in at most {limit} turns of a conversation"
+    turns = "" if limit is None else f" in at most {limit} turns of a conversation"
     made_by = f" (environment: {', '.join(kinds)})" if kinds else ""
-    return f"{names}{made_by}; called {turns}, whose results count among its {length:,} tokens"
+    budget = "calls and results count as completion tokens" + (
+        f", of which there are at most {length:,}" if length else ""
+    )
+    return f"{names}{made_by}; the model may call them{turns or ' in any number of turns'}; {budget}"
 
 
 def _updates(trainer: Any) -> str:

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import Trainer
 from transformers.optimization import GreedyLR
+
+from .wording import WordingTrainer
 
 
 logger = get_logger(__name__)
 
 
-class SkippingTrainer(Trainer):
+class SkippingTrainer(WordingTrainer):
     """[`~transformers.Trainer`] that skips a step whose gradient is not finite, and ends after too many in a row."""
 
     args: Any  # with `max_skipped_steps`

@@ -195,11 +195,13 @@ def gsm8k_data(tmp_path_factory) -> Path:
 
 
 @needs_lm_eval
-def test_different_verdicts_are_explained(gsm8k_data):
+def test_different_verdicts_are_explained(gsm8k_data, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)  # no git repository, of which git would complain
     tasks = harness.load_task("gsm8k", data=gsm8k_data, levels=None, seed=0, num_fewshot=2)
     reward = Reward(False)
     entry = measure(Scripted(CASES), tasks["gsm8k"], ASKING, reward, **HOW)
     reward.close()
+    assert "fatal: not a git repository" not in capfd.readouterr().err
     assert [row["reason"] for row in entry["samples"]] == [case[3] for case in CASES]
     counts = {reason: sum(case[3] == reason for case in CASES) for reason in REASONS}
     agreement = entry["agreement"]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from accelerate.commands import launch as accelerate_launch
 from datasets import Dataset
 from helpers import environment
 from invariance.canonical import fsdp_on_cpu
@@ -20,6 +21,7 @@ from opo_trl import OPOTrainer
 from opo_trl.checks.files import read_json, read_lines, write_json
 from opo_trl.data.arithmetic import base_model_path
 from opo_trl.evaluate import evaluate
+from opo_trl.launch import cli
 from opo_trl.launch.callbacks import table
 from opo_trl.launch.recipe import parse
 from opo_trl.methods import by_trainer, register
@@ -333,6 +335,16 @@ def test_launcher_ends_with_status_2_and_one_message(tmp_path, overrides):
     assert done.returncode == 2
     assert done.stderr.count("alpha=3.0 is not allowed") == 1
     assert "Traceback" not in done.stderr
+
+
+def test_launcher_says_nothing_of_accelerates_defaults(tmp_path, monkeypatch, capfd):
+    launched = []
+    monkeypatch.setattr(accelerate_launch, "simple_launcher", launched.append)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", *arguments(ARITHMETIC, output_dir=tmp_path / "run")]) == 0
+    (options,) = launched
+    assert (options.num_machines, options.mixed_precision, options.dynamo_backend) == (1, "no", "no")
+    assert "defaults used" not in "".join(capfd.readouterr())
 
 
 def ascii_reward(completions, **kwargs):
