@@ -461,12 +461,20 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
                 "or leave `max_tokens_per_micro_batch` out."
             )
 
+    @property
+    def off_policy_fields(self) -> str:
+        """What to set in a run without off-policy steps, as `docs/reuse.md` recommends."""
+        fields = {"num_iterations": 4, "max_staleness": 8}
+        if self.steps_per_generation < self.gradient_accumulation_steps:
+            fields = {"steps_per_generation": self.gradient_accumulation_steps} | fields
+        return ", ".join(f"`{name}: {value}`" for name, value in fields.items())
+
     def describe_policy(self) -> str:
         term = f"chi2_radius = {self.chi2_radius:g}" if self.chi2_radius else f"mu = {self.mu:g}"
         if self.is_on_policy:
             return (
                 f"on-policy: the log-ratio is 0 in every optimizer step, so the χ² term and {term} have no effect; "
-                "raise steps_per_generation or num_iterations to take off-policy steps"
+                f"for off-policy steps, set {self.off_policy_fields}"
             )
         return (
             f"off-policy after the first optimizer step of a rollout{self._and_replay()}: there the χ² term acts, "

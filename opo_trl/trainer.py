@@ -105,9 +105,8 @@ class OPOTrainer(PartitionedTrainer):
         if self.args.is_on_policy:
             logger.warning(
                 "Every rollout serves a single optimizer step, so the log-ratio is always 0 and the χ² term (`mu`, "
-                "`chi2_radius`) has no effect: this is REINFORCE with escort weights. For off-policy steps, set "
-                "`num_iterations` to 2 or more, or `steps_per_generation` to a multiple of "
-                f"gradient_accumulation_steps={self.args.gradient_accumulation_steps}."
+                "`chi2_radius`) has no effect: this is REINFORCE with escort weights. For off-policy steps, end this "
+                f"run and set {self.args.off_policy_fields}."
             )
         return super().train(*args, **kwargs)
 

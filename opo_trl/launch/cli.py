@@ -30,6 +30,8 @@ _FIRST_RUN = """\
 a first run, minutes on a CPU:
   opo-trl recipes arithmetic/opo.yaml
   opo-trl train --config recipes/arithmetic/opo.yaml
+your own problems with answers:
+  opo-trl recipes own_data.yaml
 """
 
 

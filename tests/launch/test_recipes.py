@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
+from opo_trl import OPOConfig
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.launch.recipe import find_accelerate_config, make_parser, parse, read_recipe
 from opo_trl.launch.rewards import load_reward, load_rewards
@@ -59,6 +60,44 @@ def test_recipes_of_reuse_pass_four_times_over_earlier_rollouts_too(path):
     assert args.num_iterations == 4
     assert args.max_staleness >= 8
     assert args.max_completions % args.generation_batch_size == 0
+
+
+def test_recipes_and_scripts_on_the_pages_reuse_their_completions(tmp_path):
+    """What a reader copies: no example leaves the χ² term without effect."""
+    recipes, scripts = [], []
+    for page in [ROOT.parent / "README.md", *(ROOT.parent / "docs").rglob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        recipes += re.findall(r"^```yaml\n(.*?^model_name_or_path:.*?)^```", text, re.DOTALL | re.MULTILINE)
+        scripts += re.findall(r"\bOPOConfig\((.*?)\)\n", text, re.DOTALL)
+    assert len(recipes) >= 2
+    for number, recipe in enumerate(recipes):
+        (tmp_path / f"{number}.yaml").write_text(recipe.replace("flash_attention_2", "eager"))
+        _, args, *_ = parse_recipe(tmp_path / f"{number}.yaml", "--use_vllm", "false")
+        assert not args.is_on_policy, recipe
+    shown = [script for script in scripts if "output_dir" in script or "reuse" in script]
+    assert len(shown) >= 3
+    assert all("steps_per_generation" in script or "reuse" in script for script in shown)
+
+
+def test_recipe_of_the_quickstart_is_the_shipped_one(tmp_path):
+    page = (ROOT.parent / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    (tmp_path / "some.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+    shown, _ = read_recipe(tmp_path / "some.yaml")
+    shipped, _ = read_recipe(ROOT / "own_data.yaml")
+    assert shown.items() <= shipped.items()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"gradient_accumulation_steps": 8}, {"gradient_accumulation_steps": 8, "steps_per_generation": 2}]
+)
+def test_fields_that_an_on_policy_run_is_told_to_set_make_it_off_policy(tmp_path, sizes):
+    options = {"use_cpu": True, "bf16": False, **sizes}
+    args = OPOConfig(str(tmp_path), **options)
+    assert args.is_on_policy
+    told = dict(re.findall(r"`(\w+): (\d+)`", args.describe_policy()))
+    changed = OPOConfig(str(tmp_path), **options | {name: int(value) for name, value in told.items()})
+    assert not changed.is_on_policy
+    assert (changed.num_iterations, changed.max_staleness) == (4, 8)
 
 
 @pytest.mark.parametrize("path", [path for path in ALL if path not in REUSE + ASYNC], ids=name)
