@@ -77,7 +77,7 @@ CHANGES: list[tuple[Callable[[pytest.MonkeyPatch], Any], str]] = [
     ),
     (  # the attributes that it assigns are missing with it
         lambda m: m.setattr(trl.GRPOTrainer, "__init__", lambda self, model, reward_funcs, args: None),
-        "trl.GRPOTrainer._buffered_inputs is missing",
+        "trl.GRPOTrainer._logs is missing",
     ),
     (
         lambda m: m.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *_: None),
