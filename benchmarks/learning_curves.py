@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from opo_trl.evaluate import evaluate, temporarily
 from opo_trl.methods import Method, register
-from opo_trl.metrics.step_clock import PHASES
+from opo_trl.metrics.log import PHASES
 
 from .many_runs import options
 

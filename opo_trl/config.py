@@ -17,7 +17,7 @@ from .checks.blame import blamed, given
 from .checks.ranges import require
 from .checks.secrets import Masked
 from .fields import OBJECTIVE, choices
-from .metrics.watches import Watch
+from .metrics.log import Watch
 from .objective import DriveScaling, Positivity, RatioForm, Reduction
 
 

@@ -1,12 +1,26 @@
-"""Reading the entries of a log."""
+"""Reading the entries of a log, and bounds on them."""
 
 import math
+import operator
+import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 
 Entry = Mapping[str, Any]
 Points = list[tuple[float, float]]  # optimizer step and value
+
+# Phases of an optimizer step, in this order. `anchor` is every forward pass without a gradient, including a reference
+# model's; `sync` hands the weights to vLLM; `update` is the rest: forward and backward passes, the exchange of
+# gradients, the optimizer, and the host's work in between.
+PHASES = ("generate", "score", "anchor", "update", "sync")
+
+# A single entry is noise; and some metrics, such as opo/chi2, are 0 in the first optimizer step of each rollout.
+ENTRIES_BEYOND, _ENTRIES = 3, 10
+_WATCH = re.compile(r"(?P<action>warn|stop) if (?P<metric>\S+) (?P<side>[<>]) (?P<bound>\S+)")
+_SIDES = {"<": operator.lt, ">": operator.gt}
 
 _TOO_LARGE = 1e40  # for the tensors that metrics are computed from, and for means and squares
 
@@ -32,3 +46,58 @@ def validations(log: Sequence[Entry]) -> list[Entry]:
     """The entries that have an accuracy on the validation problems, with its interval."""
     names = ("accuracy", "low", "high")
     return [row for row in log if all(math.isfinite(number(row, f"validation/{name}")) for name in names)]
+
+
+@dataclass
+class Watch:
+    """
+    A bound on a metric of the log.
+
+    Args:
+        text (`str`): `"warn if METRIC < NUMBER"`, or with `stop` for `warn`, or `>` for `<`.
+
+    Attributes:
+        recent (`deque[bool]`): for each of the last entries with a number for the metric, whether it was beyond the
+            bound.
+        fired (`bool`): whether the watch has fired since it last saw no recent entry beyond the bound.
+        without (`int`): entries without the metric so far; −1 once an entry has had it.
+
+    Raises:
+        `ValueError`: the text is not of this form.
+    """
+
+    text: str
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=_ENTRIES))
+    fired: bool = False
+    without: int = 0
+
+    def __post_init__(self):
+        found = _WATCH.fullmatch(str(self.text).strip())
+        try:
+            self.stops, self.metric = found["action"] == "stop", found["metric"]
+            self.bound, self.beyond = float(found["bound"]), _SIDES[found["side"]]
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"watches contains {self.text!r}, which is not a watch. Write it as 'warn if entropy < 0.1' or "
+                "'stop if opo/chi2 > 2', with any metric of the log."
+            ) from None
+
+    def fires(self, entry: Mapping[str, Any]) -> bool:
+        """Record the next log entry; returns whether too many recent entries are now beyond the bound."""
+        value = number(entry, self.metric)
+        if math.isnan(value):  # nothing to compare
+            return False
+        self.recent.append(self.beyond(value, self.bound))
+        fires = not self.fired and sum(self.recent) == ENTRIES_BEYOND
+        self.fired = fires or (self.fired and any(self.recent))
+        return fires
+
+    def state(self) -> dict[str, Any]:
+        """State for [`~Watch.restore`], as JSON."""
+        return {"recent": list(self.recent), "fired": self.fired, "without": self.without}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state of [`~Watch.state`]."""
+        self.recent.clear()
+        self.recent.extend(state["recent"])
+        self.fired, self.without = state["fired"], state["without"]

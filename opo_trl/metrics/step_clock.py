@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-
-# Of one optimizer step, in this order. `anchor` is every forward pass without a gradient, including a reference
-# model's; `sync` hands the weights to vLLM; `update` is the rest: forward and backward passes, the exchange of
-# gradients, the optimizer, and the host's work in between.
-PHASES = ("generate", "score", "anchor", "update", "sync")
+from .log import PHASES
 
 
 class StepClock(TrainerCallback):

@@ -9,9 +9,7 @@ import numpy as np
 from scipy import stats
 
 from ..metrics.diagnostics import Diagnostic, diagnostics
-from ..metrics.log import Entry, finite, off_policy, validations
-from ..metrics.step_clock import PHASES
-from ..metrics.watches import Watch
+from ..metrics.log import PHASES, Entry, Watch, finite, off_policy, validations
 from .intervals import t_quantile
 
 

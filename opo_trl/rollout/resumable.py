@@ -16,7 +16,8 @@ from trl import GRPOTrainer
 
 from ..config import RolloutConfig
 from ..fields import DATA, OBJECTIVE, REWARDS, SAMPLING, deciding
-from ..metrics.watches import Watch, Watches
+from ..metrics.log import Watch
+from ..metrics.watches import Watches
 from . import checkpoint, disk
 from .frozen_base import local_part
 from .prompts import EpochSampler, PromptStream, epochs_of_sampler, permutations

@@ -42,8 +42,9 @@ def test_mistake_is_found_without_the_types_of_fields(tmp_path, monkeypatch, rec
         assert part in str(error.value)
 
 
-def test_no_library_is_imported_for_it(tmp_path):
-    argv = ["train", "--config", str(tmp_path / "absent.yaml")]
+@pytest.mark.parametrize("command", [["train", "--config"], ["report"]])
+def test_no_library_is_imported_for_it(tmp_path, command):
+    argv = [*command, str(tmp_path / "absent.yaml")]
     done = subprocess.run([sys.executable, "-c", SEEN, *argv], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "2 set()"
     assert "absent.yaml" in done.stderr

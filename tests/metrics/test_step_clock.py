@@ -7,7 +7,8 @@ import torch
 from helpers import logged, make_trainer
 from transformers import TrainerState
 
-from opo_trl.metrics.step_clock import PHASES, StepClock
+from opo_trl.metrics.log import PHASES
+from opo_trl.metrics.step_clock import StepClock
 
 
 PAUSE = 0.02  # seconds, far more than the clock itself takes

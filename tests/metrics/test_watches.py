@@ -6,7 +6,8 @@ import pytest
 from helpers import Script, even_tokens, logged, make_trainer, trained
 
 from opo_trl import OPOConfig
-from opo_trl.metrics.watches import Watch, Watches
+from opo_trl.metrics.log import Watch
+from opo_trl.metrics.watches import Watches
 from opo_trl.rollout import checkpoint
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from opo_trl.checks.files import append_lines, read_lines, write_json
 from opo_trl.launch.cli import main
-from opo_trl.metrics.step_clock import PHASES
+from opo_trl.metrics.log import PHASES
 from opo_trl.report.figures import draw_run, fits_by_pass
 
 

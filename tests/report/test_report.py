@@ -13,7 +13,7 @@ import pytest
 
 from opo_trl.checks.files import append_lines, write_json
 from opo_trl.launch.cli import main
-from opo_trl.metrics.step_clock import PHASES
+from opo_trl.metrics.log import PHASES
 from opo_trl.report.run_report import describe, samples, write_report
 from opo_trl.report.verdicts import fired, judge, trend
 
