@@ -2,7 +2,7 @@
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -120,13 +120,13 @@ def _checked_tool(tool: Callable[..., Any], name: str, failed: list[RewardError]
 
 
 @contextmanager
-def checked_environments(factories: Iterable[Any], made: Iterable[Any]) -> Iterator[None]:
+def checked_environments(factories: Iterable[Any], made: Mapping[Any, list[Any]]) -> Iterator[None]:
     """
     Within this context, an environment that cannot be made or reset raises a [`RewardError`] that names it.
 
     Args:
         factories (`Iterable`): classes, or functions, that make environments.
-        made (`Iterable`): environments.
+        made (`Mapping`): by any name, lists to which those are added that are made in this context.
     """
     try:
         yield
@@ -134,7 +134,7 @@ def checked_environments(factories: Iterable[Any], made: Iterable[Any]) -> Itera
         if isinstance(error, RewardError) or is_ctrl_c(error):
             raise
         # TRL calls these in one of its longest functions, so the traceback has to tell.
-        kinds = [*(factory for factory in factories if inspect.isclass(factory)), *map(type, made)]
+        kinds = [*filter(inspect.isclass, factories), *(type(one) for pool in made.values() for one in pool)]
         called = [*factories, *(getattr(kind, name, None) for kind in kinds for name in ("__init__", "reset"))]
         names = {function.__code__: function.__qualname__ for function in called if inspect.isfunction(function)}
         for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -47,8 +47,8 @@ class ScoringTrainer(GRPOTrainer):
             yield recorded
 
     def _generate_and_score_completions(self, inputs):
-        made = [environment for pool in getattr(self, "_environment_pool", {}).values() for environment in pool]
-        with checked_environments((self.environment_factories or {}).values(), made):
+        factories = self.environment_factories or {}
+        with checked_environments(factories.values(), self._environment_pool if factories else {}):
             return super()._generate_and_score_completions(inputs)
 
     def _tool_call_loop(self, *args, **kwargs):

@@ -120,7 +120,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         check_models(model, rewards or (), args, named.get("peft_config"))
         factories = named.get("environment_factory")
         factories = [*factories.values()] if isinstance(factories, dict) else [factories]
-        with without_password(args.vllm_server_base_url), checked_environments(factories, ()):
+        with without_password(args.vllm_server_base_url), checked_environments(factories, {}):
             super().__init__(model, rewards, args, *further, **named)
         check_finite(self.accelerator, self.model, *self.reward_funcs)
         self._check_dataset()

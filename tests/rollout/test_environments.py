@@ -201,6 +201,17 @@ def test_environment_that_fails_is_named(player, tmp_path, monkeypatch, fails_in
     assert len(str(raised.value)) < 400
 
 
+def make_failing() -> Failing:
+    return Failing()
+
+
+def test_environment_of_a_function_that_fails_in_an_evaluation_is_named(player, tmp_path, monkeypatch):
+    trainer = playing(player, tmp_path, train=False, environment=make_failing)
+    monkeypatch.setattr(Failing, "fails_in", "reset")
+    with pytest.raises(RewardError, match=r"Failing\.reset of an environment has raised SystemExit: 0"):
+        evaluate(trainer, GAMES.select(range(2)))
+
+
 def test_asynchronous_tool_that_exits_is_named(player, tmp_path):
     with pytest.raises(RewardError, match="The tool guess has raised SystemExit: 0"):
         playing(player, tmp_path, environment=FailingLater, max_steps=1)
