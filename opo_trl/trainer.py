@@ -102,11 +102,13 @@ class OPOTrainer(PartitionedTrainer):
 
     def train(self, *args, **kwargs):
         """As [`RolloutTrainer.train`]; warns if every optimizer step is on-policy."""
-        if self.args.is_on_policy:
+        config = self.args
+        if config.is_on_policy:
             logger.warning(
-                "Every rollout serves a single optimizer step, so the log-ratio is always 0 and the χ² term (`mu`, "
-                "`chi2_radius`) has no effect: this is REINFORCE with escort weights. For off-policy steps, end this "
-                f"run and set {self.args.off_policy_fields}."
+                f"Every rollout serves a single optimizer step (steps_per_generation={config.steps_per_generation}, "
+                f"gradient_accumulation_steps={config.gradient_accumulation_steps}), so the log-ratio is always 0 and "
+                "the χ² term (`mu`, `chi2_radius`) has no effect: this is REINFORCE with escort weights. For "
+                f"off-policy steps, end this run and set {config.off_policy_fields}."
             )
         return super().train(*args, **kwargs)
 
