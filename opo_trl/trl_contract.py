@@ -222,6 +222,7 @@ ASYNC_CONTRACT: Contract = {
         "_generate_one": ("prompt", "tool_dict", "tools", "group_id"),
         "_generate_one_turn": ("prompt_ids",),
         "_repeat_iterator": (),
+        "reward_funcs": None,
         "_counters": None,
         "_loop": None,
         "_model_version_value": None,

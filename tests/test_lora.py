@@ -1,12 +1,14 @@
 """LoRA and QLoRA: the saved adapter is the trained one, and the base has not changed."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import Script, make_trainer
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trl.generation.vllm_generation import VLLMGeneration
 
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.data.arithmetic import base_model_path
@@ -67,6 +69,38 @@ def test_merging_changes_the_base_and_restoring_it_undoes_that(tiny_model, dtype
 
     assert len(synchronized(restore=False)) == 14
     assert synchronized(restore=True) == []
+
+
+def test_weights_are_sent_to_a_server_and_the_base_stays_as_it_is(tiny_model, tmp_path, monkeypatch):
+    """TRL's own merging and sending, twice; only the server is not there."""
+    sent = []
+    server = SimpleNamespace(
+        base_url="http://127.0.0.1:9",
+        update_named_params=lambda names, weights: sent.append({name: weight.clone() for name, weight in weights}),
+        reset_prefix_cache=lambda: None,
+    )
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda engine: setattr(engine, "vllm_client", server))
+    trainer = make_trainer(
+        tiny_model,
+        tmp_path,
+        trainer_arguments={"peft_config": lora()},
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_importance_sampling_correction=False,
+        model_init_kwargs={"dtype": "bfloat16"},
+    )
+    base = base_of(trainer.model)
+    for _ in range(2):
+        with torch.no_grad():
+            for name, parameter in trainer.model.named_parameters():
+                if "lora_" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.05)
+        trainer.vllm_generation.sync_weights()
+        assert moved(trainer.model, base) == []
+    name = "model.layers.0.self_attn.q_proj.weight"
+    trainer.model.merge_adapter()
+    assert torch.equal(sent[1][name], trainer.model.base_model.model.get_submodule(name[:-7]).base_layer.weight)
+    assert not torch.equal(sent[0][name], sent[1][name])
 
 
 def test_model_without_adapters_has_no_frozen_base(tiny_model):

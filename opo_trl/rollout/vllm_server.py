@@ -24,7 +24,7 @@ def status(url: str, route: str = "/health") -> int | str | None:
     from urllib3.exceptions import ProtocolError
 
     try:
-        return requests.get(f"{url}{route}", timeout=PERIOD).status_code
+        return requests.get(f"{url.rstrip('/')}{route}", timeout=PERIOD).status_code
     except (requests.ConnectionError, requests.Timeout) as error:
         other = isinstance(error, requests.exceptions.SSLError) or isinstance(error.args[0], ProtocolError)
         return f"{type(error).__name__}: {error}" if other else None
