@@ -1,6 +1,7 @@
 """`opo-trl train` as a user runs it: from a recipe to a run folder with a model that has learned something."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from accelerate.commands import launch as accelerate_launch
 from datasets import Dataset
 from helpers import environment
@@ -130,6 +132,17 @@ def test_run_resumes_where_it_was_saved(run):
     summary = read_json(run / "summary.json")
     assert summary["before"] == before  # the base model's accuracy, not that of the checkpoint
     assert summary["optimizer_steps"] == 6
+
+
+def test_run_with_a_damaged_log_is_not_resumed(run, capsys):
+    log = (run / "log.jsonl").read_text()
+    for damage in ("null\n", "x\n", '{"reward": 1}\n'):
+        (run / "log.jsonl").write_text(damage + log)
+        longer = {**SHORT, "max_steps": 8, "resume_from_checkpoint": "last"}
+        assert main(arguments(ARITHMETIC, output_dir=run, alpha=0.3, **longer)) == 2
+        assert "log.jsonl' cannot be read: line 1: " in capsys.readouterr().err
+        assert (run / "log.jsonl").read_text() == damage + log
+    (run / "log.jsonl").write_text(log)
 
 
 # The report before training
@@ -312,6 +325,53 @@ def test_run_that_ends_with_an_error_leaves_its_report(tmp_path):
     options = {"output_dir": tmp_path / "run", "reward_funcs": "test_train.unscored_reward", "report_size": 1}
     assert main(arguments(ARITHMETIC, **options)) == 1
     assert "Nothing has been logged yet." in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_report_that_fails_hides_no_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("opo_trl.report.run_report.render", lambda *_: 1 / 0)
+    options = {"output_dir": tmp_path / "run", "reward_funcs": "test_train.unscored_reward", "report_size": 1}
+    assert main(arguments(ARITHMETIC, **options)) == 1
+    error = capsys.readouterr().err
+    assert "unscored_reward" in error.partition("opo-trl train: error: ")[2]
+    assert "The report could not be written: ZeroDivisionError: division by zero. `opo-trl report " in error
+
+
+def spoiling_reward(completions, **_):
+    """The log cannot be written any more."""
+    log = Path(os.environ["SPOILED"])
+    if log.is_file():
+        log.unlink()
+        log.mkdir()
+    return [1.0] * len(completions)
+
+
+def test_log_that_cannot_be_written_ends_a_run_with_a_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SPOILED", str(tmp_path / "run" / "log.jsonl"))
+    options = {"output_dir": tmp_path / "run", "reward_funcs": "test_train.spoiling_reward", "report_size": 1}
+    assert main(arguments(ARITHMETIC, **options, validation_size=2)) == 1
+    said = f"opo-trl train: error: [Errno 21] Is a directory: '{tmp_path / 'run' / 'log.jsonl'}'"
+    assert said in capsys.readouterr().err
+
+
+NAMED = "Level $\\foo$ <b>\u2028\x85|"
+
+
+def test_level_of_any_name_is_measured_and_reported(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    for split, first in (("train", 0), ("test", 100)):
+        rows = [{"problem": f"{n}+1", "answer": str(n + 1), "level": NAMED} for n in range(first, first + 40)]
+        (tmp_path / "data" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    named = {"dataset_name": str(tmp_path / "data"), "levels": [NAMED], "report_levels": [NAMED]}
+    short = {"max_steps": 1, "report_size": 4, "validation_steps": 1, "validation_levels": [NAMED]}
+    here = {"reward_funcs": ["accuracy_reward"], "save_strategy": "no", "accelerate_config": None}
+    recipe = {**yaml.safe_load(ARITHMETIC.read_text()), **named, **short, **here, "validation_size": 4}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(arguments(tmp_path / "recipe.yaml", output_dir=tmp_path / "run")) == 0
+    printed = capsys.readouterr()
+    assert "Report: " in printed.out
+    assert "could not be written" not in printed.err
+    assert "Level $\\foo$ <b>\\u2028\\x85|, greedy" in printed.out
+    assert len((tmp_path / "run" / "completions.jsonl").read_text().splitlines()) == 8
 
 
 def test_with_alpha_1_nothing_is_learned(tmp_path):
