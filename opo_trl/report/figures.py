@@ -101,6 +101,7 @@ def write(figure: Figure, path: Path, **metadata: str | None) -> bytes:
     image = io.BytesIO()
     is_svg = path.suffix == ".svg"
     figure.savefig(image, format=path.suffix[1:], metadata={"Date": None} if is_svg else metadata)
+    path.parent.mkdir(parents=True, exist_ok=True)
     files.write(path, image.getvalue())
     return image.getvalue()
 
