@@ -33,6 +33,7 @@ from trl.trainer.utils import get_config_model_id
 
 from .. import trl_contract
 from ..checks.devices import check_whole
+from ..checks.text import printable
 from ..checks.weights import check_finite, check_models
 from ..config import RolloutConfig
 from ..evaluate import check_placed, temporarily
@@ -213,7 +214,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             self._replay.clear()
         if self.accelerator.is_main_process:
             # Not in a callback: DeepSpeed and FSDP allocate before the first one, and may run out of memory.
-            print(self.plan, flush=True)
+            print(printable(self.plan), flush=True)
             del self.plan  # another call may have other arguments
         return super().train(found, *args, **kwargs)
 

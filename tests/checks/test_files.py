@@ -1,13 +1,16 @@
 """Files of a folder that may come from somebody else: nothing outside is read or written, and nothing is lost."""
 
 import gzip
+import io
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from opo_trl.checks import files
+from opo_trl.checks.errors import never_fail_to_print, report_error
 from opo_trl.checks.files import append_lines, inner_folder, read_json, read_lines, rewind, write, write_json
 from opo_trl.checks.text import printable, shortened
 
@@ -49,6 +52,17 @@ def test_printable_text_can_be_written_and_controls_no_terminal():
     assert shown.split("\n")[1].isprintable()
     assert shown.endswith("😀χ²")
     assert "\\x1b[2J" in shown
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_any_text_is_printed_in_any_locale(monkeypatch, encoding):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    never_fail_to_print()
+    print(HOSTILE)
+    report_error("opo-trl", ValueError(HOSTILE), debug=True)
+    sys.stderr.flush()
+    assert b"opo-trl: error: a\\u2028b" in sys.stderr.buffer.getvalue()
 
 
 def test_file_is_replaced_as_a_whole(tmp_path):
