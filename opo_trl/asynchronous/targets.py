@@ -67,8 +67,8 @@ def with_targets(
     """
     Give the samples of a group their targets, from their rewards, and leave out those without a score.
 
-    A sample without a score has no advantage. TRL gives it one of 0, which in OPO is a target: that the policy stays
-    as likely to write this completion as it was.
+    A sample without a score has no advantage. TRL gives it one of 0. In OPO, 0 is a real target: it asks the policy to
+    keep this completion's probability unchanged.
 
     Args:
         samples (`list[RolloutSample]`): training rows of a complete group, changed in place.

@@ -236,11 +236,11 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
 
     def _anchored(self, log_ratio: Tensor, target: Tensor, age: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """
-        What is regressed on what: log-ratio to the anchor, target, μ and weight of each row, `[B]` each.
+        Regression terms of each row, `[B]` each: log-ratio to the behaviour policy, target, μ and weight.
 
-        `log_ratio` is to the behaviour policy, which is the anchor; `age` is the number of synchronizations since it
-        was the policy. As in `OPOTrainer` with several passes, a completion that the policy has left behind no longer
-        pushes, nor is it pulled back.
+        `log_ratio` is to the behaviour policy; `age` is the number of synchronizations since it was the policy. As in
+        `OPOTrainer` with several passes, a completion that the policy has left behind no longer pushes, nor is it
+        pulled back.
         """
         weights = log_ratio.detach().exp().clamp(max=MAX_WEIGHT)
         return log_ratio, target, torch.full_like(weights, self.args.mu), weights

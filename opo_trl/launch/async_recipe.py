@@ -127,7 +127,7 @@ class _Loop(OPORolloutLoop):
     def __init__(self, **named):
         super().__init__(**named)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Only the first: a second one is the trainer's, whose worker did not stop when it was asked to.
+        # Ignore only the first SIGTERM. The second comes from the trainer, when the worker has not stopped in time.
         signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
         # TRL starts this process as a daemon, which may not start any; `IsolatedReward` does, and ends them itself.
         multiprocessing.current_process().daemon = False
