@@ -277,7 +277,8 @@ def _guard(worker: int, trainer: int) -> NoReturn:
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a scheduler may signal all processes
             signal.signal(number, signal.SIG_IGN)
-        os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # nobody should wait for this end of a pipe
+        # Nobody should wait for its end of a pipe. The limit may be 10⁹, and closing one by one.
+        os.closerange(0, min(os.sysconf("SC_OPEN_MAX"), 2**16))
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(trainer)
             while os.getppid() == worker and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
