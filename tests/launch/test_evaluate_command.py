@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
@@ -440,6 +441,19 @@ def test_missing_model_and_missing_packages_are_named(folder, capsys, monkeypatc
     assert "--backend vllm needs vllm, which is not installed" in capsys.readouterr().err
     assert main(["arithmetic", *output, "--backend", "vllm", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("value", [None, float("nan")], ids=["missing", "NaN"])
+def test_weights_that_are_missing_or_not_finite_are_rejected(value, folder, gsm8k_data, capsys, monkeypatch):
+    tensors = load_file(folder / "model.safetensors")
+    norm = tensors.pop("model.norm.weight")
+    if value is not None:
+        tensors["model.norm.weight"] = torch.full_like(norm, value)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = rejected(["--data", "gsm8k=data"], folder, gsm8k_data, capsys, monkeypatch)
+    message = "MODEL='model': its files lack model.norm.weight" if value is None else "model.norm.weight has NaN"
+    assert message in said
 
 
 def test_broken_file_of_an_earlier_evaluation_is_named(folder, capsys):
