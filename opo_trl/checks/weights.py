@@ -45,13 +45,15 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
             Whether it is a reward model. Another is of the class that its configuration names, as TRL loads it.
 
     Returns:
-        [`~transformers.PreTrainedModel`]: the model on the `meta` device.
+        [`~transformers.PreTrainedModel`]: the model on the `meta` device; `None` if its files cannot be compared.
 
     Raises:
         `ValueError`: a tensor is missing, has another shape, or belongs to a layer that the configuration leaves out.
             Tied tensors, and those that the model's class can do without, may be missing. Or the configuration names
             an attention from the Hub, and the options name none.
     """
+    if "gguf_file" in options:  # such a file describes itself
+        return None
     config, _ = AutoConfig.from_pretrained(
         path, return_unused_kwargs=True, **{**options, **({"num_labels": 1} if scores else {})}
     )
