@@ -1,6 +1,7 @@
 """Which device a process trains on: one of its own."""
 
 import os
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -30,14 +31,15 @@ def check_own(device: torch.device) -> None:
     local = range(dist.get_rank() - rank, dist.get_rank() - rank + processes)
     if local.stop > dist.get_world_size():
         return
+    mine = str(getattr(torch.cuda.get_device_properties(0), "uuid", rank))
+    found: list[Any] = [mine]
     # Over Gloo, because NCCL fails where processes share a device; among the processes of this machine only, because
-    # another one may be launched otherwise.
-    limit = timedelta(minutes=2)
-    group = dist.new_group(local, timeout=limit, backend="gloo", use_local_synchronization=True)
-    found: list[Any] = [None] * processes
-    dist.all_gather_object(found, str(getattr(torch.cuda.get_device_properties(0), "uuid", rank)), group=group)
-    dist.destroy_process_group(group)
-    if len(set(found)) < processes:
+    # another one may be launched otherwise. Where Gloo finds no network, NCCL tells.
+    with suppress(RuntimeError):
+        group = dist.new_group(local, timeout=timedelta(minutes=2), backend="gloo", use_local_synchronization=True)
+        found = [None] * processes
+        dist.all_gather_object(found, mine, group=group)
+    if found.count(mine) > 1:
         raise _too_many(processes, "devices: several see the same one")
 
 
