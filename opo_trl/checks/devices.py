@@ -24,10 +24,15 @@ def check_number(*, on_cpu: bool) -> None:
 
 
 def check_own(device: torch.device) -> None:
-    """Check that the processes of this machine do not share the one device that each of them sees."""
+    """
+    Where each process of this machine sees a single device, check that they do not share it, and have accelerate's DDP
+    use it.
+    """
     processes, rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     if device.type != "cuda" or processes == 1 or torch.cuda.device_count() > 1 or not dist.is_initialized():
         return
+    # Otherwise accelerate would name it by the process's index on the machine.
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     local = range(dist.get_rank() - rank, dist.get_rank() - rank + processes)
     if local.stop > dist.get_world_size():
         return

@@ -1,5 +1,6 @@
 """Each process trains on one device of its own."""
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ def check(same: bool) -> None:
     except ValueError as error:
         print(error)
         sys.exit(2)
+    assert os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] == "true"
 
 
 @pytest.mark.parametrize("same", [False, True])
