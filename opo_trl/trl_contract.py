@@ -119,7 +119,14 @@ CONTRACT: Contract = {
     "transformers.PreTrainedConfig": {"_attn_implementation": None},
     "transformers.integrations.deepspeed": {"_hf_deepspeed_config_weak_ref": None},
     "trl.GRPOConfig": {"__post_init__": (), "_VALID_DICT_FIELDS": None},
-    "trl.TrlParser": {"error": ("message",), "_actions": None},
+    "trl.TrlParser": {
+        "error": ("message",),
+        "_get_value": ("action", "arg_string"),
+        "_check_value": ("action", "value"),
+        "_actions": None,
+    },
+    "transformers.TrainingArguments": {"_n_gpu": None},
+    "transformers.integrations.WandbCallback": {"_initialized": None},
     "trl.trainer.utils.RepeatSampler": {"__iter__": ()},
     "trl.generation.vllm_generation.VLLMGeneration": {
         "generate": (),  # we wrap these two
@@ -317,7 +324,9 @@ def _resolve(path: str) -> Any:
 def has(owner: Any, name: str) -> bool:
     """Whether a module or a class has an attribute, or a method of the class assigns it to its instances."""
     bases = inspect.getmro(owner) if inspect.isclass(owner) else ()
-    functions = [inspect.unwrap(member) for base in bases for member in vars(base).values() if callable(member)]
+    members = [member for base in bases for member in vars(base).values()]
+    members = [getattr(member, "fget", None) or getattr(member, "func", None) or member for member in members]
+    functions = [inspect.unwrap(member) for member in members if callable(member)]
     return hasattr(owner, name) or any(_assigns(f.__code__, name) for f in functions if inspect.isfunction(f))
 
 

@@ -55,9 +55,7 @@ class _Parser(TrlParser):
     Mappings are read as YAML, on the command line as in a recipe.
     """
 
-    def __init__(self, *args, **named):
-        super().__init__(*args, **named)
-        self.problems: dict[str, str] = {}  # by field
+    problems: dict[str, str]  # by field
 
     def error(self, message: str) -> NoReturn:
         raise ValueError("\n".join([*self.problems.values(), self._described(message)]))
@@ -114,6 +112,7 @@ def make_parser(trainer: str, prog: str = "opo-trl train") -> _Parser:
     """Parser of recipes and command lines, into script, trainer and model arguments."""
     dataclass_types: Any = _argument_classes(trainer)
     parser = _Parser(dataclass_types, prog=prog, allow_abbrev=False, add_help=False)
+    parser.problems = {}
     no_value: Any = {"default": argparse.SUPPRESS}
     parser.add_argument("-h", "--help", action=ShortHelp, nargs=0, help="show the most used fields", **no_value)
     parser.add_argument("--help_all", action="help", help="show all fields", **no_value)
