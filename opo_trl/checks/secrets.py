@@ -23,7 +23,11 @@ _ASSIGNED = re.compile(
     r"(?<![\w-])(?P<before>(--)?(?P<name>[A-Za-z][\w-]*)(=|['\"]: ?))(?P<value>'[^']*'|\"[^\"]*\"|[^\s'\"&#,;})\]]+)"
 )
 _OPTION = re.compile(r"(?P<before>(?<!\S)--(?P<name>[A-Za-z][\w-]*)\s+)(?P<value>(?!--)\S+)")
-_FORM = re.compile(r"\b(hf|hf_oauth|gh[pousr]|github_pat|glpat|sk|xox[abp])[_-][\w-]{16,}")
+# No name of words: `hf-internal-testing` is an organization, and `sk-…` may be a folder.
+_FORM = re.compile(
+    r"\b((?:hf|hf_oauth|gh[pousr]|sk)(?=[_-][A-Za-z0-9]{16})"
+    r"|(?:github_pat|glpat|xox[abp]|sk-(?:proj|svcacct|ant|or))(?=[_-][\w-]{16}))[_-][\w-]+"
+)
 _QUERY = re.compile(r"([?&]([\w-]+))=[^\s&#'\"]+")
 _LOST = re.compile(r"://\*\*\*@|[?&][\w-]+=\*\*\*|\b[a-z_]+_\*\*\*")
 
@@ -34,10 +38,12 @@ def mask(content: Any, name: str = "") -> Any:
         return {key: mask(value, str(key)) for key, value in content.items()}
     if isinstance(content, list | tuple):
         return type(content)(mask(value, name) for value in content)
-    if type(content) is not str:  # nor an `Enum`
+    if type(content) not in (str, int):  # nor an `Enum`
         return content
-    if content and _is_secret(name, content):
+    if content != "" and _is_secret(name, str(content)):
         return _marker(name)
+    if type(content) is int:
+        return content
     return mask_text(content) if content.startswith("{") else _mask_addresses(content)
 
 
@@ -96,7 +102,7 @@ def _mask_word(before: str, word: str) -> str:
         if word.startswith("{"):  # a mapping
             try:
                 return str(mask(yaml.safe_load(word)))
-            except yaml.YAMLError:
+            except (yaml.YAMLError, ValueError, RecursionError):
                 pass
     return mask_text(word)
 

@@ -24,7 +24,7 @@ SETTINGS = {
     "address": f"https://user:{SECRET}@host:8000/path",
     "nested": [{"url": f"http://host/data?x=1&access_token={SECRET}&y=2"}],
     "as_json": f'{{"token": "{SECRET}", "revision": "main"}}',
-    "formed": "hf_abcdefghijklmnopqrstuvwxyz",
+    "formed": ["hf_abcdefghijklmnopqrstuvwxyz", "sk-proj-abc_1-abcdefghijklmnopqrstuvwxyz"],
 }
 HARMLESS = {
     "hub_token": None,
@@ -35,6 +35,8 @@ HARMLESS = {
     "instruction": "Write the key='…' and a token: (0,100). Mail a@b.",
     "dataset_name": "https://host/a@b?page=3",
     "columns": {"solution": "key"},
+    "model_name_or_path": "hf-internal-testing/tiny-random-LlamaForCausalLM",
+    "output_dir": "runs/sk-first-experiment-on-gsm8k/hf_with_a_longer_name",
 }
 
 
@@ -43,6 +45,7 @@ def test_settings_lose_their_secrets_and_nothing_else():
     assert SECRET not in str(shown)
     assert "opqrst" not in str(shown)
     assert shown["env"]["HF_TOKEN"] == "<HF_TOKEN>"
+    assert mask({"DB_PASSWORD": 123456}) == {"DB_PASSWORD": "<DB_PASSWORD>"}
     assert shown["address"] == "https://***@host:8000/path"
     assert shown["nested"] == [{"url": "http://host/data?x=1&access_token=***&y=2"}]
     assert mask(shown) == shown
@@ -80,6 +83,8 @@ def test_command_lines_lose_their_secrets(words, capsys):
 def test_harmless_words_and_messages_stay():
     words = ["train", "--alpha", "0.3", "--levels", "Level 1", "--seed=1"]
     assert mask_words(words) == words
+    for mapping in ("{a: 2024-99-99}", "{" * 2000):  # which the reader rejects
+        assert mask_words(["--generation_kwargs", mapping])[1] == mapping
     said = "there is no token. Set `hub_token`, or log in: pad_token='</s>', temperature=1.0, step=3?"
     assert mask_text(said) == said
 
