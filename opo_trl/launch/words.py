@@ -85,7 +85,8 @@ def check_at_once(argv: Sequence[str]) -> None:
         paths.check_folder("output_dir", folder)
     if isinstance(dataset, str):
         paths.check_name("dataset_name", dataset)
-        local_file(dataset, str(given.get("dataset_train_split", "train")))
+        if dataset.startswith((".", "/", "~")) or Path(dataset).suffix:  # a path, and no embedded dataset
+            local_file(dataset, str(given.get("dataset_train_split", "train")))
     if isinstance(given.get("accelerate_config"), str):
         find_accelerate_config(given["accelerate_config"], path)
 

@@ -42,6 +42,12 @@ def test_mistake_is_found_without_the_types_of_fields(tmp_path, monkeypatch, rec
         assert part in str(error.value)
 
 
+def test_folder_with_the_name_of_an_embedded_dataset_is_no_mistake(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("arithmetic").mkdir()  # as `recipes/` has it
+    check_at_once(["--dataset_name", "arithmetic"])
+
+
 @pytest.mark.parametrize("command", [["train", "--config"], ["report"]])
 def test_no_library_is_imported_for_it(tmp_path, command):
     argv = [*command, str(tmp_path / "absent.yaml")]
