@@ -52,6 +52,7 @@ OF_TRAINER = ("trainer_state", "log_extra", "log_metric")
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HTTP_SECONDS = 5.0  # time limit for an answer
+_HERE = "the current folder"
 
 
 def check_installed(args: RolloutConfig, model_config: ModelConfig) -> None:
@@ -92,7 +93,7 @@ def inputs(
     for field, name in dotted:
         module = name.rpartition(".")[0].replace(".", "/")
         yield from ((field, Path(place, module + end)) for place in ("", *sys.path) for end in (".py", "") if module)
-    yield "the current folder", Path.cwd()
+    yield _HERE, Path.cwd()
 
 
 def check_apart(folder: Path, inputs: Iterable[tuple[str, str | Path]]) -> None:
@@ -106,9 +107,10 @@ def check_apart(folder: Path, inputs: Iterable[tuple[str, str | Path]]) -> None:
         place = Path(os.path.expanduser(path))
         if not str(path) or not os.path.exists(place):
             continue
-        linked = [entry for entry in place.iterdir() if entry.is_symlink()] if place.is_dir() else []
+        searched = place.is_dir() and field != _HERE  # which may have a link to its latest run
+        linked = [entry for entry in place.iterdir() if entry.is_symlink()] if searched else []
         if any(each.resolve().is_relative_to(folder.resolve()) for each in (place, *linked)):
-            named = f"{field}={str(path)!r}" if " " not in field else f"{field} {str(path)!r}"
+            named = f"{field}={str(path)!r}" if field != _HERE else f"{field} {str(path)!r}"
             raise ValueError(
                 f"output_dir={str(folder)!r} contains {named}, so the run in it cannot be deleted (`overwrite`). "
                 "Choose another `output_dir`, or move the other out of it."

@@ -158,7 +158,8 @@ def test_run_that_contains_the_current_folder_is_not_overwritten(folder: Path, m
     prepare(case, folder)
     before = snapshot(folder)
     monkeypatch.chdir(folder / "run" / "checkpoint-1")
-    assert train.main(["--config", "../../recipe.yaml", "--output_dir", ".."]) == 2
+    words = ["--config", "../../recipe.yaml", "--output_dir", "..", "--dataset_name", "../../data"]
+    assert train.main(words) == 2
     assert "output_dir='..' contains the current folder" in message(capsys.readouterr().err)
     assert snapshot(folder) == before
 
@@ -166,6 +167,7 @@ def test_run_that_contains_the_current_folder_is_not_overwritten(folder: Path, m
 def test_rerun_replaces_the_run_and_keeps_the_files_next_to_it(works: Path, tmp_path: Path, monkeypatch, caplog):
     folder = shutil.copytree(works, tmp_path / "copy")
     (folder / "run" / "notes.txt").write_text("precious")
+    (folder / "latest").symlink_to("run")
     enter(folder, monkeypatch)
     assert train.main(["--config", "run/recipe.yaml", "--overwrite", "--max_steps", "2"]) == 0
     assert (folder / "run" / "notes.txt").read_text() == "precious"
