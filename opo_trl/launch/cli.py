@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..checks.errors import never_fail_to_print, report_error
-from .words import check_at_once
+from .words import check_at_once, find_accelerate_config, split
 
 
 _FIRST_RUN = """\
@@ -127,7 +127,7 @@ def _train(argv: list[str]) -> int:
     set_variables(
         fields.env
     )  # before the launch: OMP_NUM_THREADS and similar variables are read when a process starts
-    config_file = fields.values["accelerate_config"]
+    config_file = find_accelerate_config(fields.values["accelerate_config"], split(argv)[0])
     if config_file and load_config_from_file(config_file).distributed_type == "DEEPSPEED":
         check_deepspeed(f"accelerate_config={config_file!r}")
     launch = [*(["--config_file", config_file] if config_file else []), *launch_words(fields.launch), *fields.unknown]

@@ -71,8 +71,8 @@ def check_earlier_run(job: Job) -> None:
     earlier = read(["--config", str(job.folder / RECIPE)]).as_stored
     asked = mask(asked)
     for fields in (asked, earlier):
-        if "accelerate_config" in fields:  # the same file may be at another place
-            fields["accelerate_config"] = Path(fields["accelerate_config"]).name
+        if fields.get("accelerate_config"):  # the same file may be at another place, and that of the run be gone
+            fields["accelerate_config"] = Path(fields["accelerate_config"]).stem
     lines = [
         f"  {name}: {earlier.get(name, 'not set')} there, {asked.get(name, 'not set')} requested"
         for name in sorted((asked.keys() | earlier.keys()) - set(_IMMATERIAL))

@@ -172,7 +172,7 @@ def read(argv: Sequence[str]) -> Fields:
     parser = make_parser(trainer)
     fields_of = {option: action.dest for action in parser._actions for option in action.option_strings}
     options = [word.split("=")[0] for word in words if word.startswith("--")]
-    named = recipe.keys() | {fields_of.get(option, option) for option in options}
+    named = recipe.keys() | {fields_of[option] for option in options if option in fields_of}
     notes = []
     if is_of_trl := named <= _fields_of_trl():
         words, left_out = _without_meaningless(recipe, words)
@@ -186,7 +186,6 @@ def read(argv: Sequence[str]) -> Fields:
     if is_of_trl and values["reward_model_name_or_path"] and values["reward_funcs"] and values["reward_weights"]:
         first, *rest = values["reward_weights"]  # in TRL's script the reward model comes first, here last
         values["reward_weights"] = [*rest, first]
-    values["accelerate_config"] = find_accelerate_config(values["accelerate_config"], path)
     found = {name: text for kind in _argument_classes(trainer) for name, text in field_problems(kind, values).items()}
     problems += (found | parser.problems).values()
     if problems and (words := [word for word in unknown if not _is_launch_option(word)]):
@@ -320,6 +319,8 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, Model
         raise ValueError(describe_unknown(read_fields.unknown, read_fields.trainer))
     set_variables(read_fields.env)
     _check_secrets(read_fields.values)
+    named, path = read_fields.values["accelerate_config"], split(argv)[0]
+    read_fields.values["accelerate_config"] = find_accelerate_config(named, path)
     for note in read_fields.notes if os.environ.get("RANK", "0") == "0" else ():
         logger.warning(note)
     script, args, model_config = (

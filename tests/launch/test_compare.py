@@ -470,7 +470,8 @@ def test_run_is_recognized_by_its_recipe_and_told_from_another(tmp_path, text, o
     )
     (folder := tmp_path / "run" / "checkpoint-1").mkdir(parents=True)
     *_, stored = parse(["--config", str(recipe)])
-    write_description(folder.parent, recipe=stored, settings={}, seed=1)
+    gone = {name: f"/gone/{Path(stored[name]).name}" for name in stored if name == "accelerate_config"}
+    write_description(folder.parent, recipe=stored | gone, settings={}, seed=1)
     check_earlier_run(Job(recipe, 1, folder.parent, ()))
     field = text.split(":")[0]
     with pytest.raises(ValueError, match=rf"{field}: .* there, .* requested"):

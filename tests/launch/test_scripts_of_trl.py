@@ -208,6 +208,9 @@ def test_options_of_accelerate_in_a_recipe(folder: Path):
     assert launch == {"num_processes": 1, "num_machines": 1, "mixed_precision": "no"}
     words = recipe.launch_words({"cpu": True, "multi_gpu": False, "num_machines": None, "num_processes": 0})
     assert words == ["--cpu", "--num_processes=0"]
+    on_line = recipe.read(["--config", write(folder, RECIPE), "--num_processes", "2"])
+    assert on_line.unknown == ["--num_processes", "2"]
+    assert "loss_type='dr_grpo'" in on_line.notes[0]
 
 
 @pytest.mark.slow
