@@ -148,8 +148,9 @@ def await_health(url: str, field: str, timeout: float, *, start: str) -> None:
         )
     if not vllm_server.is_healthy(said):
         raise ValueError(
-            f"{field} is taken: the program that listens there is not a vLLM server, it answered {shown}/health with "
-            f"{said}. Start `{start}` on a free port, and set the field to that."
+            f"{field}: {shown}/health answered {said}, which a healthy vLLM server does not. If another program "
+            f"listens there, start `{start}` on a free port, and set the field to that; if it is a proxy, check the "
+            "scheme, user and password of the address."
         )
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from ..checks.addresses import without_secrets
+from ..checks.text import one_line
 
 
 PERIOD = 10.0  # seconds between two requests, and to wait for an answer
@@ -18,16 +19,18 @@ PATIENCE = 120.0  # seconds without an answer; TRL's client gives a server that 
 
 
 def status(url: str, route: str = "/health") -> int | str | None:
-    """Status that a server answers with, or the error if it does not speak HTTP; `None` if nothing answers."""
+    """Status that a server answers with, or the error if its answer cannot be read; `None` if nothing answers."""
     # As TRL's clients ask, who need it too: with the same users and passwords, certificates and proxies.
     import requests
     from urllib3.exceptions import ProtocolError
 
     try:
         return requests.get(f"{url.rstrip('/')}{route}", timeout=PERIOD).status_code
-    except (requests.ConnectionError, requests.Timeout) as error:
-        other = isinstance(error, requests.exceptions.SSLError) or isinstance(error.args[0], ProtocolError)
-        return f"{type(error).__name__}: {error}" if other else None
+    except (requests.RequestException, ValueError) as error:  # a `ValueError` if it redirects to no address
+        silent = isinstance(error, requests.ConnectionError | requests.Timeout) and not (
+            isinstance(error, requests.exceptions.SSLError) or isinstance(error.args[0], ProtocolError)
+        )
+        return None if silent else f"{type(error).__name__}: {one_line(str(error))}"
 
 
 def is_healthy(said: int | str | None) -> bool:

@@ -473,7 +473,7 @@ def test_missing_vllm_server_is_waited_for_and_named(tmp_path: Path):
 
 def test_port_taken_by_another_program_is_named(tmp_path: Path, listening):
     other = listening(404)
-    with pytest.raises(ValueError, match=rf"vllm_server_port={other} is taken.* 404.*free port"):
+    with pytest.raises(ValueError, match=rf"vllm_server_port={other}: .*/health answered 404.*free port"):
         check_vllm_server(with_server(tmp_path, vllm_server_port=other, vllm_server_timeout=60))
     server = listening(200)
     with pytest.raises(ValueError, match=rf"vllm_group_port={other} is taken.*free port"):

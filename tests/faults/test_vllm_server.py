@@ -15,7 +15,7 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from opo_trl import AsyncOPOConfig, OPOConfig
 from opo_trl.launch.preflight import await_health
-from opo_trl.rollout.vllm_server import watched, without_password
+from opo_trl.rollout.vllm_server import is_healthy, status, watched, without_password
 
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +97,33 @@ def test_server_that_is_gone_is_named(server):
     assert isinstance(raised.value.__cause__, requests.ConnectionError)
     with pytest.raises(ZeroDivisionError), watched(address):  # not the server's fault
         _ = 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("code", "header"),
+    [
+        (302, ("Location", "/health")),
+        (302, ("Location", "http://[::1/")),
+        (302, ("Location", "ftp://\x1b[2J")),
+        (200, ("Content-Length", "9")),  # and nothing follows, as of a server that ends
+        (200, ("Transfer-Encoding", "chunked")),
+    ],
+)
+def test_answer_that_cannot_be_read_is_an_answer_too(server, code, header):
+    """An error would end the thread that watches a server, and a process that waits for it would wait forever."""
+
+    def answer(self):
+        self.send_response(code)
+        self.send_header(*header)
+        self.end_headers()
+
+    server.RequestHandlerClass.do_GET = answer
+    said = status(url(server))
+    assert isinstance(said, str)
+    assert said.isprintable()
+    assert not is_healthy(said)
+    with pytest.raises(ValueError, match=r"/health answered \w+: .*start `vllm serve` on a free port"):
+        await_health(url(server), "vllm_server_base_url", 0.1, start="vllm serve")
 
 
 # Addresses
