@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import AutoTokenizer, GenerationConfig
 from trl import ModelConfig
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
+from trl.trainer.utils import get_callable_name
 
 from ..arguments import OPOScriptArguments
 from ..asynchronous import in_process
@@ -34,6 +35,7 @@ from ..asynchronous.trainer import AsyncOPOTrainer
 from ..checks.addresses import without_secrets
 from ..checks.arguments import dry_run_arguments
 from ..rewards.boxes import text_of
+from ..rewards.checked import checked_reward
 from .preflight import await_health, check_columns, check_development_mode
 
 
@@ -131,8 +133,6 @@ class _Loop(OPORolloutLoop):
         signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
         # TRL starts this process as a daemon, which may not start any; `IsolatedReward` does, and ends them itself.
         multiprocessing.current_process().daemon = False
-        # Nobody reads what is still queued when the trainer ends this process. It would wait for a reader, for 15 s.
-        cast(Any, self.rollout_buffer).cancel_join_thread()
 
 
 class AsyncRecipeTrainer(AsyncOPOTrainer):
@@ -177,7 +177,8 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         tokenizer = AutoTokenizer.from_pretrained(model, **source)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        self._rewards = reward_funcs  # an evaluation calls them with text if the prompts are text
+        first = reward_funcs[0]  # an evaluation calls it with text if the prompts are text
+        self._reward = checked_reward(first, get_callable_name(first))
         self._chat = chat = copy.deepcopy(tokenizer)
         chat.response_template = _TEXT
         # The worker goes through its dataset in order, epoch after epoch.
@@ -268,7 +269,7 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         """Score of each completion by the first reward function, over all processes, `[B, 1]`; NaN without one."""
         columns = {name: [row[name] for row in inputs] for name in inputs[0].keys() - {"prompt"}}
         texts = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids_list}
-        scores = [torch.nan if score is None else score for score in _awaited(self._rewards[0](**texts, **columns))]
+        scores = [torch.nan if score is None else score for score in _awaited(self._reward(**texts, **columns))]
         return self.accelerator.gather(torch.tensor(scores, device=self.accelerator.device)[:, None])
 
 

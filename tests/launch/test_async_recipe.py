@@ -119,6 +119,17 @@ def stop(completions, solution, **columns):
     return arithmetic_reward(completions, solution)
 
 
+def test_reward_that_fails_in_an_evaluation_is_named(tmp_path, capsys):
+    assert train(tmp_path, reward_funcs="test_async_recipe.one_too_many", report_size=1) == 1
+    said = capsys.readouterr().err
+    assert "The reward function one_too_many has returned 2 values for 1 completions" in said
+    assert "Traceback" not in said
+
+
+def one_too_many(completions, **columns):
+    return [1.0, *(1.0 for _ in completions)]
+
+
 def test_adapters_are_trained_and_their_policy_generates(tmp_path, monkeypatch):
     sent = []
     monkeypatch.setattr(InProcessWorker, "destroy", lambda worker: sent.append(worker.policies[max(worker.policies)]))
@@ -275,20 +286,18 @@ def test_configuration_of_recipes_leaves_the_dtype_to_the_model(tmp_path):
 # TRL's worker
 
 
-def in_worker(reward: IsolatedReward, said, buffer, ended: bool) -> None:
+def in_worker(reward: IsolatedReward, said, ended: bool) -> None:
     """What happens in the process of TRL's worker, without a server; at last it ends, or is ended."""
     tokenizer = AutoTokenizer.from_pretrained(base_model_path())
     tokenizer.response_template = {}
-    names = ("heartbeat_value", "failed_event", "exception_info_queue", "metrics_queue", "opo")
+    names = ("rollout_buffer", "heartbeat_value", "failed_event", "exception_info_queue", "metrics_queue", "opo")
     rest = dict.fromkeys(names) | {"model_version_value": SimpleNamespace(value=0), "model_name": ""}
-    rest["rollout_buffer"] = buffer
     data = Dataset.from_list([{"prompt": []}])
     _Loop(dataset=data, reward_funcs=[reward], processing_class=tokenizer, eos_token_ids=[1], **rest)
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
     said.put(reward(["1+1=2"], solution=["1+1=2"]))
     reward.close()
-    buffer.put("x" * 10**6)  # more than fits into a pipe
     if ended:
         signal.raise_signal(signal.SIGTERM)
         said.put("still here")
@@ -298,8 +307,8 @@ def in_worker(reward: IsolatedReward, said, buffer, ended: bool) -> None:
 @pytest.mark.parametrize("ended", [False, True])
 def test_worker_outlives_a_scheduler_and_isolates_rewards(ended):
     context = multiprocessing.get_context("spawn")
-    said, buffer, reward = context.Queue(), context.Queue(), IsolatedReward(arithmetic_reward, workers=1)
-    process = context.Process(target=in_worker, args=(reward, said, buffer, ended), daemon=True)
+    said, reward = context.Queue(), IsolatedReward(arithmetic_reward, workers=1)
+    process = context.Process(target=in_worker, args=(reward, said, ended), daemon=True)
     process.start()
     assert said.get(timeout=120) == [1.0]
     process.join(60)
