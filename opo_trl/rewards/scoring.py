@@ -116,7 +116,7 @@ class IsolatedReward:
                 raise ValueError(f"{name}={value} is not allowed. Set `{name}` to a positive number.")
         if not memory >= LEAST_MEMORY:
             raise ValueError(f"memory={memory} is not allowed. Set `memory` to {LEAST_MEMORY} or more.")
-        if inspect.iscoroutinefunction(reward):
+        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
             raise ValueError(f"reward={reward!r} is asynchronous, but nothing awaits it in a worker. Remove `async`.")
         try:
             with _without_main():

@@ -157,6 +157,11 @@ async def later(completions, **columns):
     return [1.0 for _ in completions]
 
 
+class Later:
+    async def __call__(self, completions, **columns):
+        return await later(completions)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -164,6 +169,7 @@ async def later(completions, **columns):
         ({"timeout": 0}, "timeout=0 is not allowed"),
         ({"memory": 64}, "memory=64 is not allowed. Set `memory` to 512 or more"),
         ({"reward": later}, "is asynchronous, but nothing awaits it"),
+        ({"reward": Later()}, "is asynchronous, but nothing awaits it"),
         ({"reward": lambda completions, **kwargs: [0.0]}, "cannot be sent to a worker"),
     ],
 )
