@@ -81,7 +81,7 @@ def in_pytorch(device: torch.device) -> Iterator[None]:
     """Build an `AsyncGRPOTrainer` whose attention is PyTorch's, on any device."""
     # What its GPU can do, which TRL looks up for a metric.
     without_gpu = temporarily(async_grpo_trainer, get_peak_flops_per_device=lambda *_: None)
-    with without_gpu if device.type == "cpu" else nullcontext():
+    with nullcontext() if device.type == "cuda" else without_gpu:
         yield
     AttentionInterface.register(packing.TREE_ATTENTION, tree_attention)  # after the trainer has registered its own
 

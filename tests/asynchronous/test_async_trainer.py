@@ -11,10 +11,11 @@ import scripted
 import torch
 from helpers import EXACT, distance, environment, norm, relative_error, snapshot
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
 from opo_trl import AsyncOPOTrainer
-from opo_trl.asynchronous.attention import check_requirements, tree_attention
+from opo_trl.asynchronous.attention import check_requirements, in_pytorch, tree_attention
 from opo_trl.asynchronous.targets import OPORolloutLoop, make_targets
 
 
@@ -224,6 +225,11 @@ def test_attention_is_along_the_paths_of_the_tree(window):
             for head in range(4):
                 scores = 0.5 * key[0, head // 2, seen] @ query[0, head, token]
                 assert torch.allclose(made[0, token, head], scores.softmax(0) @ value[0, head // 2, seen], atol=1e-6)
+
+
+def test_only_a_gpu_of_cuda_is_asked_what_it_can_do():
+    with in_pytorch(torch.device("mps")):
+        assert async_grpo_trainer.get_peak_flops_per_device(SimpleNamespace(device=torch.device("mps")), "") is None
 
 
 def on(device: str, **more) -> SimpleNamespace:
