@@ -291,7 +291,7 @@ class GuardedLoop(_AsyncRolloutLoop):
                 raise RuntimeError(
                     f"The vLLM server rejects a request for {payload['model']!r} and {len(payload['prompt'])} + "
                     f"{payload['max_tokens']} tokens: {error}. Its own log says why. It may have been restarted, so "
-                    "that it lacks the adapter, or its `--max-model-len` be too small."
+                    "that it lacks the adapter, or its `--max-model-len` may be too small."
                 ) from error
             raise
         self._answered = time.monotonic()
