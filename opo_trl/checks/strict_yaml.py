@@ -135,7 +135,8 @@ def read_mapping(field: str, text: str) -> dict[str, Any]:
     Raises:
         `ValueError`: it is not a mapping; the message names the field.
     """
-    return _read(f"{field}={text!r}", text, lambda _: "plain", "not a mapping. Write it as `{key: value}`.")
+    indented = re.sub(r"^[ \t]+", " ", text, flags=re.MULTILINE)  # JSON may have tabs
+    return _read(f"{field}={text!r}", indented, lambda _: "plain", "not a mapping. Write it as `{key: value}`.")
 
 
 def read_mappings(field: str, value: Any) -> Any:

@@ -48,6 +48,10 @@ def test_folder_with_the_name_of_an_embedded_dataset_is_no_mistake(tmp_path, mon
     check_at_once(["--dataset_name", "arithmetic"])
 
 
+def test_json_indented_with_tabs_is_a_mapping():
+    check_at_once(["--deepspeed", '{\n\t"zero_optimization": {\n\t\t"stage": 2\n\t}\n}'])
+
+
 @pytest.mark.parametrize("command", [["train", "--config"], ["report"]])
 def test_no_library_is_imported_for_it(tmp_path, command):
     argv = [*command, str(tmp_path / "absent.yaml")]
