@@ -355,7 +355,7 @@ def _check_turns(
     for prompt in {tuple(turn["role"] for turn in prompt): prompt for prompt in reversed(prompts)}.values():
         asked = render(prompt)
         for index, turn in enumerate(prompt):
-            role, content = turn["role"], turn["content"]
+            role, content = turn["role"], turn.get("content")
             if role == "assistant" or not isinstance(content, str):
                 continue  # of earlier answers, some templates drop the reasoning
             if render([*prompt[:index], turn | {"content": f"{content} ?"}, *prompt[index + 1 :]]) == asked:
