@@ -164,7 +164,8 @@ def _add(output: Path, subject: Subject, tasks: Mapping[str, Any]) -> list[Path]
     """Add tasks to the files of an evaluation, unless they are of another model; returns the paths of all files."""
     about = {"model": subject.name, "optimizer_steps": steps_trained(Path(subject.name))}
     earlier = read_evaluation(output)
-    if earlier and all(earlier.get(name) == value for name, value in about.items()):
+    same = earlier and os.path.realpath(str(earlier.get("model"))) == os.path.realpath(subject.name)
+    if same and earlier.get("optimizer_steps") == about["optimizer_steps"]:
         tasks = {**earlier["tasks"], **tasks}
     written = write_evaluation(output, {**about, "environment": environment(), "tasks": tasks})
     if is_run(output):

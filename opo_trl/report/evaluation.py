@@ -50,7 +50,7 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
 
 def steps_trained(folder: Path) -> int | None:
     """Optimizer steps of the finished run in a folder; a resumed run has more of them, and another model."""
-    return read_summary(folder).get("optimizer_steps")
+    return read_summary(folder, linked=True).get("optimizer_steps")  # in the cache of the Hub, all files are links
 
 
 def write_evaluation(folder: Path, content: Mapping[str, Any]) -> list[Path]:

@@ -228,6 +228,7 @@ _SETTINGS_FORM = {
     "max_steps?": files.NUMBER,
     "chi2_radius?": files.NUMBER,
     "chat_template_kwargs?": {},
+    "asked?": {"*": files.TEXT},
     **{name: [files.TEXT] for name in ("reward_funcs?", "levels?", "report_levels?", "validation_levels?")},
     **dict.fromkeys(("temperature?", "top_p?", "top_k?", "min_p?", "repetition_penalty?"), files.NUMBER),
     **dict.fromkeys(("trainer?", "instruction?", "prompt_style?", "prompt_style_used?"), files.TEXT),
@@ -270,9 +271,9 @@ def read_settings(folder: Path, *, linked: bool = False) -> dict[str, Any]:
     return files.read_json(folder / SETTINGS, _SETTINGS_FORM, linked=linked)
 
 
-def read_summary(folder: Path) -> dict[str, Any]:
+def read_summary(folder: Path, *, linked: bool = False) -> dict[str, Any]:
     """The accuracies of a run; empty if there are none."""
-    summary = files.read_json(folder / SUMMARY, _SUMMARY_FORM)
+    summary = files.read_json(folder / SUMMARY, _SUMMARY_FORM, linked=linked)
     return {name: value for name, value in summary.items() if value is not None}
 
 

@@ -473,6 +473,20 @@ def test_further_tasks_join_the_file_of_the_same_model(embedded, gsm8k_data, tmp
     assert read(folder)["tasks"]["arithmetic"]["settings"]["problems"] == 2
 
 
+@needs_lm_eval
+def test_a_model_is_the_same_by_another_path(embedded, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "out"):
+        Path(name).mkdir()
+    Path("blob").write_text('{"optimizer_steps": 9}')
+    Path("model/summary.json").symlink_to("../blob")  # as in the cache of the Hub
+    measured = read(embedded)["tasks"]["arithmetic"]
+    for name, task in (("model", "first"), ("./model/", "second")):
+        evaluation._add(Path("out"), evaluation.Subject(name, name, None, name, {}), {task: measured})
+    assert read(Path("out"))["tasks"].keys() == {"first", "second"}
+    assert read(Path("out"))["optimizer_steps"] == 9
+
+
 def test_without_a_run_sampling_is_that_of_the_configuration(tiny_model):
     arguments = SimpleNamespace(prompt_style=None, max_completion_length=None, model=tiny_model)
     asking = evaluation._asking(arguments, {}, AutoTokenizer.from_pretrained(tiny_model))

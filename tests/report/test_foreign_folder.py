@@ -153,6 +153,7 @@ FORMS = (
     ("settings.json", "max_steps", {}),
     ("settings.json", "generation_batch_size", 0),
     ("settings.json", "seed", "x"),
+    ("settings.json", "asked", {"style": 3}),
     ("summary.json", "after", None),
     ("summary.json", "after", 3),
     ("summary.json", "after", {"L": 3}),
