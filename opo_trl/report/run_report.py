@@ -124,6 +124,8 @@ def _conclusion(verdicts: Sequence[Verdict]) -> str:
         return "Nothing has been logged yet."
     poor = [f"`{verdict.metric}`" for verdict in verdicts if verdict.healthy is False]
     count = sum(verdict.healthy is not None for verdict in verdicts)
+    if not count:
+        return "Too little has been logged for a verdict."
     return (
         f"Look at {len(poor)} of {count} diagnostics: {', '.join(poor)}."
         if poor
