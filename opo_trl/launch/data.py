@@ -35,7 +35,7 @@ class Data:
     Datasets for training, validation, report and TRL's evaluation. Each has `prompt` and what the rewards read.
 
     Args:
-        plan (`str`): what was taken for what, as a line of the run's plan.
+        plan (`str`): which column was used as which field, as a line of the run's plan.
         prompt_style (`str`): the style of the prompts, also where the recipe leaves it open.
         asked (`dict[str, str]`): how to ask another problem in the same way: style, instruction and system prompt.
     """
@@ -205,7 +205,7 @@ class _Source:
         return {"style": "chat", "instruction": "" if shared else INSTRUCTION, "system": shared}
 
     def describe(self) -> str:
-        """For a line of the plan: where the prompts are from, and what was taken for what."""
+        """For a line of the plan: where the prompts are from, and which column was used as which field."""
         script = self.script
         name = script.dataset_name or " + ".join(str(part["path"]) for part in script.datasets)
         renamed = {ours: theirs for ours, theirs in self.sources.items() if theirs not in (ours, "messages")}
