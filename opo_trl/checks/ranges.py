@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Union, get_args, get_origin
 
 from ..fields import hints
 from ..rewards.scoring import LEAST_MEMORY
+from .text import shortened
 
 
 # Limits for the magnitude of non-zero floats: a value beyond them is a typo, and its float32 square is 0 or infinity.
@@ -238,7 +239,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 def not_allowed(name: str, value: object, wanted: object) -> str:
     """Message that names a field, its value and what to set it to."""
-    return f"{name}={value!r} is not allowed. Set `{name}` to {wanted}."
+    return f"{shortened(f'{name}={value!r}')} is not allowed. Set `{name}` to {wanted}."
 
 
 def require(condition: bool, name: str, value: object, wanted: object) -> None:
@@ -249,7 +250,7 @@ def require(condition: bool, name: str, value: object, wanted: object) -> None:
 
 def reject(field: str, options: Mapping[str, Any], key: str, problem: str, fix: str) -> NoReturn:
     """Raise a `ValueError` about one option of a field."""
-    raise ValueError(f"{field}={options!r}: {key!r} {problem}. {fix}.")
+    raise ValueError(shortened(f"{field}={options!r}: {key!r} {problem}. {fix}."))
 
 
 @functools.cache
