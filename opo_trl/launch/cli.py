@@ -138,8 +138,8 @@ def _train(argv: list[str]) -> int:
     if launch_arguments.config_file and not Path(launch_arguments.config_file).is_file():
         raise ValueError(f"config_file={launch_arguments.config_file!r} does not exist. Use `accelerate_config`.")
     if unknown or launch_arguments.training_script != "opo_trl.train":
-        words = unknown or [launch_arguments.training_script]
-        raise ValueError(describe_unknown(words, fields.trainer, further=vars(launch_arguments)))
+        names = [word for word in unknown if word.startswith("--")] or [launch_arguments.training_script]
+        raise ValueError(describe_unknown(fields.unknown, names, fields.trainer, further=vars(launch_arguments)))
     if launch_arguments.config_file is None and not Path(default_config_file).is_file():
         # Without a configuration, accelerate would name each default that it takes. Precision is the recipe's field.
         defaults = {"num_processes": torch.accelerator.device_count(), "num_machines": 1}

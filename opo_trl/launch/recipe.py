@@ -189,7 +189,7 @@ def read(argv: Sequence[str]) -> Fields:
     found = {name: text for kind in _argument_classes(trainer) for name, text in field_problems(kind, values).items()}
     problems += (found | parser.problems).values()
     if problems and (words := [word for word in unknown if not _is_launch_option(word)]):
-        problems.append(describe_unknown(words, trainer))
+        problems.append(describe_unknown(unknown, words, trainer))
     if problems:
         raise ValueError("\n".join(problems))
     return Fields(trainer, values, named, env, launch, unknown, notes)
@@ -316,7 +316,8 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, Model
     """Parse a command line; the last item of the result is the recipe with the command line's fields merged in."""
     read_fields = read(argv)
     if read_fields.unknown:
-        raise ValueError(describe_unknown(read_fields.unknown, read_fields.trainer))
+        names = [word for word in read_fields.unknown if word.startswith("--")] or read_fields.unknown
+        raise ValueError(describe_unknown(read_fields.unknown, names, read_fields.trainer))
     set_variables(read_fields.env)
     _check_secrets(read_fields.values)
     named, path = read_fields.values["accelerate_config"], split(argv)[0]
@@ -341,12 +342,12 @@ def _check_secrets(values: dict[str, Any]) -> None:
         values[name] = None
 
 
-def describe_unknown(words: Sequence[str], trainer: str, further: Iterable[str] = ()) -> str:
-    """What to do about words of a command line that are neither fields nor, if given, `further` names."""
-    names = [word for word in words if word.startswith("--")] or words
+def describe_unknown(words: Sequence[str], names: Sequence[str], trainer: str, further: Iterable[str] = ()) -> str:
+    """What to do about `names` in words of a command line, which are neither fields nor, if given, `further` names."""
     hints_at = {name: hint_at_field(name.removeprefix("--").split("=")[0], trainer, further) for name in names}
     what = "neither a field nor an option of accelerate" if further else "not a field"
-    return "\n".join(f"{name} is {what}. {hint}" for name, hint in hints_at.items())
+    said = "\n".join(f"{name} is {what}. {hint}" for name, hint in hints_at.items())
+    return f"{' '.join(words)}: {said}"
 
 
 def set_variables(env: Mapping[str, str | int]) -> None:

@@ -362,10 +362,9 @@ DATA = [
     Case(
         "prompts without the column that a reward needs",
         [
-            "reward_funcs='accuracy_reward'",
-            "missing a required",
-            "'solution'",
-            "the columns ['result']",
+            "reward_funcs='accuracy_reward' needs answers",
+            "'result'",
+            "columns: {solution: ",
         ],
         {**DATASET, "reward_funcs": ["accuracy_reward"]},
         change=both(
@@ -1160,7 +1159,7 @@ LAUNCH = [
     ),
     Case(
         "deepspeed is not installed, with launch",
-        ["accelerate_config='zero2'", "not installed", "pip install 'opo_trl[deepspeed]'"],
+        ["accelerate_config='", "zero2", "not installed", "pip install 'opo_trl[deepspeed]'"],
         {"accelerate_config": "zero2"},
         absent="deepspeed",
         command="launch",
