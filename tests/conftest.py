@@ -40,13 +40,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-# Next to the checkout, or where this variable says.
-SHARED = Path(os.environ.get("OPO_TRL_SHARED") or Path(__file__).resolve().parents[2] / "shared")
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder `shared` next to the checkout, or the folder OPO_TRL_SHARED."""
+    return Path(os.environ.get("OPO_TRL_SHARED") or Path(__file__).resolve().parents[2] / "shared")
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The folder `data` in `SHARED`."""
-    if not (SHARED / "data" / "math").is_dir():
+def shared_data(shared: Path) -> Path:
+    """The folder `data` in `shared`."""
+    if not (shared / "data" / "math").is_dir():
         pytest.skip("needs ../shared: data/math and data/Qwen3-1.7B, or OPO_TRL_SHARED set to a folder that has them")
-    return SHARED / "data"
+    return shared / "data"

@@ -10,24 +10,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SHARED
 from helpers import environment
 
 
 pytestmark = pytest.mark.device
 
-RUN = SHARED / "tools" / "fakecuda" / "run.sh"
 TESTS = Path(__file__).parent
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
-def found(request, tiny_model, tmp_path_factory) -> dict:
-    if not RUN.exists() or shutil.which("g++") is None:
+def found(request, shared, tiny_model, tmp_path_factory) -> dict:
+    run = shared / "tools" / "fakecuda" / "run.sh"
+    if not run.exists() or shutil.which("g++") is None:
         pytest.skip("needs tools/fakecuda in ../shared or OPO_TRL_SHARED, and g++")
     folder, n = tmp_path_factory.mktemp("device"), str(request.param)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n] if request.param > 1 else []
     done = subprocess.run(
-        [str(RUN), "-n", n, sys.executable, *launch, str(TESTS / "on_device.py"), tiny_model, str(folder)],
+        [str(run), "-n", n, sys.executable, *launch, str(TESTS / "on_device.py"), tiny_model, str(folder)],
         env=environment(PYTHON=sys.executable),
         capture_output=True,
         text=True,

@@ -48,7 +48,10 @@ def check_datasets(trainer_class: type, *positional: Any, **named: Any) -> None:
     Raises:
         `ValueError`: names the dataset, the column and what to do.
     """
-    given = inspect.signature(trainer_class).bind_partial(*positional, **named).arguments
+    try:
+        given = inspect.signature(trainer_class).bind_partial(*positional, **named).arguments
+    except TypeError:  # TRL's own constructor, which is called next, says what is wrong
+        return
     held_out, factory = given.get("eval_dataset"), given.get("environment_factory")
     parts = {f"eval_dataset[{name!r}]": part for name, part in held_out.items()} if isinstance(held_out, dict) else {}
     parts |= {"train_dataset": given.get("train_dataset"), "eval_dataset": held_out}

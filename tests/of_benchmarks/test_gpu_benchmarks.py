@@ -299,6 +299,8 @@ def test_word_arithmetic_runs_to_its_end_and_resumes(tmp_path, monkeypatch, caps
 
 def test_run_with_an_unknown_field_is_rejected(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("{}\n")
     with pytest.raises(SystemExit):
         word_arithmetic.run_method("opo", 1, tmp_path, word_arithmetic.TINY, ["--no_such_field", "1"])
     assert "--no_such_field" in capsys.readouterr().err

@@ -402,7 +402,6 @@ def test_mistakes_are_reported_as_by_trl(tiny_model, tmp_path):
         {"train_dataset": DatasetDict(train=PROBLEMS)},
         {"train_dataset": [*PROBLEMS]},
         {"train_dataset": None},
-        {"train_dataset": PROBLEMS.rename_column("prompt", "text")},
         {"tokenizer": None},
         {"peft_config": None, "reward_processing_classes": [None, None]},
     )
