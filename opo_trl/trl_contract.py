@@ -95,6 +95,7 @@ CONTRACT: Contract = {
         "train": ("resume_from_checkpoint",),
         "get_batch_samples": ("epoch_iterator", "num_batches", "device"),  # called once per accumulation window
         "_run_epoch": ("epoch",),
+        "_finalize_training": (),
         "_get_grad_norm": ("model", "grad_norm"),  # skips a step with a non-finite gradient
         "_maybe_log_save_evaluate": (),
         "log": ("logs", "start_time"),

@@ -140,6 +140,10 @@ class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
         if self.args.should_save:
             checkpoint.finish(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
 
+    def _finalize_training(self, *inputs, **named):
+        with checkpoint.no_rotation(self.args):
+            return super()._finalize_training(*inputs, **named)
+
     def _save_rng_state(self, output_dir: str):
         super()._save_rng_state(output_dir)
         if self.accelerator.is_main_process:

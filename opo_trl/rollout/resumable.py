@@ -292,6 +292,10 @@ class ResumableTrainer(GRPOTrainer):
         except (Exception, CheckpointException) as error:  # FSDP's is a `BaseException`
             disk.give_up(folder, error, self.args, expected=self._known_bytes)
 
+    def _finalize_training(self, *inputs, **named):
+        with checkpoint.no_rotation(self.args):
+            return super()._finalize_training(*inputs, **named)
+
     def _save_rng_state(self, output_dir: str):
         super()._save_rng_state(output_dir)
         folder = Path(output_dir)

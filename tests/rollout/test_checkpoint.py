@@ -483,6 +483,18 @@ def test_rotation_deletes_checkpoints_and_keeps_copies_of_them(tiny_model: str, 
     assert trainer.args.save_total_limit == 2
 
 
+def test_end_of_a_run_deletes_neither_copies_nor_the_latest_checkpoint(tiny_model: str, tmp_path: Path):
+    class First(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            state.best_global_step = 1
+
+    (tmp_path / "checkpoint-1-copy").mkdir()
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trained(tiny_model, tmp_path, max_steps=3, trainer_arguments={"callbacks": [First()]}, **saving)
+    left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert left == {"checkpoint-1-copy", "checkpoint-1", "checkpoint-3"}
+
+
 def test_rotation_keeps_the_best_and_the_latest_checkpoint(tmp_path: Path):
     for step in range(1, 5):
         (tmp_path / f"checkpoint-{step}").mkdir()
