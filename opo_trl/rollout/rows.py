@@ -221,5 +221,6 @@ def own_samples(
 ) -> dict[str, torch.Tensor]:
     """Of columns of all processes' samples, `[N]`, this process's, `[B]`, in float32 on the device of its rollout."""
     n_own = len(rollout["advantages"])
-    table = torch.stack([column.float() for column in columns.values()])[:, n_own * accelerator.process_index :]
-    return dict(zip(columns, to_device(table[:, :n_own], rollout["advantages"].device), strict=True))
+    own = slice(n_own * accelerator.process_index, n_own * (accelerator.process_index + 1))
+    table = torch.stack([column[own].float() for column in columns.values()])
+    return dict(zip(columns, to_device(table, rollout["advantages"].device), strict=True))
