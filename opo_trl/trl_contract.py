@@ -127,6 +127,7 @@ CONTRACT: Contract = {
         "_actions": None,
     },
     "transformers.TrainingArguments": {"_n_gpu": None},
+    "accelerate.PartialState": {"wait_for_everyone": ()},
     "transformers.integrations.WandbCallback": {"_initialized": None},
     "trl.trainer.utils.RepeatSampler": {"__iter__": ()},
     "trl.generation.vllm_generation.VLLMGeneration": {

@@ -6,6 +6,7 @@ from typing import Any
 
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
+from ..checks import devices
 from ..checks.addresses import check_url
 from ..checks.ranges import require
 from ..checks.secrets import Masked
@@ -77,6 +78,7 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
             if name in ObjectiveConfig.__dataclass_fields__:
                 require(getattr(self, name) in words, name, getattr(self, name), f"one of {', '.join(words)}")
         super().__post_init__()
+        devices.check_own(self.device)
         self._n_gpu = min(self.n_gpu, 1)  # a process that sees several trains on the first
         self.check_objective()
         self._reject_shares_of_unknown_steps()

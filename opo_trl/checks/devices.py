@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 
 from .text import quoted
 
@@ -25,14 +26,19 @@ def check_number(*, on_cpu: bool) -> None:
 
 def check_own(device: torch.device) -> None:
     """
-    Where each process of this machine sees a single device, check that they do not share it, and have accelerate's DDP
-    use it.
+    Where each process of this machine sees a single device, have accelerate use it in DDP and in barriers, and check
+    that they do not share it.
     """
-    processes, rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-    if device.type != "cuda" or processes == 1 or torch.cuda.device_count() > 1 or not dist.is_initialized():
+    if device.type != "cuda" or torch.cuda.device_count() > 1 or not dist.is_initialized():
         return
     # Otherwise accelerate would name it by the process's index on the machine.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
+    state: Any = PartialState
+    state.wait_for_everyone = _wait
+    # Not every launcher tells how many processes there are on the machine.
+    processes, rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    if processes == 1:
+        return
     local = range(dist.get_rank() - rank, dist.get_rank() - rank + processes)
     if local.stop > dist.get_world_size():
         return
@@ -46,6 +52,11 @@ def check_own(device: torch.device) -> None:
         dist.all_gather_object(found, mine, group=group)
     if found.count(mine) > 1:
         raise _too_many(processes, "devices: several see the same one")
+
+
+def _wait(state: PartialState) -> None:
+    if state.use_distributed:
+        dist.barrier(device_ids=[0])
 
 
 def _too_many(processes: int, devices: str) -> ValueError:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from invariance.launch import launch, logs
 
 from opo_trl import OPOConfig
@@ -32,6 +33,8 @@ def test_more_processes_than_devices_are_rejected(monkeypatch):
 def check(same: bool) -> None:
     """In each of two processes, which see one device each."""
     dist.init_process_group("gloo")
+    waits = []
+    dist.barrier = lambda **named: waits.append(named)
     uuid = 0 if same else dist.get_rank()
     torch.cuda.device_count, torch.cuda.get_device_properties = lambda: 1, lambda _: SimpleNamespace(uuid=uuid)
     try:
@@ -40,12 +43,14 @@ def check(same: bool) -> None:
         print(error)
         sys.exit(2)
     assert os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] == "true"
+    PartialState(cpu=True).wait_for_everyone()
+    assert waits[-1:] == [{"device_ids": [0]}]
 
 
 @pytest.mark.parametrize("same", [False, True])
 def test_processes_that_share_their_device_are_rejected(tmp_path: Path, same: bool):
     status = launch(check, same, config="multi_gpu", processes=2, folder=tmp_path, limit=120)
-    assert (2 in status) == same
+    assert (2 in status, any(status)) == (same, same)
     assert ("num_processes=2 on this machine is more than its devices" in logs(tmp_path)) == same
 
 
