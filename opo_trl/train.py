@@ -99,7 +99,7 @@ def prepare(argv: Sequence[str]) -> Run:
         limit = script.max_prompt_length
         preflight.check_prompts(data.splits, tokenizer, config, args, limit, **tools.for_template)
     if isinstance(args, RolloutConfig):  # asynchronous training repeats its prompts, and has a server of another kind
-        check_enough_prompts(len(data.training), args)
+        check_enough_prompts(len(data.training), args, data.plan)
         if args.process_index == 0:
             preflight.check_vllm_server(args)
 

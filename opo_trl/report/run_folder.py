@@ -18,6 +18,7 @@ The folder of a run: its recipe, environment, log and results.
 
 import fcntl
 import logging
+import math
 import os
 import platform
 import re
@@ -258,10 +259,12 @@ _SAID = files.Kind(
         isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, dict) for each in value))
     ),
 )
-COMPLETIONS_FORM = {**files.ENTRY, "prompt": _SAID, "completion": _SAID, "reward?": files.NUMBER}
+# A run that diverges logs infinities, which figures and verdicts leave out.
+_METRIC = files.Kind("a number", lambda value: files.NUMBER.fits(value) or value in (math.inf, -math.inf))
+COMPLETIONS_FORM = {**files.ENTRY, "prompt": _SAID, "completion": _SAID, "reward?": _METRIC}
 _LOG_FORM = {
     **files.ENTRY,
-    **dict.fromkeys(("reward?", "entropy?", "grad_norm?", "step_time?", "num_tokens?"), files.NUMBER),
+    **dict.fromkeys(("reward?", "entropy?", "grad_norm?", "step_time?", "num_tokens?"), _METRIC),
     **dict.fromkeys((f"validation/{name}?" for name in ("accuracy", "low", "high")), files.SHARE),
 }
 

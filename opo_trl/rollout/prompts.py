@@ -25,19 +25,22 @@ from ..data.prompts import check_columns
 Order = Callable[[int], Sequence[int]]
 
 
-def check_enough_prompts(available: int, args: RolloutConfig) -> None:
+def check_enough_prompts(available: int, args: RolloutConfig, described: str = "") -> None:
     """
     Check that a dataset fills one rollout. TRL's sampler drops an incomplete one, and would train for zero steps.
+    `described` says for the message where its prompts are from, and which part is held out.
 
     Raises:
         `ValueError`: names how many prompts are needed.
     """
     needed = args.generation_batch_size // args.num_generations
+    described = f" ({described})" if described else ""
     if available < needed:
         raise ValueError(
             f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations} needs "
-            f"{needed} prompts for one rollout, but the dataset has {available}. Provide at least {needed}, or lower "
-            "`per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps`."
+            f"{needed} prompts for one rollout, but the dataset has {available}{described}. "
+            f"Provide at least {needed}, or lower `per_device_train_batch_size`, `steps_per_generation` or "
+            "`gradient_accumulation_steps`."
         )
 
 

@@ -195,6 +195,14 @@ def test_log_may_hold_any_value(run, capsys, value):
         assert "Traceback" not in capsys.readouterr().err
 
 
+def test_run_that_diverged_is_reported(run):
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    log[-1] |= dict.fromkeys(("reward", "entropy", "grad_norm"), float("inf"))
+    (run / "log.jsonl").unlink()
+    append_lines(run / "log.jsonl", log)
+    assert [status_of(command, run) for command in ("report", "figures")] == [0, 0]
+
+
 # Texts of others
 
 
