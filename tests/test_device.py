@@ -27,7 +27,7 @@ def found(request, shared, tiny_model, tmp_path_factory) -> dict:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n] if request.param > 1 else []
     done = subprocess.run(
         [str(run), "-n", n, sys.executable, *launch, str(TESTS / "on_device.py"), tiny_model, str(folder)],
-        env=environment(PYTHON=sys.executable),
+        env=environment(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="0,1"),  # other tests hide all devices
         capture_output=True,
         text=True,
         timeout=400,
