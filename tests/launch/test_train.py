@@ -448,6 +448,7 @@ def test_qwen3_recipe_trains_on_the_real_math_rows(small_qwen3, shared_data, tmp
     assert all("boxed" in prompt for prompt in prompts)
 
 
+@pytest.mark.slow  # forty seconds; MATH's recipe takes the same path
 def test_qwen3_recipe_of_gsm8k_trains_on_its_real_rows(small_qwen3, shared_data, tmp_path):
     text = (ROOT / "recipes" / "qwen3-1.7b" / "gsm8k" / "opo.yaml").read_text()
     recipe = tmp_path / "recipe.yaml"
