@@ -1,5 +1,5 @@
 """
-`opo_trl.metrics.memory` against measurements, and the tables of docs/memory.md.
+`opo_trl.forecast.memory` against measurements, and the tables of docs/memory.md.
 
     python -m benchmarks.memory --measure               measure (CPU, about 10 minutes) and write the tables
     python -m benchmarks.memory --measure ops losses    measure only these again
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from opo_trl.metrics.memory import HEADROOM, Precision, decoder, memory_plan
+from opo_trl.forecast.memory import HEADROOM, Precision, decoder, memory_plan
 
 from .memory_probes import Pass, build, make_config, measure_loss, measure_ops
 from .memory_ranks import COMPONENTS, measure_ranks

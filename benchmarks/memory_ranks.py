@@ -53,7 +53,7 @@ def train_rank(*, sharding: str, weights: str, folder: str, **options):
         **({"use_cpu": True} if alone else {"ddp_backend": "gloo"}),
         **options,
     )
-    from opo_trl.metrics.plan import memory_plan
+    from opo_trl.forecast.plan import memory_plan
 
     plan, held = memory_plan(trainer), watch(trainer)
     trainer.train()

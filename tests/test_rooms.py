@@ -21,6 +21,7 @@ ROOMS = (
     "checks",
     "data",
     "metrics",
+    "forecast",
     "config",
     "evaluate",
     "arguments",

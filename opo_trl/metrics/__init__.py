@@ -1,1 +1,1 @@
-"""Metrics of an optimizer step, their healthy bounds, and the plan of a run."""
+"""Metrics of an optimizer step, and bounds on them that are watched."""

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from ..metrics.diagnostics import Diagnostic, diagnostics
 from ..metrics.log import PHASES, Entry, Watch, finite, off_policy, validations
+from .diagnostics import Diagnostic, diagnostics
 from .intervals import t_quantile
 
 

@@ -38,7 +38,6 @@ from ..checks.weights import check_finite, check_models
 from ..config import RolloutConfig
 from ..evaluate import check_placed, temporarily
 from ..metrics.opo import gradient_response_efficiency
-from ..metrics.plan import training_plan
 from ..metrics.step_clock import StepClock
 from ..metrics.watches import Watches
 from ..objective import sequence_log_ratio
@@ -221,6 +220,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
     @cached_property
     def plan(self) -> str:
         """The plan, printed when training starts."""
+        from ..forecast.plan import training_plan  # needed once, and not to import a trainer
+
         return training_plan(self)
 
     # 1. The optimizer step that a completion serves

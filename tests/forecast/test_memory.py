@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks import memory as benchmark
 from benchmarks import memory_probes as probes
 from benchmarks import memory_ranks
-from opo_trl.metrics import memory, plan
-from opo_trl.metrics.memory import memory_plan
+from opo_trl.forecast import memory, plan
+from opo_trl.forecast.memory import memory_plan
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -137,7 +137,7 @@ def _memory(trainer: Any) -> str:
 
 
 def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
-    """[`metrics.memory.memory_plan`] of a trainer whose model has not been wrapped yet."""
+    """[`forecast.memory.memory_plan`] of a trainer whose model has not been wrapped yet."""
     args, sharding = trainer.args, _sharding(trainer)
     prompt, completion = _row_tokens(trainer)
     half = trainer.accelerator.mixed_precision != "no"

@@ -13,8 +13,7 @@ from trl import ModelConfig
 
 from opo_trl import OPOConfig, OPOTrainer, RolloutConfig
 from opo_trl.checks.model import dry_run_model
-from opo_trl.metrics import plan
-from opo_trl.rollout import trainer as rollout
+from opo_trl.forecast import plan
 
 
 # Families without `max_position_embeddings`; GRPOTrainer trains all of them.
@@ -114,8 +113,8 @@ def test_what_cannot_be_planned_is_left_out_with_a_warning(tiny_model, tmp_path,
 
 def test_plan_is_made_once_for_the_folder_and_the_print(tiny_model, tmp_path, monkeypatch, capsys):
     made = []
-    real = rollout.training_plan
-    monkeypatch.setattr(rollout, "training_plan", lambda made_for: made.append(made_for) or real(made_for))
+    real = plan.training_plan
+    monkeypatch.setattr(plan, "training_plan", lambda made_for: made.append(made_for) or real(made_for))
     trainer = make(tiny_model, tmp_path)
     text = trainer.plan
     trainer.train()
