@@ -38,8 +38,8 @@ from ..report.evaluation import (
 from ..report.run_folder import environment, is_run, read_settings
 from ..report.run_report import write_or_say_why
 from . import harness
-from .agreement import Asking, Reward, measure
 from .preflight import check_model, load_tokenizer, read_adapter
+from .scores import Asking, Reward, measure
 
 
 _BATCH, _LENGTH = 8, 1024  # without a run
@@ -119,7 +119,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             f"max_completion_length={asking.length} leaves no room for a prompt: the model's context has {context} "
             "tokens. Set `--max_completion_length` to less."
         )
-    loaded = _load_tasks(names, data, subject.settings, arguments.num_fewshot)
+    loaded = load_tasks(names, data, subject.settings, arguments.num_fewshot)
     batch_size = arguments.batch_size or subject.settings.get("per_device_eval_batch_size") or _BATCH
     lm = harness.load_model(
         subject.model,
@@ -332,7 +332,7 @@ def _asking(arguments: argparse.Namespace, settings: Mapping[str, Any], tokenize
     )
 
 
-def _load_tasks(
+def load_tasks(
     names: Sequence[str], data: Mapping[str, Path], settings: Mapping[str, Any], num_fewshot: int | None
 ) -> dict[str, dict[str, Any]]:
     """Task → lm-eval's tasks of that name. The embedded problems have the levels that the run reported, if any."""

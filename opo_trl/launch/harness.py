@@ -311,23 +311,6 @@ def score(
     return about, verdicts
 
 
-def rescore(task: Any, completions: Sequence[str], **options: Any) -> dict[tuple[str, str], list[Verdict]]:
-    """lm-eval's verdicts on given completions, one per problem: of a model that answers with them."""
-    from lm_eval.api.model import LM
-
-    class Replay(LM):
-        def generate_until(self, requests, disable_tqdm=False):
-            return [completions[request.doc_id] for request in requests]
-
-        def loglikelihood(self, requests, disable_tqdm=False):
-            raise NotImplementedError
-
-        def loglikelihood_rolling(self, requests, disable_tqdm=False):
-            raise NotImplementedError
-
-    return score(Replay(), task, chat=False, **options)[1]
-
-
 def generate(lm: "LM", prompts: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     """Completions of prompts, by the same engine that serves lm-eval's tasks; `options` are `generation_kwargs`."""
     from lm_eval.api.instance import Instance

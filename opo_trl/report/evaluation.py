@@ -2,7 +2,7 @@
 The evaluation of a model by `opo-trl evaluate`: its files, table and sentences.
 
     evaluation.json      scores of lm-eval and our own with intervals, and both verdicts on each problem, by task
-    evaluation.md        the table, and what the agreement says
+    evaluation.md        the table, and how each task was measured
 """
 
 import json
@@ -17,17 +17,6 @@ from .run_folder import read_summary
 
 
 EVALUATION, EVALUATION_TABLE = "evaluation.json", "evaluation.md"
-
-# Why lm-eval and our reward judge a problem differently → what that means. "prompt": lm-eval's rule gives our
-# completion the verdict of our reward, so only the completions differ; otherwise the rules differ on our completion.
-REASONS = {
-    "prompt": "the completions differ; lm-eval's rule judges ours as our reward does",
-    "no box": r"lm-eval takes an answer from our completion, in which our reward finds none in `\boxed{}`",
-    "no match": "our reward finds an answer in our completion, and lm-eval's pattern finds none",
-    "notation": "both find an answer in our completion, and only one takes it for the gold answer",
-    "rule": "only one takes our completion for right; this task of lm-eval extracts and compares in one step",
-    "unscored": "our reward cannot score our completion",
-}
 
 
 def read_evaluation(folder: Path) -> dict[str, Any]:
@@ -61,13 +50,13 @@ def write_evaluation(folder: Path, content: Mapping[str, Any]) -> list[Path]:
 
 
 def described(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A table with a row per score, and sentences on how each task was measured and how far the two agree."""
+    """A table with a row per score, and sentences on how each task was measured and how many verdicts are the same."""
     rows, sentences = [], []
     for name, task in content["tasks"].items():
         rows += _rows(name, task)
         sentences.append(_how(name, task))
         if "agreement" in task:
-            sentences += _agreement(name, task["agreement"])
+            sentences.append(_agreement(name, task["agreement"]))
     head = ["task", "measured by", "prompt", "decoding", "problems", "score [95 % interval]"]
     return {"table": {"head": head, "rows": rows}, "sentences": sentences}
 
@@ -127,9 +116,7 @@ def _how(name: str, task: Mapping[str, Any]) -> str:
     return f"{said}, our samples at temperature {settings['sampling']['temperature']:g}."
 
 
-def _agreement(name: str, agreement: Mapping[str, Any]) -> list[str]:
-    problems, same, reasons = agreement["problems"], agreement["same"], agreement["reasons"]
+def _agreement(name: str, agreement: Mapping[str, Any]) -> str:
     metric = agreement["metric"] + (f", {agreement['filter']}" if agreement["filter"] != "none" else "")
-    said = [f"{name}: lm-eval ({metric}) and our reward give {same} of {problems} problems the same verdict."]
-    said += [f"{name}, {count} × {reason}: {REASONS[reason]}." for reason, count in reasons.items() if count]
-    return said
+    same = f"{agreement['same']} of {agreement['problems']} problems the same verdict"
+    return f"{name}: lm-eval ({metric}) and our reward give {same}."

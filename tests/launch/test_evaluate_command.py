@@ -15,14 +15,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
+from benchmarks.lm_eval_agreement import REASONS, explain
 from opo_trl import RolloutConfig, RolloutTrainer, train
 from opo_trl.data import to_prompts
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.evaluate import evaluate
 from opo_trl.launch import evaluation, harness
-from opo_trl.launch.agreement import Asking, Reward, measure, problem_of, prompt_of
 from opo_trl.launch.evaluation import find_model, main
-from opo_trl.report.evaluation import EVALUATION, EVALUATION_TABLE, REASONS, write_evaluation
+from opo_trl.launch.scores import Asking, Reward, measure, problem_of, prompt_of
+from opo_trl.report.evaluation import EVALUATION, EVALUATION_TABLE, write_evaluation
 from opo_trl.report.run_report import write_report
 
 
@@ -55,10 +56,10 @@ def embedded(tmp_path_factory) -> Path:
 @needs_lm_eval
 def test_both_give_every_problem_of_the_embedded_task_the_same_verdict(embedded):
     task = read(embedded)["tasks"]["arithmetic"]
-    assert task["agreement"]["problems"] == task["agreement"]["same"] == task["agreement"]["same_completion"] == LIMIT
+    assert task["agreement"]["problems"] == task["agreement"]["same"] == LIMIT
     for row in task["samples"]:
-        assert row["lm_eval"]["right"] is row["opo_trl"]["right"] is row["lm_eval"]["right_by_our_reward"]
-        assert row["reason"] is None
+        assert row["lm_eval"]["right"] is row["opo_trl"]["right"]
+        assert row["lm_eval"]["completion"] == row["opo_trl"]["completion"]
     right = sum(row["opo_trl"]["right"] for row in task["samples"])
     assert 0.1 * LIMIT < right < 0.9 * LIMIT
     (theirs,), ours = task["lm_eval"], task["opo_trl"]
@@ -196,19 +197,19 @@ def gsm8k_data(tmp_path_factory) -> Path:
 
 
 @needs_lm_eval
-def test_different_verdicts_are_explained(gsm8k_data, tmp_path, monkeypatch, capfd):
+def test_different_verdicts_are_counted_and_explained(gsm8k_data, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)  # no git repository, of which git would complain
     tasks = harness.load_task("gsm8k", data=gsm8k_data, levels=None, seed=0, num_fewshot=2)
     reward = Reward(False)
     entry = measure(Scripted(CASES), tasks["gsm8k"], ASKING, reward, **HOW)
-    reward.close()
     assert "fatal: not a git repository" not in capfd.readouterr().err
-    assert [row["reason"] for row in entry["samples"]] == [case[3] for case in CASES]
-    counts = {reason: sum(case[3] == reason for case in CASES) for reason in REASONS}
     agreement = entry["agreement"]
-    assert agreement["reasons"] == counts
     assert (agreement["metric"], agreement["filter"]) == ("exact_match", "flexible-extract")
-    assert (agreement["same"], agreement["same_completion"]) == (3, 3)
+    assert agreement["same"] == sum(case[3] is None for case in CASES)
+    explained = explain(entry, tasks["gsm8k"], reward)
+    reward.close()
+    assert [row["reason"] for row in explained] == [case[3] for case in CASES]
+    assert REASONS.keys() - {"rule"} == {case[3] for case in CASES} - {None}
     scores = {score["filter"]: score["score"] * len(CASES) for score in entry["lm_eval"]}
     assert scores == {"strict-match": pytest.approx(3), "flexible-extract": pytest.approx(4)}
     assert entry["settings"]["num_fewshot"] == 2

@@ -1,8 +1,5 @@
-"""
-One task, measured by lm-eval and by us: both scores, and problem by problem where the verdicts differ and why.
-"""
+"""One task, measured by lm-eval and by us: both scores, and how many verdicts are the same."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +10,8 @@ from ..data.arithmetic import arithmetic_reward
 from ..data.problems import boxed
 from ..data.prompts import Style, as_prompt
 from ..evaluate import Evaluation
-from ..report.evaluation import REASONS
 from ..rewards.accuracy import accuracy_reward
-from ..rewards.boxes import final_answer, without_reasoning
+from ..rewards.boxes import final_answer
 from ..rewards.scoring import IsolatedReward
 from . import harness
 from .harness import Verdict
@@ -41,7 +37,6 @@ class Reward:
 
     def __init__(self, embedded: bool):
         self.name = "arithmetic_reward" if embedded else "accuracy_reward"
-        self.needs_box = not embedded
         self._isolated = None if embedded else IsolatedReward(accuracy_reward)
         self.function: Callable[..., list[float | None]] = self._isolated or arithmetic_reward
 
@@ -83,7 +78,7 @@ def measure(
     length: int,
     batch_size: int,
 ) -> dict[str, Any]:
-    """lm-eval's scores of a task and ours on the same problems, and how far they agree: an entry of the JSON."""
+    """lm-eval's scores of a task and ours on the same problems: an entry of the JSON."""
     how = {"limit": limit, "num_fewshot": num_fewshot, "length": length, "batch_size": batch_size}
     about, verdicts = harness.score(lm, task, chat=asking.style == "chat", **how)
     first = next(iter(verdicts.values()))
@@ -113,10 +108,10 @@ def measure(
         entry["settings"]["not_ours"] = f"the task {what}"
         return entry
 
-    known = [problem for problem in problems if problem is not None]
-    prompts = [prompt_of(lm, problem, asking) for problem, _ in known]
+    asked, solutions = zip(*(problem for problem in problems if problem is not None), strict=True)
+    prompts = [prompt_of(lm, problem, asking) for problem in asked]
     entry["settings"]["our_prompts_cut"] = harness.count_cut(lm, prompts, length)
-    greedy, several = _ask(lm, prompts, [solution for _, solution in known], asking, reward, samples, length)
+    greedy, several = _ask(lm, prompts, solutions, asking, reward, samples, length)
     entry["opo_trl"] = {
         "reward": reward.name,
         "greedy": greedy.summary(),
@@ -128,12 +123,38 @@ def measure(
     }
     chosen = _to_compare(verdicts)
     if chosen is not None:
-        completions = [sample["completion"] for sample in greedy.samples]
-        rescored = harness.rescore(task, completions, **how)[chosen]
-        rows = _compare(known, verdicts[chosen], rescored, greedy, several, reward)
-        entry["agreement"] = {"metric": chosen[0], "filter": chosen[1], **_count(rows)}
+        rows = [
+            {
+                "problem": index,
+                "text": asked[index],
+                "target": theirs.target,
+                "lm_eval": {"right": bool(theirs.right), "answer": theirs.answer, "completion": theirs.completion},
+                "opo_trl": {
+                    "right": judged(ours["reward"]),
+                    "completion": ours["completion"],
+                    "sampled_right": sum(
+                        bool(judged(each["reward"]))
+                        for each in several.samples[index * samples : (index + 1) * samples]
+                    ),
+                },
+            }
+            for index, (theirs, ours) in enumerate(zip(verdicts[chosen], greedy.samples, strict=True))
+        ]
+        same = sum(row["lm_eval"]["right"] is row["opo_trl"]["right"] for row in rows)
+        entry["agreement"] = {"metric": chosen[0], "filter": chosen[1], "problems": len(rows), "same": same}
         entry["samples"] = rows
     return entry
+
+
+def prompt_of(lm: Any, problem: str, asking: Asking) -> str:
+    """What training asked, as text, with the chat template applied."""
+    prompt = as_prompt(problem, asking.style, asking.instruction, asking.system)
+    return prompt if isinstance(prompt, str) else lm.apply_chat_template(prompt)
+
+
+def judged(reward: float | None) -> bool | None:
+    """Our verdict on a completion; `None` if it is unscored."""
+    return None if reward is None else reward >= 1.0
 
 
 def _ask(
@@ -152,40 +173,6 @@ def _ask(
     drawn = harness.generate(lm, repeated, {"do_sample": True, "max_gen_toks": length, **asking.sampling})
     rewards = reward(drawn, [solution for solution in solutions for _ in range(samples)])
     return _result(prompts, greedy, reward(greedy, solutions)), _result(repeated, drawn, rewards, samples)
-
-
-def _compare(
-    problems: Sequence[tuple[str, str]],
-    theirs: Sequence[Verdict],
-    rescored: Sequence[Verdict],
-    greedy: Evaluation,
-    several: Evaluation,
-    reward: Reward,
-) -> list[dict[str, Any]]:
-    """Both sides of each problem; see [`_row`]."""
-    again = reward([verdict.completion for verdict in theirs], [solution for _, solution in problems])
-    n = several.per_problem
-    return [
-        _row(index, reward, *row, several.samples[index * n : (index + 1) * n])
-        for index, row in enumerate(zip(problems, theirs, again, greedy.samples, rescored, strict=True))
-    ]
-
-
-def _count(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How many verdicts and completions are the same, and how often each reason is why not."""
-    counts = Counter(row["reason"] for row in rows)
-    return {
-        "problems": len(rows),
-        "same": counts[None],
-        "same_completion": sum(row["lm_eval"]["completion"] == row["opo_trl"]["completion"] for row in rows),
-        "reasons": {reason: counts[reason] for reason in REASONS},
-    }
-
-
-def prompt_of(lm: Any, problem: str, asking: Asking) -> str:
-    """What training asked, as text, with the chat template applied."""
-    prompt = as_prompt(problem, asking.style, asking.instruction, asking.system)
-    return prompt if isinstance(prompt, str) else lm.apply_chat_template(prompt)
 
 
 def _result(
@@ -211,53 +198,3 @@ def _to_compare(verdicts: Mapping[tuple[str, str], Sequence[Verdict]]) -> tuple[
     metric = "math_verify" if "math_verify" in metrics else metrics[0]
     chosen = (metric, last)
     return chosen if {float(verdict.right) for verdict in verdicts[chosen]} <= {0.0, 1.0} else None
-
-
-def _row(
-    index: int,
-    reward: Reward,
-    problem: tuple[str, str],
-    theirs: Verdict,
-    again: float | None,
-    ours: Mapping[str, Any],
-    rescored: Verdict,
-    sampled: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """Both verdicts on a problem, each rule's verdict on the other's completion, and why they differ."""
-    right, mine = bool(theirs.right), _judged(ours["reward"])
-    row: dict[str, Any] = {
-        "problem": index,
-        "text": problem[0],
-        "target": theirs.target,
-        "lm_eval": {
-            "right": right,
-            "answer": theirs.answer,
-            "completion": theirs.completion,
-            "right_by_our_reward": _judged(again),
-        },
-        "opo_trl": {
-            "right": mine,
-            "completion": ours["completion"],
-            "right_by_lm_eval": bool(rescored.right),
-            "sampled_right": sum(bool(_judged(each["reward"])) for each in sampled),
-        },
-    }
-    row["reason"] = None if right is mine else _reason(mine, rescored, reward.needs_box)
-    return row
-
-
-def _judged(reward: float | None) -> bool | None:
-    return None if reward is None else reward >= 1.0
-
-
-def _reason(mine: bool | None, rescored: Verdict, needs_box: bool) -> str:
-    """A key of `REASONS`, from the verdicts of our reward and of lm-eval on our completion."""
-    if mine is None:
-        return "unscored"
-    if bool(rescored.right) is mine:
-        return "prompt"
-    if needs_box and final_answer(without_reasoning(rescored.completion)) is None:
-        return "no box"
-    if rescored.answer == "[invalid]":
-        return "no match"
-    return "rule" if rescored.answer == rescored.completion else "notation"
