@@ -3,24 +3,13 @@ What the package relies on inside TRL, Transformers and Accelerate, in one place
 
 The names below are private to those libraries, or are methods that we override and attributes that we set. They change
 between releases, and a release without one of them would train something else, drop a guard, or fail hours into a run.
-So the check runs once, when the trainer is imported, and fails with one message.
-
-    python -m opo_trl.trl_contract
-
-lists everything that does not fit the installed releases, with the modules that rely on it, and exits with status 1 if
-there is anything.
+So the check runs once, when the trainer is imported, and fails with one message. `tests/contract.py` also tells which
+modules rely on what does not fit.
 """
 
-import ast
-import dis
 import inspect
-import re
-import sys
 from collections.abc import Collection, Iterator, Mapping
-from importlib.util import find_spec
-from pathlib import Path
 from pkgutil import resolve_name
-from types import CodeType
 from typing import Any
 
 import trl
@@ -28,8 +17,6 @@ from packaging.specifiers import SpecifierSet
 
 
 TESTED_VERSIONS = SpecifierSet(">=1.16,<1.17")
-
-LIBRARIES = ("trl", "transformers", "accelerate", "deepspeed", "datasets", "peft", "torch")
 
 Contract = Mapping[str, Mapping[str, Collection[str] | None]]
 
@@ -47,13 +34,8 @@ CONTRACT: Contract = {
         "_generate": ("prompts",),
         "_generate_single_turn": (),
         "_get_per_token_logps_and_entropies": (
-            "model",
-            "input_ids",
-            "attention_mask",
-            "logits_to_keep",
-            "batch_size",
-            "compute_entropy",
-            "compute_aux_loss",
+            *("model", "input_ids", "attention_mask", "logits_to_keep"),
+            *("batch_size", "compute_entropy", "compute_aux_loss"),
         ),
         "_prepare_inputs": ("generation_batch",),  # returns a micro-batch of the rollout
         "_get_train_sampler": ("dataset",),  # the order of the prompts
@@ -72,11 +54,8 @@ CONTRACT: Contract = {
         "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
         "_compute_loss": ("model", "inputs"),
         "get_off_policy_mask": (
-            "advantages",
-            "per_token_logps",
-            "sampling_per_token_logps",
-            "mask",
-            "off_policy_threshold",
+            *("advantages", "per_token_logps", "sampling_per_token_logps"),
+            *("mask", "off_policy_threshold"),
         ),
         "get_high_entropy_mask": ("entropies", "mask", "threshold"),
         "_current_train_step_time": None,
@@ -139,43 +118,18 @@ CONTRACT: Contract = {
     "accelerate.state.GradientState": {"_set_sync_gradients": ("sync_gradients",)},
 }
 
-# Options that only the source of Transformers lists: field -> where, the pattern that finds them, and one of them.
-READ_OPTIONS: Mapping[str, tuple[Collection[str], str, str]] = {
-    "fsdp_config": (
-        ("transformers.training_args", "transformers.trainer"),
-        r"""fsdp_config(?:\[|\.get\(|\.setdefault\()\s*["'](\w+)["']""",
-        "transformer_layer_cls_to_wrap",
-    ),
-    "model_init_kwargs": (
-        ("transformers.PreTrainedModel.from_pretrained",),
-        r"""kwargs\.pop\(\s*"(\w+)\"""",
-        "device_map",
-    ),
-}
-
 # What the trainers read from a rollout.
 ROLLOUT_KEYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 
 # What they read if it is there. Under another name it would be ignored silently, so the code of TRL must contain it.
 OPTIONAL_ROLLOUT_KEYS = (
-    "importance_sampling_ratio",
-    "old_per_token_logps",
-    "ref_per_token_logps",
-    "sampling_per_token_logps",
+    *("importance_sampling_ratio", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
     "tool_mask",
 )
 # Likewise, what the model's forward pass takes besides the tokens: images and the like.
 MULTIMODAL_KEYS = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
 )
 
 # Function -> entries that it must add to a rollout.
@@ -254,12 +208,6 @@ ASYNC_KEYS: Mapping[str, Collection[str]] = {
 }
 
 
-def options_read(field: str) -> set[str]:
-    """Options that Transformers reads from a field, `fsdp_config` or `model_init_kwargs`, as its source shows."""
-    places, pattern, _ = READ_OPTIONS[field]
-    return {name for place in places for name in re.findall(pattern, inspect.getsource(resolve_name(place)))}
-
-
 def check(
     contract: Contract = CONTRACT, version: str = trl.__version__, keys: Mapping[str, Collection[str]] = KEYS
 ) -> None:
@@ -271,7 +219,7 @@ def check(
             replaced.
     """
     check_replaced(contract)
-    problems = [f"{name} {problem}" for name, problem in _mismatches(contract, version, keys)]
+    problems = [f"{name} {problem}" for name, problem in mismatches(contract, version, keys)]
     if problems:
         raise ImportError(
             f"opo_trl does not fit the installed libraries: {'; '.join(problems)}. Tested with TRL {TESTED_VERSIONS}: "
@@ -290,7 +238,7 @@ def check_replaced(contract: Contract = CONTRACT) -> None:
         `ImportError`: names the class, and what is in its place.
     """
     for path in contract:
-        owner = _resolve(path)
+        owner = resolve(path)
         # One of ours may stand there: that is how TRL's own scripts train with OPO.
         own = (path.partition(".")[0], __package__)
         if inspect.isclass(owner) and owner.__module__.partition(".")[0] not in own:
@@ -315,7 +263,7 @@ def check_rollout(rollout: Mapping) -> None:
         )
 
 
-def _resolve(path: str) -> Any:
+def resolve(path: str) -> Any:
     """The object of a dotted path, or an `ImportError` with a message of one line."""
     try:
         return resolve_name(path)
@@ -323,139 +271,38 @@ def _resolve(path: str) -> Any:
         return ImportError(" ".join(str(error).split()))
 
 
-def has(owner: Any, name: str) -> bool:
-    """Whether a module or a class has an attribute, or a method of the class assigns it to its instances."""
-    bases = inspect.getmro(owner) if inspect.isclass(owner) else ()
-    members = [member for base in bases for member in vars(base).values()]
+def _has(owner: Any, name: str) -> bool:
+    """Whether a module or a class has an attribute, or a method of the class names one."""
+    members = [member for base in getattr(owner, "__mro__", ()) for member in vars(base).values()]
     members = [getattr(member, "fget", None) or getattr(member, "func", None) or member for member in members]
     functions = [inspect.unwrap(member) for member in members if callable(member)]
-    return hasattr(owner, name) or any(_assigns(f.__code__, name) for f in functions if inspect.isfunction(f))
+    return hasattr(owner, name) or any(name in f.__code__.co_names for f in functions if inspect.isfunction(f))
 
 
-def _assigns(code: CodeType, name: str) -> bool:
-    # In bytecode: the source of the trainers takes a second to parse.
-    steps = dis.get_instructions(code) if name in code.co_names else ()
-    if any(step.opname == "STORE_ATTR" and step.argval == name for step in steps):
-        return True
-    return any(_assigns(inner, name) for inner in code.co_consts if isinstance(inner, CodeType))
-
-
-def _mismatches(contract: Contract, version: str, keys: Mapping[str, Collection[str]]) -> Iterator[tuple[str, str]]:
+def mismatches(contract: Contract, version: str, keys: Mapping[str, Collection[str]]) -> Iterator[tuple[str, str]]:
     """Names that do not fit, and what is wrong with each."""
     if not TESTED_VERSIONS.contains(version, prereleases=True):
         yield f"TRL {version}", "is outside the tested range"
     for path, entries in contract.items():
-        owner = _resolve(path)
+        owner = resolve(path)
         if isinstance(owner, ImportError):
             yield path, f"cannot be imported ({owner})"
             continue
         for name, parameters in entries.items():
             method = getattr(owner, name, None)
-            present = has(owner, name) if parameters is None else callable(method)
+            present = _has(owner, name) if parameters is None else callable(method)
             if not present:
                 yield f"{path}.{name}", "is missing"
             elif parameters and (missing := set(parameters) - inspect.signature(method).parameters.keys()):
                 yield f"{path}.{name}", f"has no parameter {', '.join(sorted(missing))}"
     for path, wanted in keys.items():
-        made = _resolve(path)
+        made = resolve(path)
         constants = set() if isinstance(made, ImportError) else set(_flat(inspect.unwrap(made).__code__.co_consts))
         for key in sorted({*wanted} - constants):
             yield path, f"does not add {key!r} to a rollout"
-    for field, (places, _, example) in READ_OPTIONS.items():
-        if any(isinstance(_resolve(place), ImportError) for place in places) or example not in options_read(field):
-            yield "trl_contract.options_read", f"finds no {example!r} in {' and '.join(places)}"
 
 
 def _flat(constants: tuple) -> Iterator[Any]:
     """Constants of a function's code; keys of a dictionary are in a tuple."""
     for constant in constants:
         yield from _flat(constant) if isinstance(constant, tuple) else (constant,)
-
-
-# The command: where the package relies on what
-
-
-def package() -> dict[str, ast.Module]:
-    """Syntax trees of the package's modules, except this one."""
-    folder = Path(__file__).parent
-    paths = {path: path.relative_to(folder.parent).with_suffix("") for path in sorted(folder.rglob("*.py"))}
-    return {
-        ".".join(name.parts).removesuffix(".__init__"): ast.parse(path.read_text(encoding="utf-8"))
-        for path, name in paths.items()
-        if path != Path(__file__)
-    }
-
-
-def imports(tree: ast.Module) -> Iterator[str]:
-    """Dotted paths of what a module imports from the libraries, wherever in its text."""
-    for node in ast.walk(tree):
-        found = []
-        if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found = [f"{node.module}.{alias.name}" for alias in node.names]
-        yield from (path for path in found if path.split(".")[0] in LIBRARIES)
-
-
-def methods(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Methods of classes with a base, whose methods they may override."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and node.bases:
-            yield from (member for member in node.body if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
-def names(tree: ast.Module) -> set[str]:
-    """Names that may be a parent's: of methods, of what is private or set, and of what is taken from a parent."""
-    found = {method.name for method in methods(tree)}
-    for node in ast.walk(tree):
-        match node:
-            case ast.ClassDef(body=body):
-                fields = [part.target for part in body if isinstance(part, ast.AnnAssign) and part.value]
-                found |= {target.id for target in fields if isinstance(target, ast.Name)}
-            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Attribute(attr=name, value=ast.Call()):
-                found.add(name)
-            case ast.Attribute(attr=name, value=ast.Name(id=owner)) if owner in ("self", "trl_contract"):
-                found.add(name)
-            case ast.Call(func=ast.Name(id="temporarily"), keywords=changed):
-                found |= {keyword.arg for keyword in changed if keyword.arg}
-            case ast.Attribute(attr=name) | ast.Name(id=name) | ast.Constant(value=str(name)):
-                found |= {name} if name.startswith("_") else set()
-    return found
-
-
-def _further(path: str, name: str, override: ast.arguments) -> list[str]:
-    """Parameters of a parent's method that an override does not take."""
-    method = getattr(_resolve(path), name, None)
-    if override.vararg or override.kwarg or not callable(method):
-        return []
-    return [*inspect.signature(method).parameters][len(override.args + override.kwonlyargs) :]
-
-
-def report() -> Iterator[str]:
-    """A line for each name that does not fit: what is wrong with it, and the modules that rely on it."""
-    modules = package()
-    used = {module: names(tree) for module, tree in modules.items()}
-    everything = {**CONTRACT, **ASYNC_CONTRACT}
-    for path, problem in _mismatches(everything, trl.__version__, {**KEYS, **ASYNC_KEYS}):
-        wanted = {*everything.get(path, ()), path.rpartition(".")[2]}
-        relying = [module for module, found in used.items() if found & wanted]
-        yield f"{path} {problem}: {', '.join(relying) or 'the package'}"
-    importing: dict[str, list[str]] = {}
-    for module, tree in modules.items():
-        for path in {*imports(tree)}:
-            importing.setdefault(path, []).append(module)
-    for path, relying in sorted(importing.items()):
-        error = _resolve(path)
-        if isinstance(error, ImportError) and find_spec(path.split(".")[0]):  # some libraries are optional
-            yield f"{path} cannot be imported ({error}): {', '.join(relying)}"
-    for module, tree in modules.items():
-        for method in methods(tree):
-            for path in (path for path, entries in everything.items() if entries.get(method.name) is not None):
-                if method.name != "__init__" and (further := _further(path, method.name, method.args)):
-                    yield f"{path}.{method.name} has additional parameters {', '.join(further)}: {module}"
-
-
-if __name__ == "__main__":
-    lines = [*report()]
-    sys.stdout.writelines(f"{line}\n" for line in lines)
-    sys.exit(bool(lines))

@@ -5,8 +5,8 @@ Try other releases of the libraries that the package relies on.
 
 Without arguments: the oldest and the newest release of TRL, Transformers, Accelerate and Datasets that `setup.cfg`
 declares and the package index has. Each release is installed without its dependencies into a temporary folder in front
-of this environment's packages, which stay as they are. `python -m opo_trl.trl_contract` lists what does not fit; if
-it lists nothing, the tests that rely most on these libraries run. Prints the table of docs/compatibility.md, and exits
+of this environment's packages, which stay as they are. `python tests/contract.py` lists what does not fit; if it lists
+nothing, the tests that rely most on these libraries run. Prints the table of docs/compatibility.md, and exits
 with status 1 if anything fails. For a TRL outside the range, widen it first, in `setup.cfg` and
 `opo_trl/trl_contract.py`.
 """
@@ -47,7 +47,7 @@ def run(release: str) -> tuple[bool, str, str]:
     """Whether a release fits and passes the tests, what does not fit, and how the tests ended."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([*PIP, "install", "--quiet", "--no-deps", "--target", folder, release], check=True)
-        environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 
         def python(*command: str) -> tuple[bool, list[str]]:
             done = subprocess.run(
@@ -56,7 +56,7 @@ def run(release: str) -> tuple[bool, str, str]:
             print(done.stdout, file=sys.stderr, flush=True)
             return done.returncode == 0, done.stdout.splitlines()
 
-        fits, lines = python("opo_trl.trl_contract")
+        fits, lines = python("contract")
         if not fits:
             return False, "; ".join(lines), "not run"
         passed, output = python(

@@ -19,7 +19,6 @@ from transformers import Trainer, get_scheduler
 from transformers.integrations import integration_utils
 from trl import GRPOConfig
 
-from .. import trl_contract
 from . import paths
 from .blame import LIBRARY_ERRORS
 from .generation import dry_run_generation
@@ -52,6 +51,14 @@ _OF_A_MODEL = ("galore", "apollo", "lomo")
 
 # Options of `gradient_checkpointing_kwargs` that Transformers consumes before PyTorch gets the rest.
 _OWN_CHECKPOINTING = ("every_n_layers", "offload")
+
+# Options of `fsdp_config` that Transformers reads; it ignores others silently.
+FSDP_OPTIONS = {
+    *("activation_checkpointing", "auto_wrap_policy", "backward_prefetch", "buffer_dtype", "compute_dtype"),
+    *("cpu_offload", "cpu_ram_efficient_loading", "forward_prefetch", "limit_all_gathers", "min_num_params"),
+    *("reshard_after_forward", "state_dict_type", "sync_module_states", "transformer_layer_cls_to_wrap"),
+    *("use_orig_params", "version", "xla", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "xla_fsdp_v2"),
+}
 
 
 def dry_run_arguments(args: GRPOConfig) -> None:
@@ -200,7 +207,6 @@ def _check_checkpointing(options: Any) -> None:
 
 
 def _check_fsdp(options: Any) -> None:
-    """Transformers reads the keys that it knows, and ignores others silently."""
-    known = trl_contract.options_read("fsdp_config")
-    for key in (options or {}).keys() - known:
-        reject("fsdp_config", options, key, "has no effect", f"Remove it, or set one of {', '.join(sorted(known))}")
+    for key in (options or {}).keys() - FSDP_OPTIONS:
+        fix = f"Remove it, or set one of {', '.join(sorted(FSDP_OPTIONS))}"
+        reject("fsdp_config", options, key, "has no effect", fix)

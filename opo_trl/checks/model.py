@@ -1,17 +1,15 @@
 """Dry run of the model and its adapters: both are constructed without weights, on PyTorch's `meta` device."""
 
-import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 from transformers.integrations.accelerate import check_and_set_device_map
 from trl import GRPOConfig, ModelConfig, get_peft_config
 
-from .. import trl_contract
 from .blame import blamed, given
 from .ranges import CHOICES, reject
 from .weights import without_zero3
@@ -20,7 +18,17 @@ from .weights import without_zero3
 # Fields that control how a model is constructed.
 _OF_MODELS = ("model_revision", "trust_remote_code", "attn_implementation", "dtype", "model_init_kwargs")
 
-# Options of earlier versions that `from_pretrained` discards.
+# Options that `from_pretrained` consumes before the configuration and the class get the rest.
+LOADING_OPTIONS = {
+    *("_commit_hash", "_from_auto", "_from_pipeline", "adapter_kwargs", "adapter_name", "allow_all_kernels"),
+    *("attn_implementation", "cache_dir", "config", "device_map", "device_mesh", "disable_mmap"),
+    *("distributed_config", "dtype", "experts_implementation", "force_download", "fusion_config"),
+    *("generation_config", "gguf_file", "ignore_mismatched_sizes", "kernel_config", "key_mapping"),
+    *("local_files_only", "max_memory", "offload_buffers", "offload_folder", "output_loading_info", "proxies"),
+    *("quantization_config", "revision", "state_dict", "subfolder", "token", "torch_dtype", "tp_plan", "tp_size"),
+    *("tqdm_class", "trust_remote_code", "use_kernels", "use_safetensors", "variant", "weights_only"),
+}
+# Options of earlier versions that it discards.
 _IGNORED_IN_LOADING = {"mirror", "_fast_init", "low_cpu_mem_usage", "from_tf", "from_flax", "offload_state_dict"}
 
 
@@ -61,9 +69,6 @@ def dry_run_model(args: GRPOConfig, model_config: ModelConfig, path: str) -> Non
 
 def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mapping[str, Any]) -> Any:
     """The model without weights; `None` if its class is not part of Transformers."""
-    # The options that `from_pretrained` consumes before the configuration and the class get the rest.
-    loading = {*inspect.signature(PreTrainedModel.from_pretrained).parameters}
-    loading |= trl_contract.options_read("model_init_kwargs")
     dtype = options.get("dtype", model_config.dtype)
     if not isinstance(dtype, torch.dtype) and dtype not in CHOICES["dtype"]:
         raise ValueError(f"There is no dtype {dtype!r}.")
@@ -73,7 +78,7 @@ def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mappi
     for key, value in options.items():
         if "drop" in key and isinstance(value, int | float) and not 0 <= value <= 1:
             reject("model_init_kwargs", options, key, "is not a probability", "Set it to a number in [0, 1]")
-    rest = {key: value for key, value in options.items() if key not in loading | _IGNORED_IN_LOADING}
+    rest = {key: value for key, value in options.items() if key not in LOADING_OPTIONS | _IGNORED_IN_LOADING}
     revision, trust = options.get("revision", model_config.model_revision), args.trust_remote_code
     config, rest = AutoConfig.from_pretrained(
         path, revision=revision, trust_remote_code=trust, return_unused_kwargs=True, **rest

@@ -1,13 +1,17 @@
 """Options that a library would reject later or ignore are reported by field when the configuration is constructed."""
 
+import inspect
+import re
 import sys
 
 import pytest
+from transformers import PreTrainedModel, trainer, training_args
 from trl import ModelConfig
 
 from opo_trl import OPOConfig
+from opo_trl.checks.arguments import FSDP_OPTIONS
 from opo_trl.checks.blame import blamed
-from opo_trl.checks.model import dry_run_model
+from opo_trl.checks.model import LOADING_OPTIONS, dry_run_model
 
 
 def config(**given) -> OPOConfig:
@@ -142,6 +146,16 @@ def test_what_a_library_rejects_or_ignores_is_reported_by_field(given, says):
 )
 def test_what_the_libraries_accept_is_accepted(given):
     config(**given)
+
+
+def test_tables_of_options_are_those_that_transformers_reads():
+    source = inspect.getsource(training_args) + inspect.getsource(trainer)
+    read = re.findall(r"""fsdp_config(?:\[|\.get\(|\.setdefault\()\s*["'](\w+)["']""", source)
+    assert {*read} == FSDP_OPTIONS
+    loading = PreTrainedModel.from_pretrained
+    popped = re.findall(r"""kwargs\.pop\(\s*"(\w+)\"""", inspect.getsource(loading))
+    named = {*inspect.signature(loading).parameters} - {"pretrained_model_name_or_path", "model_args", "kwargs"}
+    assert {*popped} | named == LOADING_OPTIONS
 
 
 def test_missing_tracker_is_named_once():
