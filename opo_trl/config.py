@@ -185,9 +185,9 @@ class RolloutConfig(Masked, GRPOConfig):
         """Let TRL and Transformers check the rest, and name the field in their messages."""
         own = {f.name for f in dataclasses.fields(GRPOConfig)}
         named = {name: value for name, value in given(self).items() if name in own}
-        with blamed(named, lambda fields: dry_run_arguments(GRPOConfig(**fields))):
+        with blamed(named):
             super().__post_init__()
-            dry_run_arguments(self)
+        dry_run_arguments(self)
 
     def _check_launch(self):
         """Check packages, JSON and devices, before anything initializes a device."""

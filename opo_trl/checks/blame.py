@@ -1,7 +1,7 @@
-"""Report a library's error in terms of the fields that cause it."""
+"""Report a library's error in terms of the fields that it is about."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import Any
@@ -38,37 +38,36 @@ def given(arguments: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def blamed(named: Mapping[str, Any], attempt: Callable[[dict[str, Any]], object]) -> Iterator[None]:
+def blamed(fields: Mapping[str, Any]) -> Iterator[None]:
     """
     Turn a library's error in this context into one about our fields.
 
-    `named` are the fields that are set, with their values; `attempt` does what runs in the context with such fields.
+    `fields` are those that the context reads and that are set, with their values.
 
     Raises:
-        `ValueError`: names each field without which `attempt` succeeds, its value and what the library said. An error
-            that already names a field and its fix, or that no single field causes, passes unchanged.
+        `ValueError`: names the fields that the library's message mentions by name, key or value, or all if there are
+            at most two, with their values and what the library said. An error that already names a field and its fix
+            passes unchanged.
     """
     try:
         yield
     except LIBRARY_ERRORS as error:
         said = str(error).strip() or type(error).__name__
-        names_its_fix = any(f"{name}=" in said for name in named) and re.search(r"[Ss]et |[Rr]emove |Choose ", said)
+        names_its_fix = any(f"{name}=" in said for name in fields) and re.search(r"[Ss]et |[Rr]emove |Choose ", said)
         if isinstance(error, ValueError) and names_its_fix:
             raise
         said = said if said.endswith((".", "!", "?")) else f"{said}."
-        causes = [name for name in named if _succeeds(attempt, {n: v for n, v in named.items() if n != name})]
+        causes = [name for name in fields if _mentions(said, name, fields[name])]
+        causes = causes or [*fields][: 2 if len(fields) < 3 else 0]
         if not causes:
             if isinstance(error, ValueError):
                 raise
             raise ValueError(f"{type(error).__name__}: {said}") from error
-        values = " and ".join(f"{name}={named[name]!r}" for name in causes)
+        values = " and ".join(f"{name}={fields[name]!r}" for name in causes)
         fix = " or ".join(f"`{name}`" for name in causes)
         raise ValueError(f"{values} cannot be used: {said} Set {fix} to something else, or leave it out.") from error
 
 
-def _succeeds(attempt: Callable[[dict[str, Any]], object], named: dict[str, Any]) -> bool:
-    try:
-        attempt(named)
-    except LIBRARY_ERRORS:
-        return False
-    return True
+def _mentions(said: str, name: str, value: Any) -> bool:
+    words = [name, *(map(str, value) if isinstance(value, Mapping) else [value] if isinstance(value, str) else [])]
+    return any(word and re.search(rf"(?<![\w.]){re.escape(word)}(?!\w)", said) for word in words)

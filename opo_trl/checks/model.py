@@ -15,8 +15,8 @@ from .ranges import CHOICES, reject
 from .weights import without_zero3
 
 
-# Fields that control how a model is constructed.
-_OF_MODELS = ("model_revision", "trust_remote_code", "attn_implementation", "dtype", "model_init_kwargs")
+# Fields that control how a model is constructed, besides `dtype`, which is checked first.
+_OF_MODELS = ("model_revision", "attn_implementation", "model_init_kwargs")
 
 # Options that `from_pretrained` consumes before the configuration and the class get the rest.
 LOADING_OPTIONS = {
@@ -42,28 +42,16 @@ def dry_run_model(args: GRPOConfig, model_config: ModelConfig, path: str) -> Non
     """
     options: Any = args.model_init_kwargs or {}
     named = given(model_config) | ({"model_init_kwargs": options} if options else {})
-    # Constructing a model is slow, so each step blames only the fields that it reads.
-    of_model = {name: value for name, value in named.items() if name in _OF_MODELS}
-    of_adapters = {
-        name: value for name, value in named.items() if name.startswith(("lora_", "use_")) and name != "use_peft"
-    }
-
-    def make(fields: dict[str, Any]) -> Any:
-        fields = dict(fields)
-        init_kwargs = fields.pop("model_init_kwargs", {})
-        return _empty_model(args, ModelConfig(**fields), path, init_kwargs)
-
-    def adapt(fields: dict[str, Any]) -> None:
-        _check_adapters(make(of_model), ModelConfig(use_peft=model_config.use_peft, **fields))
-
-    with blamed(of_model, make):
-        model = make(of_model)
+    with blamed({name: value for name, value in named.items() if name in _OF_MODELS}):
+        model = _empty_model(args, model_config, path, options)
     if model is None:
         return
     coefficient = args.router_aux_loss_coef
     if coefficient and not hasattr(model.config.get_text_config(), "output_router_logits"):
         raise ValueError(f"router_aux_loss_coef={coefficient} has no effect: the model has no experts. Remove it.")
-    with blamed(of_adapters, adapt):
+    with blamed(
+        {name: value for name, value in named.items() if name.startswith(("lora_", "use_dora", "use_rslora"))}
+    ):
         _check_adapters(model, model_config)
 
 

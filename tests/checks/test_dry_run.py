@@ -5,11 +5,11 @@ import re
 import sys
 
 import pytest
-from transformers import PreTrainedModel, trainer, training_args
+from transformers import PreTrainedModel, trainer, trainer_optimizer, training_args
 from trl import ModelConfig
 
 from opo_trl import OPOConfig
-from opo_trl.checks.arguments import FSDP_OPTIONS
+from opo_trl.checks.arguments import FSDP_OPTIONS, OPTIM_ARGS
 from opo_trl.checks.blame import blamed
 from opo_trl.checks.model import LOADING_OPTIONS, dry_run_model
 
@@ -148,6 +148,19 @@ def test_what_the_libraries_accept_is_accepted(given):
     config(**given)
 
 
+def test_table_of_optim_args_is_what_each_optimizer_reads():
+    for name, handler in trainer_optimizer._OPTIMIZER_HANDLERS.items():
+        if any(part in name for part in ("galore", "apollo", "lomo")) or name.value.startswith("rmsprop_"):
+            continue
+        source = inspect.getsource(handler)
+        read = re.findall(r"""optim_args(?:\.get|\.pop)\(\s*"(\w+)"|"(\w+)" in ctx\.optim_args""", source)
+        read = {one or other for one, other in read}
+        for words in re.findall(r"for key in \((.*?)\)", source):
+            read |= {*re.findall(r'"(\w+)"', words)}
+        is_other = handler is trainer_optimizer._get_bitsandbytes_optimizer and "ademamix" not in name.value
+        assert {*OPTIM_ARGS.get(name.value, ())} == (set() if is_other else read), name
+
+
 def test_tables_of_options_are_those_that_transformers_reads():
     source = inspect.getsource(training_args) + inspect.getsource(trainer)
     read = re.findall(r"""fsdp_config(?:\[|\.get\(|\.setdefault\()\s*["'](\w+)["']""", source)
@@ -183,19 +196,20 @@ def test_generation_options_of_vllm_are_its_sampling_parameters(monkeypatch):
         config(use_vllm=True, generation_kwargs={"max_tokens": 2})
 
 
-def test_error_is_attributed_to_each_field_without_which_it_does_not_occur():
-    def attempt(named):
-        if named.get("a") == 1 and named.get("b") == 2:
-            raise KeyError("ab")
+def test_error_is_attributed_to_the_fields_that_it_mentions():
+    def said(error: Exception, **fields) -> str:
+        try:
+            with blamed(fields):
+                raise error
+        except ValueError as named:
+            return str(named)
 
-    named = {"a": 1, "b": 2, "c": 3}
-    with (
-        pytest.raises(ValueError, match=r"^a=1 and b=2 cannot be used: 'ab'\. Set `a` or `b`"),
-        blamed(named, attempt),
-    ):
-        attempt(named)
-    error = ValueError("whatever the fields")
-    named = {"c": 3}
-    with pytest.raises(ValueError, match="whatever") as raised, blamed(named, lambda _: attempt({"a": 1, "b": 2})):
-        raise error
-    assert raised.value is error
+    fields = {"a": 1, "b": "two", "c": {"key": 3}, "d": 4}
+    assert said(KeyError("a"), **fields).startswith("a=1 cannot be used: 'a'. Set `a` to something else")
+    assert said(ValueError("two and key"), **fields).startswith(
+        "b='two' and c={'key': 3} cannot be used: two and key."
+    )
+    assert said(TypeError("whatever"), a=1).startswith("a=1 cannot be used: whatever.")
+    assert said(TypeError("whatever"), **fields) == "TypeError: whatever."
+    assert said(ValueError("whatever"), **fields) == "whatever"
+    assert said(ValueError("a=1 is odd. Set `a` to 2."), **fields) == "a=1 is odd. Set `a` to 2."

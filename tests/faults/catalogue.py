@@ -1098,7 +1098,7 @@ KINDS = [
     Case("LoRA options without LoRA", ["lora_r=4", "Set `use_peft` to true"], {"lora_r": 4}),
     Case(
         "folder of a tracker below a file",
-        ["report_to='tensorboard'", "TENSORBOARD_LOGGING_DIR='recipe.yaml/x'", "is not a folder", "Set `report_to`"],
+        ["TENSORBOARD_LOGGING_DIR='recipe.yaml/x'", "is not a folder", "Choose another `TENSORBOARD_LOGGING_DIR`"],
         {"report_to": "tensorboard"},
         environment={"TENSORBOARD_LOGGING_DIR": "recipe.yaml/x"},
     ),
