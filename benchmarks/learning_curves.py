@@ -20,9 +20,10 @@ from scipy.optimize import isotonic_regression
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from opo_trl.evaluate import evaluate, temporarily
+from opo_trl.evaluate import evaluate
 from opo_trl.methods import Method, register
 from opo_trl.metrics.log import PHASES
+from opo_trl.rollout.scored import temporarily
 
 from .many_runs import options
 

@@ -9,10 +9,9 @@ counter or log entry, training continues from its own random state, and its envi
 
 import math
 import random
-from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from statistics import NormalDist, stdev
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,8 +21,9 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from scipy.stats import binomtest
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from trl.trainer.utils import strip_images_from_messages
+
+from .checks.devices import check_placed
 
 
 if TYPE_CHECKING:
@@ -128,30 +128,6 @@ def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple
     return float(interval.low), float(interval.high)
 
 
-def check_placed(trainer: "GRPOTrainer") -> None:
-    """
-    Check that a trainer's model is placed where it can generate.
-
-    Raises:
-        `RuntimeError`: DeepSpeed or FSDP has not taken it over yet, or it is not on the device of this process.
-    """
-    model: Any = trainer.model
-    device = trainer.accelerator.device
-    if trainer.is_deepspeed_enabled:
-        missing = None if trainer.deepspeed is not None else "DeepSpeed has not taken the model over"
-    elif trainer.is_fsdp_enabled:
-        sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
-        missing = None if sharded else "FSDP has not sharded the model"
-    else:
-        here = trainer.is_model_parallel or next(model.parameters()).device.type == device.type
-        missing = None if here else f"the model is not on {device}"
-    if missing is not None:
-        raise RuntimeError(
-            f"Nothing can be generated yet: {missing}, which `train()` does. Call `evaluate` after `train()`, or "
-            "during it: from a callback's `on_train_begin` for the accuracy before the first step."
-        )
-
-
 def evaluate(
     trainer: "GRPOTrainer", dataset: Dataset, *, decoding: Decoding = "sampled", seed: int = 0, samples: int = 1
 ) -> Evaluation:
@@ -199,8 +175,14 @@ def evaluate(
     first = accelerator.process_index * per_process
     # Every process takes part in every generation, so a process with fewer rows repeats the last one, uncounted.
     mine = [dataset[min(i, total - 1) // samples] for i in range(first, first + per_process)]
-    with _evaluation_mode(trainer), _decoding(trainer, decoding), _own_random_state(trainer, seed):
-        solved = [s for start in range(0, per_process, batch) for s in _solve(trainer, mine[start : start + batch])]
+    twin, was_training = _twin(trainer), trainer.model.training
+    try:
+        with _decoding(twin, decoding), _own_random_state(trainer, seed):
+            solved = [s for start in range(0, per_process, batch) for s in _solve(twin, mine[start : start + batch])]
+    finally:
+        trainer.model.train(was_training)
+        if trainer.use_vllm:  # which has the weights of this step by now
+            trainer._last_loaded_step = twin._last_loaded_step
     gathered = gather_object(solved)[:total]
     scored = [sample["reward"] for sample in gathered if sample["reward"] is not None]
     return Evaluation(
@@ -212,29 +194,58 @@ def evaluate(
     )
 
 
-class _Scored(BaseException):
-    """Ends a rollout once it is scored. Not an `Exception`: an override might catch it."""
+class _Evaluating:
+    """
+    Overrides of a trainer's methods in its twin: what is scored is kept, and no log-probabilities of behaviour policy,
+    reference and vLLM's correction are computed, on which no score depends.
+    """
+
+    _scored: tuple[list[Any], list[Any], torch.Tensor] | None = None  # prompts, completions, rewards of all processes
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        trainer: Any = super()
+        rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._scored = prompts, completions, rewards
+        return rewards
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        return None, None, None
 
 
-def _solve(trainer: "GRPOTrainer", rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _twin(trainer: "GRPOTrainer") -> Any:
+    """
+    A shallow copy of a trainer, of a class derived from its own, that makes one completion per prompt. It has the
+    trainer's model, engine, tools and rewards; its metrics, logs and counters, and whatever an override sets in it,
+    are its own.
+    """
+    kind = type(trainer)
+    twin: Any = copy(trainer)
+    twin.__class__ = type(kind.__name__, (_Evaluating, kind), {})
+    twin.num_generations_eval = 1
+    twin.vllm_importance_sampling_correction = False
+    twin.state = copy(trainer.state)  # it counts tokens
+    for name in ("_metrics", "_logs", "_pending_metrics", "_pending_extra_logs"):
+        if hasattr(trainer, name):
+            setattr(twin, name, deepcopy(getattr(trainer, name)))
+    if factories := getattr(trainer, "environment_factories", None):
+        # Environments of evaluations only, kept for the next one: those of training may have a state of their own.
+        pools = vars(trainer).setdefault("_environments_of_evaluations", {name: [] for name in factories})
+        twin._environment_pool = pools
+    return twin
+
+
+def _solve(twin: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Prompt, completion and reward of each row, as in a rollout of these rows."""
-    outermost = trainer._calculate_rewards
-
-    def calculate(inputs, prompts, completions, completion_ids_list):
-        raise _Scored(prompts, completions, outermost(inputs, prompts, completions, completion_ids_list))
-
-    trainer.model.eval()  # for each batch: TRL's continuous batching leaves the model in training mode
-    try:
-        with temporarily(trainer, _calculate_rewards=calculate):
-            trainer._generate_and_score_completions(rows)
-    except _Scored as scored:
-        prompts, completions, rewards = scored.args
-    else:
+    twin._scored = None
+    twin.model.eval()  # for each batch: TRL's continuous batching leaves the model in training mode
+    twin._generate_and_score_completions(rows)
+    if twin._scored is None:
         raise RuntimeError(
-            f"{type(trainer).__name__}._generate_and_score_completions did not call `_calculate_rewards`, so there is "
+            f"{type(twin).__name__}._generate_and_score_completions did not call `_calculate_rewards`, so there is "
             "nothing to evaluate. Call `super()._generate_and_score_completions`, or score with that method."
         )
-    start = trainer.accelerator.process_index * len(rows)
+    prompts, completions, rewards = twin._scored
+    start = twin.accelerator.process_index * len(rows)
     own = rewards[start : start + len(rows), 0].tolist()
     return [
         {
@@ -247,75 +258,22 @@ def _solve(trainer: "GRPOTrainer", rows: list[dict[str, Any]]) -> list[dict[str,
 
 
 @contextmanager
-def temporarily(holder: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object, and restore them afterwards."""
-    attributes = vars(holder)
-    own = {name: attributes[name] for name in values if name in attributes}
-    attributes.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            attributes.pop(name, None)
-        attributes.update(own)
-
-
-@contextmanager
-def _evaluation_mode(trainer: "GRPOTrainer") -> Iterator[None]:
-    """One completion per prompt, nothing computed that only a loss needs, and no trace in the trainer."""
-    records = ("_metrics", "_logs", "_pending_metrics", "_pending_extra_logs")
-    was_training, tokens = trainer.model.training, trainer.state.num_input_tokens_seen
-    try:
-        with temporarily(
-            trainer,
-            num_generations_eval=1,
-            # Passes that no score depends on: log-probabilities of behaviour policy, reference and vLLM's correction.
-            vllm_importance_sampling_correction=False,
-            _get_per_token_logps_and_entropies=lambda *_, **__: (None, None, None),
-            **{name: _emptied(getattr(trainer, name)) for name in records if hasattr(trainer, name)},
-            **_own_environments(trainer),
-        ):
+def _decoding(twin: Any, decoding: Decoding) -> Iterator[None]:
+    if decoding == "greedy" and twin.use_vllm:
+        engine = twin.vllm_generation
+        kept = engine.temperature, engine.generation_kwargs
+        engine.temperature = 0.0
+        engine.generation_kwargs = {name: value for name, value in kept[1].items() if name != "temperature"}
+        try:
             yield
-    finally:
-        trainer.state.num_input_tokens_seen = tokens
-        trainer.model.train(was_training)
-
-
-def _own_environments(trainer: Any) -> dict[str, Any]:
-    """
-    Environments that play in evaluations only, kept for the next one: those of training may have a state of their own.
-    """
-    factories = getattr(trainer, "environment_factories", None)
-    if not factories:
-        return {}
-    kept = vars(trainer).setdefault("_environments_of_evaluations", {name: [] for name in factories})
-    return {"_environment_pool": kept, "environments": None}
-
-
-def _emptied(records: Any) -> Any:
-    """A new, empty container of the same type and limit; a dictionary keeps its fixed keys."""
-    if isinstance(records, defaultdict):
-        return defaultdict(records.default_factory)
-    if isinstance(records, deque):
-        return deque(maxlen=records.maxlen)
-    return {name: _emptied(kept) for name, kept in records.items()}
-
-
-@contextmanager
-def _decoding(trainer: "GRPOTrainer", decoding: Decoding) -> Iterator[None]:
-    if decoding == "sampled":
-        yield
-    elif trainer.use_vllm:
-        engine = trainer.vllm_generation
-        others = {name: value for name, value in engine.generation_kwargs.items() if name != "temperature"}
-        with temporarily(engine, temperature=0.0, generation_kwargs=others):
-            yield
-    else:
-        greedy = copy(trainer.generation_config)
+        finally:
+            engine.temperature, engine.generation_kwargs = kept
+        return
+    if decoding == "greedy":
+        greedy = twin.generation_config = copy(twin.generation_config)
         greedy.do_sample = False
         greedy.temperature = greedy.top_p = greedy.top_k = greedy.min_p = None
-        with temporarily(trainer, generation_config=greedy):
-            yield
+    yield
 
 
 @contextmanager

@@ -44,6 +44,7 @@ CONTRACT: Contract = {
         "_sync_tool_dicts": None,  # of the current batch
         "_async_tool_dicts": None,
         "_environment_pool": None,  # evaluations have their own
+        "_last_loaded_step": None,  # whose weights vLLM has
         "_step": None,
         "generation_config": None,
         "log_multimodal": None,

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.experimental.async_grpo import async_grpo_trainer, packing
 
-from ..evaluate import temporarily
+from ..rollout.scored import temporarily
 from .config import AsyncOPOConfig
 
 

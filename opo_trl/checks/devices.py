@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from .text import quoted
 
@@ -93,4 +94,27 @@ def check_whole(model: Any) -> None:
         raise ValueError(
             f"The model is split over the devices {', '.join(sorted(devices))}, and a loss cannot be computed on "
             "several. Load it without `device_map`."
+        )
+
+
+def check_placed(trainer: Any) -> None:
+    """
+    Check that a trainer's model is placed where it can generate.
+
+    Raises:
+        `RuntimeError`: DeepSpeed or FSDP has not taken it over yet, or it is not on the device of this process.
+    """
+    model, device = trainer.model, trainer.accelerator.device
+    if trainer.is_deepspeed_enabled:
+        missing = None if trainer.deepspeed is not None else "DeepSpeed has not taken the model over"
+    elif trainer.is_fsdp_enabled:
+        sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+        missing = None if sharded else "FSDP has not sharded the model"
+    else:
+        here = trainer.is_model_parallel or next(model.parameters()).device.type == device.type
+        missing = None if here else f"the model is not on {device}"
+    if missing is not None:
+        raise RuntimeError(
+            f"Nothing can be generated yet: {missing}, which `train()` does. Call `evaluate` after `train()`, or "
+            "during it: from a callback's `on_train_begin` for the accuracy before the first step."
         )

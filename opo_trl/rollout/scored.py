@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
 
 from ..config import RolloutConfig
-from ..evaluate import temporarily
 from ..metrics.step_clock import StepClock
 from ..rewards.checked import checked, checked_environments, checked_tools
 from ..rewards.errors import RewardError
@@ -19,6 +19,20 @@ logger = get_logger(__name__)
 
 # Weight of a round of generation in the moving average of reward failures: about ten rounds count.
 _FAILURE_WEIGHT = 0.1
+
+
+@contextmanager
+def temporarily(holder: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of an object, and restore them afterwards."""
+    attributes = vars(holder)
+    own = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            attributes.pop(name, None)
+        attributes.update(own)
 
 
 class ScoringTrainer(GRPOTrainer):
@@ -67,10 +81,12 @@ class ScoringTrainer(GRPOTrainer):
         """Rewards `[N, number of reward functions]`; infinite ones count as unscored."""
         infinite = rewards.isinf()
         if infinite.any():
-            names = [self.reward_func_names[i] for i in infinite.any(dim=0).nonzero().flatten()]
+            # An override may return further columns.
+            names = [name for name, found in zip(self.reward_func_names, infinite.any(dim=0), strict=False) if found]
             logger.warning(
                 f"Of {len(rewards)} completions, {int(infinite.any(dim=1).sum())} have an infinite reward, by "
-                f"{', '.join(names)}: they count as unscored. Fix the function, or have it return None."
+                f"{', '.join(names) or 'an override'}: they count as unscored. Fix the function, or have it return "
+                "None."
             )
         return rewards.masked_fill(infinite, torch.nan)
 

@@ -32,11 +32,10 @@ from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import get_config_model_id
 
 from .. import trl_contract
-from ..checks.devices import check_whole
+from ..checks.devices import check_placed, check_whole
 from ..checks.text import printable
 from ..checks.weights import check_finite, check_models
 from ..config import RolloutConfig
-from ..evaluate import check_placed, temporarily
 from ..metrics.opo import gradient_response_efficiency
 from ..metrics.step_clock import StepClock
 from ..metrics.watches import Watches
@@ -49,7 +48,7 @@ from .prompts import check_datasets, check_enough_prompts
 from .replay import ReplayBuffer
 from .resumable import ResumableTrainer
 from .rows import completion_tokens, micro_batches, rows_of_steps
-from .scored import ScoringTrainer
+from .scored import ScoringTrainer, temporarily
 from .skipped_steps import SkippingTrainer
 from .vllm_server import watched, without_password
 
