@@ -168,7 +168,7 @@ def _check_models(
 def model_path(model_config: ModelConfig) -> str:
     """Hub id or folder of the model; for an embedded one, its folder in the installed package."""
     name = str(model_config.model_name_or_path)
-    return EMBEDDED_MODELS[name]() if name in EMBEDDED_MODELS else name
+    return EMBEDDED_MODELS.get(name, name)
 
 
 def make_trainer(

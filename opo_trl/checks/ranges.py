@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Union, get_args, get_origin
 
 from ..fields import hints
-from ..rewards.scoring import LEAST_MEMORY
+from ..rewards import LEAST_MEMORY
 from .text import shortened
 
 

@@ -29,10 +29,10 @@ from ..checks.blame import LIBRARY_ERRORS
 from ..checks.files import COUNT, TEXT, read_json
 from ..config import RolloutConfig
 from ..data import tokenize_prompts
-from ..data.prompts import check_columns as check_reserved
 from ..report.run_folder import RECIPE, is_claimed
 from ..rewards.scoring import IsolatedReward
 from ..rollout import vllm_server
+from ..rollout.prompts import check_columns as check_reserved
 
 
 # Arguments of `apply_chat_template` that TRL sets itself.

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 from trl.trainer.utils import is_async_callable
 
-from .errors import RewardError, is_ctrl_c, naming, numbers, shown, told
-from .scoring import IsolatedReward
+from .errors import CountingReward, RewardError, is_ctrl_c, naming, numbers, shown, told
 
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def checked(trainer: "GRPOTrainer") -> Iterator[None]:
 
 def checked_reward(reward: Any, name: str) -> Any:
     """A reward function whose failures raise a [`RewardError`] that names it."""
-    if isinstance(reward, Module | IsolatedReward):
+    if isinstance(reward, Module | CountingReward):
         return reward
 
     async def call_async(**inputs: Any) -> list[float | None]:

@@ -34,8 +34,8 @@ from typing import Any, NoReturn
 import psutil
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from . import effects
-from .errors import RewardError, numbers, told
+from . import LEAST_MEMORY, effects
+from .errors import CountingReward, RewardError, numbers, told
 
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,6 @@ START_LIMIT = 120  # seconds for a worker to start, including imports from a slo
 # Workers are replaced after this many completions, because math-verify's parser caches 2 to 10 kB per answer, which in
 # days would reach the memory limit. A new worker scores its first 1,000 completions a fifth slower.
 COMPLETIONS_OF_A_WORKER = 10_000
-
-# MiB. With 60, math-verify silently fails to parse right answers; with 384, 10,000 boxes no longer fit.
-LEAST_MEMORY = 512
 
 _GUARD_INTERVAL = 0.2  # seconds
 
@@ -61,7 +58,7 @@ _TOLD_TO_END = (-signal.SIGTERM, 255)
 _hiding = threading.Lock()
 
 
-class IsolatedReward:
+class IsolatedReward(CountingReward):
     """
     A reward function that scores each completion in a worker process, with limits on time and memory.
 
@@ -128,7 +125,6 @@ class IsolatedReward:
             ) from error
         self.__name__ = _name(reward)
         self.reward, self.workers, self.timeout, self.memory = reward, workers, timeout, memory
-        self.timeouts = self.errors = 0
         self._pool: ProcessPool | None = None
         self._end: Callable[[], Any] = lambda: None  # ends the pool, if there is one
 

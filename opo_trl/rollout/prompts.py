@@ -14,15 +14,23 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, Value
 from trl.trainer.utils import RepeatSampler
 
 from ..config import RolloutConfig
-from ..data.prompts import check_columns
 
 
 # Indices of an epoch's prompts, the same number in every epoch, by the epoch's number.
 Order = Callable[[int], Sequence[int]]
+
+# Arguments of rewards that the trainer sets, so that a column of the name would be lost, or be an error in the first
+# step; and `self`, of rewards and environments that are objects.
+RESERVED = (
+    *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
+    *("environments", "self"),
+)
+
+_RENAME = "`dataset.rename_column('{old}', '{new}')`"
 
 
 def check_enough_prompts(available: int, args: RolloutConfig, described: str = "") -> None:
@@ -66,6 +74,53 @@ def check_datasets(trainer_class: type, *positional: Any, **named: Any) -> None:
                     f"{name} has no column 'environment', only {data.column_names}. Add one that names an environment "
                     f"of environment_factory for each row: {', '.join(map(str, factory))}."
                 )
+
+
+def check_columns(data: Any, named: str, *, rename: str = _RENAME, needs_prompt: bool = True) -> None:
+    """
+    Check the columns of a trainer's dataset, as far as they are known, and the type of its prompts.
+
+    Args:
+        data (`Dataset` or `IterableDataset`):
+            The dataset. Of a stream, nothing is read.
+        named (`str`):
+            What an error calls it.
+        rename (`str`, *optional*):
+            How to rename a column, with `{old}` and `{new}`; by default in Python.
+        needs_prompt (`bool`, *optional*, defaults to `True`):
+            Whether each row must have a prompt. An environment may ask without one.
+
+    Raises:
+        `ValueError`: names the column, and what to do.
+    """
+    names, features = data.column_names, data.features
+    if names is None or (isinstance(data, Dataset) and data.format["type"] == "custom"):
+        return  # a stream, or a transform that makes the rows when they are read
+    for name in RESERVED:
+        if name in names:
+            raise ValueError(
+                f"{named} has a column {name!r}, the name of an argument that the trainer itself passes to rewards or "
+                f"environments. Rename it: {rename.format(old=name, new=f'my_{name}')}."
+            )
+    if "prompt" not in names:
+        if not needs_prompt:
+            return
+        old = next((name for name in ("problem", "question", "query", "instruction") if name in names), "question")
+        raise ValueError(
+            f"{named} has no column 'prompt', only {names}. Rename one: {rename.format(old=old, new='prompt')}; or "
+            "make prompts of problems and answers with `opo_trl.data.to_prompts`."
+        )
+    feature = (features or {}).get("prompt")
+    known = isinstance(data, Dataset) and len(data) > 0
+    prompt = data[0]["prompt"] if known else None
+    is_chat = isinstance(prompt, list) and bool(prompt) and all(isinstance(turn, Mapping) for turn in prompt)
+    wrong = (prompt is None or isinstance(prompt, int | float | bytes | list | Mapping)) and not is_chat
+    if wrong if known else isinstance(feature, Value) and feature.dtype not in ("string", "large_string"):
+        held = f"holds {str(prompt)[:60]!r}" if known else f"is of type {feature.dtype}"
+        raise ValueError(
+            f"{named}: its column 'prompt' {held}. Set every prompt to text, or every one to a list of messages, "
+            '`[{"role": "user", "content": …}]`.'
+        )
 
 
 class EpochSampler(RepeatSampler):

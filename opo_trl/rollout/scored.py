@@ -11,8 +11,7 @@ from trl import GRPOTrainer
 from ..config import RolloutConfig
 from ..metrics.step_clock import StepClock
 from ..rewards.checked import checked, checked_environments, checked_tools
-from ..rewards.errors import RewardError
-from ..rewards.scoring import IsolatedReward
+from ..rewards.errors import CountingReward, RewardError
 
 
 logger = get_logger(__name__)
@@ -72,7 +71,7 @@ class ScoringTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         with self._clock.phase("score"), checked(self):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        isolated = [reward for reward in self.reward_funcs if isinstance(reward, IsolatedReward)]
+        isolated = [reward for reward in self.reward_funcs if isinstance(reward, CountingReward)]
         if isolated and self.model.training:  # the log and the limit cover training only
             self._count_failures(isolated, len(completions))
         return rewards
@@ -90,7 +89,7 @@ class ScoringTrainer(GRPOTrainer):
             )
         return rewards.masked_fill(infinite, torch.nan)
 
-    def _count_failures(self, rewards: list[IsolatedReward], n_completions: int) -> None:
+    def _count_failures(self, rewards: list[CountingReward], n_completions: int) -> None:
         counts = [sum(r.timeouts for r in rewards), sum(r.errors for r in rewards), len(rewards) * n_completions]
         gathered = self.accelerator.gather(torch.tensor([counts], device=self.accelerator.device))
         timeouts, errors, n_scores = gathered.sum(dim=0).tolist()

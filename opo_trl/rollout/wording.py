@@ -22,7 +22,7 @@ class WordingTrainer(Trainer):
         if not self.is_world_process_zero():
             return
         model = get_config_model_id(self.model.config)
-        embedded = next((name for name, path in EMBEDDED_MODELS.items() if path() == model), None)
+        embedded = next((name for name, path in EMBEDDED_MODELS.items() if path == model), None)
         base = f"a model embedded in opo_trl, `{embedded}`" if embedded else f"the model `{Path(model or '?').name}`"
         replaced: Mapping[str, str] = {
             "[None](https://huggingface.co/None)": f"{base}, which is not on the Hub",

@@ -12,13 +12,14 @@ from transformers.utils import get_json_schema
 from trl.chat_template_utils import parse_response
 
 from benchmarks.guessing_base import build_tokenizer, found, play
-from opo_trl.data.guessing import Guessing, base_model_path, make_games
+from opo_trl.data.guessing import Guessing, make_games
 from opo_trl.data.guessing.game import LEVELS, SPLIT_SIZES, guesses, ranges
+from opo_trl.data.models import EMBEDDED_MODELS
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(base_model_path())
+    return AutoTokenizer.from_pretrained(EMBEDDED_MODELS["guessing"])
 
 
 def begin(low: int, high: int, number: int, level: str) -> Guessing:
@@ -106,7 +107,7 @@ def test_tokens_of_a_conversation_are_those_that_were_written(tokenizer):
 
 
 def test_stored_player_is_small_and_as_good_as_it_claims(tokenizer):
-    folder = Path(base_model_path())
+    folder = Path(EMBEDDED_MODELS["guessing"])
     assert (folder / "model.safetensors").stat().st_size <= 1.25e6
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     torch.manual_seed(1)

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from opo_trl import train
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.checks.files import read_json, read_lines
-from opo_trl.data import gym, load_problems, spelling, to_prompts
+from opo_trl.data import gym, load_problems, to_prompts
 from opo_trl.data.gym import INSTRUCTION, gym_reward, make_problems
+from opo_trl.data.models import EMBEDDED_MODELS
 from opo_trl.data.prompts import without_overlap
 from opo_trl.rewards.scoring import IsolatedReward
 
@@ -253,7 +254,7 @@ class TestReward:
 
 
 def test_base_model_that_spells():
-    folder = Path(spelling.base_model_path())
+    folder = Path(EMBEDDED_MODELS["spelling"])
     assert (folder / "model.safetensors").stat().st_size < 5e5
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.config.vocab_size == len(tokenizer)

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from opo_trl.data.prompts import RESERVED
+from opo_trl.rollout.prompts import RESERVED
 
 
 RECIPE = {

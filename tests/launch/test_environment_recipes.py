@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from opo_trl.checks.files import read_json, read_lines
-from opo_trl.data.guessing import Guessing, base_model_path
+from opo_trl.data.guessing import Guessing
+from opo_trl.data.models import EMBEDDED_MODELS
 from opo_trl.evaluate import evaluate
 from opo_trl.report.measures import reward
 from opo_trl.report.runs import read_run
@@ -263,7 +264,7 @@ def test_fields_that_need_each_other(tmp_path, without, fields, says):
 
 def test_template_whose_calls_cannot_be_parsed_is_rejected(tmp_path):
     model = tmp_path / "model"
-    shutil.copytree(base_model_path(), model)
+    shutil.copytree(EMBEDDED_MODELS["guessing"], model)
     config = json.loads((model / "tokenizer_config.json").read_text())
     del config["response_template"]
     (model / "tokenizer_config.json").write_text(json.dumps(config))

@@ -23,9 +23,9 @@ from invariance.launch import launch, logs
 from opo_trl import OPOConfig
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.launch.rewards import load_rewards
-from opo_trl.rewards import accuracy_reward, format_reward
+from opo_trl.rewards import LEAST_MEMORY, accuracy_reward, format_reward
 from opo_trl.rewards.errors import RewardError
-from opo_trl.rewards.scoring import LEAST_MEMORY, IsolatedReward
+from opo_trl.rewards.scoring import IsolatedReward
 
 
 ROOTS = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]

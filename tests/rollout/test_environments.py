@@ -28,7 +28,8 @@ from helpers import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from opo_trl.data import to_prompts
-from opo_trl.data.guessing import Guessing, base_model_path, make_games
+from opo_trl.data.guessing import Guessing, make_games
+from opo_trl.data.models import EMBEDDED_MODELS
 from opo_trl.evaluate import evaluate
 from opo_trl.rewards.errors import RewardError
 from opo_trl.rewards.scoring import IsolatedReward
@@ -153,11 +154,11 @@ class Differentiated(RecordingOPO):
 def player(tmp_path_factory) -> str:
     """The embedded player, with an output layer of its own: the reference takes gradients by each parameter."""
     folder = tmp_path_factory.mktemp("player")
-    model = AutoModelForCausalLM.from_pretrained(base_model_path(), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODELS["guessing"], dtype=torch.float32)
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(base_model_path()).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EMBEDDED_MODELS["guessing"]).save_pretrained(folder)
     return str(folder)
 
 

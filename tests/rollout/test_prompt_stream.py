@@ -7,8 +7,7 @@ from datasets import Dataset, IterableDataset
 from trl.trainer.utils import RepeatSampler
 
 from opo_trl import AsyncOPOConfig, AsyncOPOTrainer, OPOConfig, OPOTrainer, RolloutTrainer
-from opo_trl.data.prompts import RESERVED
-from opo_trl.rollout.prompts import EpochSampler, PromptStream, check_datasets, permutations
+from opo_trl.rollout.prompts import RESERVED, EpochSampler, PromptStream, check_datasets, permutations
 
 
 def test_prompts_have_the_order_of_trl():
