@@ -13,9 +13,9 @@ from matplotlib.ticker import PercentFormatter
 
 from ..checks.files import inner_folder
 from ..methods import method_of
-from ..metrics.log import Points
 from .figures import legible, style, write
 from .intervals import estimate
+from .log import Points
 from .measures import WINDOW, Comparison, clock, completions, efficiency, reward, seconds, series, smooth
 from .runs import Run
 

@@ -2,7 +2,7 @@
 The diagnostics of a run: healthy bounds, what it means to exceed one, and what to try.
 
 The bounds separate runs that learn from runs that were broken on purpose; none is a law. Bounds and sentences refer to
-facts about a metric: the attributes of [`report.verdicts.Facts`].
+facts about a metric: [`report.verdicts.facts`].
 """
 
 from collections.abc import Mapping
@@ -21,31 +21,15 @@ class Bound:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """
-    One line of the table below.
+    """One line of the table below. Both bounds are inclusive."""
 
-    Args:
-        name (`str`):
-            What is judged: the subject of the sentence.
-        metrics (`tuple[str, ...]`):
-            Metrics of the log; the first one that was logged is read.
-        fact (`str`):
-            Name of the fact that is compared with the bounds.
-        says (`str`):
-            Rest of the sentence within the bounds, with facts in braces.
-        low ([`Bound`], *optional*), high ([`Bound`], *optional*):
-            The bounds, both inclusive.
-        off_policy (`bool`, *optional*, defaults to `False`):
-            Whether only off-policy steps count: in the first step of a rollout the policy is the behaviour policy.
-    """
-
-    name: str
-    metrics: tuple[str, ...]
-    fact: str
-    says: str
+    name: str  # what is judged: the subject of the sentence
+    metrics: tuple[str, ...]  # of the log; the first one that was logged is read
+    fact: str  # that is compared with the bounds
+    says: str  # rest of the sentence within the bounds, with facts in braces
     low: Bound | None = None
     high: Bound | None = None
-    off_policy: bool = False
+    off_policy: bool = False  # whether only off-policy steps count: before them, the policy is the behaviour policy
 
 
 def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:

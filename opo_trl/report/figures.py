@@ -21,7 +21,8 @@ from matplotlib.ticker import MaxNLocator
 from ..checks import files
 from ..checks.files import inner_folder
 from ..checks.text import one_line
-from ..metrics.log import Entry, Points, finite, number, off_policy, validations
+from ..metrics.log import Entry, number
+from .log import Points, finite, off_policy, seconds_by_phase, validations
 from .run_folder import LOG, read_log, read_summary
 
 
@@ -186,14 +187,11 @@ def _passes_figure(fits: Mapping[int, Sequence[float]]) -> Figure:
 
 
 def _time_figure(log: Sequence[Entry]) -> Figure:
-    """Mean seconds per optimizer step by phase, over all steps, whether they generate or not."""
     figure, axis = plt.subplots(figsize=(8, 1.9), layout="constrained")
     left = 0.0
-    for phase, color in _PHASE_COLORS.items():
-        points = finite(log, f"opo/time/{phase}")
-        seconds = float(np.mean([value for _, value in points])) if points else 0.0
+    for phase, seconds in seconds_by_phase(log).items():
         if seconds > 0:
-            axis.barh(0, seconds, left=left, color=color, label=f"{phase}, {seconds:.3g} s")
+            axis.barh(0, seconds, left=left, color=_PHASE_COLORS[phase], label=f"{phase}, {seconds:.3g} s")
             left += seconds
     axis.set_yticks([])
     axis.set_xlabel("seconds per optimizer step")

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..metrics.log import Points, number
+from ..metrics.log import number
 from .intervals import Difference, Estimate, estimate, paired_difference
+from .log import Points, finite
 from .runs import Run, completions_per_optimizer_step, has_budget_of_completions, optimizer_steps_per_rollout
 
 
@@ -160,7 +161,7 @@ def reward_key(run: Run) -> str:
 
 def efficiency(run: Run) -> Points:
     """Gradient response efficiency; NaN, in steps where all advantages are 0, is left out."""
-    return [(step, value) for step, value in series(run, "opo/gradient_response_efficiency") if not math.isnan(value)]
+    return finite(run.log, "opo/gradient_response_efficiency")
 
 
 def completions(run: Run) -> Points:

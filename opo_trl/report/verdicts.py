@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from ..metrics.log import PHASES, Entry, Watch, finite, off_policy, validations
+from ..metrics.log import Entry, Watch
 from .diagnostics import Diagnostic, diagnostics
 from .intervals import t_quantile
+from .log import Points, finite, off_policy, seconds_by_phase, validations
 
 
 _FEWEST_OF_A_TREND = 6  # entries
@@ -18,51 +19,40 @@ _FEWEST_OF_A_TREND = 6  # entries
 
 @dataclass(frozen=True)
 class Verdict:
-    """
-    A verdict on a run.
-
-    Args:
-        metric (`str`), sentence (`str`):
-            Metric of the log, and the verdict in words.
-        healthy (`bool`, *optional*):
-            Whether it is within its bounds; `None` for a fact without a bound.
-        remedy (`str`, *optional*):
-            What to try; empty if nothing needs to be done.
-        points (`list[tuple[float, float]]`, *optional*):
-            Optimizer step and value of every entry.
-    """
+    """A verdict on a run, in a sentence, from the points of one metric of its log."""
 
     metric: str
     sentence: str
-    healthy: bool | None
-    remedy: str = ""
-    points: Sequence[tuple[float, float]] = ()
+    healthy: bool | None  # whether it is within its bounds; `None` for a fact without a bound
+    remedy: str  # what to try; empty if nothing needs to be done
+    points: Points
 
 
-class Facts:
+def facts(values: Sequence[float], on_policy: Sequence[float], generated: float) -> dict[str, float]:
     """
-    Numbers of a metric that sentences and bounds refer to.
+    What sentences and bounds of a metric refer to, from its finite values in the order of the log.
 
-    Args:
-        values (`Sequence[float]`):
-            Its finite values in the order of the log.
-        on_policy (`Sequence[float]`):
-            Those of optimizer steps in which the policy is still the one that generated the rollout.
-        generated (`float`):
-            Completions generated in the run; NaN if not logged.
+    `on_policy`: those of optimizer steps in which the policy is still the one that generated the rollout.
+    `generated`: completions generated in the run; NaN if not logged.
     """
-
-    def __init__(self, values: Sequence[float], on_policy: Sequence[float], generated: float):
-        tenth = min(max(len(values) // 10, 3), len(values))
-        self.first, self.last = float(np.median(values[:tenth])), float(np.median(values[-tenth:]))
-        self.ratio = _ratio(self.last, self.first)
-        self.mean, self.median = float(np.mean(values)), float(np.median(values))
-        self.low = float(np.quantile(values, 0.1))
-        self.most, self.total = max(values), sum(values)
-        self.share = self.total / generated
-        self.over_on_policy = _ratio(self.median, float(np.median(on_policy))) if len(on_policy) else math.nan
-        self.change, self.margin = trend(values)
-        self.rise = _ratio(self.change, self.margin)
+    tenth = min(max(len(values) // 10, 3), len(values))
+    first, last, median = (float(np.median(part)) for part in (values[:tenth], values[-tenth:], values))
+    change, margin = trend(values)
+    return {
+        "first": first,
+        "last": last,
+        "ratio": _ratio(last, first),
+        "mean": float(np.mean(values)),
+        "median": median,
+        "low": float(np.quantile(values, 0.1)),
+        "most": max(values),
+        "total": sum(values),
+        "share": sum(values) / generated,
+        "over_on_policy": _ratio(median, float(np.median(on_policy))) if len(on_policy) else math.nan,
+        "change": change,
+        "margin": margin,
+        "rise": _ratio(change, margin),
+    }
 
 
 def _ratio(value: float, other: float) -> float:
@@ -100,13 +90,13 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Entry]) -> Verdict | None:
         return None
     on_policy = finite(log, metric, lambda row: row.get("opo/off_policy_steps") == 0)
     generated = [value for _, value in finite(log, "completions/generated")]
-    facts = Facts([y for _, y in points], [y for _, y in on_policy], max(generated, default=math.nan))
-    value = getattr(facts, diagnostic.fact)
+    found = facts([y for _, y in points], [y for _, y in on_policy], max(generated, default=math.nan))
+    value = found[diagnostic.fact]
     if math.isnan(value):
         return Verdict(metric, f"{diagnostic.name}: too little in this log for a verdict.", None, "", points)
     beyond = diagnostic.low if diagnostic.low and value < diagnostic.low.limit else None
     beyond = diagnostic.high if diagnostic.high and value > diagnostic.high.limit else beyond
-    said = (beyond or diagnostic).says.format_map(vars(facts))
+    said = (beyond or diagnostic).says.format_map(found)
     remedy = beyond.remedy if beyond else ""
     return Verdict(metric, f"{diagnostic.name} {said}.", not beyond, remedy, points)
 
@@ -143,16 +133,14 @@ _FASTER = {
 
 
 def _slowest_phase(log: Sequence[Entry]) -> Verdict | None:
-    points = {phase: finite(log, f"opo/time/{phase}") for phase in PHASES}
-    if not any(points.values()):
+    seconds = seconds_by_phase(log)
+    phase, total = max(seconds, key=lambda name: seconds[name]), sum(seconds.values())
+    points = finite(log, f"opo/time/{phase}")
+    if not points:
         return None
-    seconds = {
-        phase: float(np.mean([value for _, value in found])) if found else 0.0 for phase, found in points.items()
-    }
-    phase, total = max(PHASES, key=lambda name: seconds[name]), sum(seconds.values())
     share = seconds[phase] / max(total, 1e-9)
     said = f"Slowest phase: {phase}, {share:.0%} of {total:.3g} s per optimizer step. {_FASTER[phase]}"
-    return Verdict(f"opo/time/{phase}", said, None, "", points[phase])
+    return Verdict(f"opo/time/{phase}", said, None, "", points)
 
 
 @dataclass(frozen=True)
