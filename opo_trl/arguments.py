@@ -1,7 +1,7 @@
 """`OPOScriptArguments`: recipe fields that belong to neither the trainer's configuration nor the model's."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from huggingface_hub import constants, get_token
@@ -16,7 +16,8 @@ from .checks.strict_yaml import read_mappings
 from .config import RolloutConfig
 from .data import INSTRUCTION, gym
 from .evaluate import Decoding
-from .fields import DATA, OBJECTIVE, REWARDS
+from .fields import COUNT, COUNT_OR_ZERO, DATA, OBJECTIVE, POSITIVE, REWARDS, RUN, Range, integer, setting
+from .rewards import LEAST_MEMORY
 
 
 # Fields of TRL's script that do nothing here, and why.
@@ -111,70 +112,60 @@ class OPOScriptArguments(ScriptArguments):
             the recipe's, or the name of one of TRL's (`single_gpu`, `multi_gpu`, `zero2`, …).
     """
 
-    trainer: Annotated[str, OBJECTIVE] = field(
-        default=methods.DEFAULT, metadata={"help": f"Method to train with: one of {', '.join(methods.by_trainer())}."}
+    trainer: Annotated[str, OBJECTIVE] = setting(
+        methods.DEFAULT, f"Method to train with: one of {', '.join(methods.by_trainer())}."
     )
-    reward_funcs: Annotated[list[str] | None, REWARDS] = field(
-        default=None, metadata={"help": "Reward functions, by name or dotted path."}
+    reward_funcs: Annotated[list[str] | None, REWARDS] = setting(None, "Reward functions, by name or dotted path.")
+    tools: Annotated[list[str] | None, DATA] = setting(None, "Functions that the model can call, by dotted path.")
+    environment_factory: Annotated[str | None, DATA] = setting(
+        None, "Class whose objects are environments, by dotted path."
     )
-    tools: Annotated[list[str] | None, DATA] = field(
-        default=None, metadata={"help": "Functions that the model can call, by dotted path."}
+    reward_model_name_or_path: Annotated[str | None, REWARDS] = setting(
+        None, "Reward model to add to the reward functions."
     )
-    environment_factory: Annotated[str | None, DATA] = field(
-        default=None, metadata={"help": "Class whose objects are environments, by dotted path."}
+    reward_workers: Annotated[int, RUN, COUNT_OR_ZERO] = setting(
+        4, "Worker processes for accuracy_reward and gym_reward; 0 for none."
     )
-    reward_model_name_or_path: Annotated[str | None, REWARDS] = field(
-        default=None, metadata={"help": "Reward model to add to the reward functions."}
+    reward_timeout: Annotated[float, RUN, POSITIVE] = setting(30.0, "Seconds a worker has to score one completion.")
+    reward_memory: Annotated[
+        int, RUN, integer(LEAST_MEMORY, 2**30, text=f"a whole number of MiB, {LEAST_MEMORY} or more")
+    ] = setting(2048, "Memory that a worker can allocate, in MiB.")
+    overlong_cache: Annotated[
+        int | None, REWARDS, integer(1, text="a positive number up to `max_completion_length`")
+    ] = setting(None, "Tokens over which soft_overlong_punishment falls to -1.")
+    columns: Annotated[dict | str | None, DATA] = setting(
+        None, "Columns of the dataset to use as problem, solution, level and type."
     )
-    reward_workers: int = field(
-        default=4, metadata={"help": "Worker processes for accuracy_reward and gym_reward; 0 for none."}
+    dataset_settings: Annotated[dict | str | None, DATA] = setting(None, "Settings of a task of reasoning-gym.")
+    datasets: Annotated[list[dict], DATA] = setting(list, "Datasets to mix, as in TRL, in place of dataset_name.")
+    streaming: Annotated[bool, RUN] = setting(False, "Without effect: datasets are loaded completely.")
+    test_split_size: Annotated[
+        float | None, DATA, Range(0, ends="()", text="a number of rows, or a fraction of them below 1")
+    ] = setting(None, "Size of the test split to hold out of `datasets`.")
+    test_fraction: Annotated[float | None, DATA, Range(0, 1, ends="()", text="a share of the rows, such as 0.2")] = (
+        setting(None, "Share of the training split to hold out, in place of a test split.")
     )
-    reward_timeout: float = field(default=30.0, metadata={"help": "Seconds a worker has to score one completion."})
-    reward_memory: int = field(default=2048, metadata={"help": "Memory that a worker can allocate, in MiB."})
-    overlong_cache: Annotated[int | None, REWARDS] = field(
-        default=None, metadata={"help": "Tokens over which soft_overlong_punishment falls to -1."}
+    levels: Annotated[list[str] | None, DATA] = setting(None, "Levels of the training problems.")
+    fraction: Annotated[float, DATA, Range(0, 1, ends="(]", text="a number in (0, 1]. Use 1.0 for all rows")] = (
+        setting(1.0, "Fraction of the training problems, in (0, 1].")
     )
-    columns: Annotated[dict | str | None, DATA] = field(
-        default=None, metadata={"help": "Columns of the dataset to use as problem, solution, level and type."}
+    subset_seed: Annotated[int, DATA, COUNT_OR_ZERO] = setting(42, "Seed that selects problems.")
+    prompt_style: Annotated[Literal["chat", "plain", "dataset"] | None, DATA] = setting(
+        None, "How a problem becomes a prompt."
     )
-    dataset_settings: Annotated[dict | str | None, DATA] = field(
-        default=None, metadata={"help": "Settings of a task of reasoning-gym."}
+    instruction: Annotated[str | None, DATA] = setting(None, "Instruction that follows the problem in a chat prompt.")
+    max_prompt_length: Annotated[int | None, DATA, COUNT] = setting(None, "Maximum length of a prompt in tokens.")
+    validation_levels: Annotated[list[str] | None, RUN] = setting(None, "Levels of the validation problems.")
+    validation_size: Annotated[int, RUN, COUNT] = setting(100, "Number of validation problems.")
+    validation_steps: Annotated[int | None, RUN, integer(1, text="a positive integer, or leave it out")] = setting(
+        None, "Optimizer steps between validations."
     )
-    datasets: Annotated[list[dict], DATA] = field(
-        default_factory=list, metadata={"help": "Datasets to mix, as in TRL, in place of dataset_name."}
-    )
-    streaming: bool = field(default=False, metadata={"help": "Without effect: datasets are loaded completely."})
-    test_split_size: Annotated[float | None, DATA] = field(
-        default=None, metadata={"help": "Size of the test split to hold out of `datasets`."}
-    )
-    test_fraction: Annotated[float | None, DATA] = field(
-        default=None, metadata={"help": "Share of the training split to hold out, in place of a test split."}
-    )
-    levels: Annotated[list[str] | None, DATA] = field(
-        default=None, metadata={"help": "Levels of the training problems."}
-    )
-    fraction: Annotated[float, DATA] = field(
-        default=1.0, metadata={"help": "Fraction of the training problems, in (0, 1]."}
-    )
-    subset_seed: Annotated[int, DATA] = field(default=42, metadata={"help": "Seed that selects problems."})
-    prompt_style: Annotated[Literal["chat", "plain", "dataset"] | None, DATA] = field(
-        default=None, metadata={"help": "How a problem becomes a prompt."}
-    )
-    instruction: Annotated[str | None, DATA] = field(
-        default=None, metadata={"help": "Instruction that follows the problem in a chat prompt."}
-    )
-    max_prompt_length: Annotated[int | None, DATA] = field(
-        default=None, metadata={"help": "Maximum length of a prompt in tokens."}
-    )
-    validation_levels: list[str] | None = field(default=None, metadata={"help": "Levels of the validation problems."})
-    validation_size: int = field(default=100, metadata={"help": "Number of validation problems."})
-    validation_steps: int | None = field(default=None, metadata={"help": "Optimizer steps between validations."})
-    validation_decoding: Decoding = field(default="sampled", metadata={"help": "Decoding of the validation."})
-    report_levels: list[str] | None = field(default=None, metadata={"help": "Levels reported before and after."})
-    report_size: int = field(default=500, metadata={"help": "Problems per reported level."})
-    report_samples: int = field(default=1, metadata={"help": "Completions sampled per reported problem."})
-    overwrite: bool = field(default=False, metadata={"help": "Whether to delete an earlier run in output_dir."})
-    accelerate_config: str | None = field(default=None, metadata={"help": "Accelerate configuration to launch with."})
+    validation_decoding: Annotated[Decoding, RUN] = setting("sampled", "Decoding of the validation.")
+    report_levels: Annotated[list[str] | None, RUN] = setting(None, "Levels reported before and after.")
+    report_size: Annotated[int, RUN, COUNT] = setting(500, "Problems per reported level.")
+    report_samples: Annotated[int, RUN, COUNT] = setting(1, "Completions sampled per reported problem.")
+    overwrite: Annotated[bool, RUN] = setting(False, "Whether to delete an earlier run in output_dir.")
+    accelerate_config: Annotated[str | None, RUN] = setting(None, "Accelerate configuration to launch with.")
 
     def __post_init__(self):
         for name in ("columns", "dataset_settings"):

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,7 +16,7 @@ from .checks.arguments import dry_run_arguments
 from .checks.blame import blamed, given
 from .checks.ranges import require
 from .checks.secrets import Masked
-from .fields import OBJECTIVE, choices
+from .fields import COUNT, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, choices, integer, setting
 from .metrics.log import Watch
 from .objective import DriveScaling, Positivity, RatioForm, Reduction
 
@@ -85,29 +85,23 @@ class RolloutConfig(Masked, GRPOConfig):
 
     unused_fields: ClassVar[frozenset[str]] = frozenset()  # inherited fields without effect; reports omit them
 
-    max_sampling_rounds: Annotated[int, OBJECTIVE] = field(
-        default=1,
-        metadata={"help": "Maximum rounds of generation per rollout; 2 or more replace zero-variance groups."},
+    max_sampling_rounds: Annotated[int, OBJECTIVE, COUNT] = setting(
+        1, "Maximum rounds of generation per rollout; 2 or more replace zero-variance groups."
     )
-    max_staleness: Annotated[int, OBJECTIVE] = field(
-        default=0, metadata={"help": "Earlier rollouts from which the passes after the first draw groups, too."}
+    max_staleness: Annotated[int, OBJECTIVE, integer(0, 2**31 - 1)] = setting(
+        0, "Earlier rollouts from which the passes after the first draw groups, too."
     )
-    max_completions: int | None = field(
-        default=None, metadata={"help": "Completions to generate for training, after which the run ends."}
+    max_completions: Annotated[int | None, RUN, COUNT] = setting(
+        None, "Completions to generate for training, after which the run ends."
     )
-    max_reward_failure_rate: float = field(
-        default=0.1,
-        metadata={"help": "Maximum fraction of completions, in [0, 1], that isolated rewards may fail to score."},
+    max_reward_failure_rate: Annotated[float, RUN, FRACTION] = setting(
+        0.1, "Maximum fraction of completions, in [0, 1], that isolated rewards may fail to score."
     )
-    max_skipped_steps: int = field(
-        default=10, metadata={"help": "Consecutive optimizer steps with a non-finite gradient that end the run."}
+    max_skipped_steps: Annotated[int, RUN, COUNT] = setting(
+        10, "Consecutive optimizer steps with a non-finite gradient that end the run."
     )
-    watches: list[str] = field(
-        default_factory=list, metadata={"help": "Bounds on logged metrics, such as 'stop if opo/chi2 > 2'."}
-    )
-    save_failure: SaveFailure = field(
-        default="stop", metadata={"help": "What to do when a checkpoint cannot be written."}
-    )
+    watches: Annotated[list[str], RUN] = setting(list, "Bounds on logged metrics, such as 'stop if opo/chi2 > 2'.")
+    save_failure: Annotated[SaveFailure, RUN] = setting("stop", "What to do when a checkpoint cannot be written.")
 
     def __post_init__(self):
         self._check_values()
@@ -271,41 +265,41 @@ class ObjectiveConfig:
         `ValueError`: `mu` and `chi2_radius` are both set, or `temperature_range` is not a range.
     """
 
-    alpha: Annotated[float, OBJECTIVE] = field(
-        default=0.4, metadata={"help": "Escort exponent in [0, 1]: 1 is uniform, 0 the oracle."}
+    alpha: Annotated[float, OBJECTIVE, FRACTION] = setting(
+        0.4, "Escort exponent in [0, 1]: 1 is uniform, 0 the oracle."
     )
-    escort_temperature: Annotated[float, OBJECTIVE] = field(
-        default=1.0, metadata={"help": "Temperature of the oracle P* ∝ exp(A/tau), positive."}
+    escort_temperature: Annotated[float, OBJECTIVE, POSITIVE] = setting(
+        1.0, "Temperature of the oracle P* ∝ exp(A/tau), positive."
     )
-    adaptive_temperature: Annotated[bool, OBJECTIVE] = field(
-        default=False, metadata={"help": "Whether to set tau per rollout from the policy's entropy and success rate."}
+    adaptive_temperature: Annotated[bool, OBJECTIVE] = setting(
+        False, "Whether to set tau per rollout from the policy's entropy and success rate."
     )
-    temperature_range: Annotated[list[float], OBJECTIVE] = field(
-        default_factory=lambda: [0.2, 1.5], metadata={"help": "Lowest and highest adaptive tau."}
+    temperature_range: Annotated[
+        list[float], OBJECTIVE, Range(0, ends="(]", text="two positive numbers, the lower first")
+    ] = setting(lambda: [0.2, 1.5], "Lowest and highest adaptive tau.")
+    anchor_correction: Annotated[AnchorCorrection, OBJECTIVE] = setting(
+        "absorbed", "How the behaviour policy enters the escort weight."
     )
-    anchor_correction: Annotated[AnchorCorrection, OBJECTIVE] = field(
-        default="absorbed", metadata={"help": "How the behaviour policy enters the escort weight."}
+    drive_scaling: Annotated[DriveScaling, OBJECTIVE] = setting(
+        "none", "Whether to standardize centred escort weights per group or batch."
     )
-    drive_scaling: Annotated[DriveScaling, OBJECTIVE] = field(
-        default="none", metadata={"help": "Whether to standardize centred escort weights per group or batch."}
+    mu: Annotated[float | None, OBJECTIVE, POSITIVE] = setting(
+        None, "Coefficient of the chi2 term, positive. 0.3 unless `chi2_radius` is set."
     )
-    mu: Annotated[float | None, OBJECTIVE] = field(
-        default=None, metadata={"help": "Coefficient of the chi2 term, positive. 0.3 unless `chi2_radius` is set."}
+    chi2_radius: Annotated[float | None, OBJECTIVE, POSITIVE] = setting(
+        None, "chi2 radius of the target, positive. Excludes `mu`."
     )
-    chi2_radius: Annotated[float | None, OBJECTIVE] = field(
-        default=None, metadata={"help": "chi2 radius of the target, positive. Excludes `mu`."}
+    positivity: Annotated[Positivity, OBJECTIVE] = setting("none", "How to keep 1 + v* >= 0.")
+    positivity_epsilon: Annotated[float, OBJECTIVE, Range(0, 1, ends="()")] = setting(
+        1e-3, "Margin of positivity='clip': v* >= -1 + epsilon. In (0, 1)."
     )
-    positivity: Annotated[Positivity, OBJECTIVE] = field(default="none", metadata={"help": "How to keep 1 + v* >= 0."})
-    positivity_epsilon: Annotated[float, OBJECTIVE] = field(
-        default=1e-3, metadata={"help": "Margin of positivity='clip': v* >= -1 + epsilon. In (0, 1)."}
+    log_ratio_reduction: Annotated[Reduction, OBJECTIVE] = setting(
+        "sum", "Log-ratio of the whole completion, or its mean per token."
     )
-    log_ratio_reduction: Annotated[Reduction, OBJECTIVE] = field(
-        default="sum", metadata={"help": "Log-ratio of the whole completion, or its mean per token."}
+    log_ratio_clamp: Annotated[float | None, OBJECTIVE, POSITIVE] = setting(
+        None, "Bound on the absolute log-ratio. 20 for 'sum' and 5 for 'mean' when not set."
     )
-    log_ratio_clamp: Annotated[float | None, OBJECTIVE] = field(
-        default=None, metadata={"help": "Bound on the absolute log-ratio. 20 for 'sum' and 5 for 'mean' when not set."}
-    )
-    ratio_form: Annotated[RatioForm, OBJECTIVE] = field(default="log", metadata={"help": "Coordinate of the loss."})
+    ratio_form: Annotated[RatioForm, OBJECTIVE] = setting("log", "Coordinate of the loss.")
 
     def check_objective(self) -> None:
         """Check the combinations of fields, and fill in the defaults that depend on other fields."""
@@ -316,7 +310,7 @@ class ObjectiveConfig:
             )
         low_high = self.temperature_range
         ordered = len(low_high) == 2 and low_high[0] <= low_high[1]
-        require(ordered, "temperature_range", low_high, ranges.RANGES["temperature_range"])
+        require(ordered, "temperature_range", low_high, "two positive numbers, the lower first")
         if self.mu is None and self.chi2_radius is None:
             self.mu = 0.3
         if self.log_ratio_clamp is None:
@@ -438,17 +432,15 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
 
     unused_fields: ClassVar[frozenset[str]] = frozenset({*REJECTED_FIELDS, "importance_sampling_level"})
 
-    plan_micro_batches: bool = field(
-        default=True, metadata={"help": "Whether to sort samples by length, and trim each micro-batch."}
+    plan_micro_batches: Annotated[bool, WORK] = setting(
+        True, "Whether to sort samples by length, and trim each micro-batch."
     )
-    max_tokens_per_micro_batch: int | None = field(
-        default=None, metadata={"help": "Maximum number of tokens in a micro-batch, including padding."}
+    max_tokens_per_micro_batch: Annotated[int | None, WORK, integer(1, text="a positive number of tokens")] = setting(
+        None, "Maximum number of tokens in a micro-batch, including padding."
     )
-    skip_inert_rows: bool = field(
-        default=True, metadata={"help": "Whether to skip samples whose gradient is exactly 0."}
-    )
-    padding_free: bool = field(
-        default=False, metadata={"help": "Whether to pack a micro-batch into one row; for flash attention."}
+    skip_inert_rows: Annotated[bool, WORK] = setting(True, "Whether to skip samples whose gradient is exactly 0.")
+    padding_free: Annotated[bool, WORK] = setting(
+        False, "Whether to pack a micro-batch into one row; for flash attention."
     )
 
     def __post_init__(self):

@@ -1,18 +1,24 @@
 """
-Topics of configuration fields, declared where a field is defined: `alpha: Annotated[float, OBJECTIVE]`.
+What the definition of a configuration field says: type, topic, the range of a number, default and help.
 
-They cannot be part of the field's metadata: `HfArgumentParser` passes all of it on to argparse.
+    alpha: Annotated[float, OBJECTIVE, FRACTION] = setting(0.4, "Escort exponent in [0, 1]: …")
+
+Topic and range cannot be part of the field's metadata: `HfArgumentParser` passes all of it on to argparse. Fields of
+TRL and Transformers have theirs in [`INHERITED`] and in `checks.ranges`.
 """
 
 import functools
+import math
+import numbers
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
-# Topics: what a field can decide.
+# Topics: what a field can decide …
 DATA, MODEL, SAMPLING, REWARDS, OBJECTIVE, OPTIMIZER = "data", "model", "sampling", "rewards", "objective", "optimizer"
-
+# … or what it is about, if it decides nothing about the trained model.
+WORK, RUN = "work", "run"
 
 # Fields of TRL and Transformers. Ours are annotated where they are defined.
 INHERITED = {
@@ -32,6 +38,76 @@ INHERITED = {
 }
 
 
+# Limits for the magnitude of non-zero floats: a value beyond them is a typo, and its float32 square is 0 or infinity.
+SMALLEST, LARGEST = 1e-30, 1e30
+
+
+@dataclass(frozen=True)
+class Range:
+    """The allowed numbers of a field."""
+
+    low: float = -math.inf
+    high: float = math.inf  # an infinite end is never included
+    ends: str = "[]"  # whether each end is included, as in "[)"
+    integer: bool = False
+    also: tuple[float, ...] = ()  # numbers outside the interval with a special meaning
+    text: str = ""  # what the message asks for, if the interval does not say it
+
+    def __contains__(self, value: Any) -> bool:
+        # `bool` is an integer to Python, but `max_steps: true` is a mistake.
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral if self.integer else numbers.Real):
+            return False
+        number: Any = value
+        if number in self.also:
+            return True
+        above = number > self.low if self.ends[0] == "(" else number >= self.low
+        below = number < self.high if self.ends[1] == ")" else number <= self.high
+        # Counts have at most 64 bits; the limits for floats also reject NaN and infinity.
+        sized = abs(number) < 2**64 if self.integer else number == 0 or SMALLEST <= abs(number) <= LARGEST
+        return bool(above and below and sized)
+
+    def __str__(self) -> str:
+        if self.text:
+            return self.text
+        if math.isinf(self.high) and self.integer:
+            return f"an integer of at least {self.low:g}"
+        if self.integer:
+            return f"an integer from {self.low:.0f} to {self.high:.0f}"
+        if math.isinf(self.high):
+            if self.low != 0:
+                return "a finite number"
+            return "a positive finite number" if self.ends[0] == "(" else "a finite number, 0 or more"
+        return f"a number in {self.ends[0]}{self.low:g}, {self.high:g}{self.ends[1]}"
+
+
+@dataclass(frozen=True)
+class Steps(Range):
+    """Optimizer steps: their number, or a fraction of all steps in (0, 1)."""
+
+    text: str = "a whole number of steps, at least 1, or a fraction of all steps in (0, 1)"
+
+    def __contains__(self, value: Any) -> bool:
+        return super().__contains__(value) and (value < 1 or value == int(value))
+
+
+def integer(low: float, high: float = math.inf, **more: Any) -> Range:
+    """A range of integers."""
+    return Range(low, high, integer=True, **more)
+
+
+POSITIVE, NOT_NEGATIVE, FINITE = Range(0, ends="(]"), Range(0), Range()
+COUNT, COUNT_OR_ZERO = integer(1), integer(0)
+FRACTION = Range(0, 1)
+BELOW_ONE = Range(0, 1, ends="[)")
+PORT = integer(1, 65_535)
+
+
+def setting(default: Any, text: str) -> Any:
+    """A field with its default, or a function that makes it anew each time, and its help on the command line."""
+    how: Any = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**how, metadata={"help": text})
+
+
 @functools.cache
 def hints(arguments: Any) -> Mapping[str, Any]:
     """Field of a dataclass → its type, without what `Annotated` adds."""
@@ -42,9 +118,15 @@ def hints(arguments: Any) -> Mapping[str, Any]:
 @functools.cache
 def deciding(arguments: Any, topic: str) -> list[str]:
     """Fields of a dataclass that decide a topic, such as [`OBJECTIVE`]: annotated with it, or [`INHERITED`]."""
-    found, inherited = get_type_hints(arguments, include_extras=True), INHERITED[topic].split()
-    annotated = {name for name in found if topic in getattr(found[name], "__metadata__", ())}
-    return [name for name in hints(arguments) if name in annotated or name in inherited]
+    inherited = INHERITED.get(topic, "").split()
+    return [name for name, said in declared(arguments).items() if topic in said or name in inherited]
+
+
+@functools.cache
+def declared(arguments: Any) -> Mapping[str, tuple[Any, ...]]:
+    """Field of a dataclass → its topic and range, as far as its definition says them."""
+    found = get_type_hints(arguments, include_extras=True)
+    return {name: getattr(found[name], "__metadata__", ()) for name in hints(arguments)}
 
 
 def choices(arguments: type) -> dict[str, tuple[Any, ...]]:

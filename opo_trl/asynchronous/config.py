@@ -1,8 +1,8 @@
 """`AsyncOPOConfig`: TRL's `AsyncGRPOConfig` with the fields of OPO's objective, validated."""
 
 import dataclasses
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
@@ -11,7 +11,7 @@ from ..checks.addresses import check_url
 from ..checks.ranges import require
 from ..checks.secrets import Masked
 from ..config import ObjectiveConfig, check_fields
-from ..fields import choices
+from ..fields import COUNT, RUN, choices, setting
 
 
 # Settings of the objective that one group at a time cannot have (any other value than the default, if none is given),
@@ -64,9 +64,9 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
         names the field, the value and what to do.
     """
 
-    num_iterations: int = field(default=1, metadata={"help": "Optimizer steps over the same completions."})
-    max_skipped_steps: int = field(
-        default=10, metadata={"help": "Consecutive optimizer steps with a non-finite gradient that end the run."}
+    num_iterations: Annotated[int, COUNT] = setting(1, "Optimizer steps over the same completions.")
+    max_skipped_steps: Annotated[int, RUN, COUNT] = setting(
+        10, "Consecutive optimizer steps with a non-finite gradient that end the run."
     )
 
     def __post_init__(self):

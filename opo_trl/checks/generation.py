@@ -9,7 +9,8 @@ from typing import Any
 from transformers import GenerationConfig
 from trl import GRPOConfig
 
-from .ranges import RANGES, Range, reject
+from ..fields import Range
+from .ranges import RANGES, reject
 
 
 # Key of `generation_kwargs` → the field that controls the same thing. TRL truncates, plans memory and computes

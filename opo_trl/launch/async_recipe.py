@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from datasets import Dataset
@@ -34,6 +34,7 @@ from ..asynchronous.targets import OPORolloutLoop
 from ..asynchronous.trainer import AsyncOPOTrainer
 from ..checks.addresses import without_secrets
 from ..checks.arguments import dry_run_arguments
+from ..fields import COUNT_OR_ZERO, WORK, setting
 from ..rewards.boxes import text_of
 from ..rewards.checked import checked_reward
 from .preflight import await_health, check_columns, check_development_mode
@@ -57,9 +58,8 @@ class AsyncRecipeConfig(AsyncOPOConfig):
             [`~asynchronous.in_process.InProcessWorker`]. It needs a `token_budget`.
     """
 
-    in_process_staleness: int | None = field(
-        default=None,
-        metadata={"help": "Generate in the training process, with a policy so many versions old; no vLLM server."},
+    in_process_staleness: Annotated[int | None, WORK, COUNT_OR_ZERO] = setting(
+        None, "Generate in the training process, with a policy so many versions old; no vLLM server."
     )
     dtype: str | None = field(default="float32", init=False)  # a field of `ModelConfig`, too: a recipe sets that one
 

@@ -3,45 +3,43 @@
 import argparse
 import copy
 import sys
+from typing import Any
+
+from ..fields import DATA, OBJECTIVE, REWARDS, RUN, WORK, declared
 
 
-_GROUPS: dict[str, tuple[str, ...]] = {
+# Title → the topics whose fields of this package it shows, and fields of TRL.
+_GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "task": (
-        *("model_name_or_path", "dataset_name", "dataset_config", "dataset_settings", "columns", "levels", "fraction"),
-        *("subset_seed", "prompt_style", "instruction", "max_prompt_length", "tools", "environment_factory"),
-        *("max_tool_calling_iterations", "reward_funcs", "reward_weights", "overlong_cache"),
-        *("reward_model_name_or_path", "reward_workers", "reward_timeout", "reward_memory", "max_reward_failure_rate"),
-        *("datasets", "test_split_size", "streaming", "test_fraction"),
+        (DATA, REWARDS),
+        ("model_name_or_path", "dataset_name", "dataset_config", "max_tool_calling_iterations", "reward_weights"),
     ),
-    "objective": (
-        *("trainer", "alpha", "escort_temperature", "adaptive_temperature", "temperature_range", "mu", "chi2_radius"),
-        *("drive_scaling", "positivity", "positivity_epsilon", "log_ratio_reduction", "log_ratio_clamp", "ratio_form"),
-        *("anchor_correction", "loss_type", "epsilon", "learning_rate"),
-    ),
+    "objective": ((OBJECTIVE,), ("loss_type", "epsilon", "num_iterations", "learning_rate")),
     "rollout": (
-        *("num_generations", "max_completion_length", "temperature", "steps_per_generation", "max_sampling_rounds"),
-        *("per_device_train_batch_size", "gradient_accumulation_steps", "use_vllm", "vllm_mode"),
-        *("plan_micro_batches", "max_tokens_per_micro_batch", "skip_inert_rows", "padding_free"),
+        (WORK,),
+        (
+            *("num_generations", "max_completion_length", "temperature", "steps_per_generation"),
+            *("per_device_train_batch_size", "gradient_accumulation_steps", "use_vllm", "vllm_mode"),
+        ),
     ),
-    "reuse": ("num_iterations", "max_staleness"),
     "run": (
-        *("output_dir", "max_steps", "num_train_epochs", "max_completions", "resume_from_checkpoint", "overwrite"),
-        *("save_steps", "save_failure", "max_skipped_steps", "watches", "accelerate_config", "seed"),
-        *("validation_levels", "validation_size", "validation_steps", "validation_decoding"),
-        *("report_levels", "report_size", "report_samples", "report_to"),
+        (RUN,),
+        ("output_dir", "max_steps", "num_train_epochs", "resume_from_checkpoint", "save_steps", "seed", "report_to"),
     ),
 }
 
 _MORE = "--help_all lists every field, those of TRL and Transformers too. `opo-trl recipes` has recipes to begin with."
 
 
-def short_help(parser: argparse.ArgumentParser) -> str:
-    """The groups, as far as the parser's trainer has their fields."""
+def short_help(parser: Any) -> str:
+    """The groups, as far as the trainer of a [`~trl.TrlParser`] has their fields."""
     actions = {action.dest: _plain(action) for action in reversed(parser._actions)}  # `--field` precedes `--no_field`
     formatter = argparse.ArgumentDefaultsHelpFormatter(parser.prog, max_help_position=36, width=120)
     formatter.add_text(f"{parser.prog} --config RECIPE [--field value ...]")
     formatter.add_text("Fields of a recipe; on the command line they take precedence.")
-    for title, names in _GROUPS.items():
+    said = {name: topics for kind in parser.dataclass_types for name, topics in declared(kind).items()}
+    for title, (topics, of_trl) in _GROUPS.items():
+        names = [*of_trl, *(name for name in said if any(topic in said[name] for topic in topics))]
         formatter.start_section(title)
         formatter.add_arguments([actions[name] for name in names if name in actions])
         formatter.end_section()
