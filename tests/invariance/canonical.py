@@ -27,11 +27,12 @@ STEPS = 18
 REWARDS = [0.3, 1.7, 2.2, 0.1, 1.0, 0.6, 0.2, 0.7, *[1.0] * 8, 0.5, 0.9, 0.4, 1.3, 0.0, 2.0, 1.1, 0.8]
 
 # A tiny model's parameters are below ZeRO-3's threshold, and would not be sharded.
-_NO_THRESHOLDS = {
+_OF_TINY_MODELS = {
     "stage3_param_persistence_threshold": 0,
     "stage3_prefetch_bucket_size": 0,
     "stage3_max_live_parameters": 0,
     "stage3_max_reuse_distance": 0,
+    "reduce_bucket_size": 2**16,  # instead of 2 GB
 }
 
 
@@ -79,7 +80,7 @@ class Poisoned(OPOTrainer):
 def make_trainer(form: Form, model: str, folder: Path, trainer_class: type = OPOTrainer) -> OPOTrainer:
     """A trainer of the canonical run."""
     trainer_class = Poisoned if form.poisoned else trainer_class
-    if form.config == "fsdp2":
+    if form.config == "fsdp2" and not torch.cuda.is_available():
         fsdp_on_cpu()
     script = Script(REWARDS, truncated=(3,))
     completions = {"reward_funcs": script.reward_functions(), "rollout_func": script.rollout}
@@ -113,8 +114,8 @@ def make_trainer(form: Form, model: str, folder: Path, trainer_class: type = OPO
         **form.options,
     }
     args = OPOConfig(**options)
-    if form.config == "zero3":
-        args.deepspeed_plugin.hf_ds_config.config["zero_optimization"].update(_NO_THRESHOLDS)
+    if args.deepspeed_plugin:
+        args.deepspeed_plugin.hf_ds_config.config["zero_optimization"].update(_OF_TINY_MODELS)
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM") if form.lora else None
     data = Dataset.from_dict({"prompt": PROMPTS})
     return trainer_class(model=model, args=args, train_dataset=data, peft_config=lora, **completions)

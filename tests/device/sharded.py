@@ -1,0 +1,65 @@
+"""
+Started by `test_sharded.py` in two processes with a pretend CUDA device each: trains the canonical run with replay in
+float32 with scripted completions, then in bfloat16 with sampled ones, the latter twice: in one go, and resumed.
+
+    accelerate launch --config_file recipes/accelerate/CONFIG.yaml --num_processes 2 sharded.py CONFIG MODEL FOLDER
+"""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+
+sys.modules["bitsandbytes"] = None  # what it needs of CUDA, a pretend device does not have
+
+import cuda_for_sharding  # noqa: E402, F401
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from helpers import without_times  # noqa: E402
+from invariance.canonical import Form, describe, make_trainer  # noqa: E402
+from invariance.classes import REPLAYED  # noqa: E402
+
+from opo_trl import OPOTrainer  # noqa: E402
+from opo_trl.rollout.frozen_base import local_part  # noqa: E402
+
+
+CONFIG, MODEL, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+ON_DEVICES = {"use_cpu": False, "ddp_backend": None}
+SCRIPTED = replace(REPLAYED, rows=4, processes=2, config=CONFIG, options={**REPLAYED.options, **ON_DEVICES})
+# A rollout serves nine optimizer steps: the second checkpoint is inside a pass that replays the first rollout.
+SAVING = {"bf16": True, "save_strategy": "steps", "save_steps": 7}
+SAMPLED = replace(SCRIPTED, sampled=True, options={**SCRIPTED.options, **SAVING})
+
+
+def train(name: str, form: Form, resume: str | None = None) -> dict:
+    """Train, save the model in the folder of this name, and return the log and how the run was executed."""
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if form.options.get("bf16") else "no"
+    trainer = make_trainer(form, MODEL, FOLDER / name)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(str(FOLDER / name))
+    log = [without_times(entry) for entry in trainer.state.log_history]
+    device, precision = str(trainer.accelerator.device), trainer.accelerator.mixed_precision
+    return {"log": log, "device": device, "precision": precision, "held": held(trainer), **describe(trainer)}
+
+
+def held(trainer: OPOTrainer) -> float:
+    """The fraction of AdamW's first moments that this process holds."""
+    optimizer = trainer.optimizer
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    numbers = sum(local_part(state["exp_avg"]).numel() for state in optimizer.state.values())
+    return numbers / sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trainer.model.parameters())
+
+
+found = {
+    "scripted": train("scripted", SCRIPTED),
+    "whole": train("whole", SAMPLED),
+    "resumed": train("resumed", SAMPLED, resume=str(FOLDER / "whole" / "checkpoint-14")),
+}
+rank = int(os.environ["RANK"])
+(FOLDER / f"found_{rank}.json").write_text(json.dumps(found))
+with pytest.raises(RuntimeError, match="mismatch between collectives"):  # so the runs' calls have been compared
+    torch.distributed.all_reduce(torch.zeros(1 + rank, device="cuda"))
+torch.distributed.destroy_process_group()

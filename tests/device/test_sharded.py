@@ -1,0 +1,79 @@
+"""FSDP2 and DeepSpeed's ZeRO on two pretend devices, launched with the users' own configurations of accelerate."""
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import environment
+from invariance.canonical import weights
+from invariance.classes import REPLAYED, TOLERANCE, Trained, compare, train
+from invariance.launch import CONFIGS
+
+
+pytestmark = [pytest.mark.device, pytest.mark.slow]
+
+HERE = Path(__file__).parent
+SHARDED = ("zero2", "zero3", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def trained(shared, tiny_model, tmp_path_factory):
+    """Folder of a configuration's runs, trained once, and what each process has found."""
+    run = shared / "tools" / "fakecuda" / "run.sh"
+    if not run.exists() or shutil.which("g++") is None:
+        pytest.skip("needs tools/fakecuda in ../shared or OPO_TRL_SHARED, and g++")
+
+    @functools.cache
+    def of(config: str) -> tuple[Path, list[dict]]:
+        folder = tmp_path_factory.mktemp(config)
+        launch = ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
+        launch += ["--num_processes", "2", "--main_process_port", "0"]
+        variables = environment(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="0,1", DS_ACCELERATOR="cuda")
+        variables["PYTHONPATH"] += f":{HERE.parent}"
+        done = subprocess.run(
+            [run, "-n", "2", sys.executable, *launch, HERE / "sharded.py", config, tiny_model, folder],
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        return folder, [json.loads((folder / f"found_{rank}.json").read_text()) for rank in range(2)]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def on_the_host(tiny_model, tmp_path_factory) -> Trained:
+    return train(REPLAYED, tiny_model, tmp_path_factory.mktemp("host"))
+
+
+@pytest.mark.parametrize("config", ["multi_gpu", *SHARDED])
+def test_run_is_that_of_one_process_on_the_host(trained, on_the_host, config):
+    folder, (first, _) = trained(config)
+    steps = [entry for entry in first["scripted"]["log"] if "grad_norm" in entry]
+    found = compare(Trained(steps, None, weights(folder / "scripted")), on_the_host)
+    assert found.largest <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("config", ["multi_gpu", *SHARDED])
+def test_each_process_holds_its_part_on_its_device(trained, config):
+    for rank, found in enumerate(trained(config)[1]):
+        for name, precision in {"scripted": "no", "whole": "bf16", "resumed": "bf16"}.items():
+            run = found[name]
+            assert (run["device"], run["processes"], run["precision"]) == (f"cuda:{rank}", 2, precision)
+            assert run["sharded"] == (config in ("zero3", "fsdp2"))
+            assert run["held"] == pytest.approx(0.5 if config in SHARDED else 1, rel=0.01)
+
+
+@pytest.mark.parametrize("config", ["multi_gpu", *SHARDED])
+def test_resumed_run_is_bitwise_the_uninterrupted_one(trained, config):
+    folder, (first, _) = trained(config)
+    assert first["resumed"]["log"] == first["whole"]["log"]
+    resumed, whole = weights(folder / "resumed"), weights(folder / "whole")
+    assert [name for name in whole if not torch.equal(resumed[name], whole[name])] == []
