@@ -14,7 +14,6 @@ from typing import Any
 
 from ..checks import paths, strict_yaml
 from ..checks.environment import check_numbers
-from ..data.files import local_file
 
 
 # Fields that hold a mapping, and so have YAML in braces as their value on a command line.
@@ -86,6 +85,8 @@ def check_at_once(argv: Sequence[str]) -> None:
     if isinstance(dataset, str):
         paths.check_name("dataset_name", dataset)
         if dataset.startswith((".", "/", "~")) or Path(dataset).suffix:  # a path, and no embedded dataset
+            from ..data.files import local_file  # with `datasets`, half a second
+
             local_file(dataset, str(given.get("dataset_train_split", "train")))
     if isinstance(given.get("accelerate_config"), str):
         find_accelerate_config(given["accelerate_config"], path)

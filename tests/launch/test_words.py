@@ -52,6 +52,11 @@ def test_json_indented_with_tabs_is_a_mapping():
     check_at_once(["--deepspeed", '{\n\t"zero_optimization": {\n\t\t"stage": 2\n\t}\n}'])
 
 
+def test_help_imports_nothing_slow():
+    code = "import sys; from opo_trl.launch import cli; print({'datasets', 'numpy', 'torch'} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
 @pytest.mark.parametrize("command", [["train", "--config"], ["report"]])
 def test_no_library_is_imported_for_it(tmp_path, command):
     argv = [*command, str(tmp_path / "absent.yaml")]
