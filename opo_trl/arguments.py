@@ -9,7 +9,6 @@ from trl import ModelConfig, ScriptArguments
 from trl.scripts.utils import DatasetConfig
 
 from . import methods
-from .checks import paths, ranges
 from .checks.blame import given
 from .checks.ranges import require
 from .checks.strict_yaml import read_mappings
@@ -123,7 +122,7 @@ class OPOScriptArguments(ScriptArguments):
     reward_model_name_or_path: Annotated[str | None, REWARDS] = setting(
         None, "Reward model to add to the reward functions."
     )
-    reward_workers: Annotated[int, RUN, COUNT_OR_ZERO] = setting(
+    reward_workers: Annotated[int, RUN, integer(0, text="an integer, 0 or more")] = setting(
         4, "Worker processes for accuracy_reward and gym_reward; 0 for none."
     )
     reward_timeout: Annotated[float, RUN, POSITIVE] = setting(30.0, "Seconds a worker has to score one completion.")
@@ -182,18 +181,6 @@ class OPOScriptArguments(ScriptArguments):
         pairs: Any = self.columns.items() if isinstance(self.columns, dict) else [(self.columns, None)]
         plain = self.columns is None or all(isinstance(name, str) for pair in pairs for name in pair)
         require(plain, "columns", self.columns, "a mapping of names: `columns: {problem: question}`")
-
-
-def check_values(arguments: OPOScriptArguments | ModelConfig) -> None:
-    """
-    Check each number, word and path of the script's or the model's arguments by itself.
-
-    Raises:
-        `ValueError`: names the field, its value and what to set it to.
-    """
-    ranges.check(arguments)
-    for name in ("dataset_name", "model_name_or_path", "reward_model_name_or_path", "accelerate_config"):
-        paths.check_name(name, getattr(arguments, name, None))
 
 
 def check_together(

@@ -16,7 +16,7 @@ from .checks.arguments import dry_run_arguments
 from .checks.blame import blamed, given
 from .checks.ranges import require
 from .checks.secrets import Masked
-from .fields import COUNT, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, choices, integer, setting
+from .fields import COUNT, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, hints, integer, setting
 from .metrics.log import Watch
 from .objective import DriveScaling, Positivity, RatioForm, Reduction
 
@@ -113,9 +113,6 @@ class RolloutConfig(Masked, GRPOConfig):
         rounds = self.max_sampling_rounds
         for text in self.watches:
             require(math.isfinite(Watch(text).bound), "watches", text, "a watch with a finite bound")
-        for name, words in choices(type(self)).items():
-            if name not in GRPOConfig.__dataclass_fields__:
-                require(getattr(self, name) in words, name, getattr(self, name), f"one of {', '.join(words)}")
         if self.max_staleness and self.num_iterations == 1:
             raise ValueError(
                 f"max_staleness={self.max_staleness} with num_iterations=1 has no effect: the only pass over a "
@@ -170,8 +167,6 @@ class RolloutConfig(Masked, GRPOConfig):
         processes = int(os.environ.get("WORLD_SIZE", 1))
         last = ranges.RANGES["seed"].high - processes + 1  # each process adds its rank
         require(self.seed <= last, "seed", self.seed, f"an integer from 0 to {last:.0f}")
-        for name in ("output_dir", "resume_from_checkpoint"):
-            paths.check_name(name, getattr(self, name))
         if self.output_dir is not None and os.environ.get("RANK", "0") == "0":
             paths.check_folder("output_dir", self.output_dir)
 
@@ -330,9 +325,27 @@ class ObjectiveConfig:
         return ", ".join(terms)
 
 
-def field_problems(kind: type, values: Mapping[str, Any]) -> dict[str, str]:
-    """Field → what is wrong with it by itself, of a configuration or of a script's arguments with these values."""
+# Fields that hold a path, or may hold one.
+_PATHS = (
+    *("output_dir", "resume_from_checkpoint", "dataset_name", "model_name_or_path", "reward_model_name_or_path"),
+    "accelerate_config",
+)
+
+
+def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
+    """
+    Field → what is wrong with it by itself: the one place where a field is validated, besides its type.
+
+    Args:
+        kind (`type`): a configuration of a trainer, the script's arguments or TRL's [`~trl.ModelConfig`].
+        values (`Mapping`): its fields, perhaps with others.
+    """
     found = ranges.problems(kind, values)
+    for name in hints(kind).keys() & {*_PATHS}:
+        try:
+            paths.check_name(name, values.get(name))
+        except ValueError as error:
+            found[name] = str(error)
     for each in dataclasses.fields(kind) if issubclass(kind, ObjectiveConfig) else ():
         reason, value = REJECTED_FIELDS.get(each.name), values.get(each.name, each.default)
         if reason is not None and value != each.default:
@@ -342,7 +355,7 @@ def field_problems(kind: type, values: Mapping[str, Any]) -> dict[str, str]:
 
 def check_fields(arguments: Any) -> None:
     """
-    Check each field of a configuration by itself.
+    Check each field of a configuration by itself, with [`field_problems`].
 
     Raises:
         `ValueError`: names each field that is out of its range, or that shapes a loss OPO does not compute.

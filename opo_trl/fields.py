@@ -99,7 +99,6 @@ POSITIVE, NOT_NEGATIVE, FINITE = Range(0, ends="(]"), Range(0), Range()
 COUNT, COUNT_OR_ZERO = integer(1), integer(0)
 FRACTION = Range(0, 1)
 BELOW_ONE = Range(0, 1, ends="[)")
-PORT = integer(1, 65_535)
 
 
 def setting(default: Any, text: str) -> Any:

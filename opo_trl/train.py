@@ -27,7 +27,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from . import methods
-from .arguments import OPOScriptArguments, check_together, check_values
+from .arguments import OPOScriptArguments, check_together
 from .checks import files
 from .checks.blame import LIBRARY_ERRORS
 from .checks.errors import never_fail_to_print, report_error
@@ -75,8 +75,6 @@ def prepare(argv: Sequence[str]) -> Run:
     check_at_once(argv)
     with _blamed_on(f"The command line {' '.join(argv)!r}"):
         script, args, model_config, recipe = parse(argv)
-    check_values(script)
-    check_values(model_config)
     check_together(script, args, model_config, recipe)
     preflight.check_installed(args, model_config)
     if not isinstance(args, RolloutConfig):  # asynchronous training

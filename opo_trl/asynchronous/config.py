@@ -11,7 +11,7 @@ from ..checks.addresses import check_url
 from ..checks.ranges import require
 from ..checks.secrets import Masked
 from ..config import ObjectiveConfig, check_fields
-from ..fields import COUNT, RUN, choices, setting
+from ..fields import COUNT, RUN, setting
 
 
 # Settings of the objective that one group at a time cannot have (any other value than the default, if none is given),
@@ -74,9 +74,6 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
         self._reject_what_needs_a_rollout()
         self._reject_untrained_sampling()
         self.vllm_server_base_url = check_url("vllm_server_base_url", self.vllm_server_base_url)
-        for name, words in choices(type(self)).items():
-            if name in ObjectiveConfig.__dataclass_fields__:
-                require(getattr(self, name) in words, name, getattr(self, name), f"one of {', '.join(words)}")
         super().__post_init__()
         devices.check_own(self.device)
         self._n_gpu = min(self.n_gpu, 1)  # a process that sees several trains on the first

@@ -25,13 +25,8 @@ from .ranges import reject
 
 
 _OPTIONS = (
-    "model_init_kwargs",
-    "generation_kwargs",
-    "chat_template_kwargs",
-    "lr_scheduler_kwargs",
-    "gradient_checkpointing_kwargs",
-    "transformers_continuous_batching_config",
-    "liger_kernel_config",
+    *("model_init_kwargs", "generation_kwargs", "chat_template_kwargs", "lr_scheduler_kwargs"),
+    *("gradient_checkpointing_kwargs", "transformers_continuous_batching_config", "liger_kernel_config"),
 )
 
 _STEPS = 10_000  # stands in for the unknown length of a run

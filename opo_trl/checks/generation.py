@@ -37,22 +37,9 @@ _ASSISTED = ("assistant_", "num_assistant_", "prompt_lookup_", "max_matching_ngr
 # Options of `GenerationConfig` without effect here: `max_new_tokens` overrides the first, Transformers has moved
 # others to the Hub, and the rest describe outputs that TRL does not request.
 _UNREAD_KEYS = {
-    "max_length",
-    "is_assistant",
-    "transformers_version",
-    "compile_config",
-    "continuous_batching_config",
-    "low_memory",
-    "penalty_alpha",
-    "dola_layers",
-    "diversity_penalty",
-    "num_beam_groups",
-    "constraints",
-    "force_words_ids",
-    "output_attentions",
-    "output_hidden_states",
-    "output_scores",
-    "output_logits",
+    *("max_length", "is_assistant", "transformers_version", "compile_config", "continuous_batching_config"),
+    *("low_memory", "penalty_alpha", "dola_layers", "diversity_penalty", "num_beam_groups", "constraints"),
+    *("force_words_ids", "output_attentions", "output_hidden_states", "output_scores", "output_logits"),
 }
 # For these, `generate` needs a tokenizer.
 _TOKENIZER_KEYS = {"stop_strings", "token_healing"}

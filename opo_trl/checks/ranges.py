@@ -20,11 +20,11 @@ from ..fields import (
     FRACTION,
     LARGEST,
     NOT_NEGATIVE,
-    PORT,
     POSITIVE,
     SMALLEST,
     Range,
     Steps,
+    choices,
     declared,
     hints,
     integer,
@@ -33,102 +33,44 @@ from .text import shortened
 
 
 # Field of TRL or Transformers → its range. A field whose type admits `None` may also be `None`.
-RANGES: dict[str, Range] = {
-    # Durations
+_GROUPED = {
+    COUNT: "torch_empty_cache_steps ref_model_sync_steps per_device_train_batch_size per_device_eval_batch_size "
+    "gradient_accumulation_steps eval_accumulation_steps num_iterations steps_per_generation generation_batch_size "
+    "num_generations_eval max_completion_length pad_to_multiple_of weight_sync_steps request_timeout "
+    "weight_sync_timeout vllm_max_model_length vllm_tensor_parallel_size lora_r lora_alpha "
+    "dataloader_prefetch_factor ddp_bucket_cap_mb",
+    COUNT_OR_ZERO: "max_tool_calling_iterations queue_maxsize fork_threshold_tokens num_completions_to_print "
+    "dataloader_num_workers",
+    # With an `adam_epsilon` of 0, unused embeddings become NaN: their gradients are all 0.
+    POSITIVE: "num_train_epochs heartbeat_stale_after_s adam_epsilon temperature repetition_penalty delta "
+    "vllm_importance_sampling_clip_max vllm_importance_sampling_cap sapo_temperature_neg sapo_temperature_pos",
+    # Above 1, CISPO has `epsilon_high: 5.0`.
+    NOT_NEGATIVE: "eval_delay learning_rate weight_decay neftune_noise_alpha beta entropy_coef_delta entropy_target "
+    "router_aux_loss_coef off_policy_mask_threshold vllm_importance_sampling_clip_min epsilon epsilon_high "
+    "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg vllm_server_timeout",
+    # Below 0 it is a penalty, to which the controller may take it as well.
+    FINITE: "entropy_coef entropy_coef_min entropy_coef_max",
+    FRACTION: "label_smoothing_factor min_p ref_model_mixup_alpha top_entropy_quantile",
+    BELOW_ONE: "adam_beta1 adam_beta2 lora_dropout",
+    Range(0, 1, ends="(]"): "top_p vllm_gpu_memory_utilization",
+    integer(1, 65_535): "vllm_server_port vllm_group_port",
+    Steps(0, ends="(]"): "logging_steps save_steps",
+}
+RANGES: dict[str, Range] = {name: allowed for allowed, names in _GROUPED.items() for name in names.split()} | {
     "max_steps": integer(1, also=(-1,), text="an integer of at least 1, or to -1 to use `num_train_epochs`"),
-    "num_train_epochs": POSITIVE,
-    "logging_steps": Steps(0, ends="(]"),
-    "save_steps": Steps(0, ends="(]"),
     "eval_steps": Steps(0),  # 0 stands for `logging_steps`
-    "eval_delay": NOT_NEGATIVE,
     "warmup_steps": Steps(0, text="a whole number of steps, at least 0, or a fraction of all steps in (0, 1)"),
     "save_total_limit": integer(0, text="an integer of at least 1, or to 0 to keep every checkpoint"),
-    "torch_empty_cache_steps": COUNT,
-    "ref_model_sync_steps": COUNT,
-    # Batches and rollouts
-    "per_device_train_batch_size": COUNT,
-    "per_device_eval_batch_size": COUNT,
-    "gradient_accumulation_steps": COUNT,
-    "eval_accumulation_steps": COUNT,
-    "num_iterations": COUNT,
-    "steps_per_generation": COUNT,
-    "generation_batch_size": COUNT,
     "num_generations": integer(2, text="at least 2: advantages compare the completions of a group"),
-    "num_generations_eval": COUNT,
-    "max_completion_length": COUNT,
     "max_staleness": integer(0, 2**31 - 1),  # the length of a queue
-    "max_tool_calling_iterations": COUNT_OR_ZERO,
-    "pad_to_multiple_of": COUNT,
-    # Asynchronous training
     "token_budget": integer(0, text="a positive number of tokens, or to 0 for `per_device_train_batch_size` samples"),
     "max_inflight_tasks": integer(1, also=(-1,), text="an integer of at least 1, or to -1 for what is useful"),
-    "queue_maxsize": COUNT_OR_ZERO,
-    "weight_sync_steps": COUNT,
-    "fork_threshold_tokens": COUNT_OR_ZERO,
-    "request_timeout": COUNT,
-    "weight_sync_timeout": COUNT,
-    "heartbeat_stale_after_s": POSITIVE,
-    # Optimizer
-    "learning_rate": NOT_NEGATIVE,
-    "weight_decay": NOT_NEGATIVE,
-    "adam_beta1": BELOW_ONE,
-    "adam_beta2": BELOW_ONE,
-    "adam_epsilon": POSITIVE,  # with 0, unused embeddings become NaN: their gradients are all 0
     "max_grad_norm": Range(0, also=(math.inf,), text="a positive number, or to 0 for no clipping"),
-    "neftune_noise_alpha": NOT_NEGATIVE,
-    "label_smoothing_factor": FRACTION,
-    # Sampling
-    "temperature": POSITIVE,
-    "top_p": Range(0, 1, ends="(]"),
     "top_k": integer(0, text="an integer of at least 1, or to 0 for all tokens"),
-    "min_p": FRACTION,
-    "repetition_penalty": POSITIVE,
-    # Objective
-    "beta": NOT_NEGATIVE,
-    "ref_model_mixup_alpha": FRACTION,
-    "entropy_coef": FINITE,  # below 0, a penalty
-    "entropy_coef_min": FINITE,  # the controller may take it below 0, where it is a penalty
-    "entropy_coef_max": FINITE,
-    "entropy_coef_delta": NOT_NEGATIVE,
-    "entropy_target": NOT_NEGATIVE,
-    "top_entropy_quantile": FRACTION,
-    "router_aux_loss_coef": NOT_NEGATIVE,
-    "off_policy_mask_threshold": NOT_NEGATIVE,
-    "vllm_importance_sampling_clip_max": POSITIVE,
-    "vllm_importance_sampling_cap": POSITIVE,
-    "vllm_importance_sampling_clip_min": NOT_NEGATIVE,
-    # Clipping and shapes of TRL's losses; above 1, CISPO has `epsilon_high: 5.0`
-    "epsilon": NOT_NEGATIVE,
-    "epsilon_high": NOT_NEGATIVE,
-    "delta": POSITIVE,
-    "sapo_temperature_neg": POSITIVE,
-    "sapo_temperature_pos": POSITIVE,
-    "vespo_k_pos": NOT_NEGATIVE,
-    "vespo_lambda_pos": NOT_NEGATIVE,
-    "vespo_k_neg": NOT_NEGATIVE,
-    "vespo_lambda_neg": NOT_NEGATIVE,
-    # Rewards
     "reward_weights": Range(text="a list of finite numbers"),  # below 0 is a penalty
-    # Data, validation and report
-    "num_completions_to_print": COUNT_OR_ZERO,
-    # Seeds: NumPy's global generator takes 32 bits, PyTorch's 64, a dataset's any number
+    # NumPy's global generator takes 32 bits, PyTorch's 64
     "seed": integer(0, 2**32 - 1),
     "data_seed": integer(-(2**63), 2**64 - 1),
-    # vLLM
-    "vllm_server_port": PORT,
-    "vllm_group_port": PORT,
-    "vllm_server_timeout": NOT_NEGATIVE,
-    "vllm_gpu_memory_utilization": Range(0, 1, ends="(]"),
-    "vllm_max_model_length": COUNT,
-    "vllm_tensor_parallel_size": COUNT,
-    # LoRA
-    "lora_r": COUNT,
-    "lora_alpha": COUNT,
-    "lora_dropout": BELOW_ONE,
-    # Processes
-    "dataloader_num_workers": COUNT_OR_ZERO,
-    "dataloader_prefetch_factor": COUNT,
-    "ddp_bucket_cap_mb": COUNT,
     "ddp_timeout": integer(1, 2**31 - 1),  # seconds, in a C `int`
     "local_rank": integer(-1),  # set by the launcher
 }
@@ -199,19 +141,6 @@ def of(arguments: Any) -> Mapping[str, Range]:
     return {name: RANGES[name] for name in hints(arguments) if name in RANGES} | own
 
 
-def check(arguments: Any) -> None:
-    """
-    Check the numbers and words of a dataclass.
-
-    Raises:
-        `ValueError`: values are out of range, not finite, or of the wrong type. The message names each field, its
-            value and what to set it to.
-    """
-    kind: Any = type(arguments)
-    if found := problems(kind, {name: getattr(arguments, name) for name in hints(kind)}):
-        raise ValueError("\n".join(found.values()))
-
-
 def problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
     """Field → what is wrong with its number or word, of a dataclass with these values."""
     found, allowed_of = {}, of(kind)
@@ -227,6 +156,9 @@ def problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
             fits = value in allowed
         if not fits:
             found[name] = not_allowed(name, value, _wanted(allowed, value))
+    for name, words in choices(kind).items():
+        if declared(kind)[name] and (value := values.get(name, words[0])) not in words:  # ours
+            found[name] = not_allowed(name, value, f"one of {', '.join(words)}")
     for name, words in CHOICES.items():
         value = values.get(name, words[0]) if name in hints(kind) else words[0]
         known = any(value is word or (isinstance(value, str) and value == word) for word in words)

@@ -14,9 +14,10 @@ from transformers import TrainingArguments
 from trl import ModelConfig
 
 from opo_trl import OPOConfig, RolloutConfig
-from opo_trl.arguments import OPOScriptArguments, check_values
+from opo_trl.arguments import OPOScriptArguments
 from opo_trl.checks import ranges
 from opo_trl.checks.ranges import numeric_fields
+from opo_trl.config import check_fields
 from opo_trl.fields import Range, declared
 from opo_trl.launch.async_recipe import AsyncRecipeConfig
 
@@ -47,7 +48,7 @@ def make(name: str, value):
     elif NUMBERS[name] is AsyncRecipeConfig:
         AsyncRecipeConfig("…", use_cpu=True, bf16=False, **{name: value})
     else:
-        check_values(NUMBERS[name](**{name: value}))
+        check_fields(NUMBERS[name](**{name: value}))
 
 
 def fields(kind: type) -> set[str]:
@@ -119,7 +120,7 @@ def test_included_ends_are_allowed(name):
 def test_defaults_of_all_configurations_are_allowed():
     RolloutConfig("…", use_cpu=True, bf16=False)
     for kind in (OPOScriptArguments, ModelConfig):
-        check_values(kind())
+        check_fields(kind())
 
 
 @pytest.mark.parametrize(
