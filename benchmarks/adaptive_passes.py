@@ -20,7 +20,7 @@ import itertools
 import json
 import statistics
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from opo_trl import objective
 from opo_trl.config import OPOConfig
 from opo_trl.methods import Method
 from opo_trl.metrics.opo import target_fit
+from opo_trl.objective import Samples, sequence_log_ratio
 from opo_trl.report.intervals import estimate
 from opo_trl.rollout.rows import completion_tokens, take_rows
 from opo_trl.trainer import OPOTrainer
@@ -94,10 +94,11 @@ class AdaptivePasses(OPOTrainer):
         rollout["held_out"] = held_out.repeat_interleave(self.num_generations)
         return rollout
 
-    def _weights(self, inputs: Any, *further: Tensor) -> Tensor:
-        weights = super()._weights(inputs, *further)
-        first_pass = self._step % self.args.micro_steps_per_rollout < self.args.steps_per_generation
-        return weights if first_pass else torch.where(inputs["held_out"], 0.0, weights)
+    def _samples(self, inputs: Any, logps: Tensor) -> Samples:
+        samples = super()._samples(inputs, logps)
+        if self._step % self.args.micro_steps_per_rollout < self.args.steps_per_generation:  # the first pass
+            return samples
+        return replace(samples, weights=torch.where(inputs["held_out"], 0.0, samples.weights))
 
     def _log_step(self):
         super()._log_step()
@@ -124,7 +125,7 @@ class AdaptivePasses(OPOTrainer):
         rows = take_rows(rollout, rollout["held_out"].nonzero().flatten().numpy())
         logps, _ = self._anchor_pass(rows, batch_size=self.args.per_device_train_batch_size)
         mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
-        log_ratio, _ = objective.sequence_log_ratio(logps, rows["old_per_token_logps"], mask)
+        log_ratio, _ = sequence_log_ratio(logps, rows["old_per_token_logps"], mask)
         return target_fit(log_ratio, rows["opo_target"]).item()
 
 

@@ -32,7 +32,7 @@ from opo_trl.asynchronous.attention import in_pytorch
 from opo_trl.asynchronous.in_process import GeneratesInProcess, InProcessLoop, InProcessWorker, sample
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 
-from .anchored_methods import small_second_moment
+from .objectives import neighbours
 
 
 LEVEL, TEST_PROBLEMS, MAX_TOKENS, BATCH, GROUP = "Level 3", 500, 40, 48, 6
@@ -87,7 +87,7 @@ class M2PO(WithTokens):
 
     def _loss_of_tokens(self, log_ratio, advantages, completion):
         everything = torch.ones_like(log_ratio, dtype=torch.bool)
-        kept = small_second_moment(log_ratio.detach(), everything, self.own)
+        kept = neighbours.small_second_moment(log_ratio.detach(), everything, self.own)
         return -torch.where(kept, log_ratio.exp() * advantages, 0.0).mean()
 
 
@@ -97,28 +97,19 @@ class M2PO(WithTokens):
 class Unweighted(AsyncOPOTrainer):
     """Anchor: the behaviour policy. Weight 1."""
 
-    def _anchored(self, log_ratio, target, age):
-        log_ratio, target, mu, weights = super()._anchored(log_ratio, target, age)
-        return log_ratio, target, mu, torch.ones_like(weights)
+    objective_class = neighbours.Unweighted
 
 
-class FallingMu(Unweighted):
+class FallingMu(AsyncOPOTrainer):
     """The same, with the drive as it is and a χ² coefficient that falls with age."""
 
-    def _anchored(self, log_ratio, target, age):
-        log_ratio, target, mu, weights = super()._anchored(log_ratio, target, age)
-        fall = (1 + age).sqrt()
-        return log_ratio, target * fall, mu / fall, weights
+    objective_class = neighbours.FallingMu
 
 
 class LatestAnchor(AsyncOPOTrainer):
     """Anchor: the policy that takes the completion up, as in AReaL's decoupled loss. Weight of at most `own`."""
 
-    own: float
-
-    def _anchored(self, log_ratio, target, age):
-        weights = log_ratio.detach().exp().clamp(max=self.own)
-        return log_ratio - log_ratio.detach(), target, torch.full_like(weights, self.args.mu), weights
+    objective_class = neighbours.Decoupled
 
 
 @dataclass(frozen=True)
@@ -266,7 +257,7 @@ def train(run: Run) -> None:
             weight_transfer=worker,
         )
     if method.field == "own":
-        trainer.own = run.own
+        getattr(trainer, "objective", trainer).own = run.own
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -384,7 +384,7 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
             Temperature τ of P\*, positive. Smaller is sharper. With `adaptive_temperature` this is the base τ₀.
         adaptive_temperature (`bool`, *optional*, defaults to `False`):
             Whether to set τ per rollout from the behaviour policy's entropy and the rollout's success rate, see
-            [`objective.adaptive_temperature`].
+            [`OPO.temperature`].
         temperature_range (`list[float]`, *optional*, defaults to `[0.2, 1.5]`):
             Lowest and highest adaptive τ.
         anchor_correction (`str`, *optional*, defaults to `"absorbed"`):

@@ -1,7 +1,7 @@
 """
 The methods that `opo-trl` trains with or reports on, one line each.
 
-To add a method, write a file with its trainer and its configuration, and add a line to [`METHODS`]. Recipes then
+To add a method, write its [`Objective`], or its trainer and configuration, and add a line to [`METHODS`]. Recipes then
 accept `trainer: its_name` with the fields of its configuration, and reports use its label and colour. A script
 outside this package calls [`register`] instead, and then `opo_trl.train.main`; `opo-trl train` starts processes that
 do not know it.
@@ -34,27 +34,30 @@ class Method:
             Colour of its curves, as `"#rrggbb"`.
         trainer (`str`), config (`str`):
             Dotted paths of its trainer, a subclass of [`RolloutTrainer`], and of its configuration, a subclass of
-            [`RolloutConfig`]; `launch.async_recipe` has what another trainer needs. They are imported on use, since
+            [`RolloutConfig`]; OPO's by default, [`ASYNC`] in asynchronous training. They are imported on use, since
             importing TRL takes seconds.
         page (`str`, *optional*):
             Path of its documentation page in the repository.
         settings (`Mapping[str, Any]`, *optional*):
             Settings that distinguish its runs from those of other methods with the same trainer. If they contain a
             `trainer`, its recipes name that trainer: GSPO is `trainer: grpo` with other fields.
+        objective (`str`, *optional*):
+            Dotted path of the [`Objective`] that its trainer takes in place of its own.
     """
 
     name: str
     label: str
     color: str
-    trainer: str
-    config: str
+    trainer: str = "opo_trl.trainer.OPOTrainer"
+    config: str = "opo_trl.config.OPOConfig"
     page: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    objective: str = ""
 
     @property
     def trainer_class(self) -> Any:
         """Its trainer."""
-        return _imported(self.trainer)
+        return _with_objective(self.trainer, self.objective, self.label) if self.objective else _imported(self.trainer)
 
     @property
     def config_class(self) -> Any:
@@ -70,10 +73,16 @@ def _imported(path: str) -> Any:
         return getattr(import_module(module), name)
 
 
-_OPO = ("opo_trl.trainer.OPOTrainer", "opo_trl.config.OPOConfig")
+@functools.cache
+def _with_objective(trainer: str, objective: str, label: str) -> Any:
+    parent = _imported(trainer)
+    own = {"objective_class": _imported(objective), "_name": label, "_paper": {}, "__module__": parent.__module__}
+    return type(parent.__name__, (parent,), own)
+
+
 _TRL = ("opo_trl.rollout.trainer.RolloutTrainer", "opo_trl.config.RolloutConfig")  # with TRL's losses
 
-_ASYNC = ("opo_trl.launch.async_recipe.AsyncRecipeTrainer", "opo_trl.launch.async_recipe.AsyncRecipeConfig")
+ASYNC = ("opo_trl.launch.async_recipe.AsyncRecipeTrainer", "opo_trl.launch.async_recipe.AsyncRecipeConfig")
 
 _GRPO = {"loss_type": "grpo", "importance_sampling_level": "token"}
 _GSPO = {"trainer": "grpo", "loss_type": "grpo", "importance_sampling_level": "sequence"}
@@ -82,11 +91,11 @@ _DAPO = {"trainer": "grpo", "loss_type": "dapo", "mask_truncated_completions": T
 
 # Colours of Okabe and Ito, which people with colour blindness can tell apart, and for GSPO a darker one.
 METHODS = [
-    Method("opo", "OPO", "#d55e00", *_OPO, "docs/methods/opo.md"),
+    Method("opo", "OPO", "#d55e00", page="docs/methods/opo.md"),
     Method("grpo", "GRPO", "#0072b2", *_TRL, "docs/methods/grpo.md", _GRPO),
     Method("gspo", "GSPO", "#b03a86", *_TRL, "docs/methods/gspo.md", _GSPO),
     Method("dapo", "DAPO", "#56b4e9", *_TRL, "docs/methods/dapo.md", _DAPO),
-    Method("async_opo", "Asynchronous OPO", "#009e73", *_ASYNC, "docs/async.md"),
+    Method("async_opo", "Asynchronous OPO", "#009e73", *ASYNC, "docs/async.md"),
 ]
 
 

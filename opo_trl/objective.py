@@ -1,18 +1,21 @@
 r"""
-Orthogonalized Policy Optimization (OPO): the paper, as pure functions on tensors.
+What a completion is asked for, and the loss that asks for it: tensors only, without a trainer.
 
-For a prompt, let the group be its G completions sampled from the behaviour policy `pi_k` (the paper's anchor), so that
-the expectation under `pi_k` is the mean over the group. With the fluctuation `v = pi / pi_k - 1` and the log-ratio
-`Delta = log pi - log pi_k`:
+Orthogonalized Policy Optimization (OPO): for a prompt, let the group be its G completions sampled from the behaviour
+policy `pi_k` (the paper's anchor), so that the expectation under `pi_k` is the mean over the group. With the
+fluctuation `v = pi / pi_k - 1` and the log-ratio `Delta = log pi - log pi_k`:
 
     omega  = rho_alpha / pi_k,  rho_alpha ∝ pi_k^alpha · P*^(1 - alpha),  P* ∝ exp(A / tau)    (escort_weights)
     g      = omega - E[omega]                       the projection onto H0 = {v : E[v] = 0}    (project)
     v*     = g / mu                                 made admissible, 1 + v* >= 0               (admissible_target)
-    loss   = -mu · v* · u + mu/2 · u²,              u = Delta or u = exp(Delta) - 1            (opo_loss)
+    loss   = w · (-mu · v* · u + mu/2 · u²),        u = Delta or u = exp(Delta) - 1            (loss_terms)
+    w      = min(pi / pi_k, 2)                      where several passes train on a completion (OPO.weights)
 
-Completing the square, the loss is `mu/2 · (u - v*)²` up to a constant: a regression of u on the projected target with
-the constant Hessian mu. `alpha` enters only through omega, `mu` only from v* on. The centred escort weight g is the
-paper's drive, the χ² coefficient mu its stiffness.
+Completing the square, the loss is `w · mu/2 · (u - v*)²` up to a constant: a regression of u on the projected target
+with the constant Hessian mu. `alpha` enters only through omega, `mu` only from v* on. The centred escort weight g is
+the paper's drive, the χ² coefficient mu its stiffness.
+
+[`OPO`] puts these together for both trainers. Another [`Objective`] overrides a method or two (`docs/subclassing.md`).
 
 A rollout has N samples (completions) in N // G groups of consecutive rows, a batch B samples of T completion tokens.
 Several functions share these parameters:
@@ -20,15 +23,17 @@ Several functions share these parameters:
 - `num_generations` (`int`): group size G. `ValueError` if N is not a multiple of it.
 - `valid` (`torch.Tensor`, *optional*): bool mask `[N]` of the samples that take part; `None` means all. Invalid rows
   have no effect, even if they contain NaN or inf; they get zero weight, drive and target.
-- `logps`, `anchor_logps`, `reference_logps` (`torch.Tensor`): log-probability of each token, `[B, T]`, under the
-  current policy (carries the gradient), the behaviour policy and a reference policy.
+- `logps`, `anchor_logps` (`torch.Tensor`): log-probability of each token, `[B, T]`, under the current policy (carries
+  the gradient) and under the behaviour policy.
 - `mask` (`torch.Tensor`): `[B, T]`, non-zero for tokens that count. Others have no effect, even if NaN or inf.
 
 Omega, drive and target carry no gradient. This module depends only on torch.
 """
 
 import math
-from typing import Literal
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +43,11 @@ DriveScaling = Literal["none", "group", "batch"]
 Positivity = Literal["none", "stiffen", "clip", "project"]
 RatioForm = Literal["log", "exact"]
 Reduction = Literal["sum", "mean"]
+
+# Bound on the weight π/π_k of a completion that several passes train on.
+MAX_WEIGHT = 2.0
+# Bound on the log-ratio of whole completions, which keeps the square of its exponential finite.
+SEQUENCE_CLAMP = 20.0
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
@@ -79,7 +89,7 @@ def escort_weights(
 
     The log-weight is `(1 - alpha) · (A / temperature - c)` with the correction c for the behaviour policy, and
     `omega = G · softmax(log-weight)` over the group: the mean over the valid rows is exactly the paper's
-    `E[omega] = 1`.
+    `E[omega] = 1`, and a group of equal log-weights has exactly omega = 1.
 
     Args:
         advantages (`torch.Tensor`): A, `[N]`.
@@ -87,9 +97,6 @@ def escort_weights(
         temperature (`float` or `torch.Tensor`, *optional*, defaults to `1.0`): tau of P\* ∝ exp(A / tau), positive.
         anchor_logps (`torch.Tensor`, *optional*): correction c, the log-probability of each completion under the
             behaviour policy, `[N]`. `None` means c = 0, as for P\* ∝ pi_k · exp(A / tau).
-
-    Returns:
-        `torch.Tensor`: omega, `[N]`, non-negative; exactly 1 on the valid rows of a group of equal log-weights.
     """
     log_weights = _at_least_float32(advantages) / temperature
     if anchor_logps is not None:
@@ -108,14 +115,12 @@ def project(
     """
     Projection onto H0, the fluctuations of zero mean (Theorem 3.4): `g = omega - lambda*`, `lambda* = E[omega]`.
 
-    Args:
-        omega (`torch.Tensor`): escort weights, `[N]`.
-        scaling (`str`, *optional*, defaults to `"none"`): `"group"` or `"batch"` divides g by its unbiased standard
-            deviation over the group or over all rows (the paper's "z-scoring"); the result is 0 where that is 0.
+    `scaling="group"` or `"batch"` divides g by its unbiased standard deviation over the group or over all rows (the
+    paper's "z-scoring"); the result is 0 where that is 0.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: the drive g, `[N]`, 0 on invalid rows and exactly 0 in a group of equal
-        weights; the chemical potential lambda*, `[N // G]`, 0 for a group without a valid row.
+        `tuple[torch.Tensor, torch.Tensor]`: the drive g, `[N]`, exactly 0 in a group of equal weights; the chemical
+        potential lambda*, `[N // G]`, 0 for a group without a valid row.
     """
     keep = grouped(_valid_or_all(omega, valid), num_generations)
     weights = torch.where(keep, grouped(_at_least_float32(omega), num_generations), 0.0)
@@ -145,12 +150,7 @@ def stiffness_for_radius(drive: Tensor, radius: float, *, valid: Tensor | None =
     χ² coefficient for which the target has the given χ² radius: `mean((g / mu)²) = radius`, so
     `mu = sqrt(mean(g²) / radius)` (Proposition 6.3, the trust-region duality, with `E[omega]` projected out).
 
-    Args:
-        drive (`torch.Tensor`): g, `[N]`.
-        radius (`float`): `E[v²]`, positive.
-
-    Returns:
-        `torch.Tensor`: mu, a positive scalar; the smallest positive number of its type if g is 0 everywhere.
+    `radius` is `E[v²]`, positive. A scalar; the smallest positive number of its type if g is 0 everywhere.
     """
     drive = _at_least_float32(drive)
     keep = _valid_or_all(drive, valid)
@@ -179,7 +179,6 @@ def admissible_target(
     mu ≥ −min g, that is mu ≥ 1 − min omega for an unscaled drive.
 
     Args:
-        drive (`torch.Tensor`): g, `[N]`.
         mu (`float` or `torch.Tensor`): χ² coefficient, positive.
         positivity (`str`, *optional*, defaults to `"none"`):
             - `"none"`: v\* as it is.
@@ -190,7 +189,7 @@ def admissible_target(
         epsilon (`float`, *optional*, defaults to `1e-3`): margin of `"clip"`, in `(0, 1)`.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: v\*, `[N]`, 0 on invalid rows; the mu used, a scalar.
+        `tuple[torch.Tensor, torch.Tensor]`: v\*, `[N]`; the mu used, a scalar.
     """
     keep = _valid_or_all(drive, valid)
     drive = torch.where(keep, _at_least_float32(drive), 0.0)
@@ -227,71 +226,6 @@ def _project_on_simplex(target: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep, projected - 1, 0.0)
 
 
-@torch.no_grad()
-def adaptive_temperature(
-    base: float | Tensor,
-    *,
-    anchor_entropy: float | Tensor,
-    success: float | Tensor,
-    low: float,
-    high: float,
-    entropy_gain: float = 0.2,
-    success_gain: float = 0.5,
-) -> Tensor:
-    r"""
-    Temperature of P\* for one rollout: `clip(base · (1 + a·H − b·(1 − H)·r), low, high)`.
-
-    A confident (H small) and successful (r near 1) policy gets a smaller temperature, hence sharper escort weights.
-
-    The paper only says "adaptive τ with range [0.2, 1.5]"; the schedule is that of the author's public code
-    (`wk222/verlm`), with the entropy of the behaviour policy in both places so that the temperature is fixed for the
-    rollout.
-
-    Args:
-        base (`float` or `torch.Tensor`): temperature τ₀ at H = 0 and r = 0, positive.
-        anchor_entropy (`float` or `torch.Tensor`): H of [`entropy_proxy`]; clipped to `[0, 1]`.
-        success (`float` or `torch.Tensor`): r of [`scaled_success`], in `[-1, 1]`.
-        low (`float`), high (`float`): range of the temperature, `0 < low <= high`.
-        entropy_gain (`float`, *optional*, defaults to `0.2`), success_gain (`float`, *optional*, defaults to `0.5`):
-            a and b.
-
-    Returns:
-        `torch.Tensor`: the temperature, of the broadcast shape of the inputs.
-    """
-    entropy = torch.as_tensor(anchor_entropy).clamp(0, 1)
-    confidence = 1 - entropy
-    factor = 1 + entropy_gain * entropy - success_gain * confidence * torch.as_tensor(success)
-    return (base * factor).clamp(low, high)
-
-
-@torch.no_grad()
-def entropy_proxy(mean_logps: Tensor, *, vocab_size: int, valid: Tensor | None = None) -> Tensor:
-    """
-    Entropy H of the behaviour policy for [`adaptive_temperature`]: mean of `-log pi_k(y) / |y|` over `log |V|`.
-
-    `mean_logps` are `log pi_k(y) / |y|`, `[N]`, and `vocab_size` is |V|, at least 2. Returns a scalar in `[0, 1]`, 0
-    if no row is valid.
-    """
-    keep = _valid_or_all(mean_logps, valid)
-    mean = torch.where(keep, -_at_least_float32(mean_logps), 0.0).sum() / keep.sum().clamp(min=1)
-    return (mean / math.log(vocab_size)).clamp(0, 1)
-
-
-@torch.no_grad()
-def scaled_success(rewards: Tensor, *, valid: Tensor | None = None) -> Tensor:
-    """
-    Success r of a rollout for [`adaptive_temperature`]: mean of the `rewards`, `[N]`, min–max scaled to `[-1, 1]`.
-
-    Returns a scalar; 0 if all rewards are equal, which says nothing about success.
-    """
-    rewards = _at_least_float32(rewards)[_valid_or_all(rewards, valid)]
-    if rewards.numel() == 0:
-        return rewards.new_zeros(())
-    low, high = rewards.min(), rewards.max()
-    scaled = 2 * (rewards.mean() - low) / torch.where(high > low, high - low, 1.0) - 1
-    return torch.where(high > low, scaled.clamp(-1, 1), 0.0)  # the mean may round to outside its range
-
-
 def sequence_log_ratio(
     logps: Tensor,
     anchor_logps: Tensor,
@@ -303,14 +237,12 @@ def sequence_log_ratio(
     """
     Log-ratio `Delta = log pi(y) − log pi_k(y)` of each completion, from the log-probabilities of its tokens.
 
-    Args:
-        reduction (`str`, *optional*, defaults to `"sum"`): `"sum"` is the log-ratio of the whole completion, for
-            which `mean(v²)` is the χ² divergence of the policy; `"mean"` divides it by the completion's length.
-        clamp (`float`, *optional*): bound on |Delta| after the reduction. A clamped row has no gradient.
+    With `reduction="sum"` it is that of the whole completion, for which `mean(v²)` is the χ² divergence of the policy;
+    `"mean"` divides it by the completion's length. `clamp` bounds |Delta| after that.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: Delta, `[B]`, 0 for a fully masked completion; bool mask of the clamped
-        rows, `[B]`.
+        rows, `[B]`, which have no gradient.
     """
     keep = mask.to(torch.bool)
     difference = torch.where(keep, _at_least_float32(logps) - _at_least_float32(anchor_logps), 0.0)
@@ -321,7 +253,6 @@ def sequence_log_ratio(
 
 
 def _over_tokens(x: Tensor, mask: Tensor, reduction: Reduction) -> Tensor:
-    """Sum or mean of `x` (`[B, T]`) over the tokens of each completion, `[B]`; 0 for a fully masked completion."""
     keep = mask.to(torch.bool)
     total = torch.where(keep, x, 0.0).sum(dim=-1)
     if reduction == "sum":
@@ -336,37 +267,31 @@ def token_mean(x: Tensor, mask: Tensor) -> Tensor:
     return _over_tokens(x, mask, "mean")
 
 
-def opo_loss(
+def opo_loss(log_ratio: Tensor, target: Tensor, **options: Any) -> Tensor:
+    """OPO loss of each completion, `[B]`, to be averaged over an optimizer step: the sum of its [`loss_terms`]."""
+    work, dissipation = loss_terms(log_ratio, target, **options)
+    return work + dissipation
+
+
+def loss_terms(
     log_ratio: Tensor,
     target: Tensor,
     *,
     mu: float | Tensor,
     ratio_form: RatioForm = "log",
     weights: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     r"""
-    OPO loss of each completion, `w · (−mu · v* · u + mu/2 · u²)` (equations 14 and 18 of the paper).
+    The two terms of OPO's loss, `−w · mu · v* · u` (work) and `w · mu/2 · u²` (dissipation); equations 14 and 18.
 
     Args:
-        log_ratio (`torch.Tensor`): Delta, `[B]`; carries the gradient.
-        target (`torch.Tensor`): v\*, `[B]`.
+        log_ratio (`torch.Tensor`), target (`torch.Tensor`): Delta, which carries the gradient, and v\*, `[B]` each.
         mu (`float` or `torch.Tensor`): χ² coefficient, positive.
         ratio_form (`str`, *optional*, defaults to `"log"`): `"log"`: u = Delta, the paper's surrogate; `"exact"`:
             u = v = exp(Delta) − 1.
-        weights (`torch.Tensor`, *optional*): importance weights w of the sampler, `[B]`, without gradient. A row of
-            weight 0 has exactly zero loss and gradient, even if it contains NaN or inf.
-
-    Returns:
-        `torch.Tensor`: loss of each row, `[B]`, to be averaged over the samples of the optimizer step.
+        weights (`torch.Tensor`, *optional*): importance weights w, `[B]`, without gradient. A row of weight 0 has
+            exactly zero loss and gradient, even if it contains NaN or inf.
     """
-    work, dissipation = loss_terms(log_ratio, target, mu=mu, ratio_form=ratio_form, weights=weights)
-    return work + dissipation
-
-
-def loss_terms(
-    log_ratio: Tensor, target: Tensor, *, mu: float | Tensor, ratio_form: RatioForm, weights: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The two terms of [`opo_loss`], `−w · mu · v* · u` (work) and `w · mu/2 · u²` (dissipation), `[B]` each."""
     if ratio_form not in ("log", "exact"):
         raise ValueError(f"ratio_form={ratio_form!r} is unknown. Use 'log' or 'exact'.")
     if weights is None:
@@ -380,36 +305,219 @@ def loss_terms(
 
 
 def sequence_weights(ratio: Tensor, mask: Tensor) -> Tensor:
-    """
-    Importance weight w of each sequence, `[B]`, from TRL's importance sampling `ratio`: `[B, 1]` in its sequence-level
-    modes is taken as it is, `[B, T]` in its token-level modes is averaged over the tokens.
-    """
+    """Weight of each sequence, `[B]`, from TRL's importance sampling `ratio`, `[B, 1]`, or `[B, T]`: then the mean."""
     return ratio.squeeze(1) if ratio.shape[1] == 1 else token_mean(ratio, mask)
 
 
-def reference_kl(
-    logps: Tensor,
-    reference_logps: Tensor,
-    mask: Tensor,
-    *,
-    reduction: Reduction = "sum",
-    anchor_logps: Tensor | None = None,
-) -> Tensor:
-    """
-    Estimate of each completion's KL divergence to a reference policy, as in TRL's `beta` term.
+@dataclass(frozen=True)
+class Groups:
+    """Completions in complete groups, of which targets are made: all of a rollout, or one group; `[N]` each."""
 
-    Args:
-        reduction (`str`, *optional*, defaults to `"sum"`): `"sum"` or `"mean"` over the tokens. Use the
-            log-ratio's, so that `beta` weighs both terms alike.
-        anchor_logps (`torch.Tensor`, *optional*): if given, each token's term is multiplied by its ratio to the
-            behaviour policy (`use_bias_correction_kl`), which makes the gradient unbiased.
+    advantages: Tensor
+    rewards: Tensor  # weighted sums over the reward functions
+    valid: Tensor  # whether a sample takes part
+    num_generations: int
+    logps: Tensor | None = None  # under the behaviour policy; where `reads_logps` asks for it, like the next two
+    mean_logps: Tensor | None = None  # per token
+    vocab_size: int = 0
 
-    Returns:
-        `torch.Tensor`: KL estimate, `[B]`, in nats (per token for `"mean"`).
+    @property
+    def rows(self) -> dict[str, Any]:
+        """Parameters of the functions above."""
+        return {"num_generations": self.num_generations, "valid": self.valid}
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What samples are asked for, `[N]` each, without gradient; 0 on invalid rows."""
+
+    drive: Tensor  # g
+    target: Tensor  # v*
+    mu: Tensor  # a scalar
+    omega: Tensor | None = None  # if g is made of it, like the next two
+    chemical_potential: Tensor | None = None  # [N // G]
+    temperature: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """B completions as a loss sees them, `[B]` each, or `[B, T]` where told to be of each token."""
+
+    logps: Tensor  # of each token under the policy; carries the gradient
+    anchor_logps: Tensor  # of each token under the behaviour policy
+    mask: Tensor  # of each token: whether it counts
+    target: Tensor
+    mu: Tensor
+    weights: Tensor  # importance weights of the sampler; 0 for excluded samples
+    age: Tensor  # optimizer steps since the behaviour policy was the policy
+    reused: bool  # whether several passes train on completions, or a server writes them
+    steering: Tensor | None = None  # of each token: whether it has a ratio (`top_entropy_quantile`); `None`: all
+
+    @cached_property
+    def log_ratios(self) -> Tensor:
+        """Log-ratio of each token, 0 where none counts."""
+        keep = self.mask if self.steering is None else self.mask & self.steering
+        return torch.where(keep, _at_least_float32(self.logps) - _at_least_float32(self.anchor_logps), 0.0)
+
+    @cached_property
+    def moved(self) -> Tensor:
+        """Log-ratio of each whole completion, without gradient."""
+        return self.sum(_at_least_float32(self.logps.detach()) - _at_least_float32(self.anchor_logps))
+
+    @property
+    def length(self) -> Tensor:
+        """Number of tokens of each completion, at least 1."""
+        return self.mask.sum(dim=-1).clamp(min=1)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over the tokens of each completion."""
+        return _over_tokens(x, self.mask, "sum")
+
+    def spread(self, x: Tensor) -> Tensor:
+        """A value of each completion, for each of its tokens."""
+        return x.unsqueeze(1)
+
+    def kl(self, reference_logps: Tensor, *, corrected: bool = False) -> Tensor:
+        """
+        Estimate of the KL divergence to a reference policy in nats, as in TRL's `beta` term. Corrected, each token's
+        term is multiplied by its ratio to the behaviour policy, which makes the gradient unbiased.
+        """
+        difference = torch.where(self.mask, reference_logps - self.logps, 0.0)
+        terms = torch.expm1(difference) - difference
+        if corrected:
+            terms = terms * torch.where(self.mask, self.logps - self.anchor_logps, 0.0).exp()
+        return self.sum(terms)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Loss of each sample, `work + dissipation`, and what it is made of; `[B]` each."""
+
+    work: Tensor  # what pushes it
+    dissipation: Tensor  # what pulls it back
+    log_ratio: Tensor
+    clamped: Tensor  # whether the log-ratio is at its bound
+    weights: Tensor  # 0 for excluded samples
+
+
+class Objective:
     """
-    keep = mask.to(torch.bool)
-    difference = torch.where(keep, reference_logps - logps, 0.0)
-    per_token = torch.expm1(difference) - difference
-    if anchor_logps is not None:
-        per_token = per_token * torch.where(keep, logps - anchor_logps, 0.0).exp()
-    return _over_tokens(per_token, mask, reduction)
+    What completions are asked for, and the loss that asks: for [`OPOTrainer`] and [`AsyncOPOTrainer`] alike.
+
+    This one asks for the advantages, and leaves `terms` to its subclasses. `args` has the fields of the configuration,
+    which are read when they are used.
+    """
+
+    is_regression = False  # whether the loss is smallest where u is the target, so that `opo/target_fit` is logged
+
+    def __init__(self, args: Any):
+        self.args = args
+
+    @property
+    def reads_logps(self) -> bool:
+        """Whether targets need `Groups.logps`."""
+        return False
+
+    def targets(self, groups: Groups) -> Targets:
+        """Targets of complete groups: once per rollout, or when a group is scored."""
+        drive = torch.where(groups.valid, groups.advantages, 0.0)
+        return Targets(drive, drive, drive.new_ones(()))
+
+    def weights(self, samples: Samples) -> Tensor:
+        """Weight of each sample in the loss, without gradient; 0 excludes it."""
+        return samples.weights
+
+    def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
+        """Loss of each sample, in two terms: what pushes it, and what pulls it back."""
+        raise NotImplementedError
+
+    def loss(self, samples: Samples) -> Loss:
+        """Loss of each sample of a micro-batch."""
+        bound = self.args.log_ratio_clamp
+        log_ratio, weights = self.reduce(samples.sum(samples.log_ratios), samples), self.weights(samples)
+        clamped, log_ratio = log_ratio.detach().abs() > bound, log_ratio.clamp(-bound, bound)
+        return Loss(*self.terms(log_ratio, weights, samples), log_ratio, clamped, weights)
+
+    def reduce(self, total: Tensor, samples: Samples) -> Tensor:
+        """Sums over tokens, as they are or per token, as `log_ratio_reduction` tells."""
+        return total if self.args.log_ratio_reduction == "sum" else total / samples.length
+
+    def zero_gradient(self, target: Tensor, mu: Tensor) -> Tensor:
+        """Which samples have no gradient as long as the policy is the behaviour policy, bool `[B]`."""
+        one = torch.ones_like(target)
+        with torch.enable_grad():
+            logps = torch.zeros_like(one).unsqueeze(1).requires_grad_()
+            token = {"logps": logps, "anchor_logps": logps.detach(), "mask": one.bool().unsqueeze(1)}
+            loss = self.loss(Samples(**token, target=target, mu=mu, weights=one, age=one - 1, reused=True))
+            total = (loss.work + loss.dissipation).sum()
+            (gradient,) = torch.autograd.grad(total, logps, allow_unused=True, materialize_grads=True)
+        return gradient.squeeze(1) == 0
+
+
+class OPO(Objective):
+    """The paper's objective, as at the top of this module."""
+
+    is_regression = True
+
+    @property
+    def reads_logps(self) -> bool:
+        return self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
+
+    def targets(self, groups: Groups) -> Targets:
+        args, temperature = self.args, self.temperature(groups)
+        correction = {"absorbed": None, "length_normalized": groups.mean_logps, "sequence": groups.logps}
+        anchor = correction[args.anchor_correction]
+        omega = escort_weights(
+            groups.advantages, alpha=args.alpha, temperature=temperature, anchor_logps=anchor, **groups.rows
+        )
+        drive, potential = self.drive(omega, groups)
+        mu = args.mu or stiffness_for_radius(drive, args.chi2_radius, valid=groups.valid)
+        return Targets(
+            drive, *self.target(drive, mu, groups), omega, potential, torch.as_tensor(temperature, dtype=omega.dtype)
+        )
+
+    def temperature(self, groups: Groups) -> float | Tensor:
+        r"""
+        Temperature of P\*; adaptive: `clip(tau · (1 + 0.2·H − 0.5·(1 − H)·r), low, high)`.
+
+        A confident (H small) and successful (r near 1) policy gets a smaller temperature, hence sharper escort
+        weights. H is the mean of `−log pi_k(y) / |y|` over `log |V|`, clipped to `[0, 1]`; r the mean reward, min–max
+        scaled to `[-1, 1]`, 0 if all rewards are equal. The paper only says "adaptive τ with range [0.2, 1.5]"; the
+        schedule is that of the author's public code (`wk222/verlm`), with the entropy of the behaviour policy in both
+        places so that the temperature is fixed for the rollout.
+        """
+        args, valid = self.args, groups.valid
+        if not args.adaptive_temperature:
+            return args.escort_temperature
+        surprise = torch.where(valid, -groups.mean_logps, 0.0).sum() / valid.sum().clamp(min=1)
+        entropy, rewards = (surprise / math.log(groups.vocab_size)).clamp(0, 1), groups.rewards[valid]
+        success = torch.zeros_like(entropy)
+        if len(rewards) and rewards.max() > rewards.min():
+            scaled = 2 * (rewards.mean() - rewards.min()) / (rewards.max() - rewards.min()) - 1
+            success = scaled.clamp(-1, 1)  # the mean may round to outside its range
+        return (args.escort_temperature * (1 + 0.2 * entropy - 0.5 * (1 - entropy) * success)).clamp(
+            *args.temperature_range
+        )
+
+    def drive(self, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+        """Drive, `[N]`, and chemical potential, `[N // G]`, of the escort weights."""
+        return project(omega, scaling=self.args.drive_scaling, **groups.rows)
+
+    def target(self, drive: Tensor, mu: float | Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+        """Target, `[N]`, and the χ² coefficient that it is reached with."""
+        options = {"positivity": self.args.positivity, "epsilon": self.args.positivity_epsilon}
+        return admissible_target(drive, mu=mu, **options, **groups.rows)
+
+    def weights(self, samples: Samples) -> Tensor:
+        """
+        Where several passes train on a completion, min(pi / pi_k, 2): one that the policy has left behind no longer
+        pushes, nor is it pulled back. It stays above 0, which would count the sample as excluded.
+        """
+        if not samples.reused:
+            return samples.weights
+        moved = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
+        return samples.weights * moved.exp().clamp(max=MAX_WEIGHT)
+
+    def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
+        form = self.args.ratio_form
+        return loss_terms(log_ratio, samples.target, mu=samples.mu, ratio_form=form, weights=weights)

@@ -3,11 +3,11 @@
 
 TRL owns generation, rewards, sharding, the optimizer and checkpoints. This module adds, in the order of a step:
 
-1. `_finish_rollout`: once per rollout, over all processes and while its groups are still complete, advantages become
-   the target fluctuation v* of each sample (`objective`: escort weights, projection, admissible target). The target
-   then travels with its sample. It sees what the outermost override of `_generate_and_score_completions` returned.
-2. `_sample_losses`: the log-ratio of each sample is regressed on its target. The loss is a plain sum over samples, so
-   that it does not depend on how they are split into parts, micro-batches and processes.
+1. `_finish_rollout`: once per rollout, over all processes and while its groups are still complete, the objective makes
+   a target of each sample's advantage. The target then travels with its sample. It sees what the outermost override of
+   `_generate_and_score_completions` returned.
+2. `_sample_losses`: the objective's loss of each sample, and what TRL's options add. The loss is a plain sum over
+   samples, so that it does not depend on how they are split into parts, micro-batches and processes.
 3. `_log_step`: the samples' reports are gathered and logged under `opo/` (`metrics.step`).
 
 [`RolloutTrainer`] makes rollouts and checkpoints, [`PartitionedTrainer`] cuts optimizer steps into parts.
@@ -23,19 +23,16 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl.extras.profiling import profiling_decorator
 
-from . import objective
 from .config import OPOConfig
 from .metrics.opo import rollout_metrics
 from .metrics.step import SampleReport, count_low_ess, metrics_of_samples
+from .objective import OPO, Groups, Objective, Samples, sequence_weights, token_mean
 from .rollout.partitioned import PartitionedTrainer
 from .rollout.rows import completion_tokens, gather_samples, own_samples
-from .rollout.trainer import SEQUENCE_CLAMP, RolloutTrainer, takes_what_grpo_takes
+from .rollout.trainer import RolloutTrainer, takes_what_grpo_takes
 
 
 logger = get_logger(__name__)
-
-# Bound on the weight π/π_k of a completion that several passes train on.
-MAX_WEIGHT = 2.0
 
 
 class OPOTrainer(PartitionedTrainer):
@@ -89,12 +86,15 @@ class OPOTrainer(PartitionedTrainer):
     }
 
     config_class = OPOConfig
+    objective_class: type[Objective] = OPO
+    objective: Objective
     args: OPOConfig
     _saved_numbers = (*RolloutTrainer._saved_numbers, "_drive_metrics", "_low_ess_rollouts")
 
     @takes_what_grpo_takes(OPOConfig)
     def __init__(self, model, reward_funcs=None, args: OPOConfig | None = None, *further, **named):
         super().__init__(model, reward_funcs, args, *further, **named)
+        self.objective = self.objective_class(self.args)
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
         self._low_ess_rollouts = 0  # in a row
         self._scored: Tensor | None = None  # advantages of the current rollout; NaN for invalid samples
@@ -117,8 +117,7 @@ class OPOTrainer(PartitionedTrainer):
     def _finish_rollout(self, rollout: dict[str, Any]) -> dict[str, Any]:
         # The parent's would gather the advantages once more than `_targets`.
         logps, entropies = self._logps_of_rollout(rollout), None
-        corrected = self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
-        if (corrected and logps is None) or self.top_entropy_quantile < 1.0:
+        if (self.objective.reads_logps and logps is None) or self.top_entropy_quantile < 1.0:
             logps, entropies = self._anchor_pass(rollout, batch_size=self.args.per_device_train_batch_size)
         self._keep_for_reuse(rollout, logps)
         rollout.update(self._targets(rollout, logps))
@@ -133,60 +132,34 @@ class OPOTrainer(PartitionedTrainer):
         args, mode = self.args, self._mode
         advantages, length, logp_sum, logp_mean, rewards = gather_samples(rollout, logps, self.accelerator)
         valid = (length > 0) & ~rewards.isnan().all(dim=1) & advantages.isfinite()
-        num_generations = self.num_generations if mode == "train" else self.num_generations_eval
-        groups: Any = {"num_generations": num_generations, "valid": valid}
-        temperature = self._temperature(logp_mean, rewards, valid)
-        correction = {"absorbed": None, "length_normalized": logp_mean, "sequence": logp_sum}[args.anchor_correction]
-        omega = objective.escort_weights(
-            advantages, alpha=args.alpha, temperature=temperature, anchor_logps=correction, **groups
+        groups = Groups(
+            advantages=advantages,
+            rewards=(rewards * self.reward_weights.cpu().double()).nansum(dim=1),
+            valid=valid,
+            num_generations=self.num_generations if mode == "train" else self.num_generations_eval,
+            logps=logp_sum,
+            mean_logps=logp_mean,
+            vocab_size=self.model.config.get_text_config().vocab_size if self.objective.reads_logps else 0,
         )
-        drive, potential = self._drive(omega, advantages, groups)
-        mu = args.mu or objective.stiffness_for_radius(drive, args.chi2_radius, valid=valid)
-        target, mu = self._target(drive, mu, groups)
-        metrics = rollout_metrics(
-            omega, drive, target, chemical_potential=potential, mu=mu, temperature=temperature, **groups
-        )
-        self._drive_metrics[mode] = {name: value.item() for name, value in metrics.items()}
+        found = self.objective.targets(groups)
+        target = found.target
+        metrics = {name: value.item() for name, value in rollout_metrics(found, groups).items()}
+        self._drive_metrics[mode] = metrics
         if mode == "train":
-            self._low_ess_rollouts = count_low_ess(self._low_ess_rollouts, metrics["escort/ess"].item(), args)
+            if "escort/ess" in metrics:
+                self._low_ess_rollouts = count_low_ess(self._low_ess_rollouts, metrics["escort/ess"], args)
             self._advantage_range = (advantages.max().float() - advantages.min().float()).item()
             self._scored = advantages.where(valid, torch.nan)
         # The log-ratio of a completion is a sum over its tokens, and so is its gradient: a constant of the rollout
         # makes the norm comparable with that of GRPO, whose loss is a mean over tokens.
         scale = 1 / length[valid].mean() if args.log_ratio_reduction == "sum" and valid.any() else torch.tensor(1.0)
         step = target.new_tensor(float(self.state.global_step))  # at which the policy is the behaviour policy
-        columns = {"opo_target": target, "opo_valid": valid, "opo_mu": mu, "opo_scale": scale, "opo_step": step}
+        columns = {"opo_target": target, "opo_valid": valid, "opo_mu": found.mu, "opo_scale": scale, "opo_step": step}
         own = own_samples(rollout, {n: column.expand_as(target) for n, column in columns.items()}, self.accelerator)
         return {**own, "opo_valid": own["opo_valid"].bool()}
 
     def _scored_advantages(self, rollout: Mapping[str, Any]) -> Tensor:
         return cast(Tensor, self._scored)
-
-    def _drive(self, omega: Tensor, advantages: Tensor, groups: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Drive `[N]` and chemical potential `[N // G]` of a rollout; `groups` has `num_generations` and `valid`."""
-        return objective.project(omega, scaling=self.args.drive_scaling, **groups)
-
-    def _target(self, drive: Tensor, mu: float | Tensor, groups: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Target `[N]` of a rollout, and the μ it is reached with."""
-        args = self.args
-        return objective.admissible_target(
-            drive, mu=mu, positivity=args.positivity, epsilon=args.positivity_epsilon, **groups
-        )
-
-    def _temperature(self, logp_mean: Tensor, rewards_per_func: Tensor, valid: Tensor) -> float | Tensor:
-        args = self.args
-        if not args.adaptive_temperature:
-            return args.escort_temperature
-        rewards = (rewards_per_func * self.reward_weights.cpu().double()).nansum(dim=1)
-        vocab_size = self.model.config.get_text_config().vocab_size
-        low, high = args.temperature_range
-        return objective.adaptive_temperature(
-            args.escort_temperature,
-            anchor_entropy=objective.entropy_proxy(logp_mean, vocab_size=vocab_size, valid=valid),
-            success=objective.scaled_success(rewards, valid=valid),
-            low=low,
-            high=high,
-        )
 
     # 2. The loss
 
@@ -217,44 +190,35 @@ class OPOTrainer(PartitionedTrainer):
 
     def _sample_losses(self, inputs: Any, logps: Tensor, entropies: Tensor) -> tuple[Tensor, SampleReport]:
         """Loss of each sample, `[B]`, from the log-probabilities and entropies of its tokens, `[B, T]`."""
-        args, target, mu = self.args, inputs["opo_target"], inputs["opo_mu"]
-        # Without a token that counts, an invalid sample has no log-ratio, no KL term and no entropy bonus.
-        mask = completion_tokens(inputs) & inputs["opo_valid"].unsqueeze(1)
-        anchor = self._anchor_logps(inputs, logps)
-        # Under `top_entropy_quantile`, the other tokens stay in the length but have no ratio.
-        steering = inputs.get("opo_steering", mask)
-        steered = torch.where(steering, logps, anchor)
-        log_ratio, clamped = objective.sequence_log_ratio(
-            steered, anchor, mask, reduction=args.log_ratio_reduction, clamp=args.log_ratio_clamp
-        )
-        weights = self._weights(inputs, logps, anchor, mask)
-        losses = objective.opo_loss(log_ratio, target, mu=mu, ratio_form=args.ratio_form, weights=weights)
-        kl = self._reference_kl(inputs, logps, anchor, mask)
-        losses = policy_losses = inputs["opo_scale"] * (losses + self.beta * kl)
+        samples = self._samples(inputs, logps)
+        mask, steering = samples.mask, inputs.get("opo_steering", samples.mask)
+        loss = self.objective.loss(samples)
+        kl = torch.zeros_like(samples.target)
+        if self.beta != 0.0:
+            corrected = self.args.use_bias_correction_kl
+            kl = self.objective.reduce(samples.kl(inputs["ref_per_token_logps"], corrected=corrected), samples)
+        losses = policy_losses = inputs["opo_scale"] * (loss.work + loss.dissipation + self.beta * kl)
         if self._entropy_bonus_enabled:
-            losses = policy_losses - self._entropy_bonus_coef() * objective.token_mean(entropies, steering)
-        return losses, SampleReport(
-            log_ratio=log_ratio,
-            target=target,
-            mu=mu,
-            weights=weights,
-            clamped=clamped,
-            age=self.state.global_step - inputs["opo_step"],
-            sequence_log_ratio=objective.sequence_log_ratio(logps.detach(), anchor, mask, clamp=SEQUENCE_CLAMP)[0],
-            kl=kl if args.log_ratio_reduction == "sum" else kl * mask.sum(dim=1),
+            losses = policy_losses - self._entropy_bonus_coef() * token_mean(entropies, steering)
+        return losses, SampleReport.of(
+            samples,
+            loss,
+            kl=kl if self.args.log_ratio_reduction == "sum" else kl * mask.sum(dim=1),
             policy_loss=policy_losses,
             tokens=mask.sum(dim=1),
             entropy=torch.where(mask, entropies, 0.0).sum(dim=1),
             bonus_tokens=steering.sum(dim=1),
             bonus_entropy=torch.where(steering, entropies, 0.0).sum(dim=1),
-            computed=torch.ones_like(losses),
         )
 
-    def _weights(self, inputs: Mapping[str, Any], logps: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:
-        """Importance weight of each sample, `[B]`; 0 for excluded samples."""
+    def _samples(self, inputs: Mapping[str, Any], logps: Tensor) -> Samples:
+        """The samples of a micro-batch as the objective sees them; `logps` are those of their tokens, `[B, T]`."""
+        # Without a token that counts, an invalid sample has no log-ratio, no KL term and no entropy bonus.
+        mask = completion_tokens(inputs) & inputs["opo_valid"].unsqueeze(1)
+        anchor = self._anchor_logps(inputs, logps)
         weights = torch.ones_like(inputs["opo_target"])
         if "importance_sampling_ratio" in inputs:
-            weights = objective.sequence_weights(inputs["importance_sampling_ratio"], mask)
+            weights = sequence_weights(inputs["importance_sampling_ratio"], mask)
         if self.off_policy_mask_threshold is not None:
             keep = self.get_off_policy_mask(
                 advantages=inputs["advantages"].unsqueeze(1),
@@ -264,33 +228,25 @@ class OPOTrainer(PartitionedTrainer):
                 off_policy_threshold=self.off_policy_mask_threshold,
             )
             weights = weights * keep.squeeze(1)
-        if self.num_iterations > 1:
-            # A completion that the policy has left behind no longer pushes, nor is it pulled back to the anchor.
-            # Its weight stays above 0: a weight of 0 would count it as excluded.
-            log_ratio, _ = objective.sequence_log_ratio(
-                logps.detach(), anchor, mask, reduction=self.args.log_ratio_reduction, clamp=SEQUENCE_CLAMP
-            )
-            weights = weights * log_ratio.exp().clamp(max=MAX_WEIGHT)
-        return torch.where(inputs["opo_valid"], weights, 0.0)
-
-    def _reference_kl(self, inputs: Mapping[str, Any], logps: Tensor, anchor: Tensor, mask: Tensor) -> Tensor:
-        if self.beta == 0.0:
-            return torch.zeros_like(inputs["opo_target"])
-        return objective.reference_kl(
-            logps,
-            inputs["ref_per_token_logps"],
-            mask,
-            reduction=self.args.log_ratio_reduction,
-            anchor_logps=anchor if self.args.use_bias_correction_kl else None,
+        return Samples(
+            logps=logps,
+            anchor_logps=anchor,
+            mask=mask,
+            target=inputs["opo_target"],
+            mu=inputs["opo_mu"],
+            weights=torch.where(inputs["opo_valid"], weights, 0.0),
+            age=self.state.global_step - inputs["opo_step"],
+            reused=self.num_iterations > 1,
+            # Under `top_entropy_quantile`, the other tokens stay in the length but have no ratio.
+            steering=inputs.get("opo_steering"),
         )
 
     def _zero_gradient(self, rows: Mapping[str, Any]) -> Tensor:
         idle = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
-        # The loss of a subclass may have a gradient for every sample.
+        # A subclass with a loss of its own may give every sample a gradient.
         names = ("compute_loss", "_compute_loss", "_sample_losses")
         own = all(getattr(type(self), name) is getattr(OPOTrainer, name) for name in names)
-        # Without a target, and while the log-ratio is 0, both terms of the loss have zero gradient.
-        return (rows["opo_target"] == 0) & (idle and own)
+        return self.objective.zero_gradient(rows["opo_target"], rows["opo_mu"]) & (idle and own)
 
     def _entropy_bonus_coef(self) -> float:
         """TRL's coefficient; under adaptive control it acts only while the last step's entropy is low enough."""
@@ -312,7 +268,7 @@ class OPOTrainer(PartitionedTrainer):
         mode = self._mode
         samples = SampleReport.gather(reports, self.accelerator)
         metrics = {f"opo/{name}": value for name, value in self._drive_metrics[mode].items()}
-        metrics |= metrics_of_samples(samples, self.args, kl=self.beta != 0.0, bonus=self._entropy_bonus_enabled)
+        metrics |= metrics_of_samples(samples, self.objective, kl=self.beta != 0.0, bonus=self._entropy_bonus_enabled)
         if mode == "train" and self._entropy_bonus_enabled:
             if self.use_adaptive_entropy:
                 entropy = samples.bonus_entropy.sum() / samples.bonus_tokens.sum().clamp(min=1)

@@ -8,6 +8,7 @@ code. Where the paper is wrong, the tests prove the corrected statement, and tha
 import itertools
 import math
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,16 +31,17 @@ from by_hand import (
 from scipy.optimize import minimize
 from torch.testing import assert_close
 
+from opo_trl.config import ObjectiveConfig
 from opo_trl.metrics.opo import step_metrics
 from opo_trl.objective import (
-    adaptive_temperature,
+    OPO,
+    Groups,
+    Objective,
+    Samples,
     admissible_target,
-    entropy_proxy,
     escort_weights,
     opo_loss,
     project,
-    reference_kl,
-    scaled_success,
     sequence_log_ratio,
     sequence_weights,
     stiffness_for_radius,
@@ -539,7 +541,7 @@ def test_chi2_bounds_the_total_variation(size):
             policy = (policy + 1e-12) / (policy + 1e-12).sum()
             # Each outcome once: the group mean is the expectation under a uniform behaviour policy.
             log_ratio = policy.log() + math.log(size)
-            got = step_metrics(log_ratio, torch.zeros_like(policy), mu=1.0)
+            got = step_metrics(log_ratio)
             chi2 = math.fsum((p - 1 / size) ** 2 * size for p in policy.tolist())
             total_variation = math.fsum(abs(p - 1 / size) for p in policy.tolist()) / 2
             assert got["chi2"].item() == pytest.approx(chi2, rel=1e-9)
@@ -719,47 +721,63 @@ def test_zero_drive_has_zero_target_even_without_a_valid_row(positivity):
 # Adaptive temperature
 
 
-@pytest.mark.parametrize("entropy", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("success", [-1.0, 0.0, 0.6, 1.0])
-def test_adaptive_temperature_is_the_schedule_of_the_authors_code(entropy, success):
-    expected = 0.5 * (1 + 0.2 * entropy - 0.5 * (1 - entropy) * success)
-    got = adaptive_temperature(0.5, anchor_entropy=entropy, success=success, low=0.01, high=10.0)
-    assert got.item() == pytest.approx(expected, rel=1e-6)
-    other = adaptive_temperature(
-        2.0, anchor_entropy=f64(entropy), success=f64(success), low=0.01, high=10.0, entropy_gain=0.7, success_gain=0.1
+def temperature(base=0.5, *, mean_logps, rewards, vocab_size=50, low=1e-3, high=9.0, valid=None):
+    fields = {"escort_temperature": base, "adaptive_temperature": True, "temperature_range": [low, high]}
+    valid = torch.ones(len(rewards), dtype=torch.bool) if valid is None else torch.tensor(valid)
+    rewards, mean_logps = f64(rewards), f64(mean_logps)
+    return OPO(SimpleNamespace(**fields)).temperature(
+        Groups(rewards, rewards, valid, 1, mean_logps=mean_logps, vocab_size=vocab_size)
     )
-    assert_tight(other, 2.0 * (1 + 0.7 * entropy - 0.1 * (1 - entropy) * success))
+
+
+def schedule(base, entropy, success, **options):
+    """The temperature after observations with this entropy and success: of four rewards, two are the extremes."""
+    rewards = [-1.0, 1.0, 2 * success, 2 * success]
+    return temperature(base, mean_logps=[-entropy * math.log(50)] * 4, rewards=rewards, **options).item()
+
+
+@pytest.mark.parametrize("entropy", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("success", [-0.5, 0.0, 0.3, 0.5])
+def test_adaptive_temperature_is_the_schedule_of_the_authors_code(entropy, success):
+    expected = 1 + 0.2 * entropy - 0.5 * (1 - entropy) * success
+    assert schedule(0.5, entropy, success) == pytest.approx(0.5 * expected, rel=1e-12)
+    assert schedule(2.0, entropy, success) == pytest.approx(2.0 * expected, rel=1e-12)
 
 
 def test_adaptive_temperature_stays_in_its_range_and_clips_the_entropy():
-    def schedule(base, entropy, success):
-        return adaptive_temperature(base, anchor_entropy=entropy, success=success, low=0.2, high=1.5).item()
-
-    assert schedule(0.1, 0.0, 1.0) == pytest.approx(0.2)
-    assert schedule(5.0, 0.0, 1.0) == pytest.approx(1.5)
-    assert schedule(0.5, 7.0, 1.0) == schedule(0.5, 1.0, 1.0) == pytest.approx(0.6)
-    assert schedule(0.5, -7.0, 1.0) == schedule(0.5, 0.0, 1.0) == pytest.approx(0.25)
+    bounds = {"low": 0.2, "high": 1.5}
+    assert schedule(0.1, 0.0, 0.5, **bounds) == pytest.approx(0.2)
+    assert schedule(5.0, 0.0, 0.5, **bounds) == pytest.approx(1.5)
+    assert schedule(0.5, 7.0, 0.5, **bounds) == pytest.approx(schedule(0.5, 1.0, 0.5)) == pytest.approx(0.6)
+    assert schedule(0.5, -7.0, 0.5, **bounds) == pytest.approx(schedule(0.5, 0.0, 0.5)) == pytest.approx(0.375)
 
 
 def test_confident_and_successful_policy_gets_a_smaller_temperature():
-    def schedule(entropy, success):
-        return adaptive_temperature(0.5, anchor_entropy=entropy, success=success, low=0.0, high=9.0).item()
+    assert schedule(0.5, 0.1, 0.45) < schedule(0.5, 0.1, 0.1) < schedule(0.5, 0.1, -0.25)
+    assert schedule(0.5, 0.1, 0.45) < schedule(0.5, 0.5, 0.45) < schedule(0.5, 0.9, 0.45)
 
-    assert schedule(0.1, 0.9) < schedule(0.1, 0.2) < schedule(0.1, -0.5)
-    assert schedule(0.1, 0.9) < schedule(0.5, 0.9) < schedule(0.9, 0.9)
+
+def test_temperature_is_constant_unless_adaptive():
+    args = SimpleNamespace(escort_temperature=0.7, adaptive_temperature=False)
+    nothing = f64([math.nan] * 4)
+    assert OPO(args).temperature(Groups(nothing, nothing, nothing == 0, 4)) == 0.7
 
 
 @pytest.mark.parametrize("valid", [None, VALID], ids=["all_valid", "some_invalid"])
-def test_entropy_proxy_is_the_mean_surprise_per_token_over_that_of_the_uniform_policy(valid):
+def test_entropy_is_the_mean_surprise_per_token_over_that_of_the_uniform_policy(valid):
     mean_logps = CORRECTIONS["length_normalized"]
     rows = [i for rows in groups_of(12, valid=valid) for i in rows]
-    mask = None if valid is None else torch.tensor(valid)
-    got = entropy_proxy(f64(mean_logps), vocab_size=50, valid=mask)
-    assert_tight(got, statistics.fmean(-mean_logps[i] for i in rows) / math.log(50))
+    entropy = statistics.fmean(-mean_logps[i] for i in rows) / math.log(50)
+    assert_tight(temperature(mean_logps=mean_logps, rewards=[0.3] * 12, valid=valid), 0.5 * (1 + 0.2 * entropy))
     # A uniform policy has H = 1, a deterministic one H = 0; H is clipped to this range.
-    assert_tight(entropy_proxy(f64([-math.log(7)] * 3), vocab_size=7), 1.0)
-    assert entropy_proxy(f64([0.0] * 3), vocab_size=7).item() == 0.0
-    assert entropy_proxy(f64([-9.0] * 3), vocab_size=7).item() == 1.0
+    for logp, entropy in ((-math.log(7), 1.0), (0.0, 0.0), (-9.0, 1.0)):
+        got = temperature(mean_logps=[logp] * 3, rewards=[1.0] * 3, vocab_size=7)
+        assert_tight(got, 0.5 * (1 + 0.2 * entropy))
+
+
+def success(rewards, valid=None) -> float:
+    """r, from the temperature of a policy without entropy."""
+    return 2 * (1 - temperature(1.0, mean_logps=[0.0] * len(rewards), rewards=rewards, valid=valid).item())
 
 
 @pytest.mark.parametrize("valid", [None, VALID], ids=["all_valid", "some_invalid"])
@@ -768,31 +786,29 @@ def test_success_is_the_mean_reward_scaled_to_the_range_of_rewards(valid):
     kept = [reward for i, reward in enumerate(rewards) if valid is None or valid[i]]
     low, high = min(kept), max(kept)
     expected = statistics.fmean(2 * (reward - low) / (high - low) - 1 for reward in kept)
-    assert_tight(scaled_success(f64(rewards), valid=None if valid is None else torch.tensor(valid)), expected)
-    assert scaled_success(f64([3.0, 5.0, 5.0, 5.0])).item() == 0.5  # three of four are the highest
+    assert success(rewards, valid) == pytest.approx(expected, rel=1e-12)
+    assert success([3.0, 5.0, 5.0, 5.0]) == 0.5  # three of four are the highest
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
 def test_equal_rewards_give_neutral_success(reward):
-    assert scaled_success(torch.full((7,), reward)).item() == 0.0
+    assert success([reward] * 7) == 0.0
 
 
 @pytest.mark.parametrize("rows", [12, 288])
 def test_success_stays_in_its_range_if_rewards_differ_by_a_rounding_error(rows):
     """0.1 + 0.7 is one bit less than 0.8: the mean of such rewards may round to a number outside their range."""
     for greater in range(1, rows):
-        success = scaled_success(f64([0.8] * greater + [0.1 + 0.7] * (rows - greater)))
-        assert -1 <= success.item() <= 1
+        assert -1 <= success([0.8] * greater + [0.1 + 0.7] * (rows - greater)) <= 1
 
 
 @pytest.mark.parametrize("trash", TRASH)
-def test_invalid_row_has_no_effect_on_entropy_and_success(trash):
-    values, valid = f64(CORRECTIONS["length_normalized"]), torch.tensor(VALID)
-    dirty = values.masked_fill(~valid, trash)
-    assert_exact(entropy_proxy(dirty, vocab_size=9, valid=valid), entropy_proxy(values, vocab_size=9, valid=valid))
-    assert_exact(scaled_success(dirty, valid=valid), scaled_success(values, valid=valid))
-    none = torch.zeros(12, dtype=torch.bool)
-    assert entropy_proxy(dirty, vocab_size=9, valid=none).item() == scaled_success(dirty, valid=none).item() == 0.0
+def test_invalid_row_has_no_effect_on_the_temperature(trash):
+    values = CORRECTIONS["length_normalized"]
+    dirty = [value if kept else trash for value, kept in zip(values, VALID, strict=True)]
+    clean = temperature(mean_logps=values, rewards=values, valid=VALID)
+    assert_exact(temperature(mean_logps=dirty, rewards=dirty, valid=VALID), clean)
+    assert temperature(mean_logps=dirty, rewards=dirty, valid=[False] * 12).item() == 0.5
 
 
 # Log-ratio
@@ -977,9 +993,14 @@ def test_sequence_weights_are_the_ratio_of_the_sequence_or_the_mean_over_its_tok
     assert_tight(sequence_weights(ratio, mask), [statistics.fmean(row) for row in expected])
 
 
+def samples(logps, anchor_logps, mask, **more) -> Samples:
+    one = torch.ones(len(logps), dtype=torch.float64)
+    given = {"target": one, "mu": one, "weights": one, "age": one - 1, "reused": True, **more}
+    return Samples(logps=logps, anchor_logps=anchor_logps, mask=mask.bool(), **given)
+
+
 @pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_reference_kl_is_trls_estimate_of_each_token(reduction, corrected):
+def test_reference_kl_is_trls_estimate_of_each_token(corrected):
     logps, reference, mask = token_logps()
     anchor = logps - 0.3 * torch.rand(4, 5, dtype=torch.float64)
     expected = []
@@ -990,11 +1011,8 @@ def test_reference_kl_is_trls_estimate_of_each_token(reduction, corrected):
                 log_ratio = (reference[row, t] - logps[row, t]).item()
                 weight = math.exp((logps[row, t] - anchor[row, t]).item()) if corrected else 1.0
                 terms.append(weight * (math.exp(log_ratio) - log_ratio - 1))
-        expected.append(math.fsum(terms) / (max(len(terms), 1) if reduction == "mean" else 1))
-    anchor_logps = anchor if corrected else None
-    assert_tight(reference_kl(logps, reference, mask, reduction=reduction, anchor_logps=anchor_logps), expected)
-    if reduction == "sum":
-        assert_tight(reference_kl(logps, reference, mask, anchor_logps=anchor_logps), expected)
+        expected.append(math.fsum(terms))
+    assert_tight(samples(logps, anchor, mask).kl(reference, corrected=corrected), expected)
 
 
 def test_corrected_reference_kl_has_the_value_and_gradient_of_the_divergence_in_expectation():
@@ -1003,8 +1021,8 @@ def test_corrected_reference_kl_has_the_value_and_gradient_of_the_divergence_in_
     anchor, reference = torch.randn(2, 4, dtype=torch.float64).log_softmax(dim=1)
     logps = logits.log_softmax(dim=0)
     divergence = (logps.exp() * (logps - reference)).sum()
-    every_token = torch.ones(4, 1)
-    estimate = reference_kl(logps[:, None], reference[:, None], every_token, anchor_logps=anchor[:, None])
+    of_words = samples(logps[:, None], anchor[:, None], torch.ones(4, 1))
+    estimate = of_words.kl(reference[:, None], corrected=True)
     assert_tight((anchor.exp() * estimate).sum().detach(), divergence.detach())
     (expected,) = torch.autograd.grad(divergence, logits, retain_graph=True)
     (gradient,) = torch.autograd.grad((anchor.exp() * estimate).sum(), logits)
@@ -1012,13 +1030,12 @@ def test_corrected_reference_kl_has_the_value_and_gradient_of_the_divergence_in_
 
 
 @pytest.mark.parametrize("trash", TRASH)
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_masked_token_has_no_effect_on_the_reference_kl(reduction, trash):
+def test_masked_token_has_no_effect_on_the_reference_kl(trash):
     logps, reference, mask = token_logps()
 
     def value_and_gradient(logps, reference, anchor):
         logps = logps.clone().requires_grad_()
-        kl = reference_kl(logps, reference, mask, reduction=reduction, anchor_logps=anchor)
+        kl = samples(logps, anchor, mask).kl(reference, corrected=True)
         return kl.detach(), torch.autograd.grad(kl.sum(), logps)[0]
 
     clean, clean_gradient = value_and_gradient(logps, reference, logps - 0.1)
@@ -1026,6 +1043,76 @@ def test_masked_token_has_no_effect_on_the_reference_kl(reduction, trash):
     assert_exact(dirty, clean)
     assert_exact(gradient, clean_gradient)
     assert_exact(gradient[mask == 0], torch.zeros_like(gradient[mask == 0]))
+
+
+# The objective as a whole
+
+
+def opo(**fields) -> OPO:
+    return OPO(ObjectiveConfig(**{"mu": 0.3, "log_ratio_clamp": 1.0, **fields}))
+
+
+@pytest.mark.parametrize("reused", [False, True])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("form", ["log", "exact"])
+def test_loss_is_the_definition_with_the_bounded_weight_of_reused_completions(form, reduction, reused):
+    logps, anchor, mask = token_logps()
+    anchor[3] = logps[3] - 0.3
+    target, mu, sampler = f64([0.7, -0.4, 0.0, 1.1]), f64([0.3] * 4), f64([1.0, 0.5, 1.0, 2.0])
+    made = samples(logps, anchor, mask, target=target, mu=mu, weights=sampler, reused=reused)
+    got = opo(ratio_form=form, log_ratio_reduction=reduction).loss(made)
+    bounds = set()
+    for row in range(4):
+        moved = [(logps[row, t] - anchor[row, t]).item() for t in range(5) if MASK[row][t]]
+        delta = math.fsum(moved) / (max(len(moved), 1) if reduction == "mean" else 1)
+        weight = sampler[row].item() * (min(math.exp(delta), 2.0) if reused else 1.0)
+        clamped = max(-1.0, min(delta, 1.0))
+        u = math.expm1(clamped) if form == "exact" else clamped
+        assert got.log_ratio[row].item() == pytest.approx(clamped, rel=1e-12)
+        assert got.clamped[row].item() == (abs(delta) > 1)
+        assert got.weights[row].item() == pytest.approx(weight, rel=1e-12)
+        assert got.work[row].item() == pytest.approx(-weight * 0.3 * target[row].item() * u, rel=1e-12)
+        assert got.dissipation[row].item() == pytest.approx(weight * 0.15 * u**2, rel=1e-12)
+        bounds.add(math.exp(delta) > 2)
+    assert bounds == ({True, False} if reduction == "sum" else {False})  # both sides of the bound
+
+
+def test_steering_tokens_alone_have_a_ratio_while_the_weight_is_of_the_whole_completion():
+    logps, anchor, mask = token_logps()
+    steering = mask.bool() & (torch.arange(5) < 2)
+    made = samples(logps, anchor, mask, steering=steering)
+    assert_tight(made.sum(made.log_ratios), [(logps - anchor)[i, steering[i]].sum().item() for i in range(4)])
+    assert_tight(made.moved, [(logps - anchor)[i, mask[i].bool()].sum().item() for i in range(4)])
+
+
+@pytest.mark.parametrize("form", ["log", "exact"])
+def test_weight_of_a_completion_that_was_left_behind_stays_above_zero(form):
+    logps = torch.full((1, 3), -400.0)
+    made = samples(logps, torch.zeros(1, 3), torch.ones(1, 3), weights=torch.ones(1))
+    assert opo(ratio_form=form).loss(made).weights.item() > 0
+
+
+class Pulled(OPO):
+    """Pulls each completion down, whatever its target."""
+
+    def terms(self, log_ratio, weights, samples):
+        work, dissipation = super().terms(log_ratio, weights, samples)
+        return work, dissipation + log_ratio
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(OPO, [False, True, True]), (Pulled, [False, False, False])])
+def test_zero_gradient_is_read_from_the_loss_itself(kind, expected):
+    target = torch.tensor([0.5, 0.0, -0.0])
+    found = kind(opo().args).zero_gradient(target, torch.full((3,), 0.3))
+    assert found.tolist() == expected
+    assert opo().zero_gradient(torch.tensor([torch.inf, torch.nan]), torch.ones(2)).tolist() == [False, False]
+
+
+def test_objective_asks_for_the_advantages_of_valid_rows():
+    advantages, valid = f64([1.0, math.nan, -1.0, 0.5]), torch.tensor([True, False, True, True])
+    found = Objective(None).targets(Groups(advantages, advantages, valid, 2))
+    assert found.target.tolist() == found.drive.tolist() == [1.0, 0.0, -1.0, 0.5]
+    assert found.mu.item() == 1.0
 
 
 # Errors

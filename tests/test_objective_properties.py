@@ -9,6 +9,8 @@ from torch.testing import assert_close
 
 from opo_trl.metrics.opo import rollout_metrics, step_metrics
 from opo_trl.objective import (
+    Groups,
+    Targets,
     admissible_target,
     escort_weights,
     opo_loss,
@@ -197,18 +199,10 @@ def test_loss_gradient_and_diagnostics_are_finite_when_log_ratios_are_clamped(r,
     silent = ~mask | ~keep[:, None] | clamped[:, None]
     assert (logps.grad[silent] == 0).all()
 
-    logged = step_metrics(log_ratio, target, mu=mu, ratio_form=ratio_form, weights=weights, clamped=clamped)
+    logged = step_metrics(log_ratio, weights=weights, clamped=clamped)
     if keep.any():
-        logged |= rollout_metrics(
-            omega,
-            drive,
-            target,
-            chemical_potential=chemical_potential,
-            mu=mu,
-            temperature=r["temperature"],
-            num_generations=r["group"],
-            valid=keep,
-        )
+        made = Targets(drive, target, mu, omega, chemical_potential, torch.tensor(r["temperature"]))
+        logged |= rollout_metrics(made, Groups(drive, drive, keep, r["group"]))
         assert 1 - 1e-5 <= logged["escort/ess"] <= r["group"] * (1 + 1e-5)
     assert all(value.isfinite() for value in logged.values())
 
@@ -222,7 +216,7 @@ def test_log_ratio_surrogate_errs_within_the_papers_bounds(fractions, d, target,
     # For small d the differences cancel to the last digits, and are rounded.
     rounding = 1e-14 * (d + math.expm1(d) + math.expm1(d) ** 2)
     zero = torch.zeros_like(delta)
-    assert step_metrics(delta, zero, mu=1.0)["approximation_gap"] <= first + rounding
+    assert step_metrics(delta)["approximation_gap"] <= first + rounding
     squares = [opo_loss(delta, zero, mu=2.0, ratio_form=form) for form in ("exact", "log")]
     assert (squares[0] - squares[1]).abs().max() <= second + rounding
     losses = [opo_loss(delta, zero + target, mu=mu, ratio_form=form) for form in ("exact", "log")]

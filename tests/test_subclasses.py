@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
 from opo_trl import OPOTrainer
+from opo_trl.methods import METHODS
 
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "subclassing.md"
@@ -18,9 +19,11 @@ REWARDS = [0.3, 1.7, 2.2, 0.1, 1.0, 0.6, 0.2, 0.7]
 
 
 def classes_of_the_page() -> dict[str, type]:
-    known = {"OPOTrainer": OPOTrainer}
+    known = {"OPOTrainer": OPOTrainer, "__name__": "docs.subclassing"}
+    registered = list(METHODS)
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(block, known)
+    METHODS[:] = registered
     return known
 
 
@@ -137,7 +140,7 @@ def test_example_of_the_target(tiny_model, tmp_path):
     rewards = [0.0, 1.0, None, 0.5, 2.0, 2.0, 2.0, 2.0]
     lower, plain = (
         trained(tiny_model, tmp_path / kind.__name__, kind, rewards=rewards).rollouts[0]
-        for kind in (example("Pessimistic"), RecordingOPO)
+        for kind in (example("PessimisticTrainer"), RecordingOPO)
     )
     torch.testing.assert_close(lower.opo_target, plain.opo_target - 0.1 * plain.opo_valid)
     assert lower.opo_target[2] == 0

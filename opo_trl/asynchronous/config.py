@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 from trl.experimental.async_grpo import AsyncGRPOConfig
@@ -11,7 +12,7 @@ from ..checks.addresses import check_url
 from ..checks.ranges import require
 from ..checks.secrets import Masked
 from ..config import ObjectiveConfig, check_fields
-from ..fields import COUNT, RUN, setting
+from ..fields import COUNT, OBJECTIVE, RUN, deciding, setting
 
 
 # Settings of the objective that one group at a time cannot have (any other value than the default, if none is given),
@@ -125,6 +126,7 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
         self.min_p = 0.0
 
     @property
-    def objective(self) -> ObjectiveConfig:
-        """The fields of the objective alone, which travel to the process that scores completions."""
-        return ObjectiveConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(ObjectiveConfig)})
+    def objective_fields(self) -> SimpleNamespace:
+        """The fields that decide the objective, which travel to the process that scores completions."""
+        kind: Any = type(self)
+        return SimpleNamespace(**{name: getattr(self, name) for name in deciding(kind, OBJECTIVE)})

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample, _AsyncRolloutLoop
 
+from ..objective import OPO
 from .config import AsyncOPOConfig
 from .targets import OPORolloutLoop
 
@@ -227,7 +228,7 @@ class InProcessWorker:
             "reward_funcs": reward_funcs if isinstance(reward_funcs, list) else [reward_funcs],
             "processing_class": processing_class,
             "tools": tools,
-            **({"opo": args.objective} if issubclass(loop_class, OPORolloutLoop) else {}),
+            **({"opo": OPO(args.objective_fields)} if issubclass(loop_class, OPORolloutLoop) else {}),
         }
 
     # As a rollout worker

@@ -5,6 +5,7 @@ Later is too late. TRL fills micro-batches with single samples, so that most gro
 samples that have become stale; the target of a sample is what it was in its group.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -18,9 +19,8 @@ from trl.experimental.async_grpo.async_rollout_worker import (
     _AsyncRolloutLoop,
 )
 
-from .. import objective
-from ..config import ObjectiveConfig
 from ..metrics.opo import rollout_metrics
+from ..objective import Groups, Objective, Targets
 from ..rewards.errors import RewardError
 from .faults import MOST_LOST, GuardedLoop
 
@@ -32,37 +32,24 @@ MEANS = ("escort/ess", "escort/chemical_potential", "temperature", "mu", "frac_t
 
 
 @torch.no_grad()
-def group_targets(rewards: Tensor, args: ObjectiveConfig) -> tuple[Tensor, Tensor, list[float]]:
-    r"""
-    Escort weight and target of each completion of a group.
-
-    Args:
-        rewards (`torch.Tensor`): reward of each completion, `[G]`, in float64; NaN or infinite if it has no score.
-        args ([`ObjectiveConfig`]): the objective.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor, list[float]]`: ω and v\*, `[G]` each, 0 without a score; the metrics
-        [`MEANS`].
+def group_targets(rewards: Tensor, objective: Objective) -> tuple[Targets, list[float]]:
+    """
+    Targets of the completions of a group, from their rewards, `[G]` in float64, NaN or infinite without a score; and
+    the metrics [`MEANS`], NaN where the objective has none.
     """
     valid = rewards.isfinite()
     scored = rewards[valid]
     # Not TRL's advantages, which this trainer divides by another standard deviation than `GRPOTrainer`.
     spread = scored.std() if len(scored) > 1 else scored.new_zeros(())
     advantages = torch.where(valid, (rewards - scored.mean()) / (spread + 1e-4), 0.0)
-    group: Any = {"num_generations": len(rewards), "valid": valid}
-    omega = objective.escort_weights(advantages, alpha=args.alpha, temperature=args.escort_temperature, **group)
-    drive, potential = objective.project(omega, scaling=args.drive_scaling, **group)
-    target, mu = objective.admissible_target(
-        drive, mu=args.mu, positivity=args.positivity, epsilon=args.positivity_epsilon, **group
-    )
-    metrics = rollout_metrics(
-        omega, drive, target, chemical_potential=potential, mu=mu, temperature=args.escort_temperature, **group
-    )
-    return omega, target, [metrics[name].item() for name in MEANS]
+    group = Groups(advantages=advantages, rewards=rewards, valid=valid, num_generations=len(rewards))
+    targets = objective.targets(group)
+    metrics = rollout_metrics(targets, group)
+    return targets, [metrics[name].item() if name in metrics else math.nan for name in MEANS]
 
 
 def with_targets(
-    samples: Sequence[RolloutSample], conversations: Sequence[int], args: ObjectiveConfig
+    samples: Sequence[RolloutSample], conversations: Sequence[int], objective: Objective
 ) -> list[RolloutSample]:
     """
     Give the samples of a group their targets, from their rewards, and leave out those without a score.
@@ -74,14 +61,15 @@ def with_targets(
         samples (`list[RolloutSample]`): training rows of a complete group, changed in place.
         conversations (`list[int]`): the conversation of each. TRL makes several rows of a conversation whose history
             is rewritten on the way.
-        args ([`ObjectiveConfig`]): the objective.
+        objective ([`Objective`]): what makes the targets.
 
     Returns:
         `list[RolloutSample]`: the samples with a score and a trained token. `advantage` is the target.
     """
     rewards = dict(zip(conversations, (sample.metrics["reward"] for sample in samples), strict=True))
     scores = torch.tensor([*rewards.values()], dtype=torch.float64)
-    omega, target, means = group_targets(scores, args)
+    targets, means = group_targets(scores, objective)
+    omega = torch.full_like(scores, torch.nan) if targets.omega is None else targets.omega
     place = {conversation: i for i, conversation in enumerate(rewards)}
     tokens: Counter[int] = Counter()
     for sample, conversation in zip(samples, conversations, strict=True):
@@ -90,7 +78,7 @@ def with_targets(
     for sample, conversation in zip(samples, conversations, strict=True):
         i = place[conversation]
         if scores[i].isfinite() and sample.completion_mask.any():
-            sample.advantage = target[i].item()
+            sample.advantage = targets.target[i].item()
             own: dict = sample.metrics
             own[OWN] = (sample.model_version, tokens[conversation], omega[i].item(), *means)
             kept.append(sample)
@@ -102,12 +90,12 @@ class OPORolloutLoop(GuardedLoop):
     TRL's rollout loop, with OPO's targets.
 
     Args:
-        opo ([`ObjectiveConfig`]): the objective.
+        opo ([`Objective`]): what makes the targets.
         trained (`Collection[int]`, *optional*): groups that an earlier run has trained, which are left out. Other
             arguments are TRL's.
     """
 
-    def __init__(self, *, opo: ObjectiveConfig, trained: Collection[int] = frozenset(), **named):
+    def __init__(self, *, opo: Objective, trained: Collection[int] = frozenset(), **named):
         super().__init__(**named)
         self.opo, self.trained = opo, trained
         self._unscored = 0  # groups, in a row
@@ -129,7 +117,7 @@ class OPORolloutLoop(GuardedLoop):
         return kept
 
 
-def make_targets(worker: AsyncRolloutWorker, args: ObjectiveConfig) -> None:
+def make_targets(worker: AsyncRolloutWorker, objective: Objective) -> None:
     """
     Let TRL's worker, which has not started yet, make targets.
 
@@ -144,4 +132,4 @@ def make_targets(worker: AsyncRolloutWorker, args: ObjectiveConfig) -> None:
             "for OPO. Set its `_loop_cls` to a class that derives from "
             "`opo_trl.asynchronous.targets.OPORolloutLoop` first, and then from that loop."
         )
-    worker._loop_kwargs["opo"] = args
+    worker._loop_kwargs["opo"] = objective

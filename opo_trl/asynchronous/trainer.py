@@ -6,13 +6,15 @@ server, the rollout worker, the synchronization of weights, packing and checkpoi
 
 1. `OPORolloutLoop` (`targets`) scores each group in the worker's process, and gives its samples their targets.
 2. `_collate` takes what the loss needs of a sample along to the process that trains on it.
-3. `compute_loss` regresses the log-ratio of each row on its target. The loss is a plain sum over rows, divided by a
+3. `compute_loss` sums the objective's losses. The loss is a plain sum over rows, divided by a
    number of the optimizer step: it does not depend on how they are split into rows, micro-batches and processes.
 4. `_log_step` gathers the step's samples from all processes, once, and logs them under `opo/`.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +23,41 @@ from torch.nn.functional import pad
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
-from .. import objective, trl_contract
+from .. import trl_contract
 from ..checks.weights import check_finite, check_models
 from ..metrics.step import SampleReport, metrics_of_samples
+from ..objective import OPO, Objective, Samples
 from ..rollout.frozen_base import FrozenBase
 from ..rollout.prompts import check_datasets
-from ..rollout.trainer import SEQUENCE_CLAMP
 from ..rollout.vllm_server import without_password
-from ..trainer import MAX_WEIGHT, OPOTrainer
+from ..trainer import OPOTrainer
 from . import attention, faults
 from .config import AsyncOPOConfig
 from .resumable import ResumableAsyncTrainer
 from .targets import MEANS, OWN, make_targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedSamples(Samples):
+    """
+    Rows whose trained tokens follow one another: `[M]` in place of `[B, T]`. `row` is that of each token, `share` that
+    of each row in the trained tokens of its conversation, `tokens` their number.
+    """
+
+    row: Tensor
+    share: Tensor
+    tokens: Tensor
+
+    @property
+    def length(self) -> Tensor:
+        return self.tokens
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Of the whole conversation, for which the tokens of a row stand."""
+        return torch.zeros_like(self.share, dtype=x.dtype).index_add(0, self.row, x) / self.share
+
+    def spread(self, x: Tensor) -> Tensor:
+        return x[self.row]
 
 
 class AsyncOPOTrainer(ResumableAsyncTrainer):
@@ -73,6 +98,8 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
     _tag_names = ["trl", "async-opo"]  # noqa: RUF012 (TRL declares these as class attributes)
     _name = "AsyncOPO"
     _paper = OPOTrainer._paper
+    objective_class: type[Objective] = OPO
+    objective: Objective
     args: AsyncOPOConfig
 
     def __init__(self, model: str, reward_funcs=None, args: AsyncOPOConfig | None = None, *further, **named):
@@ -96,15 +123,20 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         faults.check_sharding(self.accelerator)
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
         self._frozen_base = nullcontext() if self._lora_sync else FrozenBase(self.model)
+        self.objective = self.objective_class(args)
         self._reports: list[Tensor] = []  # of the current optimizer step, one per micro-batch
         if self.rollout_queue is not None:  # on the main process
             taken: Any = faults.Samples(self.rollout_queue, args, lambda: self.model_version)
             self.rollout_queue = taken
         self._syncs = 0  # of weights, so far
         self._synced_at = 0  # optimizer step
-        if isinstance(self.rollout_worker, AsyncRolloutWorker):
-            make_targets(self.rollout_worker, args.objective)
-            faults.guard(self.rollout_worker, self.vllm_client, args.heartbeat_stale_after_s)
+        sent = self.objective_class(args.objective_fields)  # to the worker's process
+        worker: Any = self.rollout_worker
+        if isinstance(worker, AsyncRolloutWorker):
+            make_targets(worker, sent)
+            faults.guard(worker, self.vllm_client, args.heartbeat_stale_after_s)
+        elif "opo" in getattr(worker, "_loop_kwargs", {}):  # in this process
+            worker._loop_kwargs["opo"] = sent
 
     def train(self, *args, **kwargs):
         """As in TRL; first checks which log-probabilities the server reports."""
@@ -181,69 +213,46 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
             del self._metrics["train"][name]  # nothing is clipped
         trained = inputs["token_index"] >= 0
         logps = outputs.log_probs.flatten()[inputs["token_index"][trained]]
-        difference = logps - inputs["old_log_probs"][trained]  # in float32 at least
-        losses = self._row_losses(difference, inputs["segment_id"][trained], inputs["opo_rows"][0])
+        behaviour, rows = inputs["old_log_probs"][trained], inputs["segment_id"][trained]
+        losses = self._row_losses(logps, behaviour, rows, inputs["opo_rows"][0])
         # TRL's trainer does not divide by the number of micro-batches; DDP and FSDP take the mean over processes.
         loss = losses.sum() * (self.accelerator.num_processes / num_items_in_batch)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / self.current_gradient_accumulation_steps
         return loss
 
-    def _row_losses(self, difference: Tensor, row: Tensor, table: Tensor) -> Tensor:
+    def _row_losses(self, logps: Tensor, behaviour: Tensor, row: Tensor, table: Tensor) -> Tensor:
         """
-        Loss of each row, `[B]`, from the log-ratio of each trained token, `[M]`, the row it belongs to, `[M]`, and the
-        rows' part of `_collate`'s table.
+        Loss of each row, `[B]`, from the log-probabilities of each trained token under the policy and the behaviour
+        policy, `[M]` each, the row it belongs to, `[M]`, and the rows' part of `_collate`'s table.
 
         A conversation that TRL forks into several rows has the loss `Σ s · loss(Δ_r / s)`, with the share s of its
         trained tokens that is in a row, and the log-ratio Δ_r of the row: at Δ = 0 and at the target this has the
         gradient that one row would have. In between, it is at least as large: it asks for the same log-ratio per token
         everywhere.
         """
-        args = self.args
-        table = table[table[:, 2] > 0].to(difference.dtype)  # without padding
-        generated_at, target, tokens = table[:, :3].T
-        length = torch.bincount(row, minlength=len(table)).to(difference.dtype)
-        share = length / tokens
-        log_ratio = torch.zeros_like(share).index_add(0, row, difference) / share  # of the whole conversation
-        whole = log_ratio.detach()
-        if args.log_ratio_reduction == "mean":
-            log_ratio = log_ratio / tokens
-        age = self._syncs - generated_at
-        log_ratio, target, mu, weights = self._anchored(log_ratio, target, age)
-        clamp = args.log_ratio_clamp
-        clamped = log_ratio.abs() > clamp
-        log_ratio = log_ratio.clamp(-clamp, clamp)
-        losses = share * objective.opo_loss(log_ratio, target, mu=mu, ratio_form=args.ratio_form, weights=weights)
-        zero = torch.zeros_like(share)
-        report = SampleReport(
-            log_ratio=log_ratio,
+        table = table[table[:, 2] > 0].to(torch.promote_types(logps.dtype, torch.float32))  # without padding
+        generated_at, target, tokens, _, *means = table.T
+        length = torch.bincount(row, minlength=len(table)).to(table.dtype)
+        synchronizations = (self._syncs - generated_at) * self.args.weight_sync_steps
+        samples = PackedSamples(
+            logps=logps,
+            anchor_logps=behaviour,
+            mask=torch.ones_like(row, dtype=torch.bool),
             target=target,
-            mu=mu.expand_as(share),
-            weights=weights,
-            clamped=clamped,
-            age=age * args.weight_sync_steps + self.state.global_step - self._synced_at,
-            sequence_log_ratio=whole.clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP),
-            kl=zero,
-            policy_loss=losses,
-            tokens=length,
-            entropy=zero,  # TRL logs it
-            bonus_tokens=zero,
-            bonus_entropy=zero,
-            computed=zero + 1,
+            mu=means[MEANS.index("mu")],
+            weights=torch.ones_like(target),
+            age=synchronizations + self.state.global_step - self._synced_at,
+            reused=True,
+            row=row,
+            share=length / tokens,
+            tokens=tokens,
         )
+        loss = self.objective.loss(samples)
+        losses = samples.share * (loss.work + loss.dissipation)
+        report = SampleReport.of(samples, loss, policy_loss=losses, tokens=length)  # TRL logs the entropy
         self._reports.append(torch.cat([torch.stack([*vars(report).values()], dim=1), table[:, 3:].float()], dim=1))
         return losses
-
-    def _anchored(self, log_ratio: Tensor, target: Tensor, age: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """
-        Regression terms of each row, `[B]` each: log-ratio to the behaviour policy, target, μ and weight.
-
-        `log_ratio` is to the behaviour policy; `age` is the number of synchronizations since it was the policy. As in
-        `OPOTrainer` with several passes, a completion that the policy has left behind no longer pushes, nor is it
-        pulled back.
-        """
-        weights = log_ratio.detach().exp().clamp(max=MAX_WEIGHT)
-        return log_ratio, target, torch.full_like(weights, self.args.mu), weights
 
     # What is logged
 
@@ -261,11 +270,12 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         table = table[~table.isnan().all(dim=1)]
         own = len(MEANS) + 1
         samples, omega, means = SampleReport(*table[:, :-own].T), table[:, -own], table[:, 1 - own :].mean(dim=0)
-        metrics = metrics_of_samples(samples, self.args, kl=False, bonus=False)
+        metrics = metrics_of_samples(samples, self.objective, kl=False, bonus=False)
         metrics |= {f"opo/{name}": mean for name, mean in zip(MEANS, means.tolist(), strict=True)}
         metrics["opo/escort/min"], metrics["opo/escort/max"] = omega.min().item(), omega.max().item()
         metrics["opo/positivity_margin"] = 1 + samples.target.min().item()
         if self.args.num_iterations > 1:
             metrics["opo/pass"] = self.args.num_iterations - self._passes_left
         for name in metrics.keys() - {"entropy", "opo/frac_skipped"}:
-            self._metrics["train"][name].append(metrics[name])
+            if not math.isnan(metrics[name]):  # it has no value, or the objective no such metric
+                self._metrics["train"][name].append(metrics[name])

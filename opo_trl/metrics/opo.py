@@ -5,60 +5,43 @@ import math
 import torch
 from torch import Tensor
 
-from ..objective import RatioForm, grouped, loss_terms
+from ..objective import Groups, RatioForm, Targets, grouped
 
 
 @torch.no_grad()
-def rollout_metrics(
-    omega: Tensor,
-    drive: Tensor,
-    target: Tensor,
-    *,
-    chemical_potential: Tensor,
-    mu: float | Tensor,
-    temperature: float | Tensor,
-    num_generations: int,
-    valid: Tensor,
-) -> dict[str, Tensor]:
+def rollout_metrics(targets: Targets, groups: Groups) -> dict[str, Tensor]:
     r"""
     Metrics of a rollout before any update: escort weights, projection, target.
 
-    Args:
-        omega (`torch.Tensor`), drive (`torch.Tensor`), target (`torch.Tensor`):
-            omega, g and v\*, `[N]` each, in groups.
-        chemical_potential (`torch.Tensor`):
-            lambda\*, `[N // G]`.
-        mu (`float` or `torch.Tensor`), temperature (`float` or `torch.Tensor`):
-            The values used.
-        num_generations (`int`):
-            Group size G.
-        valid (`torch.Tensor`):
-            Bool mask of the samples that take part, `[N]`.
-
     Returns:
-        `dict[str, torch.Tensor]`: scalars `escort/{min,max,ess}` (`ess`: mean over groups of (Σω)² / Σω², between 1
-        and G), `escort/chemical_potential`, `temperature`, `mu`, `positivity_margin` (1 + min v\*),
-        `frac_target_clipped` (samples whose target `positivity` changed) and `frac_zero_drive` (samples without
-        first-order signal). NaN if no sample is valid.
+        `dict[str, torch.Tensor]`: scalars `mu`, `positivity_margin` (1 + min v\*), `frac_target_clipped` (samples
+        whose target `positivity` changed) and `frac_zero_drive` (samples without first-order signal). If the target is
+        made of escort weights, also `escort/{min,max,ess}` (`ess`: mean over groups of (Σω)² / Σω², between 1 and G),
+        `escort/chemical_potential` and `temperature`. NaN if no sample is valid.
 
     Raises:
         `ValueError`: N is not a multiple of G.
     """
-    alive = grouped(valid, num_generations).any(dim=1)
-    weights = grouped(torch.where(valid, omega, 0.0), num_generations)
-    ess = weights.sum(dim=1).square() / weights.square().sum(dim=1).clamp(min=torch.finfo(weights.dtype).tiny)
+    drive, target, omega, valid = targets.drive, targets.target, targets.omega, groups.valid
+    alive = grouped(valid, groups.num_generations).any(dim=1)
     # The projection of an admissible target is that target up to rounding: such a sample has not moved.
-    moved = ~torch.isclose(target, drive / mu, rtol=1e-5, atol=1e-6)
-    return {
+    moved = ~torch.isclose(target, drive / targets.mu, rtol=1e-5, atol=1e-6)
+    metrics = {
+        "mu": targets.mu,
+        "positivity_margin": 1 + _extreme(target[valid], torch.min),
+        "frac_target_clipped": moved[valid].to(drive.dtype).mean(),
+        "frac_zero_drive": (drive == 0)[valid].to(drive.dtype).mean(),
+    }
+    if omega is None or targets.chemical_potential is None or targets.temperature is None:
+        return metrics
+    weights = grouped(torch.where(valid, omega, 0.0), groups.num_generations)
+    ess = weights.sum(dim=1).square() / weights.square().sum(dim=1).clamp(min=torch.finfo(weights.dtype).tiny)
+    return metrics | {
         "escort/min": _extreme(omega[valid], torch.min),
         "escort/max": _extreme(omega[valid], torch.max),
         "escort/ess": ess[alive].mean(),
-        "escort/chemical_potential": chemical_potential[alive].mean(),
-        "temperature": torch.as_tensor(temperature, dtype=omega.dtype),
-        "mu": torch.as_tensor(mu, dtype=omega.dtype),
-        "positivity_margin": 1 + _extreme(target[valid], torch.min),
-        "frac_target_clipped": moved[valid].to(omega.dtype).mean(),
-        "frac_zero_drive": (drive == 0)[valid].to(omega.dtype).mean(),
+        "escort/chemical_potential": targets.chemical_potential[alive].mean(),
+        "temperature": targets.temperature,
     }
 
 
@@ -68,32 +51,26 @@ def _extreme(x: Tensor, reduce) -> Tensor:
 
 @torch.no_grad()
 def step_metrics(
-    log_ratio: Tensor,
-    target: Tensor,
-    *,
-    mu: float | Tensor,
-    ratio_form: RatioForm = "log",
-    weights: Tensor | None = None,
-    clamped: Tensor | None = None,
+    log_ratio: Tensor, *, weights: Tensor | None = None, clamped: Tensor | None = None
 ) -> dict[str, Tensor]:
     r"""
-    Metrics of an optimizer step: how far the policy has moved, and the two terms of the loss.
+    Metrics of an optimizer step: how far the policy has moved.
 
-    Samples of weight 0 count only in `frac_masked`, `work` and `dissipation`.
+    Samples of weight 0 count only in `frac_masked`.
 
     Args:
-        log_ratio (`torch.Tensor`), target (`torch.Tensor`), mu, ratio_form, weights:
-            As in [`opo_loss`], for all samples of the optimizer step.
+        log_ratio (`torch.Tensor`):
+            Delta of all samples of the optimizer step, `[B]`.
+        weights (`torch.Tensor`, *optional*):
+            Their weights in the loss, `[B]`.
         clamped (`torch.Tensor`, *optional*):
             Bool mask of the samples whose log-ratio was clamped, `[B]`.
 
     Returns:
         `dict[str, torch.Tensor]`: scalars `chi2` (mean v², with v = exp(Delta) − 1), `tv_bound` (½ √chi2, an upper
         bound of the total variation), `conservation_residual` (mean v), `log_ratio/{mean,absmax}`,
-        `approximation_gap` (mean |v − Delta|), `frac_clamped`, `frac_masked`, `work` and `dissipation` (means over all
-        samples). 0 if no sample takes part.
+        `approximation_gap` (mean |v − Delta|), `frac_clamped` and `frac_masked`. 0 if no sample takes part.
     """
-    work, dissipation = loss_terms(log_ratio, target, mu=mu, ratio_form=ratio_form, weights=weights)
     keep = torch.ones_like(log_ratio, dtype=torch.bool) if weights is None else weights != 0
     count = keep.sum().clamp(min=1)
     delta = torch.where(keep, log_ratio, 0.0)
@@ -109,8 +86,6 @@ def step_metrics(
         "approximation_gap": (v - delta).sum() / count,  # e^Delta - 1 >= Delta
         "frac_clamped": clamped.sum() / count,
         "frac_masked": 1 - keep.to(v.dtype).mean(),
-        "work": work.mean(),
-        "dissipation": dissipation.mean(),
     }
 
 
@@ -123,7 +98,7 @@ def target_fit(
 
     Args:
         log_ratio, target, ratio_form, weights:
-            As in [`opo_loss`].
+            As in [`loss_terms`].
 
     Returns:
         `torch.Tensor`: scalar, at most 1: 0 while the policy is the behaviour policy, 1 at the target, below 0 when

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import Tensor
 
+from ..objective import SEQUENCE_CLAMP, Loss, Objective, Samples
 from .opo import ratio_ess, step_metrics, target_fit
 
 
@@ -24,13 +25,15 @@ _LOW_ESS_ROLLOUTS = 10
 class SampleReport:
     """Values of samples in an optimizer step: a float32 tensor `[B]` each, without gradient."""
 
-    # Arguments of `opo_loss`
+    # As in `Loss` and `Samples`
     log_ratio: Tensor
     target: Tensor
     mu: Tensor
     weights: Tensor
-    clamped: Tensor  # 1 where the log-ratio was clamped
-    age: Tensor  # optimizer steps since the behaviour policy was the policy
+    clamped: Tensor
+    work: Tensor
+    dissipation: Tensor
+    age: Tensor
     sequence_log_ratio: Tensor  # of the complete completion
     kl: Tensor  # estimate, summed over tokens
     policy_loss: Tensor  # without the entropy bonus
@@ -43,6 +46,14 @@ class SampleReport:
     def __post_init__(self):
         for name, value in vars(self).items():
             setattr(self, name, value.detach().float())
+
+    @classmethod
+    def of(cls, samples: Samples, loss: Loss, **more: Tensor) -> "SampleReport":
+        """The samples of a micro-batch, with further fields; those that are not given are 0."""
+        zeros = dict.fromkeys((field.name for field in dataclasses.fields(cls)), torch.zeros_like(loss.work))
+        moved = samples.moved.clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
+        own = {"target": samples.target, "mu": samples.mu, "age": samples.age, "sequence_log_ratio": moved}
+        return cls(**{**zeros, **vars(loss), **own, "computed": zeros["computed"] + 1, **more})
 
     @classmethod
     def of_skipped(cls, valid: Tensor, mu: Tensor) -> "SampleReport":
@@ -61,27 +72,20 @@ class SampleReport:
 
 
 @torch.no_grad()
-def metrics_of_samples(samples: SampleReport, args: Any, *, kl: bool, bonus: bool) -> dict[str, float]:
+def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool, bonus: bool) -> dict[str, float]:
     """
     Metrics of an optimizer step, by their names in the log, from all of its samples over all processes.
 
     `kl` and `bonus`: whether the loss has a KL term and an entropy bonus.
     """
-    step = step_metrics(
-        samples.log_ratio,
-        samples.target,
-        mu=samples.mu,
-        ratio_form=args.ratio_form,
-        weights=samples.weights,
-        clamped=samples.clamped.bool(),
-    )
+    args, weights = objective.args, samples.weights
+    step = step_metrics(samples.log_ratio, weights=weights, clamped=samples.clamped.bool())
+    step |= {name: getattr(samples, name).contiguous().mean() for name in ("work", "dissipation")}
     if args.log_ratio_reduction == "mean":
         # Only the log-ratio of whole completions gives the χ² divergence of the policy.
-        sequence = step_metrics(samples.sequence_log_ratio, samples.target, mu=samples.mu, weights=samples.weights)
-        step["sequence_chi2"] = sequence["chi2"]
-    step["target_fit"] = target_fit(
-        samples.log_ratio, samples.target, ratio_form=args.ratio_form, weights=samples.weights
-    )
+        step["sequence_chi2"] = step_metrics(samples.sequence_log_ratio, weights=weights)["chi2"]
+    if objective.is_regression:
+        step["target_fit"] = target_fit(samples.log_ratio, samples.target, ratio_form=args.ratio_form, weights=weights)
     step["ratio/ess"] = ratio_ess(samples.sequence_log_ratio, samples.weights != 0)
     step["off_policy_steps"] = samples.age.max()
     step["frac_skipped"] = 1 - samples.computed.mean()

@@ -39,7 +39,7 @@ from ..config import RolloutConfig
 from ..metrics.opo import gradient_response_efficiency
 from ..metrics.step_clock import StepClock
 from ..metrics.watches import Watches
-from ..objective import sequence_log_ratio
+from ..objective import SEQUENCE_CLAMP, sequence_log_ratio
 from ..rewards.checked import checked_environments, reward_list
 from . import checkpoint
 from .dynamic_sampling import DynamicSampling
@@ -54,9 +54,6 @@ from .vllm_server import watched, without_password
 
 
 trl_contract.check()
-
-# Bound on the log-ratio of whole completions, which keeps the square of its exponential finite.
-SEQUENCE_CLAMP = 20.0
 
 
 def takes_what_grpo_takes(config_class: type[RolloutConfig]) -> Callable[[Callable], Callable]:

@@ -25,6 +25,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from opo_trl import AsyncOPOConfig, AsyncOPOTrainer
 from opo_trl.asynchronous.targets import with_targets
+from opo_trl.objective import OPO
 
 
 G = 4
@@ -82,7 +83,7 @@ def samples(groups: list[list[SimpleNamespace]], args: AsyncOPOConfig) -> list[R
             )
             for _, row, score in rows
         ]
-        made += with_targets(raw, [i for i, _, _ in rows], args.objective)
+        made += with_targets(raw, [i for i, _, _ in rows], OPO(args))
     return made
 
 

@@ -34,7 +34,7 @@ def test_defaults_are_those_of_opo(config, tmp_path):
 
 def test_objective_travels_to_another_process(config):
     made = config(alpha=0.1, mu=0.7, positivity="clip")
-    sent = pickle.loads(pickle.dumps(made.objective))
+    sent = pickle.loads(pickle.dumps(made.objective_fields))
     assert (sent.alpha, sent.mu, sent.positivity, sent.log_ratio_clamp) == (0.1, 0.7, "clip", 20.0)
 
 

@@ -23,6 +23,7 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from opo_trl.asynchronous import faults
 from opo_trl.asynchronous.targets import make_targets
+from opo_trl.objective import OPO
 from opo_trl.rewards.errors import RewardError
 from opo_trl.rollout import vllm_server
 
@@ -67,7 +68,7 @@ def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4):
         max_inflight_tasks=2 * scripted.G,
         max_tokens=tokens,
     )
-    make_targets(worker, scripted.config(tmp_path).objective)
+    make_targets(worker, OPO(scripted.config(tmp_path)))
     worker._loop_cls = faulty.LocalLoop
     faults.guard(worker, SimpleNamespace(server_url=url), limit=1.0)
     worker.start()

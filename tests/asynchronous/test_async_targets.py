@@ -11,6 +11,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from opo_trl.asynchronous.targets import MEANS, group_targets, with_targets
 from opo_trl.config import ObjectiveConfig
+from opo_trl.objective import OPO
 
 
 GRPO = SimpleNamespace(reward_weights=None, scale_rewards="group", multi_objective_aggregation="sum_then_normalize")
@@ -35,16 +36,17 @@ def test_targets_are_those_of_opo_on_the_advantages_of_grpo(objective, rewards):
     args = SimpleNamespace(**{**vars(objective), "mu": objective.mu})
     expected = drive_and_target(args, A, valid, [0.0] * 6, objective.escort_temperature, 6)
     given = torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float64)
-    omega, target, means = group_targets(given, objective)
+    targets, means = group_targets(given, OPO(objective))
     metrics = dict(zip(MEANS, means, strict=True))
-    assert target.tolist() == pytest.approx(expected.target, abs=1e-12)
-    assert omega.tolist() == pytest.approx(expected.omega, abs=1e-12)
+    assert targets.target.tolist() == pytest.approx(expected.target, abs=1e-12)
+    assert targets.omega.tolist() == pytest.approx(expected.omega, abs=1e-12)
     weights = [w for w, kept in zip(expected.omega, valid, strict=True) if kept]
     assert metrics["escort/ess"] == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights))
 
 
 def test_reward_that_is_not_finite_has_no_target():
-    _, target, _ = group_targets(torch.tensor([1.0, 0.0, math.inf, math.nan]).double(), ObjectiveConfig(mu=0.3))
+    rewards = torch.tensor([1.0, 0.0, math.inf, math.nan], dtype=torch.float64)
+    target = group_targets(rewards, OPO(ObjectiveConfig(mu=0.3)))[0].target
     assert target[2:].tolist() == [0.0, 0.0]
     assert target[0] > 0 > target[1]
 
@@ -58,8 +60,8 @@ def samples(rewards: list[float], lengths: list[int]) -> list[RolloutSample]:
 
 def test_rows_of_a_conversation_share_its_target_and_its_length():
     forked = samples([1.0, 1.0, 0.0], [3, 5, 4])
-    kept = with_targets(forked, [0, 0, 2], ObjectiveConfig(mu=0.3))
-    whole = with_targets(samples([1.0, 0.0], [8, 4]), [0, 1], ObjectiveConfig(mu=0.3))
+    kept = with_targets(forked, [0, 0, 2], OPO(ObjectiveConfig(mu=0.3)))
+    whole = with_targets(samples([1.0, 0.0], [8, 4]), [0, 1], OPO(ObjectiveConfig(mu=0.3)))
     assert [s.advantage for s in kept] == [whole[0].advantage, whole[0].advantage, whole[1].advantage]
     assert [s.metrics["opo"][1] for s in kept] == [8, 8, 4]
     assert [s.metrics["opo"][0] for s in kept] == [3, 3, 3]
@@ -68,8 +70,8 @@ def test_rows_of_a_conversation_share_its_target_and_its_length():
 def test_completions_without_a_score_are_left_out():
     """TRL's advantage of 0 would be a target: that the policy stays as likely to write them."""
     made = samples([1.0, math.nan, 0.0], [2, 2, 2])
-    kept = with_targets(made, [0, 1, 2], ObjectiveConfig(mu=0.3))
+    kept = with_targets(made, [0, 1, 2], OPO(ObjectiveConfig(mu=0.3)))
     assert [id(s) for s in kept] == [id(made[0]), id(made[2])]
     made[2].completion_mask[:] = 0  # nor is there anything to train
-    assert [id(s) for s in with_targets(made, [0, 1, 2], ObjectiveConfig(mu=0.3))] == [id(made[0])]
-    assert with_targets(samples([math.nan, math.nan], [2, 2]), [0, 1], ObjectiveConfig(mu=0.3)) == []
+    assert [id(s) for s in with_targets(made, [0, 1, 2], OPO(ObjectiveConfig(mu=0.3)))] == [id(made[0])]
+    assert with_targets(samples([math.nan, math.nan], [2, 2]), [0, 1], OPO(ObjectiveConfig(mu=0.3))) == []

@@ -17,6 +17,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker,
 from opo_trl import AsyncOPOTrainer
 from opo_trl.asynchronous.attention import check_requirements, in_pytorch, tree_attention
 from opo_trl.asynchronous.targets import OPORolloutLoop, make_targets
+from opo_trl.objective import OPO
 
 
 @pytest.fixture(scope="module")
@@ -180,9 +181,9 @@ def worker(monkeypatch):
 
 def test_worker_of_trl_is_told_to_make_targets(worker, tmp_path):
     args = scripted.config(tmp_path, alpha=0.3, mu=0.7)
-    make_targets(worker, args.objective)
+    make_targets(worker, OPO(args.objective_fields))
     assert worker._loop_cls is OPORolloutLoop
-    assert (worker._loop_kwargs["opo"].alpha, worker._loop_kwargs["opo"].mu) == (0.3, 0.7)
+    assert (worker._loop_kwargs["opo"].args.alpha, worker._loop_kwargs["opo"].args.mu) == (0.3, 0.7)
 
 
 def test_worker_with_another_loop_is_rejected_unless_it_makes_targets(worker, tmp_path):
@@ -192,9 +193,9 @@ def test_worker_with_another_loop_is_rejected_unless_it_makes_targets(worker, tm
 
     worker._loop_cls = Other
     with pytest.raises(ValueError, match=r"has the loop Other, which makes no targets for OPO\. Set its `_loop_cls`"):
-        make_targets(worker, scripted.config(tmp_path).objective)
+        make_targets(worker, OPO(scripted.config(tmp_path)))
     worker._loop_cls = OtherWithTargets
-    make_targets(worker, scripted.config(tmp_path).objective)
+    make_targets(worker, OPO(scripted.config(tmp_path)))
     assert worker._loop_cls is OtherWithTargets
 
 

@@ -17,9 +17,11 @@ from helpers import EXACT, Recording, Reference, Script, in_float64, make_traine
 from benchmarks import anchored_methods, anchored_regressions
 from benchmarks.anchored_design import CELLS
 from benchmarks.anchored_report import difference
+from benchmarks.objectives.neighbours import TPO
 from opo_trl.methods import by_trainer
 
 
+METHODS = {method.name: method for method in anchored_methods.METHODS}
 TAU = 0.3
 # Four groups: an unscored completion, and a zero-variance group.
 REWARDS = [0.3, 1.7, 2.2, 0.1, 1.0, None, 0.2, 0.7, 0.5, 0.5, 0.5, 0.5, 3.0, 0.0, 0.4, 1.1]
@@ -39,9 +41,8 @@ UNSCALED = {"scale_rewards": "none", "mu": TAU}
 
 def recorded(name: str, model, folder, **options):
     """A trained recorder of a method, and the reference."""
-    kind = getattr(anchored_methods, name)
     script = Script(REWARDS)
-    recorder = type("Recorded", (Recording, kind), {})
+    recorder = type("Recorded", (Recording, METHODS[name].trainer_class), {})
     trainer = trained(model, folder, script=script, trainer_class=recorder, **{"learning_rate": 0.02, **options})
     return trainer, Reference(trainer, script)
 
@@ -159,7 +160,7 @@ def test_shifted_target(tiny_model, tmp_path, name, shift):
 
 
 def test_algorithm_1(tiny_model, tmp_path):
-    trainer, reference = recorded("WithoutProjection", tiny_model, tmp_path, **PASSES)
+    trainer, reference = recorded("Algorithm1", tiny_model, tmp_path, **PASSES)
 
     def formula(rows, number):
         return sum(row.scale * (-row.omega * row.delta + row.mu / 2 * row.delta**2) for row in rows if row.valid)
@@ -168,7 +169,7 @@ def test_algorithm_1(tiny_model, tmp_path):
 
 
 def test_linear_drive_has_the_radius(tiny_model, tmp_path):
-    trainer, reference = recorded("Linear", tiny_model, tmp_path, **PASSES, scale_rewards="none", chi2_radius=3.0)
+    trainer, reference = recorded("Kimi", tiny_model, tmp_path, **PASSES, scale_rewards="none", chi2_radius=3.0)
     made = trainer.rollouts[0]
     kept = made.opo_target[made.opo_valid]
     assert kept.square().mean().item() == pytest.approx(3.0, rel=1e-5)
@@ -223,7 +224,7 @@ def test_tpo(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("name", ["REBEL", "TPO"])
 def test_divided_groups_are_rejected(tiny_model, tmp_path, name):
-    recorder = type("Recorded", (Recording, getattr(anchored_methods, name)), {})
+    recorder = type("Recorded", (Recording, METHODS[name].trainer_class), {})
     with pytest.raises(ValueError, match=r"plan_micro_batches=True divides groups.*Set `plan_micro_batches` to False"):
         make_trainer(tiny_model, tmp_path, trainer_class=recorder)
     with pytest.raises(ValueError, match=r"steps_per_generation=4 divides groups"):
@@ -303,8 +304,7 @@ def test_m2po(tiny_model, tmp_path):
 
 def test_each_run_brings_the_method_that_it_names():
     runs = [cell.run(1) for cell in CELLS]
-    own = {method.name: method for method in anchored_methods.METHODS}
-    assert own["TPO"].trainer_class is anchored_methods.TPO
+    assert METHODS["TPO"].trainer_class.objective_class is TPO
     for run in runs:
         assert run.fields["trainer"] in {*by_trainer(), *(method.name for method in run.methods)}
     assert len({run.folder for run in runs}) == len(CELLS)
