@@ -87,16 +87,10 @@ def escort_weights(
     r"""
     Escort weights `omega = rho_alpha / pi_k` (Definition 3.1 of the paper), self-normalized in each group.
 
-    The log-weight is `(1 - alpha) · (A / temperature - c)` with the correction c for the behaviour policy, and
-    `omega = G · softmax(log-weight)` over the group: the mean over the valid rows is exactly the paper's
-    `E[omega] = 1`, and a group of equal log-weights has exactly omega = 1.
-
-    Args:
-        advantages (`torch.Tensor`): A, `[N]`.
-        alpha (`float`): escort exponent in `[0, 1]`: 1 gives the behaviour policy (omega = 1), 0 gives P\*.
-        temperature (`float` or `torch.Tensor`, *optional*, defaults to `1.0`): tau of P\* ∝ exp(A / tau), positive.
-        anchor_logps (`torch.Tensor`, *optional*): correction c, the log-probability of each completion under the
-            behaviour policy, `[N]`. `None` means c = 0, as for P\* ∝ pi_k · exp(A / tau).
+    The log-weight of a sample is `(1 - alpha) · (A / temperature - c)`: `alpha` in `[0, 1]` is the escort exponent, 1
+    for the behaviour policy (omega = 1) and 0 for P\* ∝ exp(A / tau); c is `anchor_logps`, the log-probability of the
+    completion under the behaviour policy, or 0, as for P\* ∝ pi_k · exp(A / tau). `omega = G · softmax(log-weight)`
+    over the group, `[N]`: the mean over the valid rows is exactly the paper's `E[omega] = 1`.
     """
     log_weights = _at_least_float32(advantages) / temperature
     if anchor_logps is not None:
@@ -176,20 +170,16 @@ def admissible_target(
     Target fluctuation `v* = g / mu`, kept where `pi_k · (1 + v*)` is a distribution.
 
     The paper's condition mu ≥ ‖omega‖_∞ − 1 (Proposition 6.4) bounds the wrong side: what has to hold is
-    mu ≥ −min g, that is mu ≥ 1 − min omega for an unscaled drive.
+    mu ≥ −min g, that is mu ≥ 1 − min omega for an unscaled drive. `positivity` keeps it:
 
-    Args:
-        mu (`float` or `torch.Tensor`): χ² coefficient, positive.
-        positivity (`str`, *optional*, defaults to `"none"`):
-            - `"none"`: v\* as it is.
-            - `"stiffen"`: raise mu to the smallest value for which v\* ≥ −1 on every row.
-            - `"clip"`: v\* ← max(v\*, −1 + epsilon), which gives up `E[v*] = 0`.
-            - `"project"`: Euclidean projection of 1 + v\* on the simplex {t ≥ 0, mean(t) = 1} of each group, which
-              keeps `E[v*] = 0`.
-        epsilon (`float`, *optional*, defaults to `1e-3`): margin of `"clip"`, in `(0, 1)`.
+    - `"none"`: v\* as it is.
+    - `"stiffen"`: raise mu to the smallest value for which v\* ≥ −1 on every row.
+    - `"clip"`: v\* ← max(v\*, −1 + epsilon), which gives up `E[v*] = 0`; epsilon is in `(0, 1)`.
+    - `"project"`: Euclidean projection of 1 + v\* on the simplex {t ≥ 0, mean(t) = 1} of each group, which keeps
+      `E[v*] = 0`.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: v\*, `[N]`; the mu used, a scalar.
+        `tuple[torch.Tensor, torch.Tensor]`: v\*, `[N]`; the mu used, a positive scalar.
     """
     keep = _valid_or_all(drive, valid)
     drive = torch.where(keep, _at_least_float32(drive), 0.0)
@@ -227,12 +217,7 @@ def _project_on_simplex(target: Tensor, keep: Tensor) -> Tensor:
 
 
 def sequence_log_ratio(
-    logps: Tensor,
-    anchor_logps: Tensor,
-    mask: Tensor,
-    *,
-    reduction: Reduction = "sum",
-    clamp: float | None = None,
+    logps: Tensor, anchor_logps: Tensor, mask: Tensor, *, reduction: Reduction = "sum", clamp: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """
     Log-ratio `Delta = log pi(y) − log pi_k(y)` of each completion, from the log-probabilities of its tokens.
@@ -240,9 +225,7 @@ def sequence_log_ratio(
     With `reduction="sum"` it is that of the whole completion, for which `mean(v²)` is the χ² divergence of the policy;
     `"mean"` divides it by the completion's length. `clamp` bounds |Delta| after that.
 
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: Delta, `[B]`, 0 for a fully masked completion; bool mask of the clamped
-        rows, `[B]`, which have no gradient.
+    Returns Delta, `[B]`, 0 for a fully masked completion, and the mask of the clamped rows, which have no gradient.
     """
     keep = mask.to(torch.bool)
     difference = torch.where(keep, _at_least_float32(logps) - _at_least_float32(anchor_logps), 0.0)
@@ -284,13 +267,9 @@ def loss_terms(
     r"""
     The two terms of OPO's loss, `−w · mu · v* · u` (work) and `w · mu/2 · u²` (dissipation); equations 14 and 18.
 
-    Args:
-        log_ratio (`torch.Tensor`), target (`torch.Tensor`): Delta, which carries the gradient, and v\*, `[B]` each.
-        mu (`float` or `torch.Tensor`): χ² coefficient, positive.
-        ratio_form (`str`, *optional*, defaults to `"log"`): `"log"`: u = Delta, the paper's surrogate; `"exact"`:
-            u = v = exp(Delta) − 1.
-        weights (`torch.Tensor`, *optional*): importance weights w, `[B]`, without gradient. A row of weight 0 has
-            exactly zero loss and gradient, even if it contains NaN or inf.
+    `log_ratio` Delta carries the gradient; `target` is v\*, `weights` are w, 1 by default, `[B]` each. A row of weight
+    0 has exactly zero loss and gradient, even if it contains NaN or inf. `ratio_form="log"` is u = Delta, the paper's
+    surrogate, `"exact"` is u = v = exp(Delta) − 1.
     """
     if ratio_form not in ("log", "exact"):
         raise ValueError(f"ratio_form={ratio_form!r} is unknown. Use 'log' or 'exact'.")
@@ -418,6 +397,10 @@ class Objective:
         """Whether targets need `Groups.logps`."""
         return False
 
+    def describe_objective(self) -> str:
+        """Line of a run's plan."""
+        return f"{type(self).__name__}, log-ratio {self.args.log_ratio_reduction}"
+
     def targets(self, groups: Groups) -> Targets:
         """Targets of complete groups: once per rollout, or when a group is scored."""
         drive = torch.where(groups.valid, groups.advantages, 0.0)
@@ -459,6 +442,10 @@ class OPO(Objective):
 
     is_regression = True
 
+    def describe_objective(self) -> str:
+        fields = self.args.describe_objective()
+        return fields if type(self) is OPO else f"{type(self).__name__}; {fields}"
+
     @property
     def reads_logps(self) -> bool:
         return self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
@@ -480,11 +467,10 @@ class OPO(Objective):
         r"""
         Temperature of P\*; adaptive: `clip(tau · (1 + 0.2·H − 0.5·(1 − H)·r), low, high)`.
 
-        A confident (H small) and successful (r near 1) policy gets a smaller temperature, hence sharper escort
-        weights. H is the mean of `−log pi_k(y) / |y|` over `log |V|`, clipped to `[0, 1]`; r the mean reward, min–max
-        scaled to `[-1, 1]`, 0 if all rewards are equal. The paper only says "adaptive τ with range [0.2, 1.5]"; the
-        schedule is that of the author's public code (`wk222/verlm`), with the entropy of the behaviour policy in both
-        places so that the temperature is fixed for the rollout.
+        A confident (H small) and successful (r near 1) policy gets sharper escort weights. H is the mean of `−log
+        pi_k(y) / |y|` over `log |V|`, clipped to `[0, 1]`; r the mean reward, min–max scaled to `[-1, 1]`, 0 if all
+        are equal. The paper only says "adaptive τ with range [0.2, 1.5]"; the schedule is that of the author's public
+        code (`wk222/verlm`), with the entropy of the behaviour policy in both places, so that it is fixed per rollout.
         """
         args, valid = self.args, groups.valid
         if not args.adaptive_temperature:
@@ -495,9 +481,8 @@ class OPO(Objective):
         if len(rewards) and rewards.max() > rewards.min():
             scaled = 2 * (rewards.mean() - rewards.min()) / (rewards.max() - rewards.min()) - 1
             success = scaled.clamp(-1, 1)  # the mean may round to outside its range
-        return (args.escort_temperature * (1 + 0.2 * entropy - 0.5 * (1 - entropy) * success)).clamp(
-            *args.temperature_range
-        )
+        factor = 1 + 0.2 * entropy - 0.5 * (1 - entropy) * success
+        return (args.escort_temperature * factor).clamp(*args.temperature_range)
 
     def drive(self, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
         """Drive, `[N]`, and chemical potential, `[N // G]`, of the escort weights."""

@@ -7,6 +7,7 @@ All regress the log-ratio Δ = log π/π_behaviour of a completion on a target. 
 |---|---|---|
 | OPO | (ω − 1)/μ, mean 0 in each group; weight min(π/π_behaviour, 2) | `opo_trl.objective.OPO` |
 | OPO without the weight | the same | [`Unweighted`] |
+| OPO without the quadratic term, and with the χ² force of the paper | the same | [`WithoutPullBack`], [`ChiSquared`] |
 | Kimi k1.5 (arXiv 2501.12599) | (r − r̄)/τ; its gradient is (r − r̄)·∇log π − τ/2·∇Δ² | [`Kimi`], μ = τ |
 | OAPL (2602.19362), β₁ = β₂ = β | log ω at α = 0, = r/β − log mean exp(r/β) | [`OAPL`], μ = β |
 | REBEL, A\*-PO (2505.20686) | differences of Δ on differences of r/η, over all pairs of a group | [`REBEL`], μ = η |
@@ -63,6 +64,23 @@ class Decoupled(OPO):
     def terms(self, log_ratio, weights, samples):
         log_ratio = self.reduce(samples.sum(samples.log_ratios), samples)
         return super().terms(log_ratio - log_ratio.detach(), weights, samples)
+
+
+class WithoutPullBack(OPO):
+    """The push alone."""
+
+    def terms(self, log_ratio, weights, samples):
+        work, dissipation = super().terms(log_ratio, weights, samples)
+        return work, 0 * dissipation
+
+
+class ChiSquared(OPO):
+    """Pulled back by the paper's χ² force μ(t − 1), with the ratio t = min(π/π_behaviour, 2), in place of μΔ."""
+
+    def terms(self, log_ratio, weights, samples):
+        work, _ = super().terms(log_ratio, weights, samples)
+        ratio = self.reduce(samples.moved, samples).exp().clamp(max=MAX_WEIGHT)
+        return work, weights * samples.mu * (ratio - 1) * log_ratio
 
 
 # 2. Other targets

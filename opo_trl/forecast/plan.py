@@ -26,7 +26,7 @@ def training_plan(trainer: Any) -> str:
         **({"tools": _tools} if trainer.tools or trainer.environment_factories else {}),
         "updates": _updates,
         "policy": lambda trainer: trainer.args.describe_policy(),
-        "objective": lambda trainer: trainer.args.describe_objective(),
+        "objective": lambda trainer: (trainer.objective or trainer.args).describe_objective(),
         "memory": _memory,
         **({"devices": _devices} if _leaves_devices_idle(trainer.args) else {}),
     }

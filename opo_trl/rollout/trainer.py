@@ -39,7 +39,7 @@ from ..config import RolloutConfig
 from ..metrics.opo import gradient_response_efficiency
 from ..metrics.step_clock import StepClock
 from ..metrics.watches import Watches
-from ..objective import SEQUENCE_CLAMP, sequence_log_ratio
+from ..objective import SEQUENCE_CLAMP, Objective, sequence_log_ratio
 from ..rewards.checked import checked_environments, reward_list
 from . import checkpoint
 from .dynamic_sampling import DynamicSampling
@@ -93,6 +93,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
     config_class: type[RolloutConfig] = RolloutConfig
     args: RolloutConfig
+    objective: Objective | None = None  # the losses are TRL's
     num_generations_eval: int
 
     _saved_numbers: tuple[str, ...] = (

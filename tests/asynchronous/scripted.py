@@ -12,6 +12,7 @@ import queue
 import random
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -159,9 +160,16 @@ def train(model: str, args: AsyncOPOConfig, repeated: list[RolloutSample], train
 
 
 def reference(
-    model: str, policy: dict[str, torch.Tensor], groups: list[list[SimpleNamespace]], args: AsyncOPOConfig
+    model: str,
+    policy: dict[str, torch.Tensor],
+    groups: list[list[SimpleNamespace]],
+    args: AsyncOPOConfig,
+    row_weight: Callable[[float], float] = lambda target: 1.0,
 ) -> SimpleNamespace:
-    """Loss, gradient, log-ratios, targets and weights of an optimizer step over these groups, in float64."""
+    """
+    Loss, gradient, log-ratios, targets and weights of an optimizer step over these groups, in float64. `row_weight` is
+    a further weight of a sample, by its target.
+    """
     network = AutoModelForCausalLM.from_pretrained(model).double().eval()
     network.load_state_dict(in_float64(policy))
     out = SimpleNamespace(deltas=[], targets=[], weights=[])
@@ -182,7 +190,7 @@ def reference(
                 moved = (chosen(network, row.ids) - torch.tensor(row.old[1:]).double())[own].sum()
                 share = int(own.sum()) / length
                 delta = moved / share / (length if args.log_ratio_reduction == "mean" else 1)
-                weight = min(math.exp(delta.item()), 2.0)
+                weight = min(math.exp(delta.item()), 2.0) * row_weight(v)
                 delta = delta.clamp(-args.log_ratio_clamp, args.log_ratio_clamp)
                 u = delta.exp() - 1 if args.ratio_form == "exact" else delta
                 losses.append(share * weight * (-args.mu * v * u + args.mu / 2 * u**2))

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from added_objective import Cautious
 
 from opo_trl.rollout.checkpoint import fault, last_complete
 
@@ -16,8 +17,10 @@ from .kill_and_resume import (
     SAVING,
     ZERO3,
     Kill,
+    Mortal,
     differences,
     start,
+    train,
     train_without_state,
 )
 
@@ -102,6 +105,20 @@ def test_other_forms(uninterrupted, tiny_model: str, tmp_path: Path, form):
     assert start(form, tiny_model, tmp_path, Kill(micro_step=11)) == [-9]
     start(form, tiny_model, tmp_path)
     assert differences(tmp_path, uninterrupted(form)) == []
+
+
+def train_cautious(*arguments) -> None:
+    Mortal.objective_class = Cautious
+    train(*arguments)
+
+
+def test_objective_of_somebody_else(uninterrupted, tiny_model: str, tmp_path: Path):
+    """Inside a pass that replays: see below."""
+    start(REPLAY, tiny_model, tmp_path / "uninterrupted", target=train_cautious)
+    assert start(REPLAY, tiny_model, tmp_path / "killed", Kill(micro_step=21), target=train_cautious) == [-9]
+    start(REPLAY, tiny_model, tmp_path / "killed", target=train_cautious)
+    assert differences(tmp_path / "killed", tmp_path / "uninterrupted") == []
+    assert differences(tmp_path / "killed", uninterrupted(REPLAY)) != []
 
 
 # Nine optimizer steps of two micro-steps per rollout, three in each pass. Checkpoint 8 is inside the first rollout's
