@@ -1,13 +1,12 @@
 """The report of a comparison: a self-contained HTML file, the same in Markdown, and the figures."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..checks.files import read_text, write
 from .curves import draw
-from .intervals import Difference, Interval
+from .intervals import Interval
 from .measures import DECIMALS, SHARE, WINDOW, Comparison
 from .pages import render, versions
 from .runs import what_differs
@@ -47,16 +46,32 @@ def check_output(output: Path) -> None:
 
 
 def describe(comparison: Comparison) -> dict[str, Any]:
-    """The content of a report, as text."""
+    """The content of a report, as text. A table has a head, rows, and mostly a title."""
+    methods, target = comparison.methods, comparison.target
     tables = comparison.tables()
-    target = comparison.target
+    measures = [measure for names in tables.values() for measure in names]
+    of_differences = ["measure", "method", "difference", "95 % paired t", "95 % bootstrap", "pairs", "verdict"]
     return {
-        "methods": list(comparison.methods),
+        "methods": list(methods),
         "baseline": comparison.baseline,
-        "summary": [_sentence(comparison, label) for label in comparison.methods],
-        "tables": [_estimates(comparison, *table) for table in tables.items()],
-        "differences": [_differences(comparison, *table) for table in tables.items()],
-        "unpaired": [label for label in comparison.methods if not comparison.pairs(label)],
+        "summary": [_sentence(comparison, label) for label in methods],
+        "tables": [
+            {
+                "title": title,
+                "head": ["method", *names],
+                "rows": [[label, *(_estimate(comparison, label, name) for name in names)] for label in methods],
+            }
+            for title, names in tables.items()
+        ],
+        "differences": [
+            {
+                "title": title,
+                "head": of_differences,
+                "rows": [_difference_row(comparison, name, label) for name in names for label in [*methods][1:]],
+            }
+            for title, names in tables.items()
+        ],
+        "unpaired": [label for label in methods if not comparison.pairs(label)],
         "target": f"{target:.3f}" if math.isfinite(target) else None,
         "share": f"{SHARE:.0%}".replace("%", " %"),
         "window": WINDOW,
@@ -64,11 +79,18 @@ def describe(comparison: Comparison) -> dict[str, Any]:
         "unit": comparison.unit,
         "over_completions": comparison.over_completions,
         "settings": {
-            "head": ["setting", *comparison.methods],
-            "rows": [[name, *values] for name, values in what_differs(comparison.methods)],
+            "head": ["setting", *methods],
+            "rows": [[name, *values] for name, values in what_differs(methods)],
         },
-        "seeds": _per_seed(comparison, [measure for measures in tables.values() for measure in measures]),
-        "versions": versions([run.environment for runs in comparison.methods.values() for run in runs]),
+        "seeds": {
+            "head": ["method", "seed", *measures],
+            "rows": [
+                [label, str(run.seed), *(number(comparison.values[run.name].get(name), name) for name in measures)]
+                for label, runs in methods.items()
+                for run in runs
+            ],
+        },
+        "versions": versions([run.environment for runs in methods.values() for run in runs]),
     }
 
 
@@ -80,17 +102,14 @@ def _sentence(comparison: Comparison, label: str) -> str:
         if own is None:
             continue
         text = f"{measure} {number(own.mean, measure)}{_bracket(own.interval, measure)}"
-        difference = comparison.difference(label, measure) if label != comparison.baseline else None
-        if difference is not None:
-            text += f"; differs from {comparison.baseline} by {_difference(difference, measure)}: {difference.verdict}"
+        found = comparison.difference(label, measure) if label != comparison.baseline else None
+        if found is not None:
+            mean, interval = found.estimate.mean, found.estimate.interval
+            by = number(mean, measure, signed=True) + _bracket(interval, measure, signed=True)
+            text += f"; differs from {comparison.baseline} by {by}: {found.verdict}"
         parts.append(text)
     count = len(comparison.methods[label])
     return f"{label} ({count} {'seed' if count == 1 else 'seeds'}): {'; '.join(parts)}."
-
-
-def _difference(difference: Difference, measure: str) -> str:
-    estimate = difference.estimate
-    return number(estimate.mean, measure, signed=True) + _bracket(estimate.interval, measure, signed=True)
 
 
 def _bracket(interval: Interval | None, measure: str, signed: bool = False) -> str:
@@ -99,8 +118,10 @@ def _bracket(interval: Interval | None, measure: str, signed: bool = False) -> s
     return f" [{', '.join(number(bound, measure, signed) for bound in interval)}]"
 
 
-def number(value: float, measure: str, signed: bool = False) -> str:
+def number(value: float | None, measure: str, signed: bool = False) -> str:
     """A value as a report shows it: accuracies in percent, other measures with their decimals."""
+    if value is None:
+        return NOTHING
     if not math.isfinite(value):
         return "not finite"
     share = measure not in DECIMALS
@@ -111,28 +132,14 @@ def number(value: float, measure: str, signed: bool = False) -> str:
     return f"{sign}{text}".replace("-", "−") + ("" if not share else " pp" if signed else " %")
 
 
-def _estimates(comparison: Comparison, title: str, measures: Sequence[str]) -> dict[str, Any]:
-    """A table with a row per method: mean ± half-width of the 95 % interval."""
-    rows = [[label, *(_estimate(comparison, label, measure) for measure in measures)] for label in comparison.methods]
-    return {"title": title, "head": ["method", *measures], "rows": rows}
-
-
 def _estimate(comparison: Comparison, label: str, measure: str) -> str:
+    """Mean ± half-width of the 95 % interval."""
     found = comparison.estimate(label, measure)
     if found is None:
         count = comparison.count(label, measure)
         return f"{NOTHING} ({count} of {len(comparison.methods[label])} seeds)" if count else NOTHING
-    if found.interval is None:
-        return number(found.mean, measure)
-    return f"{number(found.mean, measure)} ± {number(found.interval[1] - found.mean, measure)}"
-
-
-def _differences(comparison: Comparison, title: str, measures: Sequence[str]) -> dict[str, Any]:
-    """A table with a row per measure and method, except the baseline."""
-    head = ["measure", "method", "difference", "95 % paired t", "95 % bootstrap", "pairs", "verdict"]
-    others = list(comparison.methods)[1:]
-    rows = [_difference_row(comparison, measure, label) for measure in measures for label in others]
-    return {"title": title, "head": head, "rows": rows}
+    half = "" if found.interval is None else f" ± {number(found.interval[1] - found.mean, measure)}"
+    return number(found.mean, measure) + half
 
 
 def _difference_row(comparison: Comparison, measure: str, label: str) -> list[str]:
@@ -143,17 +150,3 @@ def _difference_row(comparison: Comparison, measure: str, label: str) -> list[st
     intervals = [_bracket(each, measure, signed=True).strip() or NOTHING for each in both]
     mean = number(found.estimate.mean, measure, signed=True)
     return [measure, label, mean, *intervals, str(found.estimate.n), found.verdict]
-
-
-def _per_seed(comparison: Comparison, measures: Sequence[str]) -> dict[str, Any]:
-    """A table with a row per run."""
-    rows = []
-    for label, runs in comparison.methods.items():
-        for run in runs:
-            values = comparison.values[run.name]
-            rows.append([label, str(run.seed), *(_value(values.get(measure), measure) for measure in measures)])
-    return {"title": "Every run", "head": ["method", "seed", *measures], "rows": rows}
-
-
-def _value(value: float | None, measure: str) -> str:
-    return NOTHING if value is None else number(value, measure)
