@@ -195,7 +195,10 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
     inner = {ours: theirs for ours, theirs in columns.items() if theirs not in stored and "." in theirs}
     if columns.get("solution") in stored and "solution" not in stored:
         inner["solution"] = columns["solution"]
-    renamed = rename_columns(rows, {ours: theirs for ours, theirs in columns.items() if ours not in inner})
+    plain = {theirs: ours for ours, theirs in columns.items() if ours not in inner}
+    if any(theirs not in stored or (ours in stored and ours not in plain) for theirs, ours in plain.items()):
+        raise _misfit(columns, stored)
+    renamed = rows.rename_columns(plain)
     if "solution" not in {*renamed.column_names, *inner} and (answers := _answer_column(renamed)):
         inner["solution"] = answers
     for ours, theirs in inner.items():
@@ -238,20 +241,6 @@ def _check_prompts(prompts: Iterable[Any]) -> None:
             )
 
 
-def rename_columns(dataset: Dataset, columns: Mapping[str, str]) -> Dataset:
-    """
-    Rename columns of a dataset: new name → old name.
-
-    Raises:
-        `ValueError`: if it has no such column, or already has one of the new names.
-    """
-    names = dataset.column_names
-    for new, old in columns.items():
-        if old not in names or (new in names and new not in columns.values()):
-            raise _misfit(columns, names)
-    return dataset.rename_columns({old: new for new, old in columns.items()})
-
-
 def _misfit(columns: Mapping[str, str], names: Sequence[str]) -> ValueError:
     return ValueError(
         f"columns={dict(columns)!r} does not fit the dataset, whose columns are {', '.join(names)}. Set `columns` to "
@@ -288,8 +277,22 @@ def hold_out(problems: Dataset, size: float, seed: int) -> tuple[Dataset, Datase
 def select(problems: Dataset, levels: Sequence[str] | None, fraction: float, seed: int) -> Dataset:
     """The rows of some levels, and a fraction of those; see [`load_problems`]."""
     if levels is not None:
-        problems = _select_levels(problems, levels)
-    return _select_fraction(problems, fraction, seed)
+        stored = problems["level"] if "level" in problems.features else []
+        found = [level if level is None else str(level) for level in stored]
+        known = sorted(level for level in {*found} if level is not None)
+        if not known:
+            raise ValueError(
+                f"levels={levels!r}: the dataset has no levels. Leave `levels` out, or set `columns: {{level: …}}`."
+            )
+        if isinstance(levels, str) or not levels or not {*levels} <= {*known}:
+            raise ValueError(f"levels={levels!r} must be a list of existing levels: {known}.")
+        problems = problems.select([index for index, level in enumerate(found) if level in levels])
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction={fraction} is outside (0, 1]. Use 1.0 for all rows.")
+    size = round(fraction * len(problems))
+    if size == 0:
+        raise ValueError(f"fraction={fraction} of {len(problems)} rows leaves none. Use a larger one, or more levels.")
+    return problems if size == len(problems) else problems.shuffle(seed=seed).select(range(size))
 
 
 def _answer_column(rows: Dataset) -> str | None:
@@ -351,27 +354,3 @@ def boxed(answer: Any) -> Any:
     if _NUMBER.fullmatch(final) and (mark or not _NUMBERS.fullmatch(final)):
         final = final.replace(",", "")
     return f"{steps}\\boxed{{{final}}}" if final else answer
-
-
-def _select_levels(dataset: Dataset, levels: Sequence[str]) -> Dataset:
-    found = (
-        [None if level is None else str(level) for level in dataset["level"]] if "level" in dataset.features else []
-    )
-    known = sorted({level for level in found if level is not None})
-    if not known:
-        raise ValueError(
-            f"levels={levels!r}: the dataset has no levels. Leave `levels` out, or set `columns: {{level: …}}`."
-        )
-    unknown = [level for level in levels if level not in known]
-    if isinstance(levels, str) or not levels or unknown:
-        raise ValueError(f"levels={levels!r} must be a list of existing levels: {known}.")
-    return dataset.select([index for index, level in enumerate(found) if level in levels])
-
-
-def _select_fraction(dataset: Dataset, fraction: float, seed: int) -> Dataset:
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction={fraction} is outside (0, 1]. Use 1.0 for all rows.")
-    size = round(fraction * len(dataset))
-    if size == 0:
-        raise ValueError(f"fraction={fraction} of {len(dataset)} rows leaves none. Use a larger one, or more levels.")
-    return dataset if size == len(dataset) else dataset.shuffle(seed=seed).select(range(size))

@@ -12,7 +12,7 @@ import datasets
 import pytest
 
 from opo_trl.data import files, load_problems, to_prompts
-from opo_trl.data.problems import as_problems, as_prompts, has_prompts, hold_out, rename_columns
+from opo_trl.data.problems import as_problems, as_prompts, has_prompts, hold_out
 from opo_trl.rewards import accuracy_reward
 
 
@@ -348,12 +348,12 @@ class TestColumns:
 
     def test_columns_of_ready_made_prompts(self):
         dataset = datasets.Dataset.from_dict({"question": ["a"], "answer": ["1"]})
-        renamed = rename_columns(dataset, {"prompt": "question", "solution": "answer"})
-        assert renamed.column_names == ["prompt", "solution"]
+        renamed, _ = as_prompts(dataset, {"prompt": "question", "text": "answer"})
+        assert renamed.column_names == ["prompt", "text"]
         with pytest.raises(ValueError, match=r"columns=\{'prompt': 'text'\} does not fit"):
-            rename_columns(dataset, {"prompt": "text"})
+            as_prompts(dataset, {"prompt": "text"})
         with pytest.raises(ValueError, match=r"columns=\{'answer': 'question'\} does not fit"):
-            rename_columns(dataset, {"answer": "question"})
+            as_prompts(dataset, {"answer": "question"})
 
 
 class TestSelection:
