@@ -109,22 +109,14 @@ def _interval_over_problems(accuracies: list[float], mean: float) -> tuple[float
     return max(mean - half, 0.0), min(mean + half, 1.0)
 
 
-def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson_interval(correct: int, total: int) -> tuple[float, float]:
     """
-    Score interval of a proportion (Wilson, 1927): it stays inside [0, 1] and keeps its coverage near both ends.
-
-    Args:
-        correct (`int`), total (`int`):
-            Number of successes, and of trials.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Confidence level, in `(0, 1)`.
-
-    Returns:
-        `tuple[float, float]`: lower and upper bound; `(0, 1)` without trials.
+    95 % score interval of `correct` of `total` trials (Wilson, 1927): it stays inside [0, 1] and keeps its coverage
+    near both ends; `(0, 1)` without trials.
     """
     if total == 0:
         return 0.0, 1.0
-    interval = binomtest(correct, total).proportion_ci(confidence, method="wilson")
+    interval = binomtest(correct, total).proportion_ci(0.95, method="wilson")
     return float(interval.low), float(interval.high)
 
 

@@ -38,20 +38,15 @@ class Watch:
     Args:
         text (`str`): `"warn if METRIC < NUMBER"`, or with `stop` for `warn`, or `>` for `<`.
 
-    Attributes:
-        recent (`deque[bool]`): for each of the last entries with a number for the metric, whether it was beyond the
-            bound.
-        fired (`bool`): whether the watch has fired since it last saw no recent entry beyond the bound.
-        without (`int`): entries without the metric so far; −1 once an entry has had it.
-
     Raises:
         `ValueError`: the text is not of this form.
     """
 
     text: str
+    # Whether each of the last entries with a number for the metric was beyond the bound
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=_ENTRIES))
-    fired: bool = False
-    without: int = 0
+    fired: bool = False  # since the last time that no recent entry was beyond the bound
+    without: int = 0  # entries without the metric so far; −1 once an entry has had it
 
     def __post_init__(self):
         found = _WATCH.fullmatch(str(self.text).strip())
