@@ -38,21 +38,30 @@ class Evaluation:
     Result of [`evaluate`].
 
     Args:
-        correct (`int`), scored (`int`):
-            Correct completions, and completions that have a score.
-        unscorable (`int`):
-            Unscored completions: the reward function returned `None`. They are in neither count.
         samples (`list[dict]`):
-            Prompt, completion and reward of each completion, in the order of the dataset.
+            Prompt, completion and reward of each completion, in the order of the dataset; `None` for the reward of an
+            unscored one.
         per_problem (`int`, *optional*, defaults to `1`):
             Completions per problem.
     """
 
-    correct: int
-    scored: int
-    unscorable: int
     samples: list[dict[str, Any]] = field(repr=False)
     per_problem: int = 1
+
+    @property
+    def scored(self) -> int:
+        """Completions that have a score."""
+        return sum(n for _, n in self.by_problem)
+
+    @property
+    def correct(self) -> int:
+        """Completions that are correct."""
+        return sum(right for right, _ in self.by_problem)
+
+    @property
+    def unscorable(self) -> int:
+        """Unscored completions: the reward function returned `None`."""
+        return len(self.samples) - self.scored
 
     @property
     def accuracy(self) -> float:
@@ -176,14 +185,7 @@ def evaluate(
         if trainer.use_vllm:  # which has the weights of this step by now
             trainer._last_loaded_step = twin._last_loaded_step
     gathered = gather_object(solved)[:total]
-    scored = [sample["reward"] for sample in gathered if sample["reward"] is not None]
-    return Evaluation(
-        correct=sum(reward >= 1.0 for reward in scored),
-        scored=len(scored),
-        unscorable=len(gathered) - len(scored),
-        samples=gathered,
-        per_problem=samples,
-    )
+    return Evaluation(gathered, per_problem=samples)
 
 
 class _Evaluating:

@@ -117,7 +117,7 @@ def test_several_completions_of_a_problem_give_pass_at_k(trainer):
 @pytest.mark.parametrize("reward", [0.0, 1.0])
 def test_interval_over_problems_without_spread_is_not_a_point(reward):
     samples = [{"prompt": "", "completion": "", "reward": reward}] * 12
-    result = Evaluation(12 * int(reward), 12, 0, samples, per_problem=2)
+    result = Evaluation(samples, per_problem=2)
     expected = wilson_interval(6 * int(reward), 6)
     assert result.pass_at_interval(2) == (result.summary()["low"], result.summary()["high"]) == expected
 

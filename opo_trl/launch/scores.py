@@ -178,17 +178,11 @@ def _ask(
 def _result(
     prompts: Sequence[str], completions: Sequence[str], rewards: Sequence[float | None], per_problem: int = 1
 ) -> Evaluation:
-    scored = [reward for reward in rewards if reward is not None]
-    return Evaluation(
-        correct=sum(reward >= 1.0 for reward in scored),
-        scored=len(scored),
-        unscorable=len(rewards) - len(scored),
-        samples=[
-            {"prompt": prompt, "completion": completion, "reward": reward}
-            for prompt, completion, reward in zip(prompts, completions, rewards, strict=True)
-        ],
-        per_problem=per_problem,
-    )
+    samples = [
+        {"prompt": prompt, "completion": completion, "reward": reward}
+        for prompt, completion, reward in zip(prompts, completions, rewards, strict=True)
+    ]
+    return Evaluation(samples, per_problem)
 
 
 def _to_compare(verdicts: Mapping[tuple[str, str], Sequence[Verdict]]) -> tuple[str, str] | None:
