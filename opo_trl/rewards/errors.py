@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+from ..checks.text import one_line
 
-LONGEST = 200  # characters of what others have written, in a message
 
 _RETURN = "Return a list with one number, or None, for each completion."
 
@@ -95,12 +95,12 @@ def told(error: BaseException) -> str:
     """Type and message of an error, in one line."""
     kind = type(error).__name__
     said = _written(str, error).strip()
-    return _line(f"{kind}: {said}" if said else kind)
+    return one_line(f"{kind}: {said}" if said else kind)
 
 
 def shown(value: object) -> str:
     """A value as Python shows it, in one line."""
-    return _line(_written(repr, value))
+    return one_line(_written(repr, value))
 
 
 def _written(how: Callable[[object], str], value: object) -> str:
@@ -108,9 +108,3 @@ def _written(how: Callable[[object], str], value: object) -> str:
         return how(value)
     except BaseException:  # a user's own `__str__` or `__repr__`
         return ""
-
-
-def _line(text: str) -> str:
-    """At most [`LONGEST`] characters, without any that a terminal obeys."""
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: LONGEST + 1])
-    return line if len(line) <= LONGEST else f"{line[: LONGEST - 1]}…"
