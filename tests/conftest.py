@@ -10,7 +10,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import torch
 from tiny import save_tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from opo_trl.data.models import EMBEDDED_MODELS
 
 
 # Slow files, the slowest first, so that no core is idle at the end.
@@ -23,7 +27,8 @@ FIRST = (
     "test_invariance",
     "test_scoring",
     "test_compare",
-    "test_device",
+    "test_two_devices",
+    "test_one_device",
     "test_killed_command",
     "test_wheel",
 )
@@ -38,6 +43,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a small random Qwen3 and its tokenizer."""
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def player(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """
+    Folder of the embedded player of the guessing game, with an output layer of its own: `helpers.Reference` takes
+    gradients by each parameter.
+    """
+    folder = tmp_path_factory.mktemp("player")
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODELS["guessing"], dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EMBEDDED_MODELS["guessing"]).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

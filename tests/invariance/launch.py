@@ -61,6 +61,7 @@ def launch(
     folder: Path,
     meanwhile: Callable[[list[BaseProcess]], None] = lambda started: None,
     limit: float = 600.0,
+    server: forkserver.ForkServer = SERVER,
 ) -> list[int]:
     """
     Run `target(*arguments)` in every process of a launch.
@@ -72,6 +73,7 @@ def launch(
         folder: where `process_*.log` go.
         meanwhile: called with the processes while they run.
         limit: seconds after which they are killed.
+        server: what they are forked from.
 
     Returns:
         Exit status of each process; −9 for one that was killed.
@@ -88,7 +90,7 @@ def launch(
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         own = env | {name: str(value) for name, value in place.items()} if processes > 1 else env
         process = context.Process(target=_run, args=(target, arguments, own, folder / f"process_{rank}.log"))
-        with patch.object(forkserver, "connect_to_new_process", SERVER.connect_to_new_process):
+        with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
             process.start()
         started.append(process)
     deadline = time.monotonic() + limit

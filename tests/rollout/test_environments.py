@@ -25,11 +25,10 @@ from helpers import (
     trained,
     without_times,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import TrainerCallback
 
 from opo_trl.data import to_prompts
 from opo_trl.data.guessing import Guessing, make_games
-from opo_trl.data.models import EMBEDDED_MODELS
 from opo_trl.evaluate import evaluate
 from opo_trl.rewards.errors import RewardError
 from opo_trl.rewards.scoring import IsolatedReward
@@ -148,18 +147,6 @@ class Differentiated(RecordingOPO):
         (derivative,) = torch.autograd.grad(losses.sum(), leaf)
         self.derivatives = [*getattr(self, "derivatives", []), (inputs, derivative)]
         return super()._sample_losses(inputs, logps, entropies)
-
-
-@pytest.fixture(scope="session")
-def player(tmp_path_factory) -> str:
-    """The embedded player, with an output layer of its own: the reference takes gradients by each parameter."""
-    folder = tmp_path_factory.mktemp("player")
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODELS["guessing"], dtype=torch.float32)
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(EMBEDDED_MODELS["guessing"]).save_pretrained(folder)
-    return str(folder)
 
 
 def playing(player, folder, *, train=True, environment=Guessing, reward_funcs=None, data=GAMES, **options):

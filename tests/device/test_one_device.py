@@ -1,0 +1,306 @@
+"""One process with one device."""
+
+import functools
+
+import pytest
+import torch
+from asynchronous import scripted
+from counting import SETTINGS, assert_no_more_than_grpo
+from datasets import Dataset
+from helpers import (
+    EXACT,
+    RecordingBaseline,
+    RecordingGRPO,
+    Script,
+    even_tokens,
+    logged,
+    make_trainer,
+    relative_error,
+)
+from peft import LoraConfig
+from PIL import Image
+from runs import (
+    NUMBERS,
+    OFF_POLICY,
+    PASSES,
+    HalfDead,
+    WithHostEntry,
+    assert_complete,
+    assert_follows_the_definition,
+    assert_resumes_bitwise,
+    assert_same_as_on_the_host,
+    assert_same_gradients_on_the_host,
+    check,
+    generates,
+    on_device,
+    same_bits,
+    shortened,
+    to_host,
+)
+from tiny_special import vision_model
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from opo_trl.data import to_prompts
+from opo_trl.data.guessing import Guessing, make_games
+from opo_trl.evaluate import evaluate
+from opo_trl.train import main
+
+
+pytestmark = pytest.mark.device(processes=1)
+
+GAMES = to_prompts(Dataset.from_list(make_games("train", ["Level 4"])), instruction="")
+
+
+# Scripted runs: every gradient, the weights and the log
+
+
+def weigh(rollout, trainer):
+    """Add a sampler's log-probabilities and ratios, as vLLM's are, on the host."""
+    mask = rollout["completion_mask"]
+    rollout["importance_sampling_ratio"] = torch.linspace(0, 3, len(mask))[:, None].expand(mask.shape)
+    rollout["sampling_per_token_logps"] = (trainer._anchor_pass(rollout)[0] + 0.3).cpu()
+
+
+RUNS = {
+    "GRPO": {"trainer_class": RecordingGRPO, "num_iterations": 2, "beta": 0.1, "max_steps": 4},
+    "GSPO": {"trainer_class": RecordingBaseline, "importance_sampling_level": "sequence", **OFF_POLICY},
+    "DAPO": {"trainer_class": RecordingBaseline, "loss_type": "dapo", "epsilon_high": 0.28, **PASSES},
+    "AdamW": {
+        "optim": "adamw_torch",
+        "learning_rate": 1e-3,
+        "max_grad_norm": 0.1,
+        "gradient_checkpointing": True,
+        "max_steps": 3,
+    },
+    "passes": {**OFF_POLICY, "num_iterations": 2, "max_steps": 8},
+    "replay": PASSES,
+    "bfloat16": {**PASSES, "bf16": True, "learning_rate": 0.02, "tolerance": 0.1},
+    "dynamic sampling": {**PASSES, "script": HalfDead, "max_sampling_rounds": 4},
+    "temperature": {
+        **OFF_POLICY,
+        "adaptive_temperature": True,
+        "anchor_correction": "length_normalized",
+        "chi2_radius": 0.5,
+        "positivity": "project",
+        "drive_scaling": "batch",
+    },
+    "means of tokens": {
+        **OFF_POLICY,
+        "script": functools.partial(Script, truncated=(2, 9), tool_tokens={1: (1, 2)}),
+        "log_ratio_reduction": "mean",
+        "ratio_form": "exact",
+        "mask_truncated_completions": True,
+    },
+    "reference that follows": {
+        **OFF_POLICY,
+        "beta": 0.1,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 1,
+        "ref_model_mixup_alpha": 0.5,
+        "use_bias_correction_kl": True,
+    },
+    "entropy": {
+        **OFF_POLICY,
+        "top_entropy_quantile": 0.5,
+        "use_adaptive_entropy": True,
+        "entropy_coef": 0.5,
+        "entropy_coef_max": 2.0,
+        "entropy_coef_delta": 0.5,
+        "entropy_target": 9.0,
+    },
+    "packed": {**OFF_POLICY, "padding_free": True, "num_iterations": 2},
+    "small micro-batches": {**OFF_POLICY, "max_tokens_per_micro_batch": 80, "skip_inert_rows": True},
+    "not planned": {**OFF_POLICY, "plan_micro_batches": False},
+    "sampler's ratios": {**OFF_POLICY, "inject": weigh, "off_policy_mask_threshold": 0.02},
+    "several rewards": {
+        **OFF_POLICY,
+        "script": functools.partial(Script, [(0.4, 1), (None, 2), (1.0, None), (None, None), (2.0, 0)], functions=2),
+        "multi_objective_aggregation": "normalize_then_sum",
+    },
+    "scaled over the batch": {**OFF_POLICY, "scale_rewards": "batch", "reward_weights": [0.3]},
+    "not scaled": {**OFF_POLICY, "scale_rewards": "none"},
+    "unscored": {"script": functools.partial(Script, [None]), **PASSES},
+}
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_scripted_run_is_that_of_the_host(tiny_model, tmp_path, options):
+    assert_same_as_on_the_host(tiny_model, tmp_path, **options)
+
+
+# Completions that the model writes, with the device's random numbers
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, PASSES, {**OFF_POLICY, "beta": 0.1, "scale_rewards": "batch"}, {"max_sampling_rounds": 3, "max_steps": 3}],
+    ids=" ".join,
+)
+def test_generated_run_follows_the_definition(tiny_model, tmp_path, options):
+    trainer = on_device(tiny_model, tmp_path, **generates(), **options)
+    assert_follows_the_definition(trainer)
+    assert trainer.rollouts[0].completion_ids.unique().numel() > 20
+
+
+@pytest.mark.parametrize("kind", ["environment", "tool"])
+def test_conversations_follow_the_definition(player, tmp_path, kind):
+    def guess(number: int) -> str:
+        """
+        Guess the number.
+
+        Args:
+            number: your guess.
+        """
+        return "higher: 3 to 7" if number < 5 else "right"
+
+    given = {"environment_factory": Guessing} if kind == "environment" else {"tools": [guess]}
+    reward = None if kind == "environment" else even_tokens
+    arguments = generates(reward=reward, train_dataset=GAMES, **given)
+    trainer = on_device(player, tmp_path, max_completion_length=60, **arguments, **OFF_POLICY)
+    assert_follows_the_definition(trainer)
+    assert any((rollout.tool_mask < rollout.completion_mask).any() for rollout in trainer.rollouts)
+
+
+def test_lora_has_the_gradients_of_the_host(tiny_model, tmp_path):
+    arguments = generates(peft_config=LoraConfig(r=4, target_modules="all-linear"))
+    trainer = on_device(tiny_model, tmp_path, beta=0.1, learning_rate=0.05, num_iterations=2, max_steps=4, **arguments)
+    assert logged(trainer)[-1]["kl"] > 0
+    host = make_trainer(tiny_model, tmp_path, beta=0.1, num_iterations=2, use_cpu=True, **arguments)
+    assert_same_gradients_on_the_host(trainer, host)
+
+
+def test_images_have_the_gradients_of_the_host(tmp_path):
+    sizes = [(28, 28), (56, 28), (56, 56), (28, 56)]
+    colours = ["red", "green", "blue", "white"]
+    images = [Image.new("RGB", size, colour) for size, colour in zip(sizes, colours, strict=True)]
+    ask = [{"role": "user", "content": "Which colour?"}]
+    data = Dataset.from_list([{"prompt": ask, "image": image} for image in images])
+    (model, processor), (other, _) = vision_model(), vision_model()
+    arguments = generates(train_dataset=data, processing_class=processor)
+    trainer = on_device(model, tmp_path, **OFF_POLICY, **arguments)
+    assert any(gradient.any() for name, gradient in trainer.steps[0].gradient.items() if "visual" in name)
+    assert evaluate(trainer, data).scored == len(data)
+    host = make_trainer(other, tmp_path, use_cpu=True, **OFF_POLICY, **arguments)
+    assert_same_gradients_on_the_host(trainer, host)
+
+
+# Random numbers of the device
+
+
+class Evaluating(TrainerCallback):
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **named):
+        found = [evaluate(self.trainer, NUMBERS.select(range(5)), seed=1).samples for _ in range(2)]
+        assert found[0] == found[1]
+        assert evaluate(self.trainer, NUMBERS, decoding="greedy").scored == len(NUMBERS)
+
+
+def test_evaluations_do_not_touch_training(tiny_model, tmp_path):
+    states = []
+    for evaluates in (False, True):
+        trainer = make_trainer(tiny_model, tmp_path, use_cpu=False, max_steps=3, **generates())
+        if evaluates:
+            trainer.add_callback(Evaluating(trainer))
+        trainer.train()
+        states.append(to_host([trainer.model.state_dict(), torch.cuda.get_rng_state(), torch.get_rng_state()]))
+        check(trainer)
+    assert same_bits(*states)
+
+
+DROPOUT = {"peft_config": LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear")}
+RESUMED = {
+    "replay and dropout": {"at": 4, **PASSES, "beta": 0.1, "gradient_checkpointing": True, "arguments": DROPOUT},
+    "inside a rollout": {"at": 3, "steps_per_generation": 4, "num_iterations": 2, "max_steps": 6, "bf16": True},
+    "moving reference": {"at": 2, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 4},
+    "dynamic sampling": {"at": 3, **PASSES, "max_sampling_rounds": 3},
+    "DAPO": {"at": 3, **PASSES, "trainer_class": RecordingBaseline},
+    "entry on the host": {
+        "at": 2,
+        "num_iterations": 2,
+        "max_staleness": 2,
+        "max_steps": 4,
+        "trainer_class": WithHostEntry,
+    },
+}
+
+
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+def test_resumed_run_is_the_uninterrupted_one(tiny_model, tmp_path, options):
+    arguments = generates(train_dataset=NUMBERS, **options.pop("arguments", {}))
+    assert_resumes_bitwise(tiny_model, tmp_path, arguments=arguments, **options)
+
+
+# What fails
+
+
+@pytest.mark.parametrize("trainer_class", [{}, {"trainer_class": RecordingBaseline}], ids=["OPO", "baseline"])
+def test_step_without_a_finite_gradient_is_skipped(tiny_model, tmp_path, trainer_class):
+    def poison(rollout, trainer):
+        if int(rollout["rollout"][0]) == 1:
+            rollout["opo_target" if "opo_target" in rollout else "advantages"][2] = torch.nan
+
+    trainer = on_device(tiny_model, tmp_path, inject=poison, max_steps=3, optim="adamw_torch", **trainer_class)
+    first, second, third = [step.policy for step in trainer.steps]
+    assert not same_bits(first, second)
+    assert same_bits(second, third)
+    assert [entry["opo/skipped_steps"] for entry in logged(trainer)] == [0, 1, 1]
+    kept = torch.load(tmp_path / "skipped_step_0.pt", weights_only=True, map_location="cpu")
+    assert (kept["step"], len(kept["micro_batches"])) == (2, 2)
+
+
+def test_weights_that_are_not_finite_are_rejected(tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.model.norm.weight.data[3] = torch.inf
+    with pytest.raises(ValueError, match=r"model\.norm\.weight.* has NaN or infinite values"):
+        make_trainer(model, tmp_path, use_cpu=False)
+
+
+# Asynchronous training
+
+
+@pytest.mark.parametrize("options", [{}, {"log_ratio_reduction": "mean", "gradient_accumulation_steps": 3}], ids=str)
+def test_asynchronous_gradient_is_the_definition(tiny_model, tmp_path, options):
+    options |= {"model_init_kwargs": {"attn_implementation": "sdpa"}, "learning_rate": 0.1, "max_steps": 2}
+    args = scripted.config(tmp_path, use_cpu=False, **options)
+    groups = scripted.conversations(tiny_model, groups=2)
+    rows = scripted.samples(groups, args)
+    args.per_device_train_batch_size = len(rows) // args.gradient_accumulation_steps
+    trainer = scripted.train(tiny_model, args, rows)
+    check(trainer)
+    for step in trainer.recorder.steps:
+        expected = scripted.reference(tiny_model, to_host(step.policy), groups, args)
+        error = relative_error(to_host(step.gradient), expected.gradient)
+        assert error < EXACT, error
+
+
+def test_asynchronous_training_with_the_kernel(tiny_model, tmp_path):
+    args = scripted.config(tmp_path, use_cpu=False, learning_rate=0.1, max_steps=3, bf16=True, num_iterations=2)
+    rows = scripted.samples(scripted.conversations(tiny_model, groups=2), args)
+    args.per_device_train_batch_size = len(rows)
+    trainer = scripted.train(tiny_model, args, rows)
+    check(trainer)
+    (first, second, _), log = trainer.recorder.steps, trainer.state.log_history
+    assert not same_bits(first.policy, second.policy)
+    assert [entry["opo/pass"] for entry in log if "grad_norm" in entry] == [1, 2, 1]
+
+
+# What the host waits for
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_an_optimizer_step_waits_and_gathers_no_more_often_than_grpo(tiny_model, tmp_path, setting):
+    assert_no_more_than_grpo(tiny_model, tmp_path, setting)
+
+
+# The command
+
+
+@pytest.mark.parametrize("recipe", ["opo", "async/opo"])
+def test_recipe_is_trained_evaluated_reported_and_resumed(tmp_path, recipe):
+    asynchronous = {"model_init_kwargs": '{"attn_implementation": "sdpa"}', "per_device_train_batch_size": 24}
+    given = shortened(tmp_path / "run", recipe, **asynchronous if "async" in recipe else {})
+    assert main(given) == 0
+    assert main([*given, "--max_steps", "5", "--resume_from_checkpoint", "last"]) == 0
+    assert_complete(tmp_path / "run", steps=5, devices=1)

@@ -1,0 +1,195 @@
+"""Two processes with a device each."""
+
+import functools
+
+import pytest
+import torch
+from accelerate.state import PartialState
+from asynchronous import scripted
+from counting import SETTINGS, assert_no_more_than_grpo
+from datasets import Dataset
+from helpers import (
+    EXACT,
+    RecordingBaseline,
+    RecordingGRPO,
+    RecordingOPO,
+    Script,
+    logged,
+    make_trainer,
+    relative_error,
+)
+from peft import LoraConfig
+from PIL import Image
+from runs import (
+    NUMBERS,
+    OFF_POLICY,
+    PASSES,
+    HalfDead,
+    WithHostEntry,
+    assert_complete,
+    assert_follows_the_definition,
+    assert_resumes_bitwise,
+    assert_same_as_on_the_host,
+    check,
+    generates,
+    on_device,
+    same_bits,
+    shortened,
+    to_host,
+)
+from tiny_special import vision_model
+from transformers import AutoModelForCausalLM
+
+from opo_trl.evaluate import evaluate
+from opo_trl.train import main
+
+
+pytestmark = pytest.mark.device(processes=2)
+
+# Three groups of four in a rollout: the second one is divided between the processes.
+DIVIDED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+
+RUNS = {
+    "GRPO": {"trainer_class": RecordingGRPO, "num_iterations": 2, "beta": 0.1, "max_steps": 4, "learning_rate": 0.02},
+    "DAPO": {"trainer_class": RecordingBaseline, "loss_type": "dapo", "epsilon_high": 0.28, **PASSES},
+    "replay": PASSES,
+    "bfloat16": {**PASSES, "bf16": True, "learning_rate": 0.02, "tolerance": 0.1},
+    "dynamic sampling": {**PASSES, **DIVIDED, "script": HalfDead, "max_sampling_rounds": 4},
+    "reference that follows": {**OFF_POLICY, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
+    "temperature": {
+        **OFF_POLICY,
+        "adaptive_temperature": True,
+        "anchor_correction": "length_normalized",
+        "chi2_radius": 0.5,
+        "log_ratio_reduction": "mean",
+        "mask_truncated_completions": True,
+        "script": functools.partial(Script, truncated=(2, 9), tool_tokens={1: (1, 2)}),
+    },
+    "entropy": {**OFF_POLICY, **DIVIDED, "top_entropy_quantile": 0.5, "entropy_coef": 0.5, "steps_per_generation": 6},
+    "packed": {**OFF_POLICY, "padding_free": True, "watches": ["stop if opo/chi2 > 1e9"]},
+    "not planned": {**OFF_POLICY, "plan_micro_batches": False, "gradient_checkpointing": True},
+    "scored on one process": {
+        **OFF_POLICY,
+        "script": functools.partial(Script, [(0.4, 1)] * 4 + [(1.0, 2)] * 12 + [(None, None)] * 16, functions=2),
+        "scale_rewards": "batch",
+    },
+}
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_scripted_run_is_that_of_one_process_on_the_host(tiny_model, tmp_path, options):
+    assert_same_as_on_the_host(tiny_model, tmp_path, **options)
+
+
+@pytest.mark.parametrize("options", [PASSES, {**DIVIDED, "max_sampling_rounds": 3, "max_steps": 3}], ids=" ".join)
+def test_generated_run_follows_the_definition(tiny_model, tmp_path, options):
+    trainer = on_device(tiny_model, tmp_path, **generates(), **options)
+    assert_follows_the_definition(trainer)
+
+
+def test_images_on_one_process_and_none_on_the_other(tmp_path):
+    with_image, image = [True, True, False, False], Image.new("RGB", (28, 56), "red")
+    ask = [{"role": "user", "content": "Which colour?"}]
+    data = Dataset.from_list([{"prompt": ask, "images": [image] if has else []} for has in with_image])
+    model, processor = vision_model()
+    arguments = generates(train_dataset=data, processing_class=processor)
+    trainer = on_device(model, tmp_path, shuffle_dataset=False, max_steps=2, num_iterations=2, **arguments)
+    has_images = trainer.accelerator.process_index == 0
+    assert [("pixel_values" in batch) for step in trainer.steps for batch in step.batches] == [has_images] * 4
+
+
+RESUMED = {
+    "replay, dropout and dynamic sampling": {
+        "at": 4,
+        **PASSES,
+        **DIVIDED,
+        "max_sampling_rounds": 3,
+        "beta": 0.1,
+        "arguments": {"peft_config": LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear")},
+    },
+    "inside a rollout": {
+        "at": 3,
+        "steps_per_generation": 4,
+        "num_iterations": 2,
+        "max_steps": 6,
+        "beta": 0.1,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
+    },
+    "entry on the host": {"at": 2, **PASSES, "max_steps": 4, "trainer_class": WithHostEntry},
+}
+
+
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+def test_resumed_run_is_the_uninterrupted_one(tiny_model, tmp_path, options):
+    arguments = generates(train_dataset=NUMBERS, **options.pop("arguments", {}))
+    assert_resumes_bitwise(tiny_model, tmp_path, arguments=arguments, **options)
+
+
+def test_evaluation_divides_the_problems_and_does_not_touch_training(tiny_model, tmp_path):
+    states = []
+    for evaluates in (False, True):
+        trainer = make_trainer(tiny_model, tmp_path, use_cpu=False, max_steps=2, **generates())
+        if evaluates:
+            results = [evaluate(trainer, NUMBERS, decoding=decoding) for decoding in ("greedy", "sampled")]
+            assert [len(result.samples) for result in results] == [17, 17]
+            assert [sample["prompt"] for sample in results[0].samples] == NUMBERS["prompt"]
+        trainer.train()
+        check(trainer)
+        states.append(to_host([trainer.model.state_dict(), torch.cuda.get_rng_state(), torch.get_rng_state()]))
+    assert same_bits(*states)
+
+
+def test_step_is_skipped_on_both_if_the_gradient_of_one_is_not_finite(tiny_model, tmp_path):
+    def poison(rollout, trainer):
+        if int(rollout["rollout"][0]) == 1 and trainer.accelerator.process_index == 1:
+            rollout["opo_target"][2] = torch.nan
+
+    trainer = on_device(tiny_model, tmp_path, inject=poison, max_steps=3, optim="adamw_torch")
+    first, second, third = [step.policy for step in trainer.steps]
+    assert not same_bits(first, second)
+    assert same_bits(second, third)
+    kept = torch.load(tmp_path / f"skipped_step_{trainer.accelerator.process_index}.pt", map_location="cpu")
+    assert kept["step"] == 2
+
+
+def test_weights_that_are_not_finite_on_one_process_are_rejected_on_both(tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    if RecordingOPO.config_class(str(tmp_path), bf16=False).process_index == 1:
+        model.model.norm.weight.data[3] = torch.inf
+    with pytest.raises(ValueError, match=r"model\.norm\.weight.* has NaN or infinite values"):
+        make_trainer(model, tmp_path, use_cpu=False)
+
+
+def test_asynchronous_gradient_is_the_definition(tiny_model, tmp_path):
+    args = scripted.config(
+        tmp_path, use_cpu=False, max_steps=2, learning_rate=0.1, model_init_kwargs={"attn_implementation": "sdpa"}
+    )
+    groups = scripted.conversations(tiny_model, groups=4)
+    rows = scripted.samples(groups, args)
+    args.per_device_train_batch_size = len(rows) // 2
+    trainer = scripted.train(tiny_model, args, rows)
+    check(trainer)
+    for step in trainer.recorder.steps:
+        expected = scripted.reference(tiny_model, to_host(step.policy), groups, args)
+        error = relative_error(to_host(step.gradient), expected.gradient)
+        assert error < EXACT, error
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_an_optimizer_step_waits_and_gathers_no_more_often_than_grpo(tiny_model, tmp_path, setting):
+    assert_no_more_than_grpo(tiny_model, tmp_path, setting)
+
+
+def test_recipe_is_trained_evaluated_and_reported(tmp_path):
+    """As `accelerate launch` starts it."""
+    assert main(shortened(tmp_path / "run", "opo")) == 0
+    if PartialState().is_main_process:  # which goes on with the report when the other one is done
+        assert_complete(tmp_path / "run", steps=4, devices=2)
+
+
+@pytest.mark.device(processes=1, devices=2)
+def test_one_process_that_sees_two_devices_trains_on_the_first(tiny_model, tmp_path):
+    trainer = on_device(tiny_model, tmp_path, max_steps=2)
+    assert logged(trainer)[-1]["grad_norm"] > 0
+    assert "one of 2 GPUs here" in trainer.plan
