@@ -25,9 +25,7 @@ Contract = Mapping[str, Mapping[str, Collection[str] | None]]
 CONTRACT: Contract = {
     "trl.GRPOTrainer": {
         "__init__": ("model", "reward_funcs", "args"),
-        "_name": None,
-        "_paper": None,
-        "_tag_names": None,
+        **dict.fromkeys(("_name", "_paper", "_tag_names")),
         # A rollout
         "_generate_and_score_completions": ("inputs",),  # returns the rollout, to which we add targets
         "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),  # which samples are scored
@@ -45,10 +43,7 @@ CONTRACT: Contract = {
         "_async_tool_dicts": None,
         "_environment_pool": None,  # evaluations have their own
         "_last_loaded_step": None,  # whose weights vLLM has
-        "_step": None,
-        "generation_config": None,
-        "log_multimodal": None,
-        "num_generations_eval": None,
+        **dict.fromkeys(("_step", "generation_config", "log_multimodal", "num_generations_eval")),
         "vllm_importance_sampling_correction": None,
         # The loss
         "training_step": ("model", "inputs", "num_items_in_batch"),  # called for each part of a micro-step
@@ -59,15 +54,9 @@ CONTRACT: Contract = {
             *("mask", "off_policy_threshold"),
         ),
         "get_high_entropy_mask": ("entropies", "mask", "threshold"),
-        "_current_train_step_time": None,
-        "_entropy_bonus_enabled": None,
-        "_last_world_entropy": None,
-        "entropy_coef": None,
+        **dict.fromkeys(("_current_train_step_time", "_entropy_bonus_enabled", "_last_world_entropy", "entropy_coef")),
         # The log
-        "_logs": None,
-        "_metrics": None,
-        "_pending_extra_logs": None,
-        "_pending_metrics": None,
+        **dict.fromkeys(("_logs", "_metrics", "_pending_extra_logs", "_pending_metrics")),
         # A checkpoint
         "_save_checkpoint": ("model", "trial"),
     },
@@ -87,9 +76,7 @@ CONTRACT: Contract = {
         "_load_optimizer_and_scheduler": ("checkpoint",),
         "_issue_warnings_after_load": ("load_result",),
         "create_model_card": (),
-        "_globalstep_last_logged": None,
-        "_total_loss_scalar": None,
-        "_tr_loss": None,
+        **dict.fromkeys(("_globalstep_last_logged", "_total_loss_scalar", "_tr_loss")),
     },
     "transformers.TrainerCallback": dict.fromkeys(
         ("on_train_begin", "on_step_begin", "on_optimizer_step", "on_step_end", "on_log", "on_save", "on_train_end"),
@@ -147,14 +134,9 @@ ASYNC_CONTRACT: Contract = {
             *("model", "reward_funcs", "args", "train_dataset", "processing_class", "callbacks", "peft_config"),
             *("rollout_worker", "weight_transfer"),
         ),
-        "_name": None,
-        "_paper": None,
-        "_tag_names": None,
+        **dict.fromkeys(("_name", "_paper", "_tag_names")),
         "train": (),
-        "_lora_sync": None,
-        "_metrics": None,
-        "rollout_queue": None,
-        "model_version": None,
+        **dict.fromkeys(("_lora_sync", "_metrics", "rollout_queue", "model_version")),
         "_sync_weight": (),
         "get_train_dataloader": (),
         "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
@@ -165,10 +147,7 @@ ASYNC_CONTRACT: Contract = {
         "eos_token_ids": None,
         # Which prompts have been trained
         "_save_checkpoint": ("model", "trial"),
-        "_trained_groups": None,
-        "_groups_before_resume": None,
-        "_epoch_stop_groups": None,
-        "_last_groups_trained": None,
+        **dict.fromkeys(("_trained_groups", "_groups_before_resume", "_epoch_stop_groups", "_last_groups_trained")),
     },
     _ASYNC: {"get_peak_flops_per_device": None},
     f"{_WORKER}._AsyncRolloutLoop": {
@@ -186,11 +165,7 @@ ASYNC_CONTRACT: Contract = {
         "_generate_one": ("prompt", "tool_dict", "tools", "group_id"),
         "_generate_one_turn": ("prompt_ids",),
         "_repeat_iterator": (),
-        "reward_funcs": None,
-        "_counters": None,
-        "_loop": None,
-        "_model_version_value": None,
-        "_tool_pool": None,
+        **dict.fromkeys(("reward_funcs", "_counters", "_loop", "_model_version_value", "_tool_pool")),
     },
     f"{_WORKER}.AsyncRolloutWorker": {
         **dict.fromkeys(("_loop_cls", "_loop_kwargs", "_process", "_failed_event", "rollout_buffer")),
