@@ -32,7 +32,7 @@ from transformers import TrainerCallback
 from opo_trl.config import OPOConfig
 from opo_trl.methods import Method
 from opo_trl.metrics.opo import target_fit
-from opo_trl.objective import Samples, sequence_log_ratio
+from opo_trl.objective import Samples, token_sum
 from opo_trl.report.intervals import estimate
 from opo_trl.rollout.rows import completion_tokens, take_rows
 from opo_trl.trainer import OPOTrainer
@@ -125,7 +125,7 @@ class AdaptivePasses(OPOTrainer):
         rows = take_rows(rollout, rollout["held_out"].nonzero().flatten().numpy())
         logps, _ = self._anchor_pass(rows, batch_size=self.args.per_device_train_batch_size)
         mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
-        log_ratio, _ = sequence_log_ratio(logps, rows["old_per_token_logps"], mask)
+        log_ratio = token_sum(logps - rows["old_per_token_logps"], mask)
         return target_fit(log_ratio, rows["opo_target"]).item()
 
 

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opo_trl.objective import RatioForm, admissible_target, escort_weights, opo_loss, project, sequence_log_ratio
+from opo_trl.objective import RatioForm, admissible_target, escort_weights, opo_loss, project, token_sum
 
 
 ALPHA, MU = 0.4, 1.0  # the paper's
@@ -161,7 +161,7 @@ def _opo(z: Tensor, rows: Rows, *, ratio_form: RatioForm = "log") -> Tensor:
     drive, _ = project(omega, num_generations=size)
     target, mu = admissible_target(drive, mu=MU, num_generations=size)
     logps = BinaryPolicy(z).logps(rows.tokens)
-    log_ratio, _ = sequence_log_ratio(logps, rows.anchor_logps, torch.ones_like(logps), reduction="sum")
+    log_ratio = token_sum(logps - rows.anchor_logps, torch.ones_like(logps))
     return opo_loss(log_ratio, target, mu=mu, ratio_form=ratio_form).mean()
 
 

@@ -20,8 +20,8 @@ from opo_trl.objective import (
     grouped,
     opo_loss,
     project,
-    sequence_log_ratio,
     stiffness_for_radius,
+    token_sum,
 )
 
 
@@ -308,5 +308,5 @@ class Training:
         rest, _ = functional_call(self._policy, params, (completions[:, :-1], past))
         log_probs = torch.cat([first[:, -1:][owner], rest], 1)
         logps = log_probs.gather(-1, completions[..., None])[..., 0][place]
-        log_ratio, _ = sequence_log_ratio(logps, old, torch.ones_like(old))
+        log_ratio = token_sum(logps - old, torch.ones_like(old))
         return self._loss(log_ratio, kept, self._fields)

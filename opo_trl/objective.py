@@ -23,8 +23,6 @@ Several functions share these parameters:
 - `num_generations` (`int`): group size G. `ValueError` if N is not a multiple of it.
 - `valid` (`torch.Tensor`, *optional*): bool mask `[N]` of the samples that take part; `None` means all. Invalid rows
   have no effect, even if they contain NaN or inf; they get zero weight, drive and target.
-- `logps`, `anchor_logps` (`torch.Tensor`): log-probability of each token, `[B, T]`, under the current policy (carries
-  the gradient) and under the behaviour policy.
 - `mask` (`torch.Tensor`): `[B, T]`, non-zero for tokens that count. Others have no effect, even if NaN or inf.
 
 Omega, drive and target carry no gradient. This module depends only on torch.
@@ -216,38 +214,14 @@ def _project_on_simplex(target: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep, projected - 1, 0.0)
 
 
-def sequence_log_ratio(
-    logps: Tensor, anchor_logps: Tensor, mask: Tensor, *, reduction: Reduction = "sum", clamp: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """
-    Log-ratio `Delta = log pi(y) − log pi_k(y)` of each completion, from the log-probabilities of its tokens.
-
-    With `reduction="sum"` it is that of the whole completion, for which `mean(v²)` is the χ² divergence of the policy;
-    `"mean"` divides it by the completion's length. `clamp` bounds |Delta| after that.
-
-    Returns Delta, `[B]`, 0 for a fully masked completion, and the mask of the clamped rows, which have no gradient.
-    """
-    keep = mask.to(torch.bool)
-    difference = torch.where(keep, _at_least_float32(logps) - _at_least_float32(anchor_logps), 0.0)
-    log_ratio = _over_tokens(difference, mask, reduction)
-    if clamp is None:
-        return log_ratio, torch.zeros_like(log_ratio, dtype=torch.bool)
-    return log_ratio.clamp(-clamp, clamp), log_ratio.detach().abs() > clamp
-
-
-def _over_tokens(x: Tensor, mask: Tensor, reduction: Reduction) -> Tensor:
-    keep = mask.to(torch.bool)
-    total = torch.where(keep, x, 0.0).sum(dim=-1)
-    if reduction == "sum":
-        return total
-    if reduction == "mean":
-        return total / keep.sum(dim=-1).clamp(min=1)
-    raise ValueError(f"reduction={reduction!r} is unknown. Use 'sum' or 'mean'.")
+def token_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum of `x` (`[B, T]`) over the tokens of each completion, `[B]`."""
+    return torch.where(mask.to(torch.bool), x, 0.0).sum(dim=-1)
 
 
 def token_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of `x` (`[B, T]`) over the tokens of each completion, `[B]`; 0 for a fully masked completion."""
-    return _over_tokens(x, mask, "mean")
+    return token_sum(x, mask) / mask.to(torch.bool).sum(dim=-1).clamp(min=1)
 
 
 def opo_loss(log_ratio: Tensor, target: Tensor, **options: Any) -> Tensor:
@@ -281,11 +255,6 @@ def loss_terms(
     u = torch.expm1(log_ratio) if ratio_form == "exact" else log_ratio
     weights = weights.to(log_ratio.dtype)
     return -weights * mu * target * u, weights * mu / 2 * u.square()
-
-
-def sequence_weights(ratio: Tensor, mask: Tensor) -> Tensor:
-    """Weight of each sequence, `[B]`, from TRL's importance sampling `ratio`, `[B, 1]`, or `[B, T]`: then the mean."""
-    return ratio.squeeze(1) if ratio.shape[1] == 1 else token_mean(ratio, mask)
 
 
 @dataclass(frozen=True)
@@ -350,7 +319,7 @@ class Samples:
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum over the tokens of each completion."""
-        return _over_tokens(x, self.mask, "sum")
+        return token_sum(x, self.mask)
 
     def spread(self, x: Tensor) -> Tensor:
         """A value of each completion, for each of its tokens."""

@@ -26,7 +26,7 @@ from trl.extras.profiling import profiling_decorator
 from .config import OPOConfig
 from .metrics.opo import rollout_metrics
 from .metrics.step import SampleReport, count_low_ess, metrics_of_samples
-from .objective import OPO, Groups, Objective, Samples, sequence_weights, token_mean
+from .objective import OPO, Groups, Objective, Samples, token_mean
 from .rollout.partitioned import PartitionedTrainer
 from .rollout.rows import completion_tokens, gather_samples, own_samples
 from .rollout.trainer import RolloutTrainer, takes_what_grpo_takes
@@ -218,7 +218,8 @@ class OPOTrainer(PartitionedTrainer):
         anchor = self._anchor_logps(inputs, logps)
         weights = torch.ones_like(inputs["opo_target"])
         if "importance_sampling_ratio" in inputs:
-            weights = sequence_weights(inputs["importance_sampling_ratio"], mask)
+            ratio = inputs["importance_sampling_ratio"]  # `[B, 1]` in TRL's modes of sequences, `[B, T]` of tokens
+            weights = ratio.squeeze(1) if ratio.shape[1] == 1 else token_mean(ratio, mask)
         if self.off_policy_mask_threshold is not None:
             keep = self.get_off_policy_mask(
                 advantages=inputs["advantages"].unsqueeze(1),

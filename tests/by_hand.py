@@ -1,9 +1,12 @@
 """Groups of samples, and the objective by hand: plain loops over Python floats, from the definitions."""
 
 import math
+from types import SimpleNamespace
 
 import torch
 from torch.testing import assert_close
+
+from opo_trl.objective import OPO, Samples
 
 
 ALPHAS = [0.0, 0.1, 0.4, 0.9, 1.0]
@@ -62,3 +65,13 @@ def drive_by_hand(omega, valid=None, group=G):
 
 def in_h0(x):
     return x - x.mean(dim=-1, keepdim=True)
+
+
+def log_ratio_of(logps, anchor_logps, mask, *, reduction="sum", clamp=math.inf):
+    """Log-ratio of each completion, and whether it is clamped, as the objective computes them."""
+    zero = torch.zeros(len(logps))
+    tokens = {"logps": logps, "anchor_logps": anchor_logps, "mask": mask.bool()}
+    samples = Samples(**tokens, target=zero, mu=zero, weights=zero, age=zero, reused=False)
+    fields = {"log_ratio_reduction": reduction, "log_ratio_clamp": clamp, "ratio_form": "log"}
+    loss = OPO(SimpleNamespace(**fields)).loss(samples)
+    return loss.log_ratio, loss.clamped

@@ -27,6 +27,7 @@ from by_hand import (
     f64,
     groups_of,
     in_h0,
+    log_ratio_of,
 )
 from scipy.optimize import minimize
 from torch.testing import assert_close
@@ -42,10 +43,9 @@ from opo_trl.objective import (
     escort_weights,
     opo_loss,
     project,
-    sequence_log_ratio,
-    sequence_weights,
     stiffness_for_radius,
     token_mean,
+    token_sum,
 )
 
 
@@ -829,10 +829,9 @@ def test_log_ratio_is_the_sum_or_mean_over_the_tokens_of_the_completion(reductio
     for row in range(4):
         terms = [(logps[row, t] - anchor[row, t]).item() for t in range(5) if MASK[row][t]]
         expected.append(math.fsum(terms) / (max(len(terms), 1) if reduction == "mean" else 1))
-    for mask_dtype in (torch.int64, torch.bool, torch.float32):
-        log_ratio, clamped = sequence_log_ratio(logps, anchor, mask.to(mask_dtype), reduction=reduction)
-        assert_tight(log_ratio, expected)
-        assert clamped.tolist() == [False] * 4
+    log_ratio, clamped = log_ratio_of(logps, anchor, mask, reduction=reduction)
+    assert_tight(log_ratio, expected)
+    assert clamped.tolist() == [False] * 4
     assert log_ratio[2].item() == 0.0  # the fully masked one
 
 
@@ -843,7 +842,7 @@ def test_masked_token_has_no_effect_on_value_and_gradient(reduction, trash):
 
     def value_and_gradient(logps, anchor):
         logps = logps.clone().requires_grad_()
-        log_ratio, _ = sequence_log_ratio(logps, anchor, mask, reduction=reduction, clamp=5.0)
+        log_ratio, _ = log_ratio_of(logps, anchor, mask, reduction=reduction, clamp=5.0)
         loss = opo_loss(log_ratio, f64([0.3, -0.2, 0.1, 0.7]), mu=1.3, ratio_form="exact")
         return loss.detach(), torch.autograd.grad(loss.sum(), logps)[0]
 
@@ -862,18 +861,18 @@ def test_clamp_bounds_and_marks_the_reduced_log_ratio_and_stops_its_gradient():
     logps = f64([[-1.0, -1.0], [-9.0, -9.0], [-1.0, -1.0], [-1.0, -1.5]]).requires_grad_()
     anchor = f64([[-2.0, -2.0], [-1.0, -1.0], [-9.0, -9.0], [-2.0, -2.0]])
     mask = torch.ones(4, 2)
-    log_ratio, clamped = sequence_log_ratio(logps, anchor, mask, reduction="sum", clamp=2.0)
+    log_ratio, clamped = log_ratio_of(logps, anchor, mask, reduction="sum", clamp=2.0)
     assert log_ratio.tolist() == [2.0, -2.0, 2.0, 1.5]
     assert clamped.tolist() == [False, True, True, False]  # 2 is at the bound, not beyond it
     (gradient,) = torch.autograd.grad(log_ratio.sum(), logps)
     assert gradient.tolist() == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
     # For "mean" the bound applies to the mean: -8, not -16.
-    log_ratio, clamped = sequence_log_ratio(logps, anchor, mask, reduction="mean", clamp=10.0)
+    log_ratio, clamped = log_ratio_of(logps, anchor, mask, reduction="mean", clamp=10.0)
     assert log_ratio.tolist() == [1.0, -8.0, 8.0, 0.75]
     assert not clamped.any()
     assert not clamped.requires_grad
     # Large values that cancel do not make a large log-ratio: 8 - 7 = 1.
-    log_ratio, clamped = sequence_log_ratio(
+    log_ratio, clamped = log_ratio_of(
         f64([[-1.0, -9.0]]), f64([[-9.0, -2.0]]), torch.ones(1, 2), reduction="sum", clamp=2.0
     )
     assert log_ratio.tolist() == [1.0]
@@ -882,7 +881,7 @@ def test_clamp_bounds_and_marks_the_reduced_log_ratio_and_stops_its_gradient():
 
 def test_infinite_log_ratio_is_clamped():
     logps, anchor = f64([[-math.inf, -1.0], [-1.0, -1.0]]), f64([[-1.0, -1.0], [-math.inf, -1.0]])
-    log_ratio, clamped = sequence_log_ratio(logps, anchor, torch.ones(2, 2), reduction="sum", clamp=20.0)
+    log_ratio, clamped = log_ratio_of(logps, anchor, torch.ones(2, 2), reduction="sum", clamp=20.0)
     assert log_ratio.tolist() == [-20.0, 20.0]
     assert clamped.tolist() == [True, True]
 
@@ -892,7 +891,7 @@ def test_infinite_log_ratio_is_clamped():
 def test_half_precision_log_probabilities_are_upcast_before_the_subtraction(reduction, dtype):
     logps = (-8 * torch.rand(2, 300)).to(dtype)
     anchor = (logps.float() + 0.05 * torch.randn(2, 300)).to(dtype)
-    log_ratio, _ = sequence_log_ratio(logps, anchor, torch.ones(2, 300), reduction=reduction)
+    log_ratio, _ = log_ratio_of(logps, anchor, torch.ones(2, 300), reduction=reduction)
     difference = logps.double() - anchor.double()
     expected = difference.sum(dim=1) if reduction == "sum" else difference.mean(dim=1)
     assert log_ratio.dtype == torch.float32
@@ -901,7 +900,7 @@ def test_half_precision_log_probabilities_are_upcast_before_the_subtraction(redu
 
 def test_half_precision_log_probabilities_get_a_gradient_of_their_dtype():
     logps = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
-    sequence_log_ratio(logps, torch.zeros(1, 2, dtype=torch.bfloat16), torch.ones(1, 2))[0].sum().backward()
+    log_ratio_of(logps, torch.zeros(1, 2, dtype=torch.bfloat16), torch.ones(1, 2))[0].sum().backward()
     assert logps.grad.dtype == torch.bfloat16
 
 
@@ -914,7 +913,7 @@ def test_mean_reduction_is_sum_with_mu_and_gradient_over_length(tokens):
 
     def gradient(reduction, stiffness):
         logps = start.clone().requires_grad_()
-        log_ratio, _ = sequence_log_ratio(logps, anchor, torch.ones(2, tokens), reduction=reduction)
+        log_ratio, _ = log_ratio_of(logps, anchor, torch.ones(2, tokens), reduction=reduction)
         target, _ = admissible_target(drive, mu=stiffness, num_generations=2)
         return torch.autograd.grad(opo_loss(log_ratio, target, mu=stiffness).sum(), logps)[0]
 
@@ -979,18 +978,14 @@ def test_exact_form_is_precise_near_the_behaviour_policy():
 # Other terms of the loss
 
 
-def test_token_mean_is_over_the_tokens_of_each_completion():
+def test_token_mean_and_sum_are_over_the_tokens_of_each_completion():
     x, _, mask = token_logps()
     expected = [[x[row, t].item() for t in range(5) if MASK[row][t]] or [0.0] for row in range(4)]
     for trash in [0.0, *TRASH]:
-        assert_tight(token_mean(x.masked_fill(mask == 0, trash), mask), [statistics.fmean(row) for row in expected])
-
-
-def test_sequence_weights_are_the_ratio_of_the_sequence_or_the_mean_over_its_tokens():
-    ratio, _, mask = token_logps()
-    assert_exact(sequence_weights(f64([[0.5], [2.0], [3.0], [0.0]]), mask), f64([0.5, 2.0, 3.0, 0.0]))
-    expected = [[ratio[row, t].item() for t in range(5) if MASK[row][t]] or [0.0] for row in range(4)]
-    assert_tight(sequence_weights(ratio, mask), [statistics.fmean(row) for row in expected])
+        for mask_dtype in (torch.int64, torch.bool, torch.float32):
+            dirty, tokens = x.masked_fill(mask == 0, trash), mask.to(mask_dtype)
+            assert_tight(token_mean(dirty, tokens), [statistics.fmean(row) for row in expected])
+            assert_tight(token_sum(dirty, tokens), [math.fsum(row) for row in expected])
 
 
 def samples(logps, anchor_logps, mask, **more) -> Samples:
@@ -1124,9 +1119,8 @@ def test_objective_asks_for_the_advantages_of_valid_rows():
         (lambda: project(f64(LOGPS), num_generations=G, scaling="zscore"), "zscore"),
         (lambda: admissible_target(f64(LOGPS), mu=1.0, num_generations=G, positivity="relu"), "relu"),
         (lambda: opo_loss(f64([0.1]), f64([0.1]), mu=1.0, ratio_form="linear"), "linear"),
-        (lambda: sequence_log_ratio(*token_logps(), reduction="max"), "max"),
     ],
-    ids=["scaling", "positivity", "ratio_form", "reduction"],
+    ids=["scaling", "positivity", "ratio_form"],
 )
 def test_unknown_option_is_named_in_the_error(call, message):
     with pytest.raises(ValueError, match=message):

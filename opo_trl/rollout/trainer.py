@@ -39,7 +39,7 @@ from ..config import RolloutConfig
 from ..metrics.opo import gradient_response_efficiency
 from ..metrics.step_clock import StepClock
 from ..metrics.watches import Watches
-from ..objective import SEQUENCE_CLAMP, Objective, sequence_log_ratio
+from ..objective import SEQUENCE_CLAMP, Objective, token_sum
 from ..rewards.checked import checked_environments, reward_list
 from . import checkpoint
 from .dynamic_sampling import DynamicSampling
@@ -433,7 +433,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         behaviour = inputs.get("old_per_token_logps")
         if self._mode == "train" and passes and behaviour is not None:
             mask = completion_tokens(inputs)
-            log_ratio, _ = sequence_log_ratio(passes[-1], behaviour, mask, clamp=SEQUENCE_CLAMP)
+            log_ratio = token_sum(passes[-1] - behaviour, mask).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
             ratio = log_ratio.exp()[mask.any(dim=1)]
             sums = torch.stack([ratio.sum(), ratio.square().sum(), ratio.new_tensor(len(ratio))])
             self._ratio_sums = sums if self._ratio_sums is None else self._ratio_sums + sums
