@@ -27,6 +27,7 @@ FIRST = (
     "test_invariance",
     "test_scoring",
     "test_compare",
+    "test_sharded",
     "test_two_devices",
     "test_one_device",
     "test_killed_command",

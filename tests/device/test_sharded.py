@@ -2,7 +2,6 @@
 
 import functools
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,31 +12,26 @@ from helpers import environment
 from invariance.canonical import weights
 from invariance.classes import REPLAYED, TOLERANCE, Trained, compare, train
 from invariance.launch import CONFIGS
+from processes import HERE, with_devices
 
 
 pytestmark = [pytest.mark.device, pytest.mark.slow]
 
-HERE = Path(__file__).parent
 SHARDED = ("zero2", "zero3", "fsdp2")
 
 
 @pytest.fixture(scope="module")
-def trained(shared, tiny_model, tmp_path_factory):
+def trained(library, tiny_model, tmp_path_factory):
     """Folder of a configuration's runs, trained once, and what each process has found."""
-    run = shared / "tools" / "fakecuda" / "run.sh"
-    if not run.exists() or shutil.which("g++") is None:
-        pytest.skip("needs tools/fakecuda in ../shared or OPO_TRL_SHARED, and g++")
 
     @functools.cache
     def of(config: str) -> tuple[Path, list[dict]]:
         folder = tmp_path_factory.mktemp(config)
         launch = ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
         launch += ["--num_processes", "2", "--main_process_port", "0"]
-        variables = environment(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="0,1", DS_ACCELERATOR="cuda")
-        variables["PYTHONPATH"] += f":{HERE.parent}"
         done = subprocess.run(
-            [run, "-n", "2", sys.executable, *launch, HERE / "sharded.py", config, tiny_model, folder],
-            env=variables,
+            [sys.executable, *launch, HERE / "sharded.py", config, tiny_model, folder],
+            env=environment(DS_ACCELERATOR="cuda", **with_devices(2, library)),
             capture_output=True,
             text=True,
             timeout=600,
