@@ -9,9 +9,10 @@ counter or log entry, training continues from its own random state, and its envi
 
 import math
 import random
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import dataclass, field
 from statistics import NormalDist, stdev
 from typing import TYPE_CHECKING, Any, Literal
@@ -141,8 +142,8 @@ def evaluate(
     Args:
         trainer ([`~trl.GRPOTrainer`]):
             Trainer with the policy, the generation engine and the reward functions, or one that generates and scores
-            under the same names (`launch.async_recipe`). All reward functions are called; a
-            completion is correct when the first one gives it 1.0.
+            under the same names (`launch.async_recipe`). All reward functions are called; a completion is correct
+            when the first one gives it 1.0.
         dataset (`datasets.Dataset`):
             Rows as for training: `prompt` and the columns that the reward functions read.
         decoding (`str`, *optional*, defaults to `"sampled"`):
@@ -220,12 +221,21 @@ def _twin(trainer: "GRPOTrainer") -> Any:
     twin.state = copy(trainer.state)  # it counts tokens
     for name in ("_metrics", "_logs", "_pending_metrics", "_pending_extra_logs"):
         if hasattr(trainer, name):
-            setattr(twin, name, deepcopy(getattr(trainer, name)))
+            setattr(twin, name, _emptied(getattr(trainer, name)))
     if factories := getattr(trainer, "environment_factories", None):
         # Environments of evaluations only, kept for the next one: those of training may have a state of their own.
         pools = vars(trainer).setdefault("_environments_of_evaluations", {name: [] for name in factories})
         twin._environment_pool = pools
     return twin
+
+
+def _emptied(records: Any) -> Any:
+    """A new, empty container of the same type and limit; a dictionary keeps its fixed keys."""
+    if isinstance(records, defaultdict):
+        return defaultdict(records.default_factory)
+    if isinstance(records, deque):
+        return deque(maxlen=records.maxlen)
+    return {name: _emptied(kept) for name, kept in records.items()}
 
 
 def _solve(twin: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

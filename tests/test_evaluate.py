@@ -274,6 +274,7 @@ class Overriding(OPOTrainer):
 
 def test_overrides_of_a_subclass_act_in_evaluation(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, str(tmp_path), trainer_class=Overriding)
+    trainer._metrics["train"]["own"].append(torch.ones(1, requires_grad=True) * 2)  # of a graph: no copy can be made
     result = evaluate(trainer, PROBLEMS)
     assert [sample["prompt"] for sample in result.samples] == [f"What is {prompt}" for prompt in PROBLEMS["prompt"]]
     assert all(sample["completion"].endswith("!") for sample in result.samples)
