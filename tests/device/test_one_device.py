@@ -131,11 +131,15 @@ def test_scripted_run_is_that_of_the_host(tiny_model, tmp_path, options):
 # Completions that the model writes, with the device's random numbers
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, PASSES, {**OFF_POLICY, "beta": 0.1, "scale_rewards": "batch"}, {"max_sampling_rounds": 3, "max_steps": 3}],
-    ids=" ".join,
-)
+GENERATED = {
+    "plain": {},
+    "replay": PASSES,
+    "reference and batch": {**OFF_POLICY, "beta": 0.1, "scale_rewards": "batch"},
+    "dynamic sampling": {"max_sampling_rounds": 3, "max_steps": 3},
+}
+
+
+@pytest.mark.parametrize("options", GENERATED.values(), ids=GENERATED)
 def test_generated_run_follows_the_definition(tiny_model, tmp_path, options):
     trainer = on_device(tiny_model, tmp_path, **generates(), **options)
     assert_follows_the_definition(trainer)
