@@ -147,18 +147,28 @@ def plan_loss(shape: dict[str, Any], case: dict[str, Any]) -> dict[str, float]:
     return plan_pass(shape, **{"weights": "float32", "autocast": False, **case}, fused_kernels=False)
 
 
-def plan_run(sharding: str, *, lora: bool = False, rows: int = 4, share: float = SHARE, **options) -> dict:
-    """A run of the recipes' model and lengths, by moment and component."""
+def plan_run(
+    sharding: str,
+    shape: dict[str, Any] = QWEN3_1_7B,
+    *,
+    lora: bool = False,
+    rows: int = 4,
+    prompt: int = PROMPT,
+    completion: int = COMPLETION,
+    share: float = SHARE,
+    **options,
+) -> dict:
+    """A run, of the recipes' model and lengths by default, by moment and component."""
     trained = 4 if sharding == "fsdp2" or (lora and not sharding.startswith("zero")) else 2
     defaults = {"vllm_sleeps": True, "processes": 1 if sharding == "none" else PROCESSES}
     return memory_plan(
-        decoder(make_config(QWEN3_1_7B)),
-        **count(QWEN3_1_7B, LORA_RANK if lora else 0),
+        decoder(make_config(shape)),
+        **count(shape, LORA_RANK if lora else 0),
         precision=Precision(trained=trained),
         sharding=sharding,
         rows=rows,
-        prompt=PROMPT,
-        completion=COMPLETION,
+        prompt=prompt,
+        completion=completion,
         vllm=share * CARD,
         **defaults | options,
     )

@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -26,7 +27,7 @@ def origin() -> dict[str, Any]:
     return {
         "command": " ".join(sys.orig_argv[1:]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "device": device_name(),
         "device_memory": torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
         "cpu_cores": os.cpu_count(),
         "python": platform.python_version(),
@@ -34,6 +35,14 @@ def origin() -> dict[str, Any]:
         "versions": {name: version(name) for name in PACKAGES},
         "git_commit": git_commit(Path(__file__).parent),
     }
+
+
+def device_name() -> str:
+    """Name of the GPU, or `"cpu"`. A pretend GPU is called one, so that nobody takes its results for measurements."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    name = torch.cuda.get_device_name()
+    return name if torch.version.cuda or torch.version.hip else f"pretend GPU ({name})"
 
 
 def begin(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -82,36 +91,51 @@ class Limit:
 
 
 def measure_missing(
-    file: Path, settings: dict[str, Any], cases: Mapping[str, Callable[[], Any]], *, seconds: float
-) -> None:
+    file: Path, settings: dict[str, Any], cases: Mapping[str, Callable[[], Any]], limit: Limit, *, first: float = 0
+) -> dict[str, Any]:
     """
-    Measure the missing cases of a file, one by one, while there is time.
+    Measure the missing cases of a file, one by one, while there is time. Results are written as they come.
+
+    A case that runs out of memory has this as its result. One that raises any other error, or in which the process
+    ends, does not stop the others; the next call tries it again, after those not yet tried.
 
     Args:
         file (`Path`), settings (`dict[str, Any]`):
             As in [`begin`].
         cases (`Mapping[str, Callable]`):
             Function of each case, the slowest first: the next case is estimated to take as long as the longest so far.
-        seconds (`float`):
+        limit ([`Limit`]):
             Time limit for all of them.
+        first (`float`, *optional*, defaults to 0):
+            Estimate for the first case, in seconds.
+
+    Returns:
+        `dict[str, Any]`: What the file holds: `cases` and the seconds that each `took`, the errors of those that
+        `failed`, by name, besides what [`begin`] returns.
     """
-    limit = Limit(seconds)
-    results: dict[str, Any] = {"cases": {}, "took": {}, **begin(file, settings)}
-    for name, measure in cases.items():
-        if name in results["cases"]:
-            continue
-        if limit.is_too_near(max(results["took"].values(), default=0)):
+    results: dict[str, Any] = {"cases": {}, "took": {}, "failed": {}, **begin(file, settings)}
+    missing = [name for name in cases if name not in results["cases"]]
+    for name in sorted(missing, key=results["failed"].__contains__):
+        if limit.is_too_near(max(results["took"].values(), default=first)):
             break
+        results["failed"][name] = "did not end"
+        write_json(file, results)
         began = time.perf_counter()
         try:
-            results["cases"][name] = measure()
+            results["cases"][name] = cases[name]()
+            del results["failed"][name]
         except torch.OutOfMemoryError:
             results["cases"][name] = "out of memory"
-        gc.collect()  # a trainer has reference cycles
-        torch.cuda.empty_cache()
+            del results["failed"][name]
+        except Exception as error:
+            traceback.print_exc()
+            results["failed"][name] = f"{type(error).__name__}: {error}"
         results["took"][name] = round(time.perf_counter() - began, 1)
         write_json(file, results)
-        print(name, results["cases"][name], flush=True)
+        print(name, results["cases"].get(name, "failed"), flush=True)
+        gc.collect()  # a trainer has reference cycles
+        torch.cuda.empty_cache()
+    return results
 
 
 def reset_peak_memory():

@@ -4,6 +4,7 @@ on worked solutions in which most carries are forgotten (`benchmarks/base_models
 """
 
 import itertools
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -114,7 +115,7 @@ def train(
     Returns:
         `dict[str, Any]`: Steps, tokens, seconds, and the loss of the last step.
     """
-    workers = 6 if model.device.type == "cuda" else 0
+    workers = min(6, os.cpu_count() or 1) if model.device.type == "cuda" else 0
     batches = DataLoader(SlippingSolutions(tokenizer, rows=rows, seed=seed), batch_size=None, num_workers=workers)
     optimizer = build_optimizer(model, LEARNING_RATE)
     model.train()

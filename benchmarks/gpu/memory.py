@@ -5,6 +5,7 @@ The memory plan against measured peaks of one GPU: Qwen3-1.7B with random weight
 
 Compares `torch.cuda.max_memory_allocated` of the second micro-batch, and of the optimizer step, with the formula. A
 case that runs out of memory is recorded as such. Called again with the same file, it measures the missing cases.
+`--tiny` measures a tiny model, for which the formula is far too low.
 """
 
 import argparse
@@ -20,8 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from ..memory import COMPLETION, LORA_RANK, PROMPT, plan_run
 from ..memory_probes import make_config, make_trainer, micro_batch
-from ..record import measure_missing
-from ..shapes import QWEN3_1_7B
+from ..record import Limit, measure_missing
+from ..shapes import QWEN3_1_7B, small_qwen3
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -32,11 +33,22 @@ CASES: dict[str, dict[str, Any]] = {
     "8 rows, LoRA": {"rows": 8, "lora": True},
     "4 rows, LoRA": {"rows": 4, "lora": True},
 }
+FULL: dict[str, Any] = {"shape": QWEN3_1_7B, "prompt": PROMPT, "completion": COMPLETION}
+TINY: dict[str, Any] = {"shape": small_qwen3(64, 512), "prompt": 32, "completion": 40}
 
 
-def measure(*, rows: int, lora: bool = False, checkpointing: bool = True) -> dict[str, int]:
+def measure(
+    shape: dict[str, Any],
+    *,
+    rows: int,
+    prompt: int,
+    completion: int,
+    lora: bool = False,
+    checkpointing: bool = True,
+) -> dict[str, int]:
     """Peaks of allocated bytes in an update and in the optimizer step, and bytes reserved by the allocator."""
-    model = AutoModelForCausalLM.from_config(make_config(QWEN3_1_7B), dtype=torch.bfloat16)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(make_config(shape), dtype=torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         options = {"output_dir": folder, "bf16": True, "gradient_checkpointing": checkpointing}
         options["gradient_accumulation_steps"] = 2
@@ -44,14 +56,15 @@ def measure(*, rows: int, lora: bool = False, checkpointing: bool = True) -> dic
     if checkpointing:
         model.gradient_checkpointing_enable()
     trainer.model.train()
+    policy = trainer.accelerator.prepare(trainer.model)  # under autocast, as in training
     trainer.current_gradient_accumulation_steps = 1
     optimizer = torch.optim.AdamW((p for p in trainer.model.parameters() if p.requires_grad), lr=1e-6, fused=True)
-    batch = micro_batch(QWEN3_1_7B, rows=rows, prompt=PROMPT, completion=COMPLETION)
+    batch = micro_batch(shape, rows=rows, prompt=prompt, completion=completion)
     batch, peaks = {name: tensor.to(trainer.accelerator.device) for name, tensor in batch.items()}, {}
     for _ in range(2):  # the first round creates the moments
         for _ in range(2):  # the first micro-batch creates the gradients
             torch.cuda.reset_peak_memory_stats()
-            trainer.accelerator.backward(trainer.compute_loss(trainer.model, batch))
+            trainer.accelerator.backward(trainer.compute_loss(policy, batch))
         peaks["update"] = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         optimizer.step()
@@ -74,13 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="file to write or resume")
     parser.add_argument("--limit_seconds", type=float, default=float("inf"), help="time limit")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", category=FutureWarning)
     if not torch.cuda.is_available():
-        raise SystemExit("No GPU. `python -m benchmarks.memory` measures on a CPU.")
-    cases = {name: functools.partial(compare, case) for name, case in CASES.items()}
-    measure_missing(args.output, {"prompt": PROMPT, "completion": COMPLETION}, cases, seconds=args.limit_seconds)
-    return 0
+        print("No GPU. `python -m benchmarks.memory` measures on a CPU.")
+        return int(not args.tiny)
+    size = TINY if args.tiny else FULL
+    cases = {name: functools.partial(compare, size | case) for name, case in CASES.items()}
+    results = measure_missing(args.output, size, cases, Limit(args.limit_seconds))
+    return int(bool(results["failed"]))
 
 
 if __name__ == "__main__":

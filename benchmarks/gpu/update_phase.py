@@ -2,7 +2,7 @@
 What an update of Qwen3-0.6B and Qwen3-1.7B costs, with random weights: OPOTrainer and TRL's GRPOTrainer.
 
     python -m benchmarks.gpu.update_phase --output runs/gpu/update_phase.json     a GPU of 80 GB or more, 10 minutes
-    python -m benchmarks.gpu.update_phase --output runs/gpu/tiny.json --tiny      a CPU, a minute
+    python -m benchmarks.gpu.update_phase --output runs/gpu/tiny.json --tiny      any GPU or a CPU, a minute
 
 Called again with the same file, it measures the missing cases.
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..passes import Pass, count_tokens, counted_passes
-from ..record import measure_missing, origin, peak_memory, reset_peak_memory
+from ..record import Limit, device_name, measure_missing, peak_memory, reset_peak_memory
 from ..replay import (
     TRAINERS,
     Rollout,
@@ -43,7 +43,7 @@ TINY_SHAPES = {"tiny": small_qwen3(64, 512)}
 GROUPS, GENERATIONS, ROWS, STEPS = 10, 8, 8, 2
 DEAD = (0.0, 0.4)
 REPEATS, TINY_REPEATS = 5, 1
-TINY_SHORTER = 32  # divisor of lengths on a CPU
+TINY_SHORTER = 32  # divisor of lengths
 
 # Dense bfloat16 operations per second: NVIDIA's data sheet of the H200 (SXM) gives twice as many, 1,979 TFLOPS, with
 # sparsity.
@@ -105,7 +105,7 @@ def measure(shape: Mapping[str, Any], dead: float, shorter: int, *, repeats: int
     trainers = {method: make_trainer(method, shape, rollout, **options) for method in TRAINERS}
     take_turns(trainers, 1)
     seconds = take_turns(trainers, repeats)
-    peak = PEAK.get(origin()["device"])
+    peak = PEAK.get(device_name())
     for method, own in result.items():
         middle = statistics.median(seconds[method])
         own |= {
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="file to write or resume")
     parser.add_argument("--limit_seconds", type=float, default=float("inf"), help="time limit")
-    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, also on a CPU")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")  # names that TRL still uses
     if not args.tiny and not torch.cuda.is_available():
@@ -137,8 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for dead in DEAD
         for checkpointing in (True, False)
     }
-    measure_missing(args.output, {"tiny": args.tiny, **options}, cases, seconds=args.limit_seconds)
-    return 0
+    results = measure_missing(args.output, {"tiny": args.tiny, **options}, cases, Limit(args.limit_seconds))
+    return int(bool(results["failed"]))
 
 
 if __name__ == "__main__":

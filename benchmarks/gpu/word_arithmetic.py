@@ -2,7 +2,7 @@
 GRPO, GSPO, DAPO and OPO on word problems in several steps, from one base model of 57 million parameters.
 
     python -m benchmarks.gpu.word_arithmetic --output runs/gpu/word_arithmetic              on a GPU
-    python -m benchmarks.gpu.word_arithmetic --output runs/gpu/tiny --tiny                  on a CPU, in a minute
+    python -m benchmarks.gpu.word_arithmetic --output runs/gpu/tiny --tiny                  also on a CPU, a minute
 
 Trains the base model for `--base_seconds`, measures it, trains each method of `recipes/` from it with each seed, and
 measures the result. `results.json` in the output folder is updated after each part. The program can be stopped at any
@@ -11,7 +11,7 @@ time; called again with the same folder, it resumes. Unknown options go to every
 """
 
 import argparse
-import gc
+import functools
 import json
 import os
 import time
@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 import opo_trl.train
-from opo_trl.checks.files import append_lines, read_json, read_lines, write_json
+from opo_trl.checks.files import append_lines, read_json, read_lines
 from opo_trl.report.run_folder import LOG, SUMMARY
 
-from ..record import Limit, begin, peak_memory, reset_peak_memory
+from ..record import Limit, measure_missing, peak_memory, reset_peak_memory
 from . import base
 from .words import SPLIT_SIZES, make_problems
 
@@ -49,6 +49,7 @@ class Size:
         problems: test problems per level.
         batch: completions per batch when measuring an accuracy.
         max_new_tokens: longest completion when measuring; a worked solution of Level 6 has at most 85 tokens.
+        seeds: runs of each method.
         fields: overrides of the recipes.
     """
 
@@ -58,6 +59,7 @@ class Size:
     problems: int
     batch: int
     max_new_tokens: int
+    seeds: int
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -68,6 +70,7 @@ GPU = Size(
     problems=SPLIT_SIZES["test"],
     batch=1500,
     max_new_tokens=112,
+    seeds=2,
 )
 TINY = Size(
     shape=base.TINY_SHAPE,
@@ -76,9 +79,9 @@ TINY = Size(
     problems=4,
     batch=24,
     max_new_tokens=16,
+    seeds=1,
     fields={
-        "use_cpu": True,
-        "bf16": False,
+        **({} if base.DEVICE == "cuda" else {"use_cpu": True, "bf16": False}),
         "num_generations": 4,
         "per_device_train_batch_size": 8,
         "max_steps": 4,
@@ -96,7 +99,8 @@ def write_data(folder: Path):
 
 
 def run_base(output: Path, size: Size, *, seconds: float) -> dict[str, Any]:
-    """Train and measure the base model."""
+    """Write the data; train and measure the base model."""
+    write_data(output / "data")
     reset_peak_memory()
     trained = base.make_base(output / "base", seconds=seconds, rows=size.rows, shape=size.shape, seed=FIRST_SEED)
     return {**trained, "peak_memory": peak_memory(), "accuracy": measure(output / "base", size)}
@@ -121,8 +125,12 @@ def run_method(method: str, seed: int, output: Path, size: Size, fields: Sequenc
             Command line of additional fields.
 
     Returns:
-        `dict[str, Any]`: Method, seed, date, command, the fraction of right completions by optimizer step, once per
-        rollout, completions generated, seconds, peak of GPU memory, and accuracies.
+        `dict[str, Any]`: Date, command, the fraction of right completions by optimizer step, once per rollout,
+        completions generated, seconds, peak of GPU memory, and accuracies.
+
+    Raises:
+        `SystemExit`: a signal has ended the run.
+        `RuntimeError`: the run has failed, or cannot be started.
     """
     folder = output / f"{method}-{seed}"
     overrides = {
@@ -137,16 +145,14 @@ def run_method(method: str, seed: int, output: Path, size: Size, fields: Sequenc
     argv = [*(str(item) for name, value in overrides.items() for item in (f"--{name}", value)), *fields]
     reset_peak_memory()
     started = time.perf_counter()
-    if status := opo_trl.train.main(argv):
+    status = opo_trl.train.main(argv)
+    if status > 128:  # a signal, which is meant for all runs
         raise SystemExit(status)
+    if status:
+        raise RuntimeError(f"{folder} ended with exit status {status}")
     seconds, peak = time.perf_counter() - started, peak_memory()
-    # A trainer has reference cycles, so its weights would count towards the next run.
-    gc.collect()
-    torch.cuda.empty_cache()
     log = [line for line in read_lines(folder / LOG) if "reward" in line]
     return {
-        "method": method,
-        "seed": seed,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python -m opo_trl.train", *argv]),
         "reward": [[line["step"], line["rewards/word_reward/mean"]] for line in log],
@@ -158,20 +164,13 @@ def run_method(method: str, seed: int, output: Path, size: Size, fields: Sequenc
     }
 
 
-def missing_runs(results: dict[str, Any], seeds: int) -> list[tuple[str, int]]:
-    """Method and seed of the missing runs, seed by seed."""
-    done = {(run["method"], run["seed"]) for run in results["runs"]}
-    wanted = [(method, FIRST_SEED + i) for i in range(seeds) for method in METHODS]
-    return [run for run in wanted if run not in done]
-
-
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write or resume")
     parser.add_argument("--base_seconds", type=float, help="seconds to train the base model (300)")
-    parser.add_argument("--seeds", type=int, default=2, help="runs of each method")
+    parser.add_argument("--seeds", type=int, help="runs of each method (2)")
     parser.add_argument("--limit_seconds", type=float, default=float("inf"), help="time limit")
-    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, also on a CPU")
     return parser.parse_known_args(argv)
 
 
@@ -183,29 +182,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.tiny and not torch.cuda.is_available():
         raise SystemExit("No GPU. `--tiny` tries the same code on a CPU.")
     seconds = arguments.base_seconds or size.base_seconds
-    file = output / "results.json"
-    results = {"runs": [], **begin(file, {"tiny": arguments.tiny, "base_seconds": seconds, "fields": fields})}
-    if "base" not in results:
-        if limit.is_too_near(1.1 * seconds):  # including its measurement
-            return 0
-        write_data(output / "data")
-        results["base"] = run_base(output, size, seconds=seconds)
-        write_json(file, results)
-    for method, seed in missing_runs(results, arguments.seeds):
-        if limit.is_too_near(max((run["seconds"] for run in results["runs"]), default=seconds)):
-            break
-        results["runs"].append(run_method(method, seed, output, size, fields))
-        write_json(file, results)
-    print(json.dumps(summary(results), indent=1))
-    return 0
+    measure_cases = functools.partial(
+        measure_missing,
+        output / "results.json",
+        {"tiny": arguments.tiny, "base_seconds": seconds, "fields": fields},
+        limit=limit,
+        first=1.1 * seconds,  # of the base model, with its measurement
+    )
+    results = measure_cases({"base": functools.partial(run_base, output, size, seconds=seconds)})
+    if "base" in results["cases"]:
+        runs = [(method, FIRST_SEED + i) for i in range(arguments.seeds or size.seeds) for method in METHODS]
+        results = measure_cases(
+            {
+                f"{method}, seed {seed}": functools.partial(run_method, method, seed, output, size, fields)
+                for method, seed in runs
+            }
+        )
+        print(json.dumps(summary(results["cases"]), indent=1))
+    return int(bool(results["failed"]))
 
 
-def summary(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+def summary(cases: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Sampled accuracy by level: of the base model, and of each run."""
-    measured = {"base": results["base"], **{f"{run['method']}, seed {run['seed']}": run for run in results["runs"]}}
     return {
-        name: {level: round(by["sampled"]["accuracy"], 3) for level, by in result["accuracy"].items()}
-        for name, result in measured.items()
+        name: {level: round(by["sampled"]["accuracy"], 3) for level, by in case["accuracy"].items()}
+        for name, case in cases.items()
+        if "accuracy" in case  # else out of memory
     }
 
 

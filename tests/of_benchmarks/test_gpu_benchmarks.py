@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import signal
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from benchmarks.gpu.words import (
     slip,
     word_reward,
 )
-from benchmarks.record import measure_missing
+from benchmarks.record import Limit, measure_missing
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -246,61 +247,90 @@ def test_base_model_has_its_documented_size():
 
 
 def test_what_is_measured_stays_and_what_is_missing_is_measured(tmp_path, capsys):
-    measured = []
+    measured, broken = [], ["b"]
 
     def case(name):
         if name == "large":
             raise torch.OutOfMemoryError
+        if name in broken:
+            raise ValueError(f"no {name}")
         measured.append(name)
 
     file, cases = (
         tmp_path / "new" / "results.json",
-        {name: lambda name=name: case(name) for name in ("large", "a", "b")},
+        {name: lambda name=name: case(name) for name in ("large", "a", "b", "c")},
     )
     first = {name: cases[name] for name in ("large", "a")}
-    measure_missing(file, {"rows": 8}, first, seconds=60)
-    measure_missing(file, {"rows": 8}, cases, seconds=0)
+    measure_missing(file, {"rows": 8}, first, Limit(60))
+    measure_missing(file, {"rows": 8}, cases, Limit(0))
     assert measured == ["a"]
     assert "the same command resumes" in capsys.readouterr().out
-    measure_missing(file, {"rows": 8}, cases, seconds=60)
-    assert measured == ["a", "b"]
+    assert measure_missing(file, {"rows": 8}, cases, Limit(60))["failed"] == {"b": "ValueError: no b"}
+    assert measured == ["a", "c"]  # what fails does not stop the others
+    broken.clear()
+    assert measure_missing(file, {"rows": 8}, cases, Limit(60))["failed"] == {}
+    assert measured == ["a", "c", "b"]
     results = json.loads(file.read_text())
-    assert results["cases"] == {"large": "out of memory", "a": None, "b": None}
+    assert results["cases"] == {"large": "out of memory", "a": None, "b": None, "c": None}
     assert {"command", "date", "device", "versions"} <= results.keys()
     with pytest.raises(ValueError, match=r"settings=\{'rows': 8\}.*Choose another output"):
-        measure_missing(file, {"rows": 4}, cases, seconds=60)
+        measure_missing(file, {"rows": 4}, cases, Limit(60))
+
+
+def test_case_in_which_the_process_ends_is_tried_again_after_the_others(tmp_path):
+    measured, file = [], tmp_path / "results.json"
+    cases = {name: lambda name=name: measured.append(name) for name in ("a", "b")}
+    with pytest.raises(KeyboardInterrupt):
+        measure_missing(file, {}, {"a": lambda: signal.raise_signal(signal.SIGINT)}, Limit(60))
+    assert json.loads(file.read_text())["failed"] == {"a": "did not end"}
+    assert measure_missing(file, {}, cases, Limit(60))["failed"] == {}
+    assert measured == ["b", "a"]
+
+
+def test_first_case_starts_only_if_its_estimate_fits(tmp_path):
+    file = tmp_path / "results.json"
+    assert measure_missing(file, {}, {"a": lambda: 1}, Limit(60), first=61)["cases"] == {}
+    assert not file.exists()
+    assert measure_missing(file, {}, {"a": lambda: 1}, Limit(60), first=59)["cases"] == {"a": 1}
 
 
 @pytest.mark.slow
 def test_word_arithmetic_runs_to_its_end_and_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    argv = ["--output", str(tmp_path), "--tiny", "--base_seconds", "2", "--seeds", "1"]
+    argv = ["--output", str(tmp_path), "--tiny", "--base_seconds", "2"]
     assert word_arithmetic.main([*argv, "--limit_seconds", "1"]) == 0
     assert not (tmp_path / "results.json").exists()
     assert word_arithmetic.main([*argv, "--limit_seconds", "4"]) == 0
     stopped = json.loads((tmp_path / "results.json").read_text())
-    assert stopped["runs"] == []
+    assert list(stopped["cases"]) == ["base"]
     assert "the same command resumes" in capsys.readouterr().out
     assert word_arithmetic.main(argv) == 0
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["base"] == stopped["base"]
-    assert [(run["method"], run["seed"]) for run in results["runs"]] == [(m, 42) for m in word_arithmetic.METHODS]
-    for run in [results["base"], *results["runs"]]:
-        assert list(run["accuracy"]) == list(LEVELS)
-        for by_decoding in run["accuracy"].values():
+    assert results["cases"]["base"] == stopped["cases"]["base"]
+    assert_complete(results)
+    with pytest.raises(ValueError, match=r"settings=.*Choose another output"):
+        word_arithmetic.main([*argv, "--learning_rate", "1e-4"])
+
+
+def assert_complete(results: dict) -> None:
+    """All tiny runs of `word_arithmetic` are there."""
+    assert results["failed"] == {}
+    assert {"command", "date", "device", "versions"} <= results.keys()
+    base, *runs = results["cases"].values()
+    assert list(results["cases"]) == ["base", *(f"{method}, seed 42" for method in word_arithmetic.METHODS)]
+    for case in (base, *runs):
+        assert list(case["accuracy"]) == list(LEVELS)
+        for by_decoding in case["accuracy"].values():
             assert all(result["problems"] == 4 for result in by_decoding.values())
             assert all(result["low"] <= result["accuracy"] <= result["high"] for result in by_decoding.values())
     # A rollout is logged at the first of its two optimizer steps.
-    assert all([step for step, _ in run["reward"]] == [1, 3] for run in results["runs"])
-    assert {"command", "date", "device", "versions"} <= results.keys()
-    with pytest.raises(ValueError, match=r"settings=.*Choose another output"):
-        word_arithmetic.main([*argv, "--learning_rate", "1e-4"])
+    assert all([step for step, _ in run["reward"]] == [1, 3] for run in runs)
 
 
 def test_run_with_an_unknown_field_is_rejected(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("{}\n")
-    with pytest.raises(SystemExit):
+    with pytest.raises(RuntimeError, match="exit status 2"):
         word_arithmetic.run_method("opo", 1, tmp_path, word_arithmetic.TINY, ["--no_such_field", "1"])
     assert "--no_such_field" in capsys.readouterr().err
