@@ -6,13 +6,17 @@ import itertools
 import json
 import random
 import re
+import shutil
 import signal
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import environment
 
 from benchmarks.gpu import base, word_arithmetic
 from benchmarks.gpu.words import (
@@ -29,6 +33,9 @@ from benchmarks.record import Limit, measure_missing
 
 
 ROOT = Path(__file__).resolve().parents[2]
+
+# What `benchmarks/gpu/run.sh` writes, and the number of cases at tiny size.
+PARTS = {"memory.json": 6, "update_phase.json": 4, "word_arithmetic/results.json": 5}
 
 # What each verb does to the number, stated independently.
 VERBS = {
@@ -325,6 +332,43 @@ def assert_complete(results: dict) -> None:
             assert all(result["low"] <= result["accuracy"] <= result["high"] for result in by_decoding.values())
     # A rollout is logged at the first of its two optimizer steps.
     assert all([step for step, _ in run["reward"]] == [1, 3] for run in runs)
+
+
+@pytest.mark.slow
+@pytest.mark.device
+def test_everything_runs_to_its_end_on_a_device_within_limits_and_resumes(shared, tmp_path):
+    pretend = shared / "tools" / "fakecuda" / "run.sh"
+    if not pretend.exists() or shutil.which("g++") is None:
+        pytest.skip("needs tools/fakecuda in ../shared or OPO_TRL_SHARED, and g++")
+
+    def run(limit: int) -> str:
+        done = subprocess.run(
+            [pretend, ROOT / "benchmarks" / "gpu" / "run.sh", tmp_path],
+            env=environment(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="0", TINY="1", LIMIT_SECONDS=str(limit)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-6000:]
+        return done.stdout
+
+    assert run(0).count("no time left, the same command resumes") == len(PARTS)
+    run(3000)
+    results = {part: json.loads((tmp_path / part).read_text()) for part in PARTS}
+    for part, cases in PARTS.items():
+        found = results[part]
+        assert found["failed"] == {}
+        assert len(found["cases"]) == cases
+        assert found["device"].startswith("pretend GPU")
+        assert "out of memory" not in found["cases"].values()
+    for case in results["memory.json"]["cases"].values():
+        assert 0 < case["optimizer step"][1] < case["update"][1]
+    for case in results["update_phase.json"]["cases"].values():
+        assert 0 < case["OPO"]["peak_memory"] < 1e9
+        assert case["OPO"]["share_of_peak"] is None  # of a device that is not known
+    assert_complete(results["word_arithmetic/results.json"])
+    run(3000)
+    assert results == {part: json.loads((tmp_path / part).read_text()) for part in PARTS}
 
 
 def test_run_with_an_unknown_field_is_rejected(tmp_path, monkeypatch, capsys):
