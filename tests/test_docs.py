@@ -116,3 +116,17 @@ def test_every_figure_with_an_interval_or_a_range_is_in_a_report():
     assert set.union(*map(figures, PAGES))
     for page in PAGES:
         assert figures(page) <= reported, page
+
+
+def test_what_has_run_on_pretend_gpus_is_a_case_of_their_tests():
+    page = (DOCS / "execution.md").read_text(encoding="utf-8").split("## What has run where")[1]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    pretended = [row for row in rows if "pretend GPU" in row[1]]
+    assert len(pretended) > 5
+    for what, _, cases in pretended:
+        files = [DOCS / path for path in re.findall(r"\]\((.*?)\)", cases)]
+        tests = "\n".join(file.read_text(encoding="utf-8") for file in files)
+        names = re.findall("`(.+?)`", cases)
+        assert names, what
+        assert "mark.device" in tests, what
+        assert [name for name in names if f'"{name}"' not in tests and f"def {name}(" not in tests] == [], what
