@@ -13,7 +13,7 @@ from trl import ModelConfig
 from opo_trl import OPOConfig, OPOTrainer, RolloutConfig
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.asynchronous.config import AsyncOPOConfig
-from opo_trl.launch.recipe import parse, read_recipe
+from opo_trl.launch.recipe import parse, read
 from opo_trl.launch.rewards import load_reward
 from opo_trl.train import main
 
@@ -69,7 +69,7 @@ def test_values_in_the_tables_are_accepted(page, tmp_path):
             base = {"trainer": trainer, "model_name_or_path": "m", "dataset_name": "d", "output_dir": str(tmp_path)}
             recipe.write_text(yaml.safe_dump({**base, "bf16": False, "use_cpu": True, **settings}))
             if settings.get("trainer") == "async_opo":
-                read_recipe(recipe)
+                read(["--config", str(recipe)])
             else:
                 parse(["--config", str(recipe)])
 
@@ -139,8 +139,9 @@ def test_parquet_files_and_rewards_of_verl_train_as_they_are(tiny_model, tmp_pat
 def test_recipe_of_open_r1_can_be_read(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(blocks("open_r1.md", "yaml")[0])
-    settings, trainer = read_recipe(recipe)
-    assert trainer == "opo"
+    fields = read(["--config", str(recipe)])
+    settings = fields.values
+    assert fields.trainer == "opo"
     steps = settings["steps_per_generation"] / settings["gradient_accumulation_steps"]
     assert steps == 4  # as its comment says
     # bfloat16 needs a GPU, which CI lacks.

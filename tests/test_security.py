@@ -23,7 +23,7 @@ from sympy.core import evalf
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.checks.weights import check_weights
 from opo_trl.launch.evaluation import main as evaluate
-from opo_trl.launch.recipe import read_recipe
+from opo_trl.launch.recipe import read
 from opo_trl.rewards import accuracy as rewards
 from opo_trl.rewards.accuracy import accuracy_reward, score
 from opo_trl.rollout.checkpoint import load_state
@@ -57,7 +57,7 @@ def test_recipe_with_a_python_tag_is_rejected(tmp_path):
     recipe, harm = tmp_path / "recipe.yaml", tmp_path / "harm"
     recipe.write_text(f"alpha: !!python/object/apply:os.mkdir [{harm}]\n")
     with pytest.raises(ValueError, match="not valid YAML"):
-        read_recipe(recipe)
+        read(["--config", str(recipe)])
     assert not harm.exists()
 
 

@@ -157,7 +157,7 @@ def problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
         if not fits:
             found[name] = not_allowed(name, value, _wanted(allowed, value))
     for name, words in choices(kind).items():
-        if declared(kind)[name] and (value := values.get(name, words[0])) not in words:  # ours
+        if (value := values.get(name, words[0])) not in words:
             found[name] = not_allowed(name, value, f"one of {', '.join(words)}")
     for name, words in CHOICES.items():
         value = values.get(name, words[0]) if name in hints(kind) else words[0]

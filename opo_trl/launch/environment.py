@@ -18,16 +18,8 @@ from ..report.run_folder import git_commit
 
 # Set on purpose or by a launcher, and not secret.
 _SHOWN = (
-    "ACCELERATE_MIXED_PRECISION",
-    "CUDA_HOME",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_VISIBLE_DEVICES",
-    "NCCL_DEBUG",
-    "OMP_NUM_THREADS",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TOKENIZERS_PARALLELISM",
-    "WORLD_SIZE",
+    *("ACCELERATE_MIXED_PRECISION", "CUDA_HOME", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"),
+    *("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TOKENIZERS_PARALLELISM", "WORLD_SIZE"),
 )
 # May contain tokens, paths or addresses: named, without values.
 _NAMED = ("ACCELERATE_", "FSDP_", "HF_", "NCCL_", "TORCH_", "TRACKIO_", "TRANSFORMERS_", "TRL_", "VLLM_", "WANDB_")

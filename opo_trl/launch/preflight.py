@@ -37,14 +37,8 @@ from ..rollout.prompts import check_columns as check_reserved
 
 # Arguments of `apply_chat_template` that TRL sets itself.
 _GIVEN_TO_TEMPLATE = (
-    "conversation",
-    "tools",
-    "chat_template",
-    "add_generation_prompt",
-    "tokenize",
-    "return_dict",
-    "return_tensors",
-    "padding",
+    *("conversation", "tools", "chat_template", "add_generation_prompt", "tokenize", "return_dict"),
+    *("return_tensors", "padding"),
 )
 
 # Further arguments that the trainer passes to a reward function.

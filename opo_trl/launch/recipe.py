@@ -168,7 +168,7 @@ def read(argv: Sequence[str]) -> Fields:
     """
     path, _, words = split(argv)
     recipe, trainer, problems = _read_recipe(path, words)
-    launch, env = take_launch_options(recipe, trainer), recipe.pop("env", {})
+    launch, env = _take_launch_options(recipe, trainer), recipe.pop("env", {})
     parser = make_parser(trainer)
     fields_of = {option: action.dest for action in parser._actions for option in action.option_strings}
     options = [word.split("=")[0] for word in words if word.startswith("--")]
@@ -195,31 +195,8 @@ def read(argv: Sequence[str]) -> Fields:
     return Fields(trainer, values, named, env, launch, unknown, notes)
 
 
-def read_recipe(path: str | Path | None, argv: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
-    """
-    Read a recipe, and determine which trainer it is for.
-
-    Args:
-        path (`str` or `Path`, *optional*):
-            YAML file.
-        argv (`Sequence[str]`, *optional*):
-            Command line, whose `--trainer` overrides the recipe's.
-
-    Returns:
-        `tuple[dict[str, Any], str]`: field → value, as written; and the trainer, a key of [`methods.by_trainer`].
-
-    Raises:
-        `ValueError`: the file does not exist or is not a mapping, the trainer does not exist, or keys are not fields;
-        the message names each key and the nearest field.
-    """
-    recipe, trainer, problems = _read_recipe(path, argv)
-    if problems:
-        raise ValueError("\n".join(problems))
-    return recipe, trainer
-
-
 def _read_recipe(path: str | Path | None, argv: Sequence[str]) -> tuple[dict[str, Any], str, list[str]]:
-    """As [`read_recipe`], without the keys that are not fields, and with what is to be said of each."""
+    """Field → value, as written; the trainer; and what is to be said of each key that is not a field."""
     recipe = {} if path is None else read_yaml(path, lambda field: "text" if field == "env" else _kind(_type(field)))
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--trainer", nargs="?", default=recipe.get("trainer", methods.DEFAULT))
@@ -249,7 +226,7 @@ def _is_launch_option(word: str) -> bool:
     return not word.startswith("--") or word[2:].split("=")[0].replace("-", "_") in _launch_actions()
 
 
-def take_launch_options(recipe: dict[str, Any], trainer: str) -> dict[str, Any]:
+def _take_launch_options(recipe: dict[str, Any], trainer: str) -> dict[str, Any]:
     """Take out of a recipe what `accelerate launch` gets, such as `num_processes`, which TRL's recipes may set."""
     return {name: recipe.pop(name) for name in [*recipe] if name not in _fields(trainer) and name != "env"}
 

@@ -17,21 +17,12 @@ from ..checks.environment import check_numbers
 
 
 # Fields that hold a mapping, and so have YAML in braces as their value on a command line.
-MAPPINGS = frozenset(
-    (
-        *(
-            "accelerator_config",
-            "activation_checkpointing_kwargs",
-            "chat_template_kwargs",
-            "columns",
-            "dataset_settings",
-            "datasets",
-            "deepspeed",
-        ),
-        *("fsdp_config", "generation_kwargs", "gradient_checkpointing_kwargs", "liger_kernel_config"),
-        *("lr_scheduler_kwargs", "model_init_kwargs", "transformers_continuous_batching_config"),
-    )
-)
+MAPPINGS = {
+    *("accelerator_config", "activation_checkpointing_kwargs", "chat_template_kwargs", "columns"),
+    *("dataset_settings", "datasets", "deepspeed", "fsdp_config", "generation_kwargs"),
+    *("gradient_checkpointing_kwargs", "liger_kernel_config", "lr_scheduler_kwargs", "model_init_kwargs"),
+    "transformers_continuous_batching_config",
+}
 
 
 def split(argv: Sequence[str]) -> tuple[str | None, bool, list[str]]:

@@ -3,19 +3,20 @@ Print what the job scripts need from a recipe: `output_dir`, `trainer`, the serv
 
     python recipes/slurm/settings.py RECIPE [--field value …]
 
-One item per line. The server is `trl vllm-serve`, or `vllm serve` with `trainer: async_opo`. It uses the parser of
-`opo-trl train`, so that the job and the run cannot disagree.
+One item per line. The server is `trl vllm-serve`, or `vllm serve` with `trainer: async_opo`. It reads them as
+`opo-trl train` does, so that the job and the run cannot disagree.
 """
 
 import contextlib
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 
 with contextlib.redirect_stdout(sys.stderr):  # libraries may print when they are imported
-    from opo_trl.launch.recipe import make_parser, read_recipe, take_launch_options
+    from opo_trl.launch.recipe import read
 
 
 ASYNC = "async_opo"
@@ -45,12 +46,10 @@ def of_async_server(arguments: Any, port: int) -> Iterator[str]:
 
 def main(recipe_path: str, *command_line: str):
     """Print the settings of a recipe, overridden by fields of the command line."""
-    recipe, trainer = read_recipe(recipe_path, command_line)
-    recipe.pop("env", None)
-    for name, value in take_launch_options(recipe, trainer).items():
+    fields = read(["--config", recipe_path, *command_line])
+    for name, value in fields.launch.items():
         raise ValueError(f"{name}={value!r} is for the job to decide. Remove `{name}` from the recipe.")
-    parser = make_parser(trainer, prog="settings.py")
-    arguments, _ = parser.parse_known_args([*parser.take(recipe), *command_line])
+    arguments, trainer = SimpleNamespace(**fields.values), fields.trainer
     if trainer == ASYNC:
         port = urlsplit(arguments.vllm_server_base_url).port or 8000
         print(arguments.output_dir, trainer, port, *of_async_server(arguments, port), sep="\n")

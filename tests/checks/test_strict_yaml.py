@@ -6,7 +6,7 @@ from typing import get_args, get_origin
 import pytest
 
 from opo_trl.checks import strict_yaml
-from opo_trl.launch.recipe import _fields, parse, read_recipe
+from opo_trl.launch.recipe import _fields, _read_recipe, parse, read
 from opo_trl.launch.words import MAPPINGS
 from opo_trl.methods import by_trainer
 
@@ -67,7 +67,7 @@ def recipe(tmp_path: Path):
 )
 def test_value_is_read_as_written(recipe, text, value):
     field = text.partition(":")[0]
-    assert read_recipe(recipe(text))[0] == {field: value}
+    assert _read_recipe(recipe(text), [])[0] == {field: value}
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_strategy_named_no_stays_a_word(recipe):
 
 
 def test_trainer_on_the_command_line_is_found_in_either_form():
-    assert read_recipe(None, ["--trainer=grpo"])[1] == "grpo"
-    assert read_recipe(None, ["--trainer", "opo", "--trainer=grpo"])[1] == "grpo"
+    assert read(["--trainer=grpo"]).trainer == "grpo"
+    assert read(["--trainer", "opo", "--trainer=grpo"]).trainer == "grpo"
 
 
 def test_mapping_on_the_command_line_is_yaml_too():

@@ -27,7 +27,7 @@ from opo_trl.data import to_prompts
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.evaluate import evaluate
 from opo_trl.launch.async_recipe import AsyncRecipeConfig, AsyncRecipeTrainer, _Loop, _OfText
-from opo_trl.launch.recipe import read_recipe
+from opo_trl.launch.recipe import read
 from opo_trl.methods import METHODS, Method, config_classes, register
 from opo_trl.rewards.scoring import IsolatedReward
 from opo_trl.train import main
@@ -326,11 +326,11 @@ def test_method_that_does_not_fit_leaves_the_others_usable(tmp_path):
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text("trainer: opo\nlearning_rat: 1.0e-3\n")
         with pytest.raises(ValueError, match=r"Did you mean `learning_rate`\?"):
-            read_recipe(recipe)
+            read(["--config", str(recipe)])
         assert len(config_classes()) == len(before)
         recipe.write_text("trainer: broken\nlearning_rate: 1.0e-3\n")
         with pytest.raises(ImportError, match="no_such_module"):
-            read_recipe(recipe)
+            read(["--config", str(recipe)])
     finally:
         METHODS[:] = before
 

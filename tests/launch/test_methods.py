@@ -17,7 +17,7 @@ from opo_trl.checks.files import read_json, read_lines
 from opo_trl.checks.ranges import require
 from opo_trl.fields import OBJECTIVE
 from opo_trl.launch.compare import main as compare
-from opo_trl.launch.recipe import make_parser, parse, read_recipe
+from opo_trl.launch.recipe import make_parser, parse, read
 from opo_trl.launch.resume import check_same_run
 from opo_trl.methods import METHODS, Method, by_trainer, method_of, register
 from opo_trl.train import main
@@ -172,7 +172,7 @@ def test_method_has_its_classes_a_colour_and_a_page(method):
 def test_method_of_a_recipe_is_recognized(path):
     script, args, *_ = parse(["--config", str(path), "--use_cpu", "true", "--bf16", "false"])
     assert method_of({**args.to_dict(), "trainer": script.trainer}).name == path.stem
-    assert script.trainer == read_recipe(path)[1]
+    assert script.trainer == read(["--config", str(path)]).trainer
 
 
 @pytest.mark.parametrize("folder", sorted(EVIDENCE.glob("*/*/seed-1")), ids=lambda folder: folder.parent.name)

@@ -8,7 +8,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from opo_trl import OPOConfig
 from opo_trl.arguments import OPOScriptArguments
-from opo_trl.launch.recipe import find_accelerate_config, make_parser, parse, read_recipe
+from opo_trl.launch.recipe import find_accelerate_config, make_parser, parse, read
 from opo_trl.launch.rewards import load_reward, load_rewards
 
 
@@ -34,7 +34,7 @@ def parse_recipe(path: Path, *overrides: str):
 @pytest.mark.parametrize("path", ALL, ids=name)
 def test_recipe_parses_and_its_values_arrive(path):
     script, args, model, recipe = parse_recipe(path)
-    written, _ = read_recipe(path)
+    written = read(["--config", str(path)]).as_stored
     assert recipe.keys() == written.keys() | {"use_cpu", "bf16"}
     for field in ("alpha", "mu", "epsilon", "epsilon_high", "beta", "num_generations", "learning_rate"):
         assert field not in written or getattr(args, field) == float(written[field])
@@ -82,8 +82,8 @@ def test_recipes_and_scripts_on_the_pages_reuse_their_completions(tmp_path):
 def test_recipe_of_the_quickstart_is_the_shipped_one(tmp_path):
     page = (ROOT.parent / "docs" / "quickstart.md").read_text(encoding="utf-8")
     (tmp_path / "some.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
-    shown, _ = read_recipe(tmp_path / "some.yaml")
-    shipped, _ = read_recipe(ROOT / "own_data.yaml")
+    shown = read(["--config", str(tmp_path / "some.yaml")]).as_stored
+    shipped = read(["--config", str(ROOT / "own_data.yaml")]).as_stored
     assert shown.items() <= shipped.items()
 
 
@@ -110,7 +110,7 @@ def test_two_optimizer_steps_share_a_rollout(path):
 @pytest.mark.parametrize("path", QWEN, ids=name)
 def test_rollout_holds_as_many_prompts_as_the_paper_says(path):
     _, args, *_ = parse_recipe(path)
-    written, _ = read_recipe(path)
+    written = read(["--config", str(path)]).as_stored
     processes = load_config_from_file(find_accelerate_config(written["accelerate_config"], str(path)))
     completions = args.per_device_train_batch_size * args.steps_per_generation * processes.num_processes
     assert completions == (48 if path.parent.name == "experiment2" else 32) * 6
@@ -169,7 +169,8 @@ METHOD_FIELDS = {
 
 @pytest.mark.parametrize("path", ALL, ids=name)
 def test_recipe_sets_all_fields_of_its_objective(path):
-    written, trainer = read_recipe(path)
+    fields = read(["--config", str(path)])
+    written, trainer = fields.as_stored, fields.trainer
     assert OBJECTIVES[trainer] | ({"beta"} if trainer != "async_opo" else set()) <= written.keys()
 
 
@@ -187,7 +188,10 @@ def test_commands_in_comments_name_existing_files():
 
 @pytest.mark.parametrize("folder", EXPERIMENTS, ids=name)
 def test_recipes_of_an_experiment_differ_only_in_the_method(folder):
-    recipes = {method: read_recipe(folder / f"{method}.yaml")[0] for method in ("opo", "grpo", "gspo", "dapo")}
+    recipes = {
+        method: read(["--config", str(folder / f"{method}.yaml")]).as_stored
+        for method in ("opo", "grpo", "gspo", "dapo")
+    }
     assert {path.stem for path in folder.iterdir()} == recipes.keys()
     shared = [{k: v for k, v in recipe.items() if k not in METHOD_FIELDS} for recipe in recipes.values()]
     for method, fields in zip(recipes, shared, strict=True):
@@ -220,17 +224,17 @@ def test_field_of_the_other_trainer_is_named(tmp_path):
     recipe = tmp_path / "mixed.yaml"
     recipe.write_text("trainer: grpo\nalpha: 0.4\n")
     with pytest.raises(ValueError, match=r"alpha=0.4.*belongs to `trainer: opo`"):
-        read_recipe(recipe)
-    assert read_recipe(recipe, ["--trainer", "opo"]) == ({"trainer": "grpo", "alpha": 0.4}, "opo")
+        read(["--config", str(recipe)])
+    assert read(["--config", str(recipe), "--trainer", "opo"]).as_stored == {"trainer": "opo", "alpha": 0.4}
     with pytest.raises(ValueError, match=r"trainer='ppo' does not exist.*opo, grpo"):
-        read_recipe(None, ["--trainer", "ppo"])
+        read(["--trainer", "ppo"])
 
 
 def test_unknown_key_fails_with_the_nearest_known_one(tmp_path):
     recipe = tmp_path / "typo.yaml"
     recipe.write_text("learning_rat: 1.0e-3\n")
     with pytest.raises(ValueError, match=r"learning_rat=0.001.*Did you mean `learning_rate`\?"):
-        read_recipe(recipe)
+        read(["--config", str(recipe)])
 
 
 @pytest.mark.parametrize(
@@ -242,7 +246,7 @@ def test_file_that_is_not_a_recipe_is_named(tmp_path, text, message):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        read_recipe(path)
+        read(["--config", str(path)])
 
 
 def test_command_line_overrides_the_recipe_and_is_part_of_it(tmp_path):

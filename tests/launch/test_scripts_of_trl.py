@@ -203,8 +203,7 @@ def test_mixture_of_datasets(folder: Path):
 def test_options_of_accelerate_in_a_recipe(folder: Path):
     fields = RECIPE | {"num_processes": 1, "num_machines": 1, "mixed_precision": "no", "max_steps": 1}
     path = write(folder, fields)
-    read, trainer = recipe.read_recipe(path)
-    launch = recipe.take_launch_options(read, trainer)
+    launch = recipe.read(["--config", str(path)]).launch
     assert launch == {"num_processes": 1, "num_machines": 1, "mixed_precision": "no"}
     words = recipe.launch_words({"cpu": True, "multi_gpu": False, "num_machines": None, "num_processes": 0})
     assert words == ["--cpu", "--num_processes=0"]

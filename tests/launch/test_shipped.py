@@ -12,7 +12,7 @@ from opo_trl.arguments import OPOScriptArguments
 from opo_trl.config import OPOConfig
 from opo_trl.launch import cli
 from opo_trl.launch.help import _GROUPS, short_help
-from opo_trl.launch.recipe import make_parser, read_recipe
+from opo_trl.launch.recipe import make_parser, read
 from opo_trl.launch.shipped import SHIPPED, copy_out
 
 
@@ -32,7 +32,7 @@ def test_copy_has_what_the_recipe_names(tmp_path, monkeypatch, capsys):
     assert cli.main(["recipes", "recipes/qwen3-1.7b/reuse/four_gpus.yaml"]) == 0
     written = capsys.readouterr().out.split()
     assert written == ["recipes/qwen3-1.7b/reuse/four_gpus.yaml", "recipes/accelerate/zero2.yaml"]
-    recipe, _ = read_recipe(written[0])
+    recipe = read(["--config", written[0]]).as_stored
     assert (Path(written[0]).parent / recipe["accelerate_config"]).is_file()
     # A second copy changes nothing; a change of the user's is kept.
     copy_out("qwen3-1.7b/reuse/four_gpus.yaml", Path("recipes"))
