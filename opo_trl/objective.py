@@ -356,7 +356,7 @@ class Objective:
     which are read when they are used.
     """
 
-    is_regression = False  # whether the loss is smallest where u is the target, so that `opo/target_fit` is logged
+    is_regression = False  # whether the loss has a χ² term, and is smallest where u is the target
 
     def __init__(self, args: Any):
         self.args = args

@@ -103,7 +103,7 @@ class OPOTrainer(PartitionedTrainer):
     def train(self, *args, **kwargs):
         """As [`RolloutTrainer.train`]; warns if every optimizer step is on-policy."""
         config = self.args
-        if config.is_on_policy:
+        if config.is_on_policy and self.objective.is_regression:
             logger.warning(
                 f"Every rollout serves a single optimizer step (steps_per_generation={config.steps_per_generation}, "
                 f"gradient_accumulation_steps={config.gradient_accumulation_steps}), so the log-ratio is always 0 and "

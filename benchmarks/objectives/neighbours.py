@@ -69,6 +69,8 @@ class Decoupled(OPO):
 class WithoutPullBack(OPO):
     """The push alone."""
 
+    is_regression = False
+
     def terms(self, log_ratio, weights, samples):
         work, dissipation = super().terms(log_ratio, weights, samples)
         return work, 0 * dissipation

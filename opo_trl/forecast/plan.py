@@ -25,7 +25,7 @@ def training_plan(trainer: Any) -> str:
         "rollout": _rollout,
         **({"tools": _tools} if trainer.tools or trainer.environment_factories else {}),
         "updates": _updates,
-        "policy": lambda trainer: trainer.args.describe_policy(),
+        "policy": _policy,
         "objective": lambda trainer: (trainer.objective or trainer.args).describe_objective(),
         "memory": _memory,
         **({"devices": _devices} if _leaves_devices_idle(trainer.args) else {}),
@@ -76,6 +76,11 @@ def _tools(trainer: Any) -> str:
         f", of which there are at most {length:,}" if length else ""
     )
     return f"{names}{made_by}; the model may call them{turns or ' in any number of turns'}; {budget}"
+
+
+def _policy(trainer: Any) -> str:
+    text = trainer.args.describe_policy()
+    return text if trainer.objective is None or trainer.objective.is_regression else text.partition(":")[0]
 
 
 def _updates(trainer: Any) -> str:

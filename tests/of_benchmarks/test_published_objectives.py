@@ -44,6 +44,7 @@ def test_gradients_are_those_of_trl(tiny_model, tmp_path, name):
     clipped = [entry.get("clip_ratio/region_mean") for entry in trl.state.log_history if "grad_norm" in entry]
     assert max(share or 0 for share in clipped) > 0 or name in ("CISPO", "SAPO")
     entries = [entry for entry in own.state.log_history if "grad_norm" in entry]
+    assert "χ²" not in own.plan
     assert not any("opo/target_fit" in entry or "opo/escort/ess" in entry for entry in entries)
     assert entries[0]["opo/work"] == pytest.approx(entries[0]["loss"], abs=1e-6) or reduction == "sum"
 
