@@ -1,6 +1,8 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and `--on-device`."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 
@@ -34,10 +36,44 @@ FIRST = (
     "test_wheel",
 )
 
+SHARED = Path(os.environ.get("OPO_TRL_SHARED") or Path(__file__).resolve().parents[2] / "shared")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--on-device",
+        action="store_true",
+        help="train on the GPUs that are here, or else on pretend ones from ../shared",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """With `--on-device`, start anew: pretend devices must be there before torch is imported."""
+    if not config.getoption("on_device") or "OPO_TRL_ON_DEVICE" in os.environ:
+        return
+    devices, place = torch.cuda.device_count(), {}
+    if devices == 0:
+        build = SHARED / "tools" / "fakecuda" / "build.sh"
+        if not build.exists():
+            raise pytest.UsageError("--on-device needs a GPU, or tools/fakecuda in ../shared or OPO_TRL_SHARED.")
+        made = subprocess.run([build], env={**os.environ, "PYTHON": sys.executable}, stdout=subprocess.PIPE, text=True)
+        if made.returncode != 0:
+            raise pytest.UsageError("--on-device: the pretend device could not be built.")
+        paths = [str(Path(__file__).with_name("pretend")), made.stdout.strip(), os.environ.get("PYTHONPATH")]
+        devices, place = 4, {"FAKE_CUDA_DEVICES": "4", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # Transformers would divide every batch between all devices that a process sees.
+    place |= {"OPO_TRL_ON_DEVICE": str(devices), "CUDA_VISIBLE_DEVICES": "0"}
+    command = [sys.executable, "-m", "pytest", *config.invocation_params.args]
+    os.execve(sys.executable, command, os.environ | place)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the files; `start` hands them out in this order."""
     items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+    for item in items:
+        if "OPO_TRL_ON_DEVICE" in os.environ and item.get_closest_marker("device"):
+            item.add_marker(pytest.mark.skip(reason="starts processes with pretend devices by itself"))
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +100,7 @@ def player(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder `shared` next to the checkout, or the folder OPO_TRL_SHARED."""
-    return Path(os.environ.get("OPO_TRL_SHARED") or Path(__file__).resolve().parents[2] / "shared")
+    return SHARED
 
 
 @pytest.fixture(scope="session")

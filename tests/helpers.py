@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import yaml
 from datasets import Dataset
@@ -39,16 +40,38 @@ gc.freeze()
 
 PROMPTS = ["1+1=", "What is 2 + 2?", "7*6", "Name a prime above ten.", "9-4=", "Half of twelve is", "3", "100/4 ="]
 
+# With `pytest --on-device`, the number of GPUs or pretend ones; 0 on the CPU. A process sees the first one, except
+# where several are launched.
+DEVICES = int(os.environ.get("OPO_TRL_ON_DEVICE", "0"))
+USE_CPU = DEVICES == 0
+PRETEND = "FAKE_CUDA_DEVICES" in os.environ
+BACKEND = "gloo" if USE_CPU else None
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+DEVICE_FIELDS = {  # of a recipe
+    "use_cpu": USE_CPU,
+    "accelerate_config": str(RECIPES / "accelerate" / ("cpu.yaml" if USE_CPU else "single_gpu.yaml")),
+}
+
 EXACT = 1e-4  # relative error of a float32 gradient of the tiny model against float64 (4e-7 to 1.1e-5 were measured)
 
 
 # Processes
 
 
-def environment(**more: str) -> dict[str, str]:
-    """Environment of a process that uses this checkout's package and this interpreter's programs."""
+def environment(*folders: Path, **more: str) -> dict[str, str]:
+    """Environment of a process: this checkout's package, modules in `folders`, this interpreter's programs."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "PATH": path, **more}
+    modules = [Path(__file__).resolve().parents[1], *folders, os.environ.get("PYTHONPATH")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(each) for each in modules if each), "PATH": path, **more}
+
+
+def devices_for(processes: int) -> dict[str, str]:
+    """Environment in which each process of a launch has a device, with `pytest --on-device`."""
+    if USE_CPU:
+        return {}
+    if processes > DEVICES:
+        pytest.skip(f"needs {processes} devices")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(processes)))}
 
 
 def free_port() -> int:
@@ -178,11 +201,16 @@ class Step:
 
 
 def snapshot(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    """A copy of the model's state, on the host."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+
+
+def on_host(batch: dict) -> dict:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 class Recording:
-    """Mixin that records a trainer's rollouts (before they are divided) and optimizer steps."""
+    """Mixin that records, on the host, a trainer's rollouts (before they are divided) and optimizer steps."""
 
     def record(self, inject: Callable[[dict, GRPOTrainer], None] | None = None):
         self.inject = inject
@@ -201,17 +229,18 @@ class Recording:
             rollout = super()._finish_rollout(rollout)
         n = len(rollout["advantages"])
         # These columns travel with the samples, and identify them afterwards.
-        rollout["row"] = torch.arange(n) + n * self.accelerator.process_index
-        rollout["rollout"] = torch.full((n,), len(self.rollouts))
+        device = self.accelerator.device
+        rollout["row"] = torch.arange(n, device=device) + n * self.accelerator.process_index
+        rollout["rollout"] = torch.full((n,), len(self.rollouts), device=device)
         if self.inject is not None:
             self.inject(rollout, self)
-        self.rollouts.append(SimpleNamespace(policy=self._policy, **rollout))
+        self.rollouts.append(SimpleNamespace(policy=self._policy, **on_host(rollout)))
         return rollout
 
     def _prepare_inputs(self, generation_batch):
         inputs = super()._prepare_inputs(generation_batch)
         if self.model.training:
-            self._batches.append(inputs)
+            self._batches.append(on_host(inputs))
         return inputs
 
     def training_step(self, *args, **kwargs):
@@ -220,7 +249,9 @@ class Recording:
         return loss
 
     def end_of_step(self):
-        gradient = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        gradient = {
+            name: p.grad.to("cpu", copy=True) for name, p in self.model.named_parameters() if p.grad is not None
+        }
         self.steps.append(Step(snapshot(self.model), self._batches, self._losses, gradient))
         self._batches, self._losses = [], []
 
@@ -256,7 +287,7 @@ def make_trainer(
     **overrides,
 ) -> Recording:
     """
-    A recording trainer on the CPU in float32: 2 groups of 4 per rollout, one optimizer step of 2 micro-batches, SGD.
+    A recording trainer in float32: 2 groups of 4 per rollout, one optimizer step of 2 micro-batches, SGD.
 
     SGD without clipping keeps the size of the gradient, which AdamW's division would hide.
     """
@@ -281,7 +312,7 @@ def make_trainer(
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
-        "use_cpu": True,
+        "use_cpu": USE_CPU,
         "bf16": False,
         "gradient_checkpointing": False,
         "disable_tqdm": True,
@@ -591,16 +622,15 @@ def assert_step_equals(record: Step, reference: SimpleNamespace, tolerance: floa
     assert abs(sum(record.losses) - reference.loss) < 1e-5 * (1 + abs(reference.loss) + size)
 
 
-def on_cpu(folder: Path, sharding: str) -> list[str]:
+def several_processes(folder: Path, sharding: str) -> list[str]:
     """
-    Arguments that adapt a configuration of `recipes/accelerate` to CPU processes.
+    Arguments that adapt a configuration of `recipes/accelerate` to small models and the device of these tests.
 
     With `use_cpu`, DeepSpeed is off, and without a backend accelerate sees a single process. `cpu.yaml` does not work:
     it always starts one process.
     """
-    recipes = Path(__file__).resolve().parents[1] / "recipes"
-    config = yaml.safe_load((recipes / "accelerate" / f"{sharding}.yaml").read_text())
+    config = yaml.safe_load((RECIPES / "accelerate" / f"{sharding}.yaml").read_text())
     path = folder / f"{sharding}.yaml"
     path.write_text(yaml.safe_dump({**config, "mixed_precision": "no"}))
-    device = ["--ddp_backend", "gloo"] if sharding.startswith("zero") else ["--use_cpu", "true"]
+    device = ["--ddp_backend", "gloo"] if USE_CPU and sharding.startswith("zero") else ["--use_cpu", str(USE_CPU)]
     return ["--accelerate_config", str(path), *device]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from helpers import USE_CPU
 
 from benchmarks import broken_on_purpose
 from opo_trl.launch.recipe import parse
@@ -41,7 +42,7 @@ def logs(tiny_model, tmp_path_factory) -> dict[str, dict[str, float]]:
             'load_dataset("trl-lib/DeepMath-103K", split="train")': "small_dataset",
             '"Qwen/Qwen3-0.6B"': repr(tiny_model),
             'output_dir="qwen3",': f"output_dir={str(tmp_path_factory.mktemp('run'))!r}, max_steps=2, logging_steps=1,"
-            "max_completion_length=8, use_cpu=True, bf16=False, report_to='none', save_strategy='no',",
+            f"max_completion_length=8, use_cpu={USE_CPU}, bf16=False, report_to='none', save_strategy='no',",
         }.items():
             assert source.count(ours) == 1
             source = source.replace(ours, theirs)

@@ -14,7 +14,7 @@ import pytest
 import scorers
 import torch
 from datasets import Dataset
-from helpers import even_tokens
+from helpers import USE_CPU, even_tokens
 from invariance.launch import launch, logs
 from trl import GRPOConfig, GRPOTrainer
 
@@ -39,7 +39,7 @@ def make_trainer(
 ) -> OPOTrainer:
     settings = {
         "output_dir": folder,
-        "use_cpu": True,
+        "use_cpu": USE_CPU,
         "bf16": False,
         "report_to": "none",
         "save_strategy": "no",
@@ -128,7 +128,9 @@ def test_greedy_is_greedy(trainer):
         SEEN.clear()
         evaluate(trainer, PROBLEMS, decoding="greedy", seed=seed)
         for problem, completion_ids in zip(PROBLEMS, SEEN, strict=True):
-            ids = trainer.processing_class(problem["prompt"], return_tensors="pt")["input_ids"]
+            ids = trainer.processing_class(problem["prompt"], return_tensors="pt")["input_ids"].to(
+                trainer.model.device
+            )
             assert completion_ids[0] == trainer.model(input_ids=ids).logits[0, -1].argmax().item()
 
 
@@ -269,7 +271,7 @@ class Overriding(OPOTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = [[float(row["solution"]), torch.inf] for row in inputs]
-        return self.accelerator.gather(torch.tensor(rewards))
+        return self.accelerator.gather(torch.tensor(rewards, device=self.accelerator.device))
 
 
 def test_overrides_of_a_subclass_act_in_evaluation(tiny_model, tmp_path):

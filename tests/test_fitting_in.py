@@ -22,7 +22,7 @@ import transformers
 import trl
 from accelerate.commands.config.config_args import load_config_from_file
 from datasets import Dataset
-from helpers import PROMPTS, logged, snapshot, without_times
+from helpers import BACKEND, PROMPTS, USE_CPU, logged, snapshot, without_times
 from invariance.launch import launch, logs
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -57,7 +57,7 @@ def make(model, folder: Path, *, dataset=PLAIN, reward_funcs=length_reward, argu
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
-        "use_cpu": True,
+        "use_cpu": USE_CPU,
         "bf16": False,
         "gradient_checkpointing": False,
         "disable_tqdm": True,
@@ -308,7 +308,7 @@ def train_mixed_images(folder: str, options: dict) -> None:
         dataset=dataset,
         arguments={"processing_class": processor},
         shuffle_dataset=False,
-        ddp_backend="gloo",
+        ddp_backend=BACKEND,
         ddp_timeout=60,
         gradient_accumulation_steps=1,
         max_steps=4,

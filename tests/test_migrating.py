@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import Dataset
+from helpers import USE_CPU
 from tiny import make_tokenizer
 from trl import ModelConfig
 
@@ -86,7 +87,7 @@ def test_numbers_of_verl_are_those_of_a_run(tiny_model, tmp_path):
     args = OPOConfig(
         output_dir=str(tmp_path),
         **converted,
-        **{"max_steps": 8, "logging_steps": 1, "max_completion_length": 4, "use_cpu": True, "bf16": False},
+        **{"max_steps": 8, "logging_steps": 1, "max_completion_length": 4, "use_cpu": USE_CPU, "bf16": False},
         **{"report_to": "none", "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True},
     )
     prompts = Dataset.from_dict({"prompt": [f"{i}+1=" for i in range(16)]})
@@ -120,7 +121,7 @@ def test_parquet_files_and_rewards_of_verl_train_as_they_are(tiny_model, tmp_pat
         **yaml.safe_load(blocks("verl.md", "yaml")[0]),
         **{"model_name_or_path": tiny_model, "output_dir": "run", "max_steps": 1, "max_completion_length": 4},
         **{"num_generations": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
-        **{"use_cpu": True, "bf16": False, "report_to": "none", "gradient_checkpointing": False},
+        **{"use_cpu": USE_CPU, "bf16": False, "report_to": "none", "gradient_checkpointing": False},
     }
     Path("recipe.yaml").write_text(yaml.safe_dump(settings))
     assert main(["--config", "recipe.yaml"]) == 0
@@ -178,7 +179,7 @@ def test_script_instead_of_one_with_unsloth_trains_the_adapter(tiny_model, tmp_p
     source = blocks("unsloth.md", "python")[0]
     changes = {
         '"Qwen/Qwen3-4B"': repr(tiny_model),
-        '"qwen3-opo",': f"{str(tmp_path)!r}, use_cpu=True, bf16=False, report_to='none', save_strategy='no',",
+        '"qwen3-opo",': f"{str(tmp_path)!r}, use_cpu={USE_CPU}, bf16=False, report_to='none', save_strategy='no',",
         "max_completion_length=1024": "max_completion_length=4",
         "max_steps=100": "max_steps=1",
         "accuracy_reward,": "lambda completions, **_: [float(len(c)) for c in completions],",

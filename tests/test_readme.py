@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from helpers import USE_CPU
 
 from opo_trl.data import files
 
@@ -19,7 +20,7 @@ def test_five_lines_train_off_policy_and_log_to_trackio(tiny_model, tmp_path, mo
     pytest.importorskip("trackio")
     section = README.read_text(encoding="utf-8").partition("## Five lines of Python")[2]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
-    small = "use_cpu=True, bf16=False, max_completion_length=6, max_steps=10"
+    small = f"use_cpu={USE_CPU}, bf16=False, max_completion_length=6, max_steps=10"
     for old, new in (
         ('"Qwen/Qwen3-0.6B"', repr(tiny_model)),
         ('"qwen3-opo"', f"{str(tmp_path / 'run')!r}, {small}"),

@@ -50,18 +50,19 @@ def same(one, other) -> bool:
 def test_rewards_changed_or_made_by_a_subclass_are_those_trained_on(tiny_model, tmp_path, parent, rounds):
     wanted = [0.0, 1.0, None, 0.5, 2.0, 2.0, 2.0, 2.0]  # one unscored; a group that dynamic sampling replaces
 
-    def table(n: int) -> torch.Tensor:
-        return torch.tensor([torch.nan if r is None else r for r in wanted])[:n, None]
+    def table(trainer, n: int) -> torch.Tensor:
+        rewards = [torch.nan if r is None else r for r in wanted]
+        return torch.tensor(rewards, device=trainer.accelerator.device)[:n, None]
 
     class Changed(parent):
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list) * 0 + table(
-                len(inputs)
+                self, len(inputs)
             )
 
     class Made(parent):
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-            return table(len(inputs))
+            return table(self, len(inputs))
 
     options = {"max_sampling_rounds": rounds, "max_steps": 2}
     plain = trained(tiny_model, tmp_path / "0", parent, rewards=wanted, **options)
@@ -75,7 +76,7 @@ def test_method_replaced_on_the_object_acts_and_stays(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path, script=Script(REWARDS), max_steps=2)
 
     def equal_rewards(inputs, *others):
-        return torch.ones(len(inputs), 1)
+        return torch.ones(len(inputs), 1, device=trainer.accelerator.device)
 
     trainer._calculate_rewards = equal_rewards
     trainer.train()
@@ -114,7 +115,7 @@ def test_rollout_made_by_a_subclass_is_trained_on(tiny_model, tmp_path):
             rollout = super()._generate_and_score_completions(inputs)
             names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
             own = {name: rollout[name] for name in names}
-            own["advantages"] = own["advantages"].index_fill(0, torch.tensor([1]), torch.nan)
+            own["advantages"] = own["advantages"].index_fill(0, torch.tensor([1], device=self.model.device), torch.nan)
             return own
 
     trainer = trained(tiny_model, tmp_path, Own, steps_per_generation=4, max_steps=2)
@@ -317,9 +318,9 @@ def test_training_step_is_called_once_per_micro_step_and_inputs_once_per_part(ti
     for prompts, _ in [*calls["training_step"], *calls["_prepare_inputs"]]:
         assert [row["prompt"] for row in prompts[::4]] == [row["prompt"] for row in prompts[1::4]]
         assert len(prompts) == 16
-    assert [prepared for _, prepared in calls["_prepare_inputs"]] == [
-        b for step in trainer.steps for b in step.batches
-    ]
+    prepared = [[part["rollout"].tolist(), part["row"].tolist()] for _, part in calls["_prepare_inputs"]]
+    recorded = [part for step in trainer.steps for part in step.batches]
+    assert prepared == [[part["rollout"].tolist(), part["row"].tolist()] for part in recorded]
     losses = [loss.item() for _, loss in calls["training_step"]]
     assert sum(losses[:2]) == pytest.approx(sum(trainer.steps[0].losses), abs=1e-6)
     assert sum(losses[2:]) == pytest.approx(sum(trainer.steps[1].losses), abs=1e-6)

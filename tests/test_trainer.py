@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from helpers import (
     EXACT,
     PROMPTS,
+    USE_CPU,
     Reference,
     Script,
     assert_step_equals,
@@ -104,7 +106,7 @@ def test_gradient_is_the_definition(tiny_model, tmp_path, case):
         assert any(abs(delta) == 0.3 for delta in steps[1].deltas)
     # Negative control: the same record is not explained by the defaults.
     plain = copy.copy(trainer.args)
-    defaults = OPOConfig(str(tmp_path), use_cpu=True, bf16=False, log_ratio_clamp=trainer.args.log_ratio_clamp)
+    defaults = OPOConfig(str(tmp_path), use_cpu=USE_CPU, bf16=False, log_ratio_clamp=trainer.args.log_ratio_clamp)
     for name in options:
         if name not in ("learning_rate", "log_ratio_clamp"):
             setattr(plain, name, getattr(defaults, name))
@@ -145,10 +147,10 @@ def test_adaptive_temperature_follows_confidence_and_success(tiny_model, tmp_pat
     assert found == pytest.approx([reference.drive(k).temperature for k in range(3)], rel=1e-4)
     # Negative controls: rewards without their weights, and an unscored completion that counts as a failure.
     trainer.args.reward_weights = None
-    assert abs(reference.drive(0).temperature - found[0]) > 0.01
+    assert any(abs(reference.drive(k).temperature - found[k]) > 0.01 for k in range(3))
     trainer.args.reward_weights = [0.3, 4.0]
     reference.valid = lambda row: True
-    assert abs(reference.drive(0).temperature - found[0]) > 0.01
+    assert any(abs(reference.drive(k).temperature - found[k]) > 0.01 for k in range(3))
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -204,7 +206,7 @@ def test_loss_of_grpo_is_never_called(tiny_model, tmp_path, monkeypatch):
         trainer_arguments={"eval_dataset": Dataset.from_dict({"prompt": PROMPTS[:2]})},
     )
     assert sum("eval_loss" in entry for entry in trainer.state.log_history) == 2
-    batch = trainer.steps[0].batches[0]
+    batch = send_to_device(trainer.steps[0].batches[0], trainer.accelerator.device)
     assert torch.equal(trainer._compute_loss(trainer.model, batch), trainer.compute_loss(trainer.model, batch))
 
 
@@ -390,11 +392,12 @@ def scripted_groups(model: str, folder: Path) -> dict:
         max_steps=3,
         learning_rate=0.01,
     )
-    rollout, gather = trainer.rollouts[0], trainer.accelerator.gather
+    rollout = trainer.rollouts[0]
     columns = {"target": rollout.opo_target, "valid": rollout.opo_valid, "mu": rollout.opo_mu}
     columns["tokens"] = torch.stack([batch["completion_mask"].sum() for batch in trainer.steps[0].batches]).sum()[None]
     columns["held"] = rollout.completion_mask.sum()[None]
-    parameters = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    policy = snapshot(trainer.accelerator.unwrap_model(trainer.model))
+    parameters = torch.cat([policy[name].flatten() for name in trainer.initial])
     initial = torch.cat([trainer.initial[name].flatten() for name, _ in trainer.model.named_parameters()])
     return {
         "processes": trainer.accelerator.num_processes,
@@ -404,7 +407,10 @@ def scripted_groups(model: str, folder: Path) -> dict:
             {name: value for name, value in without_times(entry).items() if name.startswith("opo/")}
             for entry in logged(trainer)
         ],
-        **{name: gather(column).tolist() for name, column in columns.items()},
+        **{
+            name: trainer.accelerator.gather(column.to(trainer.accelerator.device)).tolist()
+            for name, column in columns.items()
+        },
     }
 
 
@@ -653,7 +659,7 @@ def test_tied_weights_of_a_checkpoint_are_not_reported_as_missing(tiny_model, tm
 
 
 def test_configuration_of_another_trainer_is_rejected(tiny_model, tmp_path):
-    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    args = GRPOConfig(str(tmp_path), use_cpu=USE_CPU, bf16=False)
     with pytest.raises(TypeError, match=r"GRPOConfig.*OPOConfig"):
         OPOTrainer(tiny_model, Script().reward_functions(), args, Dataset.from_dict({"prompt": PROMPTS}))
 
@@ -662,7 +668,7 @@ def test_configuration_of_another_trainer_is_rejected(tiny_model, tmp_path):
 def test_configuration_may_be_left_out(tiny_model, tmp_path, monkeypatch, as_module):
     monkeypatch.chdir(tmp_path)  # the output folder is named after the model, in the working directory
     # TRL's default is bfloat16 on a GPU, which fails on a machine without one.
-    monkeypatch.setattr(OPOTrainer, "config_class", functools.partial(OPOConfig, use_cpu=True, bf16=False))
+    monkeypatch.setattr(OPOTrainer, "config_class", functools.partial(OPOConfig, use_cpu=USE_CPU, bf16=False))
     model = AutoModelForCausalLM.from_pretrained(tiny_model) if as_module else tiny_model
     trainer = OPOTrainer(
         model=model,

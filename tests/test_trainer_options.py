@@ -293,7 +293,7 @@ def test_masked_values_have_no_effect_even_if_not_finite(tiny_model, tmp_path, v
     def inject(fill):
         def poison(rollout, trainer):
             mask, anchor_pass = takes_part(rollout), trainer._anchor_pass
-            rollout["importance_sampling_ratio"] = torch.ones(mask.shape)
+            rollout["importance_sampling_ratio"] = torch.ones(mask.shape, device=mask.device)
             rollout["sampling_per_token_logps"], _ = anchor_pass(rollout)
             for name in ("ref_per_token_logps", *list(rollout)[-2:]):
                 rollout[name] = rollout[name].masked_fill(~mask, fill)

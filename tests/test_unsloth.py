@@ -4,7 +4,6 @@ Unsloth replaces `trl.GRPOTrainer` when it is imported. Before or after our impo
 `scripts/unsloth` stands in for it: the same replacements, without the GPU.
 """
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +20,8 @@ REPLACED = (
 
 def run(script: str) -> subprocess.CompletedProcess:
     """Run a script in a process that finds the stand-in under the name `unsloth`."""
-    paths = environment()
-    paths["PYTHONPATH"] = os.pathsep.join([paths["PYTHONPATH"], str(SCRIPTS)])
     command = [sys.executable, "-c", script]
-    return subprocess.run(command, env=paths, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment(SCRIPTS), capture_output=True, text=True, timeout=300)
 
 
 BEFORE = """

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from datasets import Dataset
-from helpers import drive_and_target, in_float64, snapshot
+from helpers import BACKEND, USE_CPU, drive_and_target, in_float64, snapshot
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
@@ -125,7 +125,7 @@ class Recorder(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        gradient = {name: p.grad.clone() for name, p in model.named_parameters()}
+        gradient = {name: p.grad.to("cpu", copy=True) for name, p in model.named_parameters()}
         self.steps.append(SimpleNamespace(policy=snapshot(model), gradient=gradient))
 
 
@@ -139,7 +139,7 @@ def config(folder: Path, **more) -> AsyncOPOConfig:
         "max_grad_norm": 0.0,
         "max_steps": 1,
         "bf16": False,
-        "use_cpu": True,
+        "use_cpu": USE_CPU,
         "gradient_checkpointing": False,
         "report_to": "none",
         "save_strategy": "no",
@@ -223,7 +223,7 @@ def cut(model: str, folder: Path, batch_size: int, accumulation: int, **more) ->
 
 if __name__ == "__main__":
     model, folder, batch_size, accumulation = sys.argv[1:]
-    trained = cut(model, Path(folder), int(batch_size), int(accumulation), ddp_backend="gloo")
+    trained = cut(model, Path(folder), int(batch_size), int(accumulation), ddp_backend=BACKEND)
     assert trained.accelerator.num_processes == 2
     if trained.accelerator.is_main_process:
         policy = snapshot(trained.accelerator.unwrap_model(trained.model))

@@ -9,7 +9,7 @@ import pytest
 import requests
 import scripted
 import torch
-from helpers import EXACT, distance, environment, norm, relative_error, snapshot
+from helpers import EXACT, devices_for, distance, environment, norm, relative_error, snapshot
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
@@ -103,10 +103,9 @@ def test_each_pass_is_over_the_same_samples_with_the_policy_of_its_step(tiny_mod
 def test_run_does_not_depend_on_processes(tiny_model, tmp_path, uncut):
     script = str(Path(__file__).with_name("scripted.py"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     done = subprocess.run(
         [*command, tiny_model, str(tmp_path), "6", "2"],
-        env=environment() | {"PYTHONPATH": ":".join(paths)},
+        env=environment(Path(__file__).parents[1], **devices_for(2)),
         capture_output=True,
         text=True,
         timeout=300,

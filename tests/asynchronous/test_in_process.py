@@ -155,7 +155,7 @@ def test_synchronization_leaves_the_base_of_an_adapter_as_it_is(tiny_model, tmp_
         assert name not in base or torch.equal(parameter, base[name]), name
     trainer.model.merge_adapter()
     projection = trainer.model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
-    assert torch.equal(sent[0]["model.layers.0.self_attn.q_proj.weight"], projection)
+    assert torch.equal(sent[0]["model.layers.0.self_attn.q_proj.weight"], projection.cpu())
 
 
 def test_token_budget_must_be_given(tiny_model, tmp_path):

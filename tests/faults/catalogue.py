@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from helpers import USE_CPU
 from safetensors.torch import load_file, save_file
 
 from opo_trl.rollout.prompts import RESERVED
@@ -31,7 +32,7 @@ RECIPE = {
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 1,
     "max_steps": 1,
-    "use_cpu": True,
+    "use_cpu": USE_CPU,
     "bf16": False,
     "gradient_checkpointing": False,
     "report_to": "none",

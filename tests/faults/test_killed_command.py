@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import wait_until, without_times
+from helpers import DEVICE_FIELDS, wait_until, without_times
 from invariance.canonical import Form, make_trainer
 from invariance.launch import launch, logs
 from safetensors.torch import load_file
@@ -46,7 +46,7 @@ OPTIONS = {
 
 
 def train(folder: Path, *further: str) -> None:
-    options = [word for name, value in OPTIONS.items() for word in (f"--{name}", str(value))]
+    options = [word for name, value in {**OPTIONS, **DEVICE_FIELDS}.items() for word in (f"--{name}", str(value))]
     status = main(["--config", str(RECIPE), "--output_dir", str(folder), *options, *further])
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     print("threads:", *threads)
@@ -152,7 +152,7 @@ def test_process_group_is_gone_before_the_interpreter_is(tmp_path: Path, signall
             wait_until(lambda: bool(lines_so_far(tmp_path / "run")))
             os.kill(processes[1].pid, signal.SIGTERM)
 
-    fields = {"max_steps": 9999 if signalled else 2, "per_device_train_batch_size": 6, "use_cpu": "true"}
+    fields = {"max_steps": 9999 if signalled else 2, "per_device_train_batch_size": 6, **DEVICE_FIELDS}
     further = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
     where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "meanwhile": stop_one, "limit": SECONDS}
     status = launch(train, tmp_path / "run", *further, **where)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import environment, on_cpu, wait_until
+from helpers import DEVICE_FIELDS, devices_for, environment, several_processes, wait_until
 
 from opo_trl.checks.files import read_lines
 from opo_trl.rollout.checkpoint import last_complete
@@ -29,16 +29,23 @@ class Launched:
     def __init__(self, folder: Path, processes: int, *more: str):
         self.folder, self.log = folder / "run", folder / "log"
         command = [sys.executable, "-m", "opo_trl.launch.cli", "train", "--config", str(RECIPE), *more]
-        for name, value in {**OPTIONS, "max_steps": 1000, "save_steps": 1000, "output_dir": self.folder}.items():
-            command += [f"--{name}", str(value)]
+        fields = {**OPTIONS, "max_steps": 1000, "save_steps": 1000, "output_dir": self.folder}
+        fields["per_device_train_batch_size"] //= processes
         if processes > 1:
-            batch = str(OPTIONS["per_device_train_batch_size"] // processes)
-            command += [*on_cpu(folder, "multi_gpu"), "--num_processes", str(processes), "--main_process_port", "0"]
-            command += ["--per_device_train_batch_size", batch]
+            command += several_processes(folder, "multi_gpu")
+            fields |= {"num_processes": processes, "main_process_port": 0}
+        else:
+            fields |= DEVICE_FIELDS
+        for name, value in fields.items():
+            command += [f"--{name}", str(value)]
         before = len(self.steps())
         with self.log.open("w") as file:
             self.process = subprocess.Popen(
-                command, stdout=file, stderr=file, env=environment(), start_new_session=True
+                command,
+                stdout=file,
+                stderr=file,
+                env=environment(**devices_for(processes)),
+                start_new_session=True,
             )
         try:
             wait_until(lambda: len(self.steps()) > before or self.process.poll() is not None, SECONDS)

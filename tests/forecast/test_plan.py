@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from helpers import PROMPTS
+from helpers import PROMPTS, USE_CPU
 from tiny import make_tokenizer
 from transformers import AutoConfig
 from trl import ModelConfig
@@ -45,7 +45,7 @@ def make(model, tmp_path, **options) -> OPOTrainer:
     args = OPOConfig(
         str(tmp_path),
         **{
-            "use_cpu": True,
+            "use_cpu": USE_CPU,
             "bf16": False,
             "per_device_train_batch_size": 4,
             "num_generations": 2,
@@ -163,7 +163,7 @@ def test_plan_names_where_the_policy_is_off_policy(tiny_model, tmp_path):
     replay = {**REUSE, "num_iterations": 3, "max_staleness": 2}
     assert "step of a rollout: there the χ²" in make(tiny_model, tmp_path, **REUSE).plan
     assert "and in every pass that replays earlier rollouts: there the χ²" in make(tiny_model, tmp_path, **replay).plan
-    baseline = RolloutConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, **replay)
+    baseline = RolloutConfig(str(tmp_path), use_cpu=USE_CPU, bf16=False, num_generations=2, **replay)
     assert "and in every pass that replays" in baseline.describe_policy()
 
 

@@ -1,5 +1,5 @@
 """
-The canonical run: three rollouts of three groups, each used by six optimizer steps, in float32 on the CPU.
+The canonical run: three rollouts of three groups, each used by six optimizer steps, in float32.
 
 Completions differ in length, one is truncated, one group has zero variance, and with two and four processes, groups
 span several. All terms act: temperature, anchor correction, KL, clipped gradients. Every optimizer step has eight
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from helpers import PROMPTS, Script, even_tokens
+from helpers import BACKEND, PROMPTS, USE_CPU, Script, even_tokens
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor
@@ -106,8 +106,8 @@ def make_trainer(form: Form, model: str, folder: Path, trainer_class: type = OPO
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
-        "use_cpu": form.config in (None, "multi_gpu"),
-        "ddp_backend": "gloo" if form.processes > 1 else None,
+        "use_cpu": USE_CPU and form.config in (None, "multi_gpu"),
+        "ddp_backend": BACKEND if form.processes > 1 else None,
         "bf16": False,
         "gradient_checkpointing": False,
         "disable_tqdm": True,

@@ -1,7 +1,8 @@
 """
-Start the processes of a run on the CPU, in the environment that `accelerate launch` would give them.
+Start the processes of a run, in the environment that `accelerate launch` would give them.
 
-Processes are forked from a server that has imported everything once: the imports take longer than the tests' runs.
+On the CPU, processes are forked from a server that has imported everything once: the imports take longer than the
+tests' runs. With `pytest --on-device`, each starts anew, with a device of its own.
 """
 
 import multiprocessing
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from helpers import free_port
+from helpers import USE_CPU, devices_for, free_port
 
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -82,15 +84,19 @@ def launch(
         TimeoutError: they did not end within the limit.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    env = environment(config, processes, folder)
+    if config not in (None, "multi_gpu") and not USE_CPU:
+        pytest.skip("FSDP2 and DeepSpeed on pretend devices: tests/device")
+    env = environment(config, processes, folder) | devices_for(processes)
     prepare()
-    context, port, started = multiprocessing.get_context("forkserver"), free_port(), []
+    context = multiprocessing.get_context("forkserver" if USE_CPU else "spawn")
+    port, started = free_port(), []
     for rank in range(processes):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         own = env | {name: str(value) for name, value in place.items()} if processes > 1 else env
         process = context.Process(target=_run, args=(target, arguments, own, folder / f"process_{rank}.log"))
-        with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        connect = patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process)
+        with connect, patch.dict(os.environ, {} if USE_CPU else own):  # a device is chosen before torch is imported
             process.start()
         started.append(process)
     deadline = time.monotonic() + limit

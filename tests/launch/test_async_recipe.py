@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from helpers import distance, snapshot
+from helpers import USE_CPU, distance, snapshot
 from peft import PeftModel
 from test_train import arguments
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -86,7 +86,7 @@ def test_accuracies_are_those_of_other_trainers(run, tmp_path):
     trainer = OPOTrainer(
         base_model_path(),
         arithmetic_reward,
-        OPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_completion_length=32),
+        OPOConfig(str(tmp_path), use_cpu=USE_CPU, bf16=False, report_to="none", max_completion_length=32),
         to_prompts(Dataset.from_list([*make_problems("train", ["Level 3"])]), style="plain"),
     )
     summary = read_json(run / "summary.json")
@@ -258,7 +258,7 @@ def test_prompts_are_shuffled_by_the_seed(tmp_path):
             seed=seed,
             in_process_staleness=0,
             token_budget=0,
-            use_cpu=True,
+            use_cpu=USE_CPU,
             bf16=False,
             report_to="none",
         )

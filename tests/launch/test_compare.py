@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from helpers import environment, wait_until
+from helpers import DEVICE_FIELDS, environment, wait_until
 
 from opo_trl.checks.files import append_lines, read_json, read_lines, write_json
 from opo_trl.launch.compare import main
@@ -31,7 +31,7 @@ SHORT = {
     "validation_size": 8,
     "validation_steps": 4,
     "report_size": 8,
-    "accelerate_config": str(ROOT / "recipes" / "accelerate" / "cpu.yaml"),
+    **DEVICE_FIELDS,
 }
 
 

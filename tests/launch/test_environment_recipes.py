@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import DEVICE_FIELDS
 
 from opo_trl.checks.files import read_json, read_lines
 from opo_trl.data.guessing import Guessing
@@ -105,12 +106,13 @@ OF_ASYNC = {"in_process_staleness": 0, "token_budget": 0, "num_iterations": 1}
 def changed(folder: Path, without: Sequence[str] = (), **fields) -> str:
     """Path of the game's recipe with other fields."""
     recipe = {name: value for name, value in yaml.safe_load(GAME.read_text()).items() if name not in without}
-    recipe |= {"accelerate_config": str(ROOT / "accelerate" / "cpu.yaml"), "output_dir": str(folder / "run"), **fields}
+    recipe |= {**DEVICE_FIELDS, "output_dir": str(folder / "run"), **fields}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return str(folder / "recipe.yaml")
 
 
 def arguments(recipe: Path, **fields) -> list[str]:
+    fields = {**DEVICE_FIELDS, **fields}
     return ["--config", str(recipe), *(part for name, value in fields.items() for part in (f"--{name}", str(value)))]
 
 
@@ -143,8 +145,8 @@ def test_game_is_trained_from_its_recipe(tmp_path):
     assert reward(read_run(tmp_path / "run")) == [(1, log[0]["reward"])]
 
 
-ON_CPU = {"use_cpu": "true", "bf16": "false", "dtype": "float32", "use_vllm": "false", "use_peft": "true"}
-ON_CPU |= {"accelerate_config": "../../accelerate/cpu.yaml", "gradient_checkpointing": "false"}
+SMALLER = {"bf16": "false", "dtype": "float32", "use_vllm": "false", "use_peft": "true"}
+SMALLER |= {"gradient_checkpointing": "false"}
 FEW = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 1}
 FEW |= {"num_generations": 2, "max_completions": 4, "learning_rate": 1e-3, "validation_size": 1, "report_size": 1}
 
@@ -155,7 +157,7 @@ def test_qwen3_recipe_trains_with_the_real_template(small_qwen3, tmp_path):
     sizes = {**FEW, "max_completion_length": 8, "validation_steps": 4}
     fields = {"model_name_or_path": small_qwen3, "output_dir": tmp_path / "run"}
     rewards = ("--reward_funcs", "test_train.ascii_reward", "--report_levels", "Level 5")
-    assert main([*arguments(QWEN, **ON_CPU, **sizes, **fields), *rewards]) == 0
+    assert main([*arguments(QWEN, **SMALLER, **sizes, **fields), *rewards]) == 0
     log = [line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]
     assert [line["opo/pass"] for line in log] == [1, 2, 3, 4]
     assert all(line["grad_norm"] > 0 for line in log)
@@ -168,7 +170,7 @@ def test_qwen3_recipe_trains_with_the_real_template(small_qwen3, tmp_path):
 def test_game_is_played_through_the_real_template(small_qwen3, tmp_path, monkeypatch):
     """A player who halves what is left always wins: its calls reach the environment, and only they are trained."""
     fields = {"model_name_or_path": small_qwen3, "output_dir": tmp_path / "run"}
-    trainer = prepare(arguments(QWEN, **ON_CPU, **FEW, **fields)).trainer
+    trainer = prepare(arguments(QWEN, **SMALLER, **FEW, **fields)).trainer
     tokenizer, heard = trainer.processing_class, []
 
     def halve(prompt_ids, *_, **__):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from helpers import USE_CPU
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -77,7 +78,7 @@ def test_our_side_is_what_the_trainer_measures(embedded, tmp_path):
     """The same greedy completions as `opo_trl.evaluate`, which generates and scores as in training."""
     problems = Dataset.from_list(make_problems("test")).shuffle(seed=42).select(range(LIMIT))
     prompts = to_prompts(problems, style="plain")
-    options = {"use_cpu": True, "bf16": False, "report_to": "none", "gradient_checkpointing": False}
+    options = {"use_cpu": USE_CPU, "bf16": False, "report_to": "none", "gradient_checkpointing": False}
     sizes = {"max_completion_length": 32, "per_device_eval_batch_size": 100, "num_generations": 2}
     args = RolloutConfig(output_dir=str(tmp_path), model_init_kwargs={"dtype": "bfloat16"}, **options, **sizes)
     trainer = RolloutTrainer(base_model_path(), arithmetic_reward, args, prompts)
@@ -257,7 +258,7 @@ def test_a_run_is_asked_as_it_was_trained(folder, tmp_path, row, fields):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(f"{json.dumps({**row, 'solution': '2'})}\n" for _ in range(2)))
     recipe = {"model_name_or_path": str(folder), "dataset_name": str(data), "output_dir": str(tmp_path / "run")}
-    recipe |= {"max_steps": 1, "use_cpu": True, "bf16": False, "max_completion_length": 4, **fields}
+    recipe |= {"max_steps": 1, "use_cpu": USE_CPU, "bf16": False, "max_completion_length": 4, **fields}
     is_text = fields.get("prompt_style") == "plain" or (isinstance(row.get("prompt"), str) and "columns" not in fields)
     recipe |= {} if is_text else {"chat_template_kwargs": {"brief": True}}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))

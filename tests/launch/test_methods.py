@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import yaml
+from helpers import DEVICE_FIELDS
 from matplotlib.colors import to_rgb
 
 from opo_trl import AsyncOPOTrainer, RolloutConfig, RolloutTrainer, methods
@@ -68,9 +69,8 @@ def registered():
 def write(folder: Path, **changes) -> Path:
     """GRPO's recipe for the embedded task with other fields, for two optimizer steps."""
     short = {"max_steps": 2, "validation_steps": 2, "validation_size": 2, "report_size": 2, "report_samples": 1}
-    short |= {"accelerate_config": str(RECIPES / "accelerate" / "cpu.yaml")}
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump({**yaml.safe_load(GRPO.read_text()), **short, **changes}))
+    path.write_text(yaml.safe_dump({**yaml.safe_load(GRPO.read_text()), **short, **DEVICE_FIELDS, **changes}))
     return path
 
 

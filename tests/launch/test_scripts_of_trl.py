@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import USE_CPU
 from trl.scripts import grpo
 
 from opo_trl import train
@@ -54,7 +55,7 @@ RECIPE = {
     "save_strategy": "no",
     "log_completions": False,
     "report_to": ["none"],
-    "use_cpu": True,
+    "use_cpu": USE_CPU,
     "bf16": False,
     "disable_tqdm": True,
 }

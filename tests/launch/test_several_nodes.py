@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import environment, on_cpu, wait_until
+from helpers import environment, several_processes, wait_until
 from invariance.launch import launch as launch_forked
 from invariance.launch import logs
 from safetensors.torch import load_file
@@ -128,7 +128,7 @@ def test_two_launchers_of_two_processes_are_one_of_four(recipe, tmp_path):
     for machines in (1, 2):
         folder = tmp_path / str(machines)
         folder.mkdir()
-        runs.append(launch(folder, recipe, on_cpu(folder, "zero2"), machines=machines, processes=4))
+        runs.append(launch(folder, recipe, several_processes(folder, "zero2"), machines=machines, processes=4))
     assert_same_run(*runs)
 
 
@@ -245,7 +245,7 @@ def stand_ins(job) -> Job:
 def fields(tmp_path_factory) -> list[str]:
     """Fields of a run with two processes; their quotation marks, spaces and patterns must arrive unchanged."""
     awkward = ["--instruction", 'Don\'t  "guess": $HOME/*', "--output_dir", "runs/a b"]
-    device = on_cpu(tmp_path_factory.mktemp("accelerate"), "multi_gpu")
+    device = several_processes(tmp_path_factory.mktemp("accelerate"), "multi_gpu")
     return [*awkward, *device, "--vllm_server_port", str(free_port())]
 
 

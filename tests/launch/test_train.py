@@ -12,7 +12,7 @@ import pytest
 import yaml
 from accelerate.commands import launch as accelerate_launch
 from datasets import Dataset
-from helpers import environment
+from helpers import DEVICE_FIELDS, USE_CPU, environment
 from invariance.canonical import fsdp_on_cpu
 from invariance.launch import launch, logs
 from safetensors.torch import load_file
@@ -38,7 +38,8 @@ SHORT = {"max_steps": 4, "save_steps": 2, "validation_steps": 2, "validation_siz
 
 
 def arguments(recipe: Path, **overrides) -> list[str]:
-    return ["--config", str(recipe), *(part for key, value in overrides.items() for part in (f"--{key}", str(value)))]
+    fields = {**DEVICE_FIELDS, **overrides}
+    return ["--config", str(recipe), *(part for key, value in fields.items() for part in (f"--{key}", str(value)))]
 
 
 def opo_trl_train(*argv: str) -> subprocess.CompletedProcess:
@@ -244,7 +245,7 @@ def test_run_that_resumes_in_another_folder_keeps_the_accuracies_of_its_base_mod
 @pytest.mark.parametrize("place", ["its own folder", "a new folder"])
 def test_checkpoint_of_another_trainer_can_be_resumed(tmp_path, place):
     folder = tmp_path / "grpo"
-    options = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
+    options = {"use_cpu": USE_CPU, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
     options |= {"max_steps": 1, "save_steps": 1, "logging_steps": 1, "max_completion_length": 4}
     args = GRPOConfig(str(folder), num_generations=2, per_device_train_batch_size=2, **options)
     data = Dataset.from_dict({"prompt": ["1+1=", "2+2="]})
@@ -413,13 +414,11 @@ def ascii_reward(completions, **kwargs):
     return [sum(character.isascii() for character in text) / max(len(text), 1) for text in texts]
 
 
-# On a CPU, and small.
+# What a recipe for a large GPU has otherwise.
 HERE = {
-    "use_cpu": "true",
     "bf16": "false",
     "dtype": "float32",
     "use_vllm": "false",
-    "accelerate_config": "../../accelerate/cpu.yaml",
 }
 SMALL = {
     "max_steps": 4,
@@ -454,7 +453,7 @@ def test_qwen3_recipe_of_gsm8k_trains_on_its_real_rows(small_qwen3, shared_data,
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("".join(line for line in text.splitlines(True) if not line.startswith("dataset_config:")))
     fields = {"model_name_or_path": small_qwen3, "dataset_name": shared_data / "gsm8k"}
-    fields |= {"accelerate_config": ROOT / "recipes" / "accelerate" / "cpu.yaml", "report_size": 1, "max_steps": 3}
+    fields |= {"report_size": 1, "max_steps": 3}
     rewards = ("--reward_funcs", "accuracy_reward", "test_train.ascii_reward")
     assert main([*arguments(recipe, **{**HERE, **SMALL, **fields}, output_dir=tmp_path / "run"), *rewards]) == 0
     plan = (tmp_path / "run" / "plan.txt").read_text()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from helpers import logged, snapshot
+from helpers import USE_CPU, logged, snapshot
 from side_by_side import CLASSES, Run, side_by_side
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RichProgressCallback
@@ -29,7 +29,7 @@ def make(config_class, trainer_class, out: Run, model, *, reward_funcs=length, a
     """Two optimizer steps of two micro-batches, each on a rollout of two groups of four."""
     settings = {
         "output_dir": str(out.folder),
-        "use_cpu": True,
+        "use_cpu": USE_CPU,
         "bf16": False,
         "max_completion_length": 10,
         "max_steps": 2,

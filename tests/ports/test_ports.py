@@ -21,7 +21,7 @@ import torch
 import trl
 import yaml
 from datasets import Dataset
-from helpers import snapshot
+from helpers import USE_CPU, snapshot
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from side_by_side import CLASSES, Run, moved, run, side_by_side
@@ -36,7 +36,7 @@ from trl.scripts import grpo as trl_script
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "porting.md"
 
 SMALL = {
-    "use_cpu": True,
+    "use_cpu": USE_CPU,
     "bf16": False,
     "max_completion_length": 12,
     "max_steps": 2,

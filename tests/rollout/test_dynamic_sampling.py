@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import RecordingBaseline, RecordingOPO, Script, logged, make_trainer
+from helpers import BACKEND, RecordingBaseline, RecordingOPO, Script, logged, make_trainer
 from invariance.launch import launch, logs
 from transformers import TrainerCallback
 
@@ -104,14 +104,15 @@ def test_replaced_samples_are_those_of_the_further_round(tiny_model, tmp_path):
 
 def logps_under(trainer, rollout):
     """Log-probabilities of a rollout's completions under the trainer's policy."""
+    ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)
+    mask = torch.cat([rollout.prompt_mask, rollout.completion_mask], dim=1)
     with torch.no_grad():
         logps, *_ = trainer._get_per_token_logps_and_entropies(
             trainer.model,
-            torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1),
-            torch.cat([rollout.prompt_mask, rollout.completion_mask], dim=1),
+            *(tensor.to(trainer.accelerator.device) for tensor in (ids, mask)),
             rollout.completion_ids.size(1),
         )
-    return logps
+    return logps.cpu()
 
 
 def test_metrics_are_those_of_the_first_round_and_counts_those_of_all(tiny_model, tmp_path):
@@ -214,14 +215,14 @@ def odd_processes(model: str, folder: str) -> None:
         gradient_accumulation_steps=1,
         max_steps=6,
         max_sampling_rounds=9,
-        ddp_backend="gloo",
+        ddp_backend=BACKEND,
     )
     trainer.train()
     seen = []
     for rollout in trainer.rollouts:
         rows = zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)
         prompts = [int(trainer.processing_class.decode(ids[mask.bool()])) for ids, mask in rows]
-        seen += trainer.accelerator.gather(torch.tensor(prompts)).tolist()[::3]
+        seen += trainer.accelerator.gather(torch.tensor(prompts, device=trainer.accelerator.device)).tolist()[::3]
     stream = trainer._prompt_stream
     if trainer.accelerator.is_main_process:
         torch.save({"seen": seen, "position": stream.position, "returned": stream.returned}, Path(folder) / "seen.pt")

@@ -293,7 +293,7 @@ class WithGaps(RecordingOPO):
         for name in ("prompt_mask", "completion_mask"):
             kept = torch.rand(rollout[name].shape, generator=random) < 0.6
             kept[:, -1] |= name == "prompt_mask"
-            rollout[name] = rollout[name] * kept
+            rollout[name] = rollout[name] * kept.to(rollout[name].device)
         return rollout
 
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 from datasets import Dataset, IterableDataset
+from helpers import USE_CPU
 from trl.trainer.utils import RepeatSampler
 
 from opo_trl import AsyncOPOConfig, AsyncOPOTrainer, OPOConfig, OPOTrainer, RolloutTrainer
@@ -71,7 +72,7 @@ def bad(**columns) -> Dataset:
 )
 def test_columns_are_checked_before_a_model_is_loaded(tmp_path, trainer_class, data, said):
     config_class = AsyncOPOConfig if trainer_class is AsyncOPOTrainer else trainer_class.config_class
-    args = config_class(str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to="none")
+    args = config_class(str(tmp_path), max_steps=1, use_cpu=USE_CPU, bf16=False, report_to="none")
     with pytest.raises(ValueError, match=f"train_dataset.*{said}"):
         trainer_class("nowhere", len, args, data)
     if trainer_class is not AsyncOPOTrainer:
@@ -90,6 +91,6 @@ def test_columns_that_can_be_used_pass():
 
 
 def test_images_need_a_model_that_reads_them(tiny_model, tmp_path):
-    args = OPOConfig(str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to="none")
+    args = OPOConfig(str(tmp_path), max_steps=1, use_cpu=USE_CPU, bf16=False, report_to="none")
     with pytest.raises(ValueError, match="a column 'image', but the model reads text only"):
         OPOTrainer(tiny_model, len, args, bad(prompt=TURN, image="x"))
