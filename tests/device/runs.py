@@ -98,13 +98,10 @@ def generates(*, reward: Callable = even_tokens, **more: Any) -> dict[str, Any]:
 
 
 def on_device(*arguments: Any, resume: str | None = None, **options: Any) -> Recording:
-    """[`helpers.make_trainer`] on this process's device, trained and checked; what it has recorded is on the host."""
+    """[`helpers.make_trainer`] on this process's device, trained and checked."""
     trainer = make_trainer(*arguments, use_cpu=False, **options)
     trainer.train(resume_from_checkpoint=resume)
     check(trainer)
-    trainer.initial = to_host(trainer.initial)
-    for record in (*trainer.rollouts, *trainer.steps):
-        vars(record).update(to_host(vars(record)))
     return trainer
 
 
@@ -157,7 +154,7 @@ def assert_same_as_on_the_host(
     for number, (one, other) in enumerate(zip(trainer.steps, host.steps, strict=True)):
         assert_close(one.gradient, other.gradient, tolerance, f"gradient of step {number}")
     moved = distance(host.initial, snapshot(host.model))
-    assert distance(to_host(snapshot(trainer.model)), snapshot(host.model)) <= tolerance * moved
+    assert distance(snapshot(trainer.model), snapshot(host.model)) <= tolerance * moved
     for one, other in zip(logged(trainer), logged(host), strict=True):
         one, other = comparable(trainer, one), comparable(trainer, other)
         close = {name: pytest.approx(other[name], rel=10 * tolerance, abs=tolerance, nan_ok=True) for name in other}
