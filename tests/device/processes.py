@@ -58,7 +58,7 @@ def call(
     """
     where = {"processes": processes, "folder": folder, "server": server(devices, library)}
     statuses = launch(_called, function, arguments, devices, **where)
-    assert statuses == [0] * processes, logs(folder)
+    assert statuses == [0] * processes, f"exit statuses {statuses}\n{logs(folder)}"
 
 
 def _called(function: Callable[..., None], arguments: tuple, devices: int) -> None:
