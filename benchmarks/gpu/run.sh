@@ -26,20 +26,29 @@ fi
 
 limit=${LIMIT_SECONDS:-1680}
 failed=0
-part() {  # $1: a module of benchmarks.gpu; $2: what it writes or resumes
-    local name=$1 output=$2 began=$SECONDS left=$((limit - SECONDS))
+part() {  # $1: its name; the rest: what Python runs
+    local name=$1 began=$SECONDS left=$((limit - SECONDS))
+    shift
     [ "$left" -gt 0 ] || { echo "== $name: no time left, the same command resumes"; return; }
-    # A part ends before the limit by itself, unless something takes far longer than the longest before it.
-    timeout --foreground --kill-after 10 $((left + 20)) \
-        "$python" -m "benchmarks.gpu.$name" --output "$output" --limit_seconds "$left" ${TINY:+--tiny} \
-        2>&1 | tee -a "$out/$name.log"
+    # A benchmark ends before the limit by itself, unless something takes far longer than the longest before it.
+    timeout --foreground --kill-after 10 $((left + 20)) "$python" -m "$@" 2>&1 | tee -a "$out/$name.log"
     local status=${PIPESTATUS[0]}
     echo "== $name: exit status $status after $((SECONDS - began)) s"
     [ "$status" -eq 0 ] || failed=1
 }
+benchmark() {  # $1: a module of benchmarks.gpu; $2: what it writes or resumes
+    part "$1" "benchmarks.gpu.$1" --output "$2" --limit_seconds $((limit - SECONDS)) ${TINY:+--tiny}
+}
+
+# Once, whether trainers on this device do what they do on a CPU.
+if [ ! -e "$out/checks.xml" ] && "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
+    tests=(tests/test_parity.py)
+    [ -n "${TINY:-}" ] || tests+=(tests/test_{trainer,trainer_options,anchors,lora}.py)
+    part checks pytest --on-device -q -p no:cacheprovider --junitxml "$out/checks.xml" "${tests[@]}"
+fi
 
 # The short ones first: what is left of the limit, 30 minutes less 2 to spare, is for the runs of the four methods.
-part memory "$out/memory.json"
-part update_phase "$out/update_phase.json"
-part word_arithmetic "$out/word_arithmetic"
+benchmark memory "$out/memory.json"
+benchmark update_phase "$out/update_phase.json"
+benchmark word_arithmetic "$out/word_arithmetic"
 exit $failed
