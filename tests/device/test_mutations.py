@@ -156,7 +156,7 @@ MUTATIONS = {
 def with_package(folder: Path, test: tuple[str, ...], model: str, place: Path) -> None:
     """Call a test with a package that is imported from a folder."""
     name, function, *parameter = test
-    ours = ("opo_trl", "asynchronous", "counting", "helpers", "runs", ONE, TWO)
+    ours = ("opo_trl", "asynchronous", "counting", "helpers", "compared", ONE, TWO)
     for loaded in [each for each in sys.modules if each.split(".")[0] in ours]:
         del sys.modules[loaded]
     sys.path.insert(0, str(folder))

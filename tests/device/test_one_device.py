@@ -5,21 +5,7 @@ import functools
 import pytest
 import torch
 from asynchronous import scripted
-from counting import SETTINGS, assert_no_more_than_grpo
-from datasets import Dataset
-from helpers import (
-    EXACT,
-    RecordingBaseline,
-    RecordingGRPO,
-    Script,
-    even_tokens,
-    logged,
-    make_trainer,
-    relative_error,
-)
-from peft import LoraConfig
-from PIL import Image
-from runs import (
+from compared import (
     NUMBERS,
     OFF_POLICY,
     PASSES,
@@ -37,6 +23,20 @@ from runs import (
     shortened,
     to_host,
 )
+from counting import SETTINGS, assert_no_more_than_grpo
+from datasets import Dataset
+from helpers import (
+    EXACT,
+    RecordingBaseline,
+    RecordingGRPO,
+    Script,
+    even_tokens,
+    logged,
+    make_trainer,
+    relative_error,
+)
+from peft import LoraConfig
+from PIL import Image
 from tiny_special import vision_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 

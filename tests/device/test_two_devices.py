@@ -6,21 +6,7 @@ import pytest
 import torch
 from accelerate.state import PartialState
 from asynchronous import scripted
-from counting import SETTINGS, assert_no_more_than_grpo
-from datasets import Dataset
-from helpers import (
-    EXACT,
-    RecordingBaseline,
-    RecordingGRPO,
-    RecordingOPO,
-    Script,
-    logged,
-    make_trainer,
-    relative_error,
-)
-from peft import LoraConfig
-from PIL import Image
-from runs import (
+from compared import (
     NUMBERS,
     OFF_POLICY,
     PASSES,
@@ -37,6 +23,20 @@ from runs import (
     shortened,
     to_host,
 )
+from counting import SETTINGS, assert_no_more_than_grpo
+from datasets import Dataset
+from helpers import (
+    EXACT,
+    RecordingBaseline,
+    RecordingGRPO,
+    RecordingOPO,
+    Script,
+    logged,
+    make_trainer,
+    relative_error,
+)
+from peft import LoraConfig
+from PIL import Image
 from tiny_special import vision_model
 from transformers import AutoModelForCausalLM
 
