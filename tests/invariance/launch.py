@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -84,8 +83,6 @@ def launch(
         TimeoutError: they did not end within the limit.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if config not in (None, "multi_gpu") and not USE_CPU:
-        pytest.skip("FSDP2 and DeepSpeed on pretend devices: tests/device")
     env = environment(config, processes, folder) | devices_for(processes)
     prepare()
     context = multiprocessing.get_context("forkserver" if USE_CPU else "spawn")
@@ -123,7 +120,7 @@ def prepare() -> None:
     # Many processes with small models, on the CPU even where there is a GPU.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu" if USE_CPU else "cuda")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(TESTS) not in paths:
