@@ -257,7 +257,7 @@ def train(run: Run) -> None:
             weight_transfer=worker,
         )
     if method.field == "own":
-        getattr(trainer, "objective", trainer).own = run.own
+        getattr(trainer, "policy_objective", trainer).own = run.own
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -87,14 +87,14 @@ class OPOTrainer(PartitionedTrainer):
 
     config_class = OPOConfig
     objective_class: type[Objective] = OPO
-    objective: Objective
+    policy_objective: Objective
     args: OPOConfig
     _saved_numbers = (*RolloutTrainer._saved_numbers, "_drive_metrics", "_low_ess_rollouts")
 
     @takes_what_grpo_takes(OPOConfig)
     def __init__(self, model, reward_funcs=None, args: OPOConfig | None = None, *further, **named):
         super().__init__(model, reward_funcs, args, *further, **named)
-        self.objective = self.objective_class(self.args)
+        self.policy_objective = self.objective_class(self.args)
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
         self._low_ess_rollouts = 0  # in a row
         self._scored: Tensor | None = None  # advantages of the current rollout; NaN for invalid samples
@@ -103,7 +103,7 @@ class OPOTrainer(PartitionedTrainer):
     def train(self, *args, **kwargs):
         """As [`RolloutTrainer.train`]; warns if every optimizer step is on-policy."""
         config = self.args
-        if config.is_on_policy and self.objective.is_regression:
+        if config.is_on_policy and self.policy_objective.is_regression:
             logger.warning(
                 f"Every rollout serves a single optimizer step (steps_per_generation={config.steps_per_generation}, "
                 f"gradient_accumulation_steps={config.gradient_accumulation_steps}), so the log-ratio is always 0 and "
@@ -117,7 +117,7 @@ class OPOTrainer(PartitionedTrainer):
     def _finish_rollout(self, rollout: dict[str, Any]) -> dict[str, Any]:
         # The parent's would gather the advantages once more than `_targets`.
         logps, entropies = self._logps_of_rollout(rollout), None
-        if (self.objective.reads_logps and logps is None) or self.top_entropy_quantile < 1.0:
+        if (self.policy_objective.reads_logps and logps is None) or self.top_entropy_quantile < 1.0:
             logps, entropies = self._anchor_pass(rollout, batch_size=self.args.per_device_train_batch_size)
         self._keep_for_reuse(rollout, logps)
         rollout.update(self._targets(rollout, logps))
@@ -139,9 +139,9 @@ class OPOTrainer(PartitionedTrainer):
             num_generations=self.num_generations if mode == "train" else self.num_generations_eval,
             logps=logp_sum,
             mean_logps=logp_mean,
-            vocab_size=self.model.config.get_text_config().vocab_size if self.objective.reads_logps else 0,
+            vocab_size=self.model.config.get_text_config().vocab_size if self.policy_objective.reads_logps else 0,
         )
-        found = self.objective.targets(groups)
+        found = self.policy_objective.targets(groups)
         target = found.target
         metrics = {name: value.item() for name, value in rollout_metrics(found, groups).items()}
         self._drive_metrics[mode] = metrics
@@ -192,11 +192,11 @@ class OPOTrainer(PartitionedTrainer):
         """Loss of each sample, `[B]`, from the log-probabilities and entropies of its tokens, `[B, T]`."""
         samples = self._samples(inputs, logps)
         mask, steering = samples.mask, inputs.get("opo_steering", samples.mask)
-        loss = self.objective.loss(samples)
+        loss = self.policy_objective.loss(samples)
         kl = torch.zeros_like(samples.target)
         if self.beta != 0.0:
             corrected = self.args.use_bias_correction_kl
-            kl = self.objective.reduce(samples.kl(inputs["ref_per_token_logps"], corrected=corrected), samples)
+            kl = self.policy_objective.reduce(samples.kl(inputs["ref_per_token_logps"], corrected=corrected), samples)
         losses = policy_losses = inputs["opo_scale"] * (loss.work + loss.dissipation + self.beta * kl)
         if self._entropy_bonus_enabled:
             losses = policy_losses - self._entropy_bonus_coef() * token_mean(entropies, steering)
@@ -247,7 +247,7 @@ class OPOTrainer(PartitionedTrainer):
         # A subclass with a loss of its own may give every sample a gradient.
         names = ("compute_loss", "_compute_loss", "_sample_losses")
         own = all(getattr(type(self), name) is getattr(OPOTrainer, name) for name in names)
-        return self.objective.zero_gradient(rows["opo_target"], rows["opo_mu"]) & (idle and own)
+        return self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"]) & (idle and own)
 
     def _entropy_bonus_coef(self) -> float:
         """TRL's coefficient; under adaptive control it acts only while the last step's entropy is low enough."""
@@ -269,7 +269,9 @@ class OPOTrainer(PartitionedTrainer):
         mode = self._mode
         samples = SampleReport.gather(reports, self.accelerator)
         metrics = {f"opo/{name}": value for name, value in self._drive_metrics[mode].items()}
-        metrics |= metrics_of_samples(samples, self.objective, kl=self.beta != 0.0, bonus=self._entropy_bonus_enabled)
+        metrics |= metrics_of_samples(
+            samples, self.policy_objective, kl=self.beta != 0.0, bonus=self._entropy_bonus_enabled
+        )
         if mode == "train" and self._entropy_bonus_enabled:
             if self.use_adaptive_entropy:
                 entropy = samples.bonus_entropy.sum() / samples.bonus_tokens.sum().clamp(min=1)

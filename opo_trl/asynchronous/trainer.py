@@ -99,7 +99,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
     _name = "AsyncOPO"
     _paper = OPOTrainer._paper
     objective_class: type[Objective] = OPO
-    objective: Objective
+    policy_objective: Objective
     args: AsyncOPOConfig
 
     def __init__(self, model: str, reward_funcs=None, args: AsyncOPOConfig | None = None, *further, **named):
@@ -123,7 +123,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         faults.check_sharding(self.accelerator)
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
         self._frozen_base = nullcontext() if self._lora_sync else FrozenBase(self.model)
-        self.objective = self.objective_class(args)
+        self.policy_objective = self.objective_class(args)
         self._reports: list[Tensor] = []  # of the current optimizer step, one per micro-batch
         if self.rollout_queue is not None:  # on the main process
             taken: Any = faults.Samples(self.rollout_queue, args, lambda: self.model_version)
@@ -248,7 +248,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
             share=length / tokens,
             tokens=tokens,
         )
-        loss = self.objective.loss(samples)
+        loss = self.policy_objective.loss(samples)
         losses = samples.share * (loss.work + loss.dissipation)
         report = SampleReport.of(samples, loss, policy_loss=losses, tokens=length)  # TRL logs the entropy
         self._reports.append(torch.cat([torch.stack([*vars(report).values()], dim=1), table[:, 3:].float()], dim=1))
@@ -270,7 +270,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         table = table[~table.isnan().all(dim=1)]
         own = len(MEANS) + 1
         samples, omega, means = SampleReport(*table[:, :-own].T), table[:, -own], table[:, 1 - own :].mean(dim=0)
-        metrics = metrics_of_samples(samples, self.objective, kl=False, bonus=False)
+        metrics = metrics_of_samples(samples, self.policy_objective, kl=False, bonus=False)
         metrics |= {f"opo/{name}": mean for name, mean in zip(MEANS, means.tolist(), strict=True)}
         metrics["opo/escort/min"], metrics["opo/escort/max"] = omega.min().item(), omega.max().item()
         metrics["opo/positivity_margin"] = 1 + samples.target.min().item()

@@ -26,7 +26,7 @@ def training_plan(trainer: Any) -> str:
         **({"tools": _tools} if trainer.tools or trainer.environment_factories else {}),
         "updates": _updates,
         "policy": _policy,
-        "objective": lambda trainer: (trainer.objective or trainer.args).describe_objective(),
+        "objective": lambda trainer: (trainer.policy_objective or trainer.args).describe_objective(),
         "memory": _memory,
         **({"devices": _devices} if _leaves_devices_idle(trainer.args) else {}),
     }
@@ -80,7 +80,9 @@ def _tools(trainer: Any) -> str:
 
 def _policy(trainer: Any) -> str:
     text = trainer.args.describe_policy()
-    return text if trainer.objective is None or trainer.objective.is_regression else text.partition(":")[0]
+    return (
+        text if trainer.policy_objective is None or trainer.policy_objective.is_regression else text.partition(":")[0]
+    )
 
 
 def _updates(trainer: Any) -> str:

@@ -224,9 +224,9 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
             f"optimizer steps over the same completions: {args.num_iterations}; a new version every "
             f"{args.weight_sync_steps}; completions more than {args.max_staleness} versions old are dropped",
             "policy": f"the χ² term acts on completions of older versions, with mu = {args.mu:g}"
-            if self.objective.is_regression
+            if self.policy_objective.is_regression
             else "completions of older versions are off-policy",
-            "objective": self.objective.describe_objective(),
+            "objective": self.policy_objective.describe_objective(),
         }
         return "\n".join([f"{self._name} training plan", *(f"  {name:<10} {text}" for name, text in lines.items())])
 

@@ -93,7 +93,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
     config_class: type[RolloutConfig] = RolloutConfig
     args: RolloutConfig
-    objective: Objective | None = None  # the losses are TRL's
+    policy_objective: Objective | None = None  # the losses are TRL's
     num_generations_eval: int
 
     _saved_numbers: tuple[str, ...] = (

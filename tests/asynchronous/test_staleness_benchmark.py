@@ -80,7 +80,7 @@ def test_gradient_is_that_of_the_formula(tiny_model, tmp_path, name, formula, ow
         def __init__(self, *inputs, **named):
             with in_pytorch(torch.device("cpu")):
                 super().__init__(*inputs, **named)
-            getattr(self, "objective", self).own = own
+            getattr(self, "policy_objective", self).own = own
 
     for sample in samples:
         _, *rest = sample.metrics.pop(OWN)
