@@ -129,5 +129,5 @@ def test_what_has_run_on_pretend_gpus_is_a_case_of_their_tests():
         tests = "\n".join(file.read_text(encoding="utf-8") for file in files)
         names = re.findall("`(.+?)`", cases)
         assert names, what
-        assert "mark.device" in tests, what
+        assert any(pretends in tests for pretends in ("mark.device", "library", "fakecuda")), what
         assert [name for name in names if f'"{name}"' not in tests and f"def {name}(" not in tests] == [], what

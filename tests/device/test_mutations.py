@@ -19,7 +19,7 @@ from processes import call
 import opo_trl
 
 
-pytestmark = [pytest.mark.device, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @dataclass

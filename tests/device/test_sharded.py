@@ -15,7 +15,7 @@ from invariance.launch import CONFIGS
 from processes import HERE, with_devices
 
 
-pytestmark = [pytest.mark.device, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SHARDED = ("zero2", "zero3", "fsdp2")
 

@@ -335,7 +335,6 @@ def assert_complete(results: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.device
 def test_everything_runs_to_its_end_on_a_device_within_limits_and_resumes(shared, tmp_path):
     pretend = shared / "tools" / "fakecuda" / "run.sh"
     if not pretend.exists() or shutil.which("g++") is None:
