@@ -1,5 +1,5 @@
 """
-`opo_trl.forecast.memory` against measurements, and the tables of docs/memory.md.
+`opo_trl.forecast.memory` against measurements, and the tables of docs/performance.md.
 
     python -m benchmarks.memory --measure               measure (CPU, about 10 minutes) and write the tables
     python -m benchmarks.memory --measure ops losses    measure only these again
@@ -31,7 +31,7 @@ from .shapes import QWEN3_1_7B
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "memory.json"
-PAGE = ROOT / "docs" / "memory.md"
+PAGE = ROOT / "docs" / "performance.md"
 
 SMALL = QWEN3_1_7B | {
     "vocab_size": 4096,
@@ -272,7 +272,7 @@ def filled(page: str) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", nargs="*", choices=("ops", "losses", "ranks"), help="measure all, or only these")
-    parser.add_argument("--write", action="store_true", help="write the tables of docs/memory.md")
+    parser.add_argument("--write", action="store_true", help="write the tables of docs/performance.md")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
     if args.measure is not None:

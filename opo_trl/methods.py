@@ -92,9 +92,9 @@ _DAPO = {"trainer": "grpo", "loss_type": "dapo", "mask_truncated_completions": T
 # Colours of Okabe and Ito, which people with colour blindness can tell apart, and for GSPO a darker one.
 METHODS = [
     Method("opo", "OPO", "#d55e00", page="docs/methods/opo.md"),
-    Method("grpo", "GRPO", "#0072b2", *_TRL, "docs/methods/grpo.md", _GRPO),
-    Method("gspo", "GSPO", "#b03a86", *_TRL, "docs/methods/gspo.md", _GSPO),
-    Method("dapo", "DAPO", "#56b4e9", *_TRL, "docs/methods/dapo.md", _DAPO),
+    Method("grpo", "GRPO", "#0072b2", *_TRL, "docs/methods/baselines.md", _GRPO),
+    Method("gspo", "GSPO", "#b03a86", *_TRL, "docs/methods/baselines.md", _GSPO),
+    Method("dapo", "DAPO", "#56b4e9", *_TRL, "docs/methods/baselines.md", _DAPO),
     Method("async_opo", "Asynchronous OPO", "#009e73", *ASYNC, "docs/async.md"),
 ]
 

@@ -8,6 +8,7 @@ from datasets import Dataset
 from helpers import USE_CPU
 
 from benchmarks import broken_on_purpose
+from opo_trl import methods
 from opo_trl.launch.recipe import parse
 
 
@@ -23,12 +24,12 @@ def code(page: str, language: str) -> str:
 
 
 def test_errata_hold():
-    exec(compile(code("errata.md", "python"), "errata.md", "exec"), {})
+    exec(compile(code("paper.md", "python"), "paper.md", "exec"), {})
 
 
 def script(side: str) -> str:
     """The script on one side of the diff."""
-    lines = code("from_grpo.md", "diff").splitlines()
+    lines = code("migrating.md", "diff").splitlines()
     return "\n".join(line[1:] for line in lines if line[:1] in (" ", side, ""))
 
 
@@ -48,7 +49,7 @@ def logs(tiny_model, tmp_path_factory) -> dict[str, dict[str, float]]:
             source = source.replace(ours, theirs)
         prompt = [{"role": "user", "content": "1+1="}]
         names = {"small_dataset": Dataset.from_dict({"prompt": [prompt] * 16})}
-        exec(compile(source, f"from_grpo.md, {side}", "exec"), names)
+        exec(compile(source, f"migrating.md, {side}", "exec"), names)
         assert type(names["trainer"]).__name__ == {"-": "GRPOTrainer", "+": "OPOTrainer"}[side]
         last[side] = names["trainer"].state.log_history[-2]
     return last
@@ -93,7 +94,7 @@ def cell(report: str, method: str, column: str) -> str:
     ("method", "in_regime"), [("opo", "OPO, mu = 0.3"), ("grpo", "GRPO"), ("gspo", "GSPO"), ("dapo", "DAPO")]
 )
 def test_page_of_a_method_has_its_parts_and_its_committed_results(method, in_regime):
-    page = (DOCS / "methods" / f"{method}.md").read_text(encoding="utf-8")
+    page = (ROOT / next(each.page for each in methods.METHODS if each.name == method)).read_text(encoding="utf-8")
     headings = re.findall("^## (.*)", page, re.MULTILINE)
     assert headings == ["Usage", "Logged metrics", "Implementation details", "Results"]
     for name in ("experiment1", "experiment2"):

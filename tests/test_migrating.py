@@ -1,4 +1,4 @@
-"""The pages on migrating: their fields exist, their numbers are those of a run, and their code runs as it stands."""
+"""The page on migrating: its fields exist, its numbers are those of a run, and its code runs as it stands."""
 
 import re
 from dataclasses import fields
@@ -19,8 +19,8 @@ from opo_trl.launch.rewards import load_reward
 from opo_trl.train import main
 
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "migrating"
-PAGES = sorted(FOLDER.glob("*.md"))
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "migrating.md").read_text(encoding="utf-8")
+LIBRARIES = ["verl", "open-r1", "Unsloth"]
 FIELDS = {
     field.name
     for kind in (OPOConfig, RolloutConfig, AsyncOPOConfig, OPOScriptArguments, ModelConfig)
@@ -28,15 +28,18 @@ FIELDS = {
 }
 
 
-def blocks(page: str, language: str) -> list[str]:
-    text = (FOLDER / page).read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+def section(library: str) -> str:
+    return PAGE.split(f"\n## From {library}\n")[1].split("\n## ")[0]
 
 
-def rows(page: Path) -> list[list[str]]:
+def blocks(library: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", section(library), flags=re.DOTALL | re.MULTILINE)
+
+
+def rows(library: str) -> list[list[str]]:
     """Rows of the tables whose second column has our fields."""
     found, ours = [], False
-    for line in page.read_text(encoding="utf-8").splitlines():
+    for line in section(library).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
         if not cells:
             ours = False
@@ -47,9 +50,9 @@ def rows(page: Path) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_field_in_the_tables_exists(page):
-    table = rows(page)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_field_in_the_tables_exists(library):
+    table = rows(library)
     assert len(table) > 12
     for theirs, ours, *_ in table:
         named = re.findall(r"`(\w+)(?::[^`]*)?`", ours)
@@ -57,10 +60,10 @@ def test_every_field_in_the_tables_exists(page):
         assert set(named) <= FIELDS, theirs
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_values_in_the_tables_are_accepted(page, tmp_path):
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_values_in_the_tables_are_accepted(library, tmp_path):
     """Each `field: value` of the middle column, in a recipe of its own."""
-    for _, ours, *_ in rows(page):
+    for _, ours, *_ in rows(library):
         settings = {}
         for text in re.findall(r"`(\w+: [^`…]+)`", ours):
             settings |= {name: value for name, value in yaml.safe_load(text).items() if settings.get(name) is None}
@@ -81,7 +84,7 @@ def test_values_in_the_tables_are_accepted(page, tmp_path):
 def test_numbers_of_verl_are_those_of_a_run(tiny_model, tmp_path):
     """8 prompts × 2 completions, mini-batches of 4 prompts, 2 epochs: 4 optimizer steps for 16 completions."""
     names: dict = {}
-    exec(blocks("verl.md", "python")[0], names)
+    exec(blocks("verl", "python")[0], names)
     converted = names["from_verl"](train_batch_size=8, n=2, ppo_mini_batch_size=4, ppo_epochs=2, gpus=1, micro_batch=2)
     assert converted["gradient_accumulation_steps"] * converted["per_device_train_batch_size"] == 4 * 2
     args = OPOConfig(
@@ -116,9 +119,9 @@ def test_parquet_files_and_rewards_of_verl_train_as_they_are(tiny_model, tmp_pat
     ]
     for split in ("train", "test"):
         Dataset.from_list(data).to_parquet(f"verl_data/{split}.parquet")
-    Path("verl_rewards.py").write_text(blocks("verl.md", "python")[1])
+    Path("verl_rewards.py").write_text(blocks("verl", "python")[1])
     settings = {
-        **yaml.safe_load(blocks("verl.md", "yaml")[0]),
+        **yaml.safe_load(blocks("verl", "yaml")[0]),
         **{"model_name_or_path": tiny_model, "output_dir": "run", "max_steps": 1, "max_completion_length": 4},
         **{"num_generations": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
         **{"use_cpu": USE_CPU, "bf16": False, "report_to": "none", "gradient_checkpointing": False},
@@ -139,7 +142,7 @@ def test_parquet_files_and_rewards_of_verl_train_as_they_are(tiny_model, tmp_pat
 
 def test_recipe_of_open_r1_can_be_read(tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(blocks("open_r1.md", "yaml")[0])
+    recipe.write_text(blocks("open-r1", "yaml")[0])
     fields = read(["--config", str(recipe)])
     settings = fields.values
     assert fields.trainer == "opo"
@@ -153,7 +156,7 @@ def test_recipe_of_open_r1_can_be_read(tmp_path):
 def test_prompts_of_open_r1_are_saved_as_messages(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("openr1_math").mkdir()
-    source = blocks("open_r1.md", "python")[0]
+    source = blocks("open-r1", "python")[0]
     call = 'load_dataset("open-r1/OpenR1-Math-220k", split="train")'
     assert source.count(call) == 1
     problems = Dataset.from_list([{"problem": "1+1?", "solution": r"\boxed{2}", "messages": "not kept"}])
@@ -166,7 +169,7 @@ def test_prompts_of_open_r1_are_saved_as_messages(tmp_path, monkeypatch):
 
 def test_factory_of_a_reward_is_written_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("my_cosine.py").write_text(blocks("open_r1.md", "python")[1])
+    Path("my_cosine.py").write_text(blocks("open-r1", "python")[1])
     reward = load_reward("my_cosine.cosine_reward")
     completions = [[{"role": "assistant", "content": text}] for text in ("2", "2" * 1000, "3")]
     assert reward(completions, solution=["2"] * 3) == pytest.approx([1.0, 0.5, 0.0], abs=1e-3)
@@ -176,7 +179,7 @@ def test_factory_of_a_reward_is_written_out(tmp_path, monkeypatch):
 
 
 def test_script_instead_of_one_with_unsloth_trains_the_adapter(tiny_model, tmp_path):
-    source = blocks("unsloth.md", "python")[0]
+    source = blocks("Unsloth", "python")[0]
     changes = {
         '"Qwen/Qwen3-4B"': repr(tiny_model),
         '"qwen3-opo",': f"{str(tmp_path)!r}, use_cpu={USE_CPU}, bf16=False, report_to='none', save_strategy='no',",

@@ -13,7 +13,7 @@ All regress the log-ratio Δ = log π/π_behaviour of a completion on a target. 
 | REBEL, A\*-PO (2505.20686) | differences of Δ on differences of r/η, over all pairs of a group | [`REBEL`], μ = η |
 | TPO (2604.06159) | cross-entropy of q ∝ p_behaviour·exp(A) and π, both normalized over the group | [`TPO`], μ = 1 |
 | a constant in the mean (2605.28150) | OPO's, plus a constant | [`Lowered`], [`Raised`] |
-| Algorithm 1 of OPO's paper | ω/μ, without the projection (docs/errata.md, 4) | [`Algorithm1`] |
+| Algorithm 1 of OPO's paper | ω/μ, without the projection (docs/paper.md, 4) | [`Algorithm1`] |
 | M2PO (2510.01161) | −π/π_behaviour·A of each token, without those of the largest log-ratios | [`M2PO`] |
 
 `Kimi`, `OAPL` and `REBEL` need `scale_rewards: none`, so that advantages are r − r̄; then at τ = β = η they ask for the

@@ -5,7 +5,7 @@ Run methods over seeds, and write a report that compares them.
     opo-trl compare runs/a runs/b --output runs/comparison
 
 A recipe `R.yaml` runs in `OUTPUT/runs/R/seed-N`, unless that holds a finished run; any other `--field value` is
-passed to every `opo-trl train`. A folder is a finished run, or contains some. What is computed: `docs/comparing.md`.
+passed to every `opo-trl train`. A folder is a finished run, or contains some. What is computed: `docs/report.md`.
 """
 
 import argparse

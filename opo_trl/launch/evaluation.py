@@ -7,7 +7,7 @@ MODEL is the folder of a run, of a model or of a LoRA adapter, an id on the Hub,
 lm-eval generates with its own prompts and scores by its own rules. Our side asks as in training (prompt style,
 instruction, system prompt, arguments of the chat template, completion length and sampling are the run's) and scores
 with our reward.
-Both use the same engine. What the numbers mean, and why they differ: `docs/evaluating.md`.
+Both use the same engine. What the numbers mean, and why they differ: `docs/report.md`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The memory formula against measurements and published figures; the plan's line; the tables of docs/memory.md."""
+"""The memory formula against measurements and published figures; the plan's line; tables of docs/performance.md."""
 
 import json
 from pathlib import Path

@@ -424,7 +424,7 @@ def test_mistakes_are_reported_as_by_trl(tiny_model, tmp_path):
 
 
 def test_what_is_rejected_and_not_by_trl(tiny_model, tmp_path):
-    """As docs/porting.md says."""
+    """As docs/migrating.md says."""
     for fields, said in (
         ({"temperature": 0}, "positive"),
         ({"top_k": -1}, "0 for all tokens"),

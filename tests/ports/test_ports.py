@@ -1,5 +1,5 @@
 """
-The public GRPO scripts of docs/porting.md, reduced to what each relies on: only the class names change.
+The public GRPO scripts of docs/migrating.md, reduced to what each relies on: only the class names change.
 
 A reduced script keeps a script's interface (how it makes prompts, rewards, model and trainer, and what it reads
 afterwards) at a size that a CPU trains in a second. The page's table names its test.
@@ -33,7 +33,7 @@ from trl.rewards import accuracy_reward
 from trl.scripts import grpo as trl_script
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "porting.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
 
 SMALL = {
     "use_cpu": USE_CPU,
