@@ -1,5 +1,5 @@
 """
-`opo_trl.forecast.memory` against measurements, and the tables of docs/performance.md.
+`opo_trl.forecast.memory` against measurements, and the tables of docs/performance.md and benchmarks/results/memory.md.
 
     python -m benchmarks.memory --measure               measure (CPU, about 10 minutes) and write the tables
     python -m benchmarks.memory --measure ops losses    measure only these again
@@ -32,6 +32,7 @@ from .shapes import QWEN3_1_7B
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "memory.json"
 PAGE = ROOT / "docs" / "performance.md"
+MEASURED = ROOT / "benchmarks" / "results" / "memory.md"
 
 SMALL = QWEN3_1_7B | {
     "vocab_size": 4096,
@@ -237,7 +238,7 @@ def rank_cells(result: dict[str, Any]) -> list[str]:
 
 
 def blocks() -> dict[str, str]:
-    """Tables of the page, by name."""
+    """Tables of both pages, by name."""
     results = json.loads(RESULTS.read_text())
     head = ["", "formula", "measured", "ratio"]
     ops = [(name, max(plan_pass(QWEN3_1_7B, **case).values()), results["ops"][name]) for name, case in OPS.items()]
@@ -265,20 +266,21 @@ def blocks() -> dict[str, str]:
 
 
 def filled(page: str) -> str:
-    """The page with updated tables."""
-    return fill(page, blocks())
+    """A page with its tables updated."""
+    return fill(page, {name: text for name, text in blocks().items() if f"<!-- {name} -->" in page})
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", nargs="*", choices=("ops", "losses", "ranks"), help="measure all, or only these")
-    parser.add_argument("--write", action="store_true", help="write the tables of docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the tables of both pages")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
     if args.measure is not None:
         measure(args.measure or ("ops", "losses", "ranks"))
     if args.write or args.measure is not None:
-        PAGE.write_text(filled(PAGE.read_text()))
+        for page in (PAGE, MEASURED):
+            page.write_text(filled(page.read_text()))
     else:
         print("\n\n".join(f"{name}\n{text}" for name, text in blocks().items()))
 

@@ -2,7 +2,7 @@ r"""
 Agreement of `accuracy_reward`, and of TRL's, with published verdicts on whether two answers are equal.
 
     python -m benchmarks.reward_agreement            print the table
-    python -m benchmarks.reward_agreement --write    … and write it to docs/rewards.md
+    python -m benchmarks.reward_agreement --write    … and write it to benchmarks/results/reward_agreement.md
     python -m benchmarks.reward_agreement --list     … and list the verdicts with which opo_trl disagrees
 
 `published_verdicts.jsonl` holds the verdicts: source, gold answer, answer, equal or not. They are the assertions of
@@ -10,7 +10,7 @@ graders' tests (`SOURCES`), each file in full. A verdict of several sources coun
 `left_out` are in the file but not used:
 
 - free text: an answer in a sentence without a box, since finding it there is another task;
-- several boxes, of which the source takes the last and this project all (`docs/rewards.md`);
+- several boxes, of which the source takes the last and this project all (`benchmarks/results/reward_agreement.md`);
 - tolerance, and an option on percentages: a number and its rounded form, or 75 and 0.75, called equal;
 - not an answer, or impossible in a box: empty on both sides, `None`, a bare backslash at the end, an open brace;
 - a complete solution of more than 300 characters as gold answer; another reward of TRL's; and one verdict that its
@@ -43,7 +43,7 @@ from .pages import fill, table
 
 
 VERDICTS = Path(__file__).with_name("published_verdicts.jsonl")
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "rewards.md"
+PAGE = Path(__file__).resolve().parent / "results" / "reward_agreement.md"
 SOURCES = {
     "math-verify": ("huggingface/Math-Verify 0.9.0, `tests/`: its lists of gold, pred, expected", "Apache-2.0"),
     "MARIO_EVAL": ("MARIO-Math-Reasoning/MARIO_EVAL, `math_evaluation/tests/test_is_equiv.py`", "MIT"),
@@ -130,7 +130,7 @@ def agreement(verdicts: list[Verdict], scores: dict[str, list[float | None]]) ->
 def main():
     logging.disable(logging.WARNING)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the table of docs/rewards.md")
+    parser.add_argument("--write", action="store_true", help=f"write the table of {PAGE.name}")
     parser.add_argument("--list", action="store_true", help="list the verdicts with which opo_trl disagrees")
     arguments = parser.parse_args()
     verdicts = published()

@@ -21,7 +21,8 @@ losses are means over the group; automatic differentiation gives:
            u = exp(Delta) − 1:  ∂ℒ/∂z = mu·(2p − 1 − v*(1))·2p(1 − p)
 
 The formulas are for readers and tests. The code differentiates [`opo_loss`] on a target from this package's own
-functions, and the `compute_loss` of TRL's trainers. `docs/evidence.md` says what the toy shows and what it does not.
+functions, and the `compute_loss` of TRL's trainers. `benchmarks/results/saturation.md` says what the toy shows and
+what it does not.
 """
 
 import functools
@@ -280,7 +281,7 @@ METHODS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
 
 def tables() -> dict[str, str]:
     """
-    The tables of `docs/evidence.md`: −∂ℒ/∂z at [`CONFIDENCES`]. Positive values raise p.
+    The tables of `benchmarks/results/saturation.md`: −∂ℒ/∂z at [`CONFIDENCES`]. Positive values raise p.
 
     Returns:
         `dict[str, str]`: Markdown tables, `"fixed anchor"` ([`gradient`]) and `"on-policy"` ([`on_policy_gradient`]).

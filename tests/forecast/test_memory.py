@@ -217,9 +217,10 @@ def test_warning_of_what_does_not_fit_names_the_field_to_change(
 # The page
 
 
-def test_tables_of_the_page_are_those_of_the_formula():
-    page = benchmark.PAGE.read_text()
-    assert benchmark.filled(page) == page, "run `python -m benchmarks.memory --write`"
+def test_tables_of_the_pages_are_those_of_the_formula():
+    pages = [page.read_text() for page in (benchmark.PAGE, benchmark.MEASURED)]
+    assert [benchmark.filled(page) for page in pages] == pages, "run `python -m benchmarks.memory --write`"
+    assert {"".join(pages).count(f"<!-- {name} -->") for name in benchmark.blocks()} == {1}
 
 
 def test_plan_on_the_page_is_the_one_of_the_recipe(monkeypatch):

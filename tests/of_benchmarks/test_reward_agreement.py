@@ -9,7 +9,7 @@ import pytest
 from benchmarks import reward_agreement
 
 
-# Argued in docs/rewards.md: a missing unit or name on the left side is no error.
+# Argued in benchmarks/results/reward_agreement.md: a missing unit or name on the left side is no error.
 ACCEPTED = [
     ("10cm", "10"),
     (r"3.5 \text{gal}", "3.5"),

@@ -12,7 +12,7 @@ from benchmarks.saturation import ALPHA, BETA, METHODS, MU, gradient, on_policy_
 from benchmarks.saturation_figure import draw, main
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence.md"
+PAGE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "saturation.md"
 CLIP_RANGES = {"GRPO": (0.2, 0.2), "DAPO": (0.2, 0.28), "GSPO": (3e-4, 4e-4)}
 TARGET = math.tanh(1 - ALPHA) / MU
 
