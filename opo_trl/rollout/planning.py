@@ -60,8 +60,8 @@ def columns(lengths: np.ndarray, most: np.ndarray, multiple: int | None = None) 
 
 def trim(rows: Mapping[str, Any], lengths: np.ndarray, multiple: int | None = None) -> Rows:
     """
-    Remove the columns that are padding in every sample, of these lengths `[B, 2]`; those that are left are a multiple
-    of `multiple`, as far as there are that many. Samples with images and token types stay as they are.
+    Remove the columns that are padding in every sample, of these lengths `[B, 2]`; what is left is a multiple of
+    `multiple` columns, at most the current width. Samples with images and token types stay as they are.
     """
     if rows.keys() & _WHOLE_WIDTH:
         return dict(rows)

@@ -67,7 +67,8 @@ def test_recipes_and_scripts_on_the_pages_reuse_their_completions(tmp_path):
     recipes, scripts = [], []
     for page in [ROOT.parent / "README.md", *(ROOT.parent / "docs").rglob("*.md")]:
         text = page.read_text(encoding="utf-8")
-        recipes += re.findall(r"^```yaml\n(.*?^model_name_or_path:.*?)^```", text, re.DOTALL | re.MULTILINE)
+        blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        recipes += [block for block in blocks if re.search(r"^model_name_or_path:", block, re.MULTILINE)]
         scripts += re.findall(r"\bOPOConfig\((.*?)\)\n", text, re.DOTALL)
     assert len(recipes) >= 2
     for number, recipe in enumerate(recipes):
