@@ -39,6 +39,25 @@ FIRST = (
 SHARED = Path(os.environ.get("OPO_TRL_SHARED") or Path(__file__).resolve().parents[2] / "shared")
 
 
+def pretend_device() -> Path:
+    """
+    The folder that makes torch see pretend devices, if it is on PYTHONPATH; it is built if need be.
+
+    Raises:
+        `LookupError`: says what is missing here.
+        `RuntimeError`: the compiler failed.
+    """
+    build = SHARED / "tools" / "fakecuda" / "build.sh"
+    if not build.exists():
+        raise LookupError("no tools/fakecuda in ../shared or OPO_TRL_SHARED")
+    made = subprocess.run([build], env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True)
+    if "the compiler failed" in made.stderr:
+        raise RuntimeError(made.stderr)
+    if made.returncode != 0:
+        raise LookupError(made.stderr.strip())
+    return Path(made.stdout.strip())
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--on-device",
@@ -52,18 +71,18 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """With `--on-device`, start anew: pretend devices must be there before torch is imported."""
     if not config.getoption("on_device") or "OPO_TRL_ON_DEVICE" in os.environ:
         return
-    devices, place = torch.cuda.device_count(), {}
-    if devices == 0:
-        build = SHARED / "tools" / "fakecuda" / "build.sh"
-        if not build.exists():
-            raise pytest.UsageError("--on-device needs a GPU, or tools/fakecuda in ../shared or OPO_TRL_SHARED.")
-        made = subprocess.run([build], env={**os.environ, "PYTHON": sys.executable}, stdout=subprocess.PIPE, text=True)
-        if made.returncode != 0:
-            raise pytest.UsageError("--on-device: the pretend device could not be built.")
-        paths = [str(Path(__file__).with_name("pretend")), made.stdout.strip(), os.environ.get("PYTHONPATH")]
-        devices, place = 4, {"FAKE_CUDA_DEVICES": "4", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    place = {}
+    if torch.cuda.device_count():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    else:
+        try:
+            built = pretend_device()
+        except LookupError as lacks:
+            raise pytest.UsageError(f"--on-device needs a GPU, or a pretend one: {lacks}") from None
+        paths = [str(Path(__file__).with_name("pretend")), str(built), os.environ.get("PYTHONPATH")]
+        visible, place = "0,1,2,3", {"FAKE_CUDA_DEVICES": "4", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     # Transformers would divide every batch between all devices that a process sees.
-    place |= {"OPO_TRL_ON_DEVICE": str(devices), "CUDA_VISIBLE_DEVICES": "0"}
+    place |= {"OPO_TRL_ON_DEVICE": visible, "CUDA_VISIBLE_DEVICES": visible.split(",")[0]}
     command = [sys.executable, "-m", "pytest", *config.invocation_params.args]
     os.execve(sys.executable, command, os.environ | place)
 
@@ -95,6 +114,15 @@ def player(tmp_path_factory: pytest.TempPathFactory) -> str:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED_MODELS["guessing"]).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def library() -> Path:
+    """The folder that makes torch see pretend devices, if it is on PYTHONPATH."""
+    try:
+        return pretend_device()
+    except LookupError as lacks:
+        pytest.skip(str(lacks))
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,15 @@ import itertools
 import math
 import os
 import random
+import signal
 import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,10 +44,10 @@ gc.freeze()
 
 PROMPTS = ["1+1=", "What is 2 + 2?", "7*6", "Name a prime above ten.", "9-4=", "Half of twelve is", "3", "100/4 ="]
 
-# With `pytest --on-device`, the number of GPUs or pretend ones; 0 on the CPU. A process sees the first one, except
+# With `pytest --on-device`, the names of the GPUs or pretend ones; none on the CPU. A process sees the first, except
 # where several are launched.
-DEVICES = int(os.environ.get("OPO_TRL_ON_DEVICE", "0"))
-USE_CPU = DEVICES == 0
+DEVICES = [name for name in os.environ.get("OPO_TRL_ON_DEVICE", "").split(",") if name]
+USE_CPU = not DEVICES
 PRETEND = "FAKE_CUDA_DEVICES" in os.environ
 BACKEND = "gloo" if USE_CPU else None
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -65,13 +69,26 @@ def environment(*folders: Path, **more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(str(each) for each in modules if each), "PATH": path, **more}
 
 
+def run_to_its_end(command: Sequence[str | Path], env: dict[str, str], *, limit: float) -> tuple[int, str]:
+    """Exit status of a command, and what it has printed. Whatever it has started ends with it, at the latest then."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(limit)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        status = process.wait()
+        log.seek(0)
+        return status, log.read()
+
+
 def devices_for(processes: int) -> dict[str, str]:
     """Environment in which each process of a launch has a device, with `pytest --on-device`."""
     if USE_CPU:
         return {}
-    if processes > DEVICES:
+    if processes > len(DEVICES):
         pytest.skip(f"needs {processes} devices")
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(processes)))}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(DEVICES[:processes])}
 
 
 def free_port() -> int:

@@ -29,22 +29,34 @@ failed=0
 part() {  # $1: its name; the rest: what Python runs
     local name=$1 began=$SECONDS left=$((limit - SECONDS))
     shift
-    [ "$left" -gt 0 ] || { echo "== $name: no time left, the same command resumes"; return; }
+    [ "$left" -gt 0 ] || { echo "== $name: no time left, the same command resumes"; return 75; }
     # A benchmark ends before the limit by itself, unless something takes far longer than the longest before it.
     timeout --foreground --kill-after 10 $((left + 20)) "$python" -m "$@" 2>&1 | tee -a "$out/$name.log"
     local status=${PIPESTATUS[0]}
     echo "== $name: exit status $status after $((SECONDS - began)) s"
     [ "$status" -eq 0 ] || failed=1
+    return "$status"
 }
 benchmark() {  # $1: a module of benchmarks.gpu; $2: what it writes or resumes
     part "$1" "benchmarks.gpu.$1" --output "$2" --limit_seconds $((limit - SECONDS)) ${TINY:+--tiny}
 }
 
-# Once, whether trainers on this device do what they do on a CPU.
-if [ ! -e "$out/checks.xml" ] && "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
-    tests=(tests/test_parity.py)
+# Once, for five minutes at most, whether trainers on this device do what they do on a CPU.
+checks() {
+    local limit=$((SECONDS + 300 < limit ? SECONDS + 300 : limit)) tests=(tests/test_parity.py)
     [ -n "${TINY:-}" ] || tests+=(tests/test_{trainer,trainer_options,anchors,lora}.py)
-    part checks pytest --on-device -q -p no:cacheprovider --junitxml "$out/checks.xml" "${tests[@]}"
+    part checks pytest --on-device -q -p no:cacheprovider -o faulthandler_timeout=120 "${tests[@]}"
+    local status=$?
+    [ "$status" -eq 75 ] || echo "$status" > "$out/checks.status"
+}
+if ! "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
+    echo "== checks: no GPU"
+elif ! "$python" -c 'import peft, pytest'; then
+    echo "== checks: left out, they need PEFT and pytest"
+elif [ ! -e "$out/checks.status" ]; then
+    checks
+else
+    [ "$(cat "$out/checks.status")" -eq 0 ] || { echo "== checks: failed before, see checks.log"; failed=1; }
 fi
 
 # The short ones first: what is left of the limit, 30 minutes less 2 to spare, is for the runs of the four methods.

@@ -2,13 +2,12 @@
 
 import functools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import environment
+from helpers import environment, run_to_its_end
 from invariance.canonical import weights
 from invariance.classes import REPLAYED, TOLERANCE, Trained, compare, train
 from invariance.launch import CONFIGS
@@ -29,14 +28,10 @@ def trained(library, tiny_model, tmp_path_factory):
         folder = tmp_path_factory.mktemp(config)
         launch = ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
         launch += ["--num_processes", "2", "--main_process_port", "0"]
-        done = subprocess.run(
-            [sys.executable, *launch, HERE / "sharded.py", config, tiny_model, folder],
-            env=environment(DS_ACCELERATOR="cuda", **with_devices(2, library)),
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
+        command = [sys.executable, *launch, HERE / "sharded.py", config, tiny_model, folder]
+        env = environment(DS_ACCELERATOR="cuda", **with_devices(2, library))
+        status, printed = run_to_its_end(command, env, limit=600)
+        assert status == 0, printed[-6000:]
         return folder, [json.loads((folder / f"found_{rank}.json").read_text()) for rank in range(2)]
 
     return of

@@ -6,9 +6,7 @@ import itertools
 import json
 import random
 import re
-import shutil
 import signal
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import environment
+from helpers import environment, run_to_its_end
 
 from benchmarks.gpu import base, word_arithmetic
 from benchmarks.gpu.words import (
@@ -335,21 +333,13 @@ def assert_complete(results: dict) -> None:
 
 
 @pytest.mark.slow
-def test_everything_runs_to_its_end_on_a_device_within_limits_and_resumes(shared, tmp_path):
-    pretend = shared / "tools" / "fakecuda" / "run.sh"
-    if not pretend.exists() or shutil.which("g++") is None:
-        pytest.skip("needs tools/fakecuda in ../shared or OPO_TRL_SHARED, and g++")
-
+def test_everything_runs_to_its_end_on_a_device_within_limits_and_resumes(library, shared, tmp_path):
     def run(limit: int) -> str:
-        done = subprocess.run(
-            [pretend, ROOT / "benchmarks" / "gpu" / "run.sh", tmp_path],
-            env=environment(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="0", TINY="1", LIMIT_SECONDS=str(limit)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout[-6000:]
-        return done.stdout
+        env = environment(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="0", TINY="1", LIMIT_SECONDS=str(limit))
+        command = [shared / "tools" / "fakecuda" / "run.sh", ROOT / "benchmarks" / "gpu" / "run.sh", tmp_path]
+        status, printed = run_to_its_end(command, env, limit=900)
+        assert status == 0, printed[-6000:]
+        return printed
 
     assert run(0).count("no time left, the same command resumes") == len(PARTS) + 1  # and the checks
     assert "10 passed" in run(3000)
