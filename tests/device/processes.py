@@ -38,7 +38,7 @@ def with_devices(devices: int, library: Path) -> dict[str, str]:
         "FAKE_CUDA": "1",
         "FAKE_CUDA_DEVICES": str(devices),
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices))),  # other tests hide all devices
-        "PYTHONPATH": os.pathsep.join(map(str, [library, *PATHS])),
+        "PYTHONPATH": os.pathsep.join(map(str, [HERE.parent / "pretend", library, *PATHS])),
     }
 
 

@@ -11,18 +11,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch
+from helpers import without_times
+from invariance.canonical import Form, describe, make_trainer
+from invariance.classes import REPLAYED
 
-sys.modules["bitsandbytes"] = None  # what it needs of CUDA, a pretend device does not have
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from helpers import without_times  # noqa: E402
-from invariance.canonical import Form, describe, make_trainer  # noqa: E402
-from invariance.classes import REPLAYED  # noqa: E402
-from pretend import cuda_for_sharding  # noqa: E402, F401
-
-from opo_trl import OPOTrainer  # noqa: E402
-from opo_trl.rollout.frozen_base import local_part  # noqa: E402
+from opo_trl import OPOTrainer
+from opo_trl.rollout.frozen_base import local_part
 
 
 CONFIG, MODEL, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])

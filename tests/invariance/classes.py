@@ -13,7 +13,7 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from helpers import distance
+from helpers import USE_CPU, distance
 from torch import Tensor
 
 from .canonical import STEPS, Form, run, weights
@@ -296,7 +296,8 @@ def compare(one: Trained, reference: Trained) -> Difference:
 
 
 def _check_form(form: Form, result: dict):
-    distributed = {None: "NO", "multi_gpu": "MULTI_CPU", "fsdp2": "FSDP"}.get(form.config, "DEEPSPEED")
+    several = "MULTI_CPU" if USE_CPU else "MULTI_GPU"
+    distributed = {None: "NO", "multi_gpu": several, "fsdp2": "FSDP"}.get(form.config, "DEEPSPEED")
     stage = int(form.config[-1]) if distributed == "DEEPSPEED" else None
     wanted = {
         "processes": form.processes,

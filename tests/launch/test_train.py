@@ -404,7 +404,8 @@ def test_launcher_says_nothing_of_accelerates_defaults(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", *arguments(ARITHMETIC, output_dir=tmp_path / "run")]) == 0
     (options,) = launched
-    assert (options.num_machines, options.mixed_precision, options.dynamo_backend) == (1, "no", "no")
+    precision = "no" if USE_CPU else "bf16"
+    assert (options.num_machines, options.mixed_precision, options.dynamo_backend) == (1, precision, "no")
     assert "defaults used" not in "".join(capfd.readouterr())
 
 
