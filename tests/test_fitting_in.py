@@ -324,7 +324,7 @@ def train_mixed_images(folder: str, options: dict) -> None:
     trainer._parts = parts
     trainer.train()
     rank = trainer.accelerator.process_index
-    parameters = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    parameters = torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).cpu()
     torch.save({"images": entries, "parameters": parameters}, Path(folder) / f"{rank}.pt")
 
 
