@@ -112,6 +112,7 @@ def count(trainer_class: type[GRPOTrainer], model: str, folder: Path, **options)
         for owner, name, kind in calls:
             patch.setattr(owner, name, counting.counted(getattr(owner, name), kind))
         trainer.train()
+    assert bool(counting.found["gathers"]) == torch.distributed.is_initialized()
     return {name: n / COUNTED for name, n in counting.found.items()}
 
 

@@ -5,18 +5,23 @@ import functools
 import pytest
 import torch
 from accelerate.state import PartialState
+from accelerate.utils import gather_object
 from asynchronous import scripted
 from compared import (
     NUMBERS,
     OFF_POLICY,
     PASSES,
+    ROUNDED,
     HalfDead,
     WithHostEntry,
+    alone,
     assert_complete,
     assert_follows_the_definition,
     assert_resumes_bitwise,
     assert_same_as_on_the_host,
+    assert_same_gradients_on_the_host,
     check,
+    converses,
     generates,
     on_device,
     same_bits,
@@ -53,7 +58,7 @@ RUNS = {
     "GRPO": {"trainer_class": RecordingGRPO, "num_iterations": 2, "beta": 0.1, "max_steps": 4, "learning_rate": 0.02},
     "DAPO": {"trainer_class": RecordingBaseline, "loss_type": "dapo", "epsilon_high": 0.28, **PASSES},
     "replay": PASSES,
-    "bfloat16": {**PASSES, "bf16": True, "learning_rate": 0.02, "tolerance": 0.1},
+    "bfloat16": {**PASSES, "bf16": True, "learning_rate": 0.02, **ROUNDED},
     "dynamic sampling": {**PASSES, **DIVIDED, "script": HalfDead, "max_sampling_rounds": 4},
     "reference that follows": {**OFF_POLICY, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
     "temperature": {
@@ -73,6 +78,7 @@ RUNS = {
         "script": functools.partial(Script, [(0.4, 1)] * 4 + [(1.0, 2)] * 12 + [(None, None)] * 16, functions=2),
         "scale_rewards": "batch",
     },
+    "unscored": {**PASSES, "script": functools.partial(Script, [None]), "nothing_moves": True},
 }
 
 
@@ -87,15 +93,29 @@ def test_generated_run_follows_the_definition(tiny_model, tmp_path, options):
     assert_follows_the_definition(trainer)
 
 
+def test_conversations_follow_the_definition(player, tmp_path):
+    options = {"max_completion_length": 60, "per_device_train_batch_size": 2, **OFF_POLICY, "max_steps": 2}
+    trainer = on_device(player, tmp_path, **converses("environment"), **options)
+    assert_follows_the_definition(trainer)
+    assert any((rollout.tool_mask < rollout.completion_mask).any() for rollout in trainer.rollouts)
+
+
 def test_images_on_one_process_and_none_on_the_other(tmp_path):
     with_image, image = [True, True, False, False], Image.new("RGB", (28, 56), "red")
     ask = [{"role": "user", "content": "Which colour?"}]
     data = Dataset.from_list([{"prompt": ask, "images": [image] if has else []} for has in with_image])
-    model, processor = vision_model()
+    (model, processor), (other, _) = vision_model(), vision_model()
     arguments = generates(train_dataset=data, processing_class=processor)
     trainer = on_device(model, tmp_path, shuffle_dataset=False, max_steps=2, num_iterations=2, **arguments)
     has_images = trainer.accelerator.process_index == 0
     assert [("pixel_values" in batch) for step in trainer.steps for batch in step.batches] == [has_images] * 4
+    for step in trainer.steps:
+        step.batches = gather_object(step.batches)
+    if alone():
+        host = make_trainer(
+            other, tmp_path, gradient_accumulation_steps=4, num_iterations=2, use_cpu=True, **arguments
+        )
+        assert_same_gradients_on_the_host(trainer, host)
 
 
 RESUMED = {
@@ -181,11 +201,13 @@ def test_an_optimizer_step_waits_and_gathers_no_more_often_than_grpo(tiny_model,
     assert_no_more_than_grpo(tiny_model, tmp_path, setting)
 
 
-def test_recipe_is_trained_evaluated_and_reported(tmp_path):
+def test_recipe_is_trained_evaluated_reported_and_resumed(tmp_path):
     """As `accelerate launch` starts it."""
-    assert main(shortened(tmp_path / "run", "opo")) == 0
+    given = shortened(tmp_path / "run", "opo")
+    assert main(given) == 0
+    assert main([*given, "--max_steps", "5", "--resume_from_checkpoint", "last"]) == 0
     if PartialState().is_main_process:  # which goes on with the report when the other one is done
-        assert_complete(tmp_path / "run", steps=4, devices=2)
+        assert_complete(tmp_path / "run", steps=5, devices=2)
 
 
 @pytest.mark.device(processes=1, devices=2)
