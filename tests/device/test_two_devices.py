@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from accelerate.state import PartialState
 from accelerate.utils import gather_object
 from asynchronous import scripted
 from compared import (
@@ -42,6 +41,7 @@ from helpers import (
 )
 from peft import LoraConfig
 from PIL import Image
+from processes import call
 from tiny_special import vision_model
 from transformers import AutoModelForCausalLM
 
@@ -75,7 +75,7 @@ RUNS = {
     "not planned": {**OFF_POLICY, "plan_micro_batches": False, "gradient_checkpointing": True},
     "scored on one process": {
         **OFF_POLICY,
-        "script": functools.partial(Script, [(0.4, 1)] * 4 + [(1.0, 2)] * 12 + [(None, None)] * 16, functions=2),
+        "script": functools.partial(Script, [(0.4, 1), (1.0, 2)] * 8 + [(None, None)] * 16, functions=2),
         "scale_rewards": "batch",
     },
     "unscored": {**PASSES, "script": functools.partial(Script, [None]), "nothing_moves": True},
@@ -201,13 +201,16 @@ def test_an_optimizer_step_waits_and_gathers_no_more_often_than_grpo(tiny_model,
     assert_no_more_than_grpo(tiny_model, tmp_path, setting)
 
 
-def test_recipe_is_trained_evaluated_reported_and_resumed(tmp_path):
-    """As `accelerate launch` starts it."""
+def succeed(arguments: list[str]) -> None:
+    assert main(arguments) == 0
+
+
+@pytest.mark.device  # which starts its processes itself, as `accelerate launch` does for each command
+def test_recipe_is_trained_evaluated_reported_and_resumed(tmp_path, library):
     given = shortened(tmp_path / "run", "opo")
-    assert main(given) == 0
-    assert main([*given, "--max_steps", "5", "--resume_from_checkpoint", "last"]) == 0
-    if PartialState().is_main_process:  # which goes on with the report when the other one is done
-        assert_complete(tmp_path / "run", steps=5, devices=2)
+    for more in ([], ["--max_steps", "5", "--resume_from_checkpoint", "last"]):
+        call(succeed, [*given, *more], processes=2, devices=2, library=library, folder=tmp_path)
+    assert_complete(tmp_path / "run", steps=5, devices=2)
 
 
 @pytest.mark.device(processes=1, devices=2)
