@@ -201,12 +201,14 @@ class M2PO(Objective):
     """
     M2PO: the policy gradient of tokens weighted by π/π_behaviour, without the tokens whose log-ratios are largest.
 
-    As many are left out as it takes for the mean square of the others to be at most 0.04. A micro-batch must hold an
-    optimizer step.
+    As many are left out as it takes for the mean square of the others to be at most `threshold`. A micro-batch must
+    hold an optimizer step.
     """
 
+    threshold = M2_THRESHOLD
+
     def terms(self, log_ratio, weights, samples):
-        kept = small_second_moment(samples.log_ratios.detach(), samples.mask)
+        kept = small_second_moment(samples.log_ratios.detach(), samples.mask, self.threshold)
         tokens = torch.where(kept, -samples.log_ratios.exp() * samples.spread(samples.target), 0.0)
         return weights * self.reduce(samples.sum(tokens), samples), torch.zeros_like(weights)
 

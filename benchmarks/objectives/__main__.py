@@ -1,0 +1,92 @@
+"""
+What makes OPO work: pushes, weights and pull-backs, and published objectives, tuned alike (plan.md).
+
+    python -m benchmarks.objectives run --jobs 2                 # what is missing of results/objectives.jsonl
+    python -m benchmarks.objectives report                       # → results/objectives.md and .png
+    python -m benchmarks.objectives add my_module.MyObjective    # tunes and runs a further one: its row
+
+Every finished run is a line of `results/objectives.jsonl`, which is committed: `run` goes on from there, on any
+machine. `add` takes an objective with the loss of tokens or completions, and keeps its runs beside the table's, in
+`runs/objectives.jsonl`.
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from . import design
+from .design import ENTRIES, Entry, Results
+from .report import row_of, write_report
+from .training import Run
+
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+RECORD, ADDED = RESULTS / "objectives.jsonl", Path("runs/objectives.jsonl")
+
+
+def read(*files: Path) -> dict[Run, dict[str, Any]]:
+    """The finished runs of some files."""
+    lines = [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
+    return {Run(**{name: line[name] for name in Run.__dataclass_fields__}): line for line in lines}
+
+
+def run_missing(cells: Iterable[tuple[str, str]], file: Path, jobs: int) -> None:
+    """Make the missing runs of some objectives and regimes, stage by stage; each is written when it ends."""
+    cells, found = list(cells), read(RECORD, file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.objectives.design"])
+    with context.Pool(jobs, maxtasksperchild=1) as pool, file.open("a") as lines, tqdm(desc="runs") as bar:
+        for name, regime in cells:
+            while missing := design.next_runs(name, regime, found):
+                for line in pool.imap_unordered(design.make, [(run, ENTRIES[run.objective]) for run in missing]):
+                    lines.write(json.dumps(line) + "\n")
+                    lines.flush()
+                    bar.update()
+                found = read(RECORD, file)
+
+
+def add(path: str, jobs: int, field: str, values: tuple[float, ...]) -> None:
+    """Tune and run an objective that is not in the table, and print its rows beside the table's."""
+    module, _, name = path.rpartition(".")
+    sys.path.insert(0, "")
+    ENTRIES[name] = Entry(getattr(import_module(module), name), field, values if field else (0.0,))
+    design.REPORTED = (*design.REPORTED, name)
+    run_missing([(name, regime) for regime in design.TABLE], ADDED, jobs)
+    found: Results = read(RECORD, ADDED)
+    for regime in design.TABLE:
+        print(f"\n{regime}")
+        for each in design.REPORTED:
+            print("  " + row_of(each, regime, found))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command in ("run", "add"):
+        commands.add_parser(command).add_argument("--jobs", type=int, default=1, help="runs at a time")
+    commands.choices["add"].add_argument("path", help="dotted path of a subclass of `opo_trl.objective.Objective`")
+    commands.choices["add"].add_argument("--field", default="", help="its own field, of the configuration or its own")
+    commands.choices["add"].add_argument("--values", type=float, nargs=2, help="two values of the field to try")
+    commands.add_parser("report")
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        run_missing(design.cells(), RECORD, arguments.jobs)
+    elif arguments.command == "add":
+        if bool(arguments.field) != bool(arguments.values):
+            parser.error("--field and --values go together.")
+        add(arguments.path, arguments.jobs, arguments.field, tuple(arguments.values or ()))
+    else:
+        write_report(read(RECORD), RESULTS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Which runs the ablation consists of, and how one leads to the next (see plan.md, which was written first)."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from opo_trl.objective import Objective
+
+from . import neighbours, published
+from .grid import CELLS
+from .training import REGIMES, Run, train
+
+
+TUNING_SEEDS = (311, 312, 313)  # every trial has the first; the best few have all
+FEW = 3
+SEEDS = tuple(range(301, 311))  # that no choice was based on
+
+# Eight trials of each objective, in one region of learning rates.
+RATES = (2.5e-5, 5e-5, 1e-4, 2e-4)  # × two values of the objective's own field
+FINE_RATES = tuple(float(f"{2.5e-5 * 8 ** (i / 7):.3g}") for i in range(8))  # where it has none
+
+Setting = tuple[float, float]  # learning rate, own field
+Results = Mapping[Run, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """
+    An objective of the table.
+
+    Args:
+        objective (`type[Objective]`): it.
+        own (`str`): its own field, of the configuration or the objective; several names for equal ones.
+        values (`tuple[float, float]`): that are tried.
+        options (`Mapping[str, Any]`): other fields of the configuration.
+    """
+
+    objective: type[Objective]
+    own: str = ""
+    values: tuple[float, ...] = (0.0,)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> list[Setting]:
+        """Its trials."""
+        return [(rate, own) for rate in (RATES if self.own else FINE_RATES) for own in self.values]
+
+
+def _cell(name: str) -> Entry:
+    push_weight, pull_back = name.rsplit("-", 1)
+    if push_weight.endswith("clipped"):
+        return Entry(CELLS[name], "clip", (0.02, 0.2))
+    return Entry(CELLS[name]) if pull_back == "none" else Entry(CELLS[name], "mu", (0.3, 0.1))
+
+
+class LogNormalizedReward(neighbours.LogNormalized, CELLS["reward-one-log"]):  # type: ignore[misc]
+    """OAPL: (r − r̄)/β less its log-mean-exp, in both trainers."""
+
+
+_MEAN = {"log_ratio_reduction": "mean"}
+ENTRIES = {
+    **{name: _cell(name) for name in CELLS},
+    "GRPO": Entry(published.GRPO, "low high", (0.2, 0.4), _MEAN),
+}
+# Published objectives of the table, which no comparison confirms; GSPO is a cell.
+LITERATURE = {
+    "DAPO": Entry(published.GRPO, "high", (0.28, 0.5)),  # the sum over tokens, and a higher upper bound
+    "CISPO": Entry(published.CISPO, "high", (2.0, 4.0)),
+    "SAPO": Entry(published.SAPO, "negative", (1.05, 2.0), _MEAN),
+    "AReaL": Entry(published.AReaL, "low high", (0.2, 0.4), _MEAN),
+    "TOPR": Entry(published.TOPR),
+    "M2PO": Entry(neighbours.M2PO, "threshold", (0.04, 0.01), _MEAN),
+    "Kimi k1.5": Entry(CELLS["reward-one-log"], "mu", (0.3, 0.1)),
+    "OAPL": Entry(LogNormalizedReward, "mu", (0.3, 0.1)),
+}
+ENTRIES |= LITERATURE
+
+TODAY = "escort-bounded-log"
+PAPER = "escort-bounded-chi2"
+GSPO = "advantage-clipped-none"
+# What the default is compared with, in every regime.
+RIVALS = (
+    PAPER,
+    "escort-bounded-none",
+    "reward-bounded-none",
+    "advantage-bounded-none",
+    "escort-one-log",
+    "reward-tapered-none",
+    GSPO,
+    "GRPO",
+)
+REPORTED = (
+    TODAY,
+    *RIVALS,
+    *(f"{push}-bounded-{pull}" for push in ("reward", "advantage") for pull in ("log", "chi2")),
+)
+WHOLE_GRID = ("lag64", "lag16x2")  # regimes in which every cell is tuned
+TABLE = ("lag64", "replay")  # regimes of the table
+
+
+def cells() -> Iterator[tuple[str, str]]:
+    """Objectives and regimes, in order: those that report in every regime, the rest of the grid, and the table."""
+    for regime in REGIMES:
+        yield from ((name, regime) for name in REPORTED)
+    for regime in WHOLE_GRID:
+        yield from ((name, regime) for name in CELLS if name not in REPORTED)
+    for regime in TABLE:
+        yield from ((name, regime) for name in LITERATURE)
+
+
+def trial(name: str, regime: str, setting: Setting, seed: int) -> Run:
+    """A run that tunes."""
+    return Run(name, regime, *setting, seed, tuning=True)
+
+
+def scores(name: str, regime: str, setting: Setting, found: Results) -> list[float]:
+    """Sampled accuracy of a setting on the tuning seeds that have been run."""
+    runs = [trial(name, regime, setting, seed) for seed in TUNING_SEEDS]
+    return [found[run]["sampled"] for run in runs if run in found]
+
+
+def best_few(name: str, regime: str, found: Results) -> list[Setting]:
+    """The best settings on the first seed."""
+
+    def score(setting: Setting) -> float:
+        return found[trial(name, regime, setting, TUNING_SEEDS[0])]["sampled"]
+
+    return sorted(ENTRIES[name].settings, key=score, reverse=True)[:FEW]
+
+
+def chosen(name: str, regime: str, found: Results) -> Setting:
+    """The best of the few, on all tuning seeds."""
+    return max(best_few(name, regime, found), key=lambda setting: fmean(scores(name, regime, setting, found)))
+
+
+def next_runs(name: str, regime: str, found: Results) -> list[Run]:
+    """The runs of an objective in a regime that can be made now: all trials, then the best few, then the report's."""
+    stages: Sequence[Callable[[], list[Run]]] = (
+        lambda: [trial(name, regime, setting, TUNING_SEEDS[0]) for setting in ENTRIES[name].settings],
+        lambda: [trial(name, regime, s, seed) for s in best_few(name, regime, found) for seed in TUNING_SEEDS[1:]],
+        lambda: [Run(name, regime, *chosen(name, regime, found), seed, tuning=False) for seed in SEEDS],
+    )
+    for stage in stages if name in (*REPORTED, *LITERATURE) else stages[:2]:
+        missing = [run for run in stage() if run not in found]
+        if missing:
+            return missing
+    return []
+
+
+def make(job: tuple[Run, Entry]) -> dict[str, Any]:
+    """Make a run, in a process of its own."""
+    run, entry = job
+    return train(run, entry.objective, entry.own, dict(entry.options))

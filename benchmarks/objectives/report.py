@@ -1,0 +1,180 @@
+"""The page and the figure of the ablation, from its runs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+from scipy import stats
+
+from opo_trl.report.intervals import Estimate, estimate
+
+from ..pages import table
+from . import design
+from .design import ENTRIES, REPORTED, RIVALS, SEEDS, TODAY, Results
+from .training import REGIMES, Run
+
+
+NEAR = 3.0  # points within which a form is level
+ADMISSIBLE = 1.0  # points that a simpler form may lose in any regime
+
+_INTRODUCTION = """\
+# What makes OPO work: push, weight and pull-back
+
+`python -m benchmarks.objectives report` makes this page from `objectives.jsonl`, in which every run is a line. [The
+plan](../objectives/plan.md) was committed before the first run: objectives, regimes, trials, seeds and rules.
+
+A form is called push-weight-pull-back (`grid.py`); `{today}` is today's default, `{gspo}` GSPO. Embedded arithmetic
+task, accuracies in % on 500 test problems, ± half of the 95 % t interval over seeds {seeds}.
+Differences are paired by seed. ▲ and ▼ mark the confirmatory comparisons that remain after Holm's correction for all
+{comparisons} of them; ≈ marks those whose interval lies within ±{near:g} points. Everything else is a direction."""
+
+
+def reported(name: str, regime: str, found: Results) -> dict[int, Run]:
+    """The finished runs that report, by seed."""
+    runs = [run for run in found if (run.objective, run.regime) == (name, regime) and not run.tuning]
+    return {run.seed: run for run in runs}
+
+
+def is_complete(name: str, regime: str, found: Results) -> bool:
+    """Whether all seeds have been run."""
+    return set(reported(name, regime, found)) == set(SEEDS)
+
+
+def values(name: str, regime: str, found: Results, measure: str) -> list[float]:
+    """A measurement of each seed, in %."""
+    runs = reported(name, regime, found)
+    return [100 * found[runs[seed]][measure] for seed in sorted(runs)]
+
+
+def differences(name: str, regime: str, found: Results, measure: str) -> list[float]:
+    """Differences of an objective from today's form, by seed."""
+    of_two = (values(each, regime, found, measure) for each in (name, TODAY))
+    return [own - other for own, other in zip(*of_two, strict=True)]
+
+
+def remaining(found: Results) -> set[tuple[str, str]]:
+    """Confirmatory comparisons, as objective and regime, that remain after Holm's correction for all of them."""
+    p = {
+        (name, regime): float(stats.ttest_1samp(differences(name, regime, found, "sampled"), 0).pvalue)
+        for regime in REGIMES
+        for name in RIVALS
+        if is_complete(name, regime, found) and is_complete(TODAY, regime, found)
+    }
+    comparisons, kept = len(REGIMES) * len(RIVALS), set()
+    for rank, each in enumerate(sorted(p, key=p.__getitem__)):
+        if p[each] > 0.05 / (comparisons - rank):
+            break
+        kept.add(each)
+    return kept
+
+
+def half(found: Estimate) -> float:
+    """Half of the width of an interval."""
+    return (found.interval[1] - found.interval[0]) / 2 if found.interval else float("nan")
+
+
+def shown(numbers: list[float], *, signed: bool = False) -> str:
+    """A mean and half of its interval."""
+    found = estimate(numbers)
+    return f"{found.mean:{'+' if signed else ''}.1f} ± {half(found):.1f}".replace("-", "−")
+
+
+def row_of(name: str, regime: str, found: Results) -> str:
+    """One line: an objective's accuracies, sampled and greedy."""
+    if not is_complete(name, regime, found):
+        return f"{name}: {len(reported(name, regime, found))} of {len(SEEDS)} runs"
+    sampled, greedy = (shown(values(name, regime, found, measure)) for measure in ("sampled", "greedy"))
+    return f"{name}: sampled {sampled}, greedy {greedy}"
+
+
+def _regime(regime: str, found: Results, kept: set[tuple[str, str]]) -> Iterator[str]:
+    complete = [name for name in REPORTED if is_complete(name, regime, found)]
+    if TODAY not in complete:
+        yield f"\n{sum(run.regime == regime for run in found)} runs so far."
+        return
+    rows = []
+    for name in complete:
+        rate, own = design.chosen(name, regime, found)
+        tuned = f"{rate:.2g}" + (f", {ENTRIES[name].own.split()[0]} {own:g}" if ENTRIES[name].own else "")
+        row = [f"`{name}`", tuned]
+        for measure in ("sampled", "greedy"):
+            row.append(shown(values(name, regime, found, measure)))
+            if name == TODAY:
+                row.append("")
+                continue
+            gain = differences(name, regime, found, measure)
+            row.append(shown(gain, signed=True) + (_mark(name, regime, gain, kept) if measure == "sampled" else ""))
+        rows.append(row)
+    yield "\n" + table(("", "learning rate, own field", "sampled", "difference", "greedy", "difference"), rows)
+
+
+def _mark(name: str, regime: str, gain: list[float], kept: set[tuple[str, str]]) -> str:
+    if name not in RIVALS:
+        return ""
+    found = estimate(gain)
+    if (name, regime) in kept:
+        return " ▲" if found.mean > 0 else " ▼"
+    return " ≈" if abs(found.mean) + half(found) <= NEAR else ""
+
+
+def _grid(regime: str, found: Results) -> Iterator[str]:
+    """Best trials of all cells that are tuned."""
+    rows = []
+    for name in ENTRIES:
+        if design.next_runs(name, regime, found) and not reported(name, regime, found):
+            continue
+        setting = design.chosen(name, regime, found)
+        scored = design.scores(name, regime, setting, found)
+        rows.append([f"`{name}`", f"{setting[0]:.2g}", f"{setting[1]:g}", f"{100 * np.mean(scored):.1f}"])
+    if rows:
+        yield f"\n### `{regime}`"
+        yield "\n" + table(("", "learning rate", "own field", "sampled"), sorted(rows, key=lambda row: -float(row[3])))
+
+
+def admissible(name: str, found: Results) -> bool:
+    """Whether today's form beats an objective in no regime, and is not more than a point ahead in any."""
+    kept = remaining(found)
+    means = {regime: np.mean(differences(name, regime, found, "sampled")) for regime in REGIMES}
+    return all(mean >= -ADMISSIBLE and not (mean < 0 and (name, regime) in kept) for regime, mean in means.items())
+
+
+def write_report(found: Results, folder: Path) -> None:
+    """Write `objectives.md` and `objectives.png`."""
+    kept = remaining(found)
+    seeds = f"{SEEDS[0]} to {SEEDS[-1]}"
+    lines = [
+        _INTRODUCTION.format(
+            today=TODAY, gspo=design.GSPO, seeds=seeds, comparisons=len(REGIMES) * len(RIVALS), near=NEAR
+        )
+    ]
+    lines.append("\n![Differences from today's form](objectives.png)")
+    for regime in REGIMES:
+        lines += [f"\n## `{regime}`", *_regime(regime, found, kept)]
+    lines.append("\n## The whole grid\n\nMean of the best trial over the three tuning seeds, on the tuning problems.")
+    for regime in design.WHOLE_GRID:
+        lines += _grid(regime, found)
+    (folder / "objectives.md").write_text("\n".join(lines) + "\n")
+    _draw(found, folder / "objectives.png")
+
+
+def _draw(found: Results, file: Path) -> None:
+    plt.switch_backend("Agg")
+    done = [regime for regime in REGIMES if is_complete(TODAY, regime, found)]
+    figure, axes = plt.subplots(
+        1, max(len(done), 1), figsize=(2.6 * max(len(done), 1) + 2, 4), sharey=True, squeeze=False
+    )
+    for axis, regime in zip(axes[0], done, strict=False):
+        for place, name in enumerate(reversed(RIVALS)):
+            if not is_complete(name, regime, found):
+                continue
+            gain = estimate(differences(name, regime, found, "sampled"))
+            axis.errorbar(gain.mean, place, xerr=half(gain), fmt="o", color="#0072b2", capsize=3)
+        axis.axvline(0, color="0.6", linewidth=1)
+        axis.set_title(regime)
+        axis.set_yticks(range(len(RIVALS)), reversed(RIVALS))
+        axis.set_xlabel("points")
+    figure.supxlabel("sampled accuracy less that of today's form, 95 %", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)

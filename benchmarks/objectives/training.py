@@ -1,0 +1,151 @@
+"""One run of an objective on the embedded arithmetic task, with completions of a given age, or with replay."""
+
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers.trainer_callback import PrinterCallback
+
+from opo_trl import AsyncOPOConfig, AsyncOPOTrainer, OPOConfig, OPOTrainer
+from opo_trl.data.arithmetic import base_model_path
+from opo_trl.objective import Objective
+
+from ..staleness_methods import (
+    BATCH,
+    GROUP,
+    MAX_TOKENS,
+    accuracies,
+    arithmetic_rewards,
+    make_tokenizer,
+    make_trainer,
+    training_problems,
+)
+
+
+@dataclass(frozen=True)
+class Regime:
+    """
+    How old completions are, and how often they are trained on. Optimizer steps are of 48 completions.
+
+    Args:
+        rollouts (`int`): of 8 prompts × 6 completions.
+        lag (`int`): versions of the policy that completions are old when the trainer takes them up.
+        passes (`int`): over each rollout.
+        replay (`int`): earlier rollouts that the passes after the first draw from; 0 for asynchronous training.
+    """
+
+    rollouts: int
+    lag: int = 0
+    passes: int = 1
+    replay: int = 0
+
+
+REGIMES = {
+    "lag64": Regime(60, lag=64),
+    "lag16x2": Regime(60, lag=16, passes=2),
+    "replay": Regime(24, passes=4, replay=32),
+    "lag16": Regime(60, lag=16),
+    "fresh": Regime(60),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    A run.
+
+    Args:
+        objective (`str`): of the table's entries.
+        regime (`str`): of [`REGIMES`].
+        learning_rate (`float`), own (`float`): what is tuned; `own` is 0 for an objective without a field of its own.
+        seed (`int`): of the order of prompts and of the completions.
+        tuning (`bool`): whether it is measured on the problems for tuning.
+    """
+
+    objective: str
+    regime: str
+    learning_rate: float
+    own: float
+    seed: int
+    tuning: bool
+
+
+def train(run: Run, objective_class: type[Objective], field: str, options: dict[str, Any]) -> dict[str, Any]:
+    """
+    Train and measure in this process, which must be a new one.
+
+    Args:
+        objective_class: the objective.
+        field: its own field, of the configuration or of the objective; several names for several that are equal.
+        options: other fields of the configuration.
+
+    Returns:
+        The run's fields, its accuracies, the mean entropy of the last five optimizer steps, and processor seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "log.txt"), "w") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+        return _train(run, objective_class, field, options, folder)
+
+
+def _train(run: Run, objective_class: type[Objective], field: str, options: dict[str, Any], folder: str):
+    torch.set_num_threads(1)
+    regime, began = REGIMES[run.regime], time.process_time()
+    names = field.split()
+    in_configuration = {name: run.own for name in names if name in OPOConfig.__dataclass_fields__}
+    fields: dict[str, Any] = {
+        "output_dir": folder,
+        "per_device_train_batch_size": BATCH,
+        "num_generations": GROUP,
+        "max_completion_length": MAX_TOKENS,
+        "max_steps": regime.rollouts * regime.passes,
+        "num_iterations": regime.passes,
+        "learning_rate": run.learning_rate,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "seed": run.seed,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **options,
+        **in_configuration,
+    }
+    trainer = (_with_replay if regime.replay else _of_age)(regime, objective_class, fields)
+    for name in names:
+        if name not in in_configuration:
+            setattr(trainer.policy_objective, name, run.own)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    entropies = [entry["entropy"] for entry in trainer.state.log_history if "entropy" in entry][-5:]
+    return {
+        **asdict(run),
+        **accuracies(trainer.model, make_tokenizer(), for_tuning=run.tuning),
+        "entropy": round(sum(entropies) / len(entropies), 4),
+        "seconds": round(time.process_time() - began, 1),
+    }
+
+
+def _of_age(regime: Regime, objective_class: type[Objective], fields: dict[str, Any]) -> Any:
+    args = AsyncOPOConfig(**fields, token_budget=0, weight_sync_steps=regime.passes, max_staleness=regime.lag + 4)
+    kind = type("AsyncOPOTrainer", (AsyncOPOTrainer,), {"objective_class": objective_class})
+    return make_trainer(kind, args, regime.lag)
+
+
+def _with_replay(regime: Regime, objective_class: type[Objective], fields: dict[str, Any]) -> Any:
+    # Some objectives need a whole optimizer step in a micro-batch.
+    args = OPOConfig(**fields, max_staleness=regime.replay, plan_micro_batches=False)
+    kind = type("OPOTrainer", (OPOTrainer,), {"objective_class": objective_class})
+    return kind(
+        base_model_path(),
+        arithmetic_rewards,
+        args=args,
+        train_dataset=training_problems(args.seed),
+        processing_class=make_tokenizer(),
+    )

@@ -1,0 +1,51 @@
+"""OPO's gradient on a table is that of the functions of the policy which the pages name."""
+
+import pytest
+import torch
+
+from benchmarks.objectives.grid import CELLS
+from opo_trl.config import ObjectiveConfig
+from opo_trl.objective import MAX_WEIGHT, OPO, Samples
+
+
+MU = 0.7
+
+
+def reverse_kl(policy, before, push):
+    return policy @ push - MU * policy @ (policy / before).log()
+
+
+def chi2(policy, before, push):
+    return policy @ push - MU / 2 * before @ (policy / before - 1).square()
+
+
+def reward(policy, before, push):
+    return policy @ push
+
+
+CASES = {
+    "default, with several passes": (OPO, {}, True, reverse_kl),
+    "exact form, with one": (OPO, {"ratio_form": "exact"}, False, chi2),
+    "the paper's force, truncated": (CELLS["escort-bounded-chi2"], {}, True, chi2),
+    "push alone": (CELLS["escort-bounded-none"], {}, True, reward),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_is_that_of_the_objective(case):
+    kind, fields, reused, objective = CASES[case]
+    random = torch.Generator().manual_seed(3)
+    before = torch.randn(6, generator=random, dtype=torch.float64).softmax(0)
+    logits = (before.log() + 0.4 * torch.randn(6, generator=random, dtype=torch.float64)).requires_grad_()
+    push = torch.randn(6, generator=random, dtype=torch.float64)
+    policy = logits.softmax(0)
+    assert 1.2 < (policy / before).max() < MAX_WEIGHT
+    one = torch.ones_like(push)
+    tokens = {"logps": policy.log()[:, None], "anchor_logps": before.log()[:, None], "mask": one.bool()[:, None]}
+    loss = kind(ObjectiveConfig(mu=MU, log_ratio_clamp=20.0, **fields)).loss(
+        Samples(**tokens, target=push / MU, mu=MU * one, weights=one, age=0 * one, reused=reused)
+    )
+    (found,) = torch.autograd.grad(-before @ (loss.work + loss.dissipation), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(objective(policy, before, push), logits)
+    assert torch.allclose(found, expected, atol=1e-12)
+    assert expected.norm() > 0.05
