@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from opo_trl.rollout import partitioned
+from opo_trl.rollout import planner
 
 from . import replay
 from .launched import ROOT, allow_cpu, launch
@@ -55,7 +55,7 @@ NO_THRESHOLDS = {
 
 def count(trainer: Any) -> dict[str, int]:
     """Train, and count passes, collective calls, the numbers moved, and those moved to exchange samples."""
-    passes, compute_loss, exchange = [0], trainer.compute_loss, partitioned.exchange_rows
+    passes, compute_loss, exchange = [0], trainer.compute_loss, planner.exchange_rows
 
     def counted_loss(*args: Any, **kwargs: Any) -> Any:
         passes[0] += 1
@@ -65,7 +65,7 @@ def count(trainer: Any) -> dict[str, int]:
         with record_function("rows"):
             return exchange(*args, **kwargs)
 
-    trainer.compute_loss, partitioned.exchange_rows = counted_loss, recorded_exchange
+    trainer.compute_loss, planner.exchange_rows = counted_loss, recorded_exchange
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         trainer.train()
     counts = {"calls": 0, "numbers": 0, "rows": 0, "passes": passes[0]}
@@ -94,7 +94,7 @@ def train_rank(*, sharding: str, variant: str, folder: str) -> None:
     allow_cpu(sharding)
     method, options = VARIANTS[variant]
     if variant.endswith("alone"):
-        partitioned.FEWEST_PASSES = partitioned.PASS_TOKENS
+        planner.FEWEST_PASSES = planner.PASS_TOKENS
     shape = small_qwen3(64)
     groups = PROCESSES * ROWS_OF_STEP * STEPS // GENERATIONS
     rollout = replay.draw_rollout(

@@ -10,13 +10,13 @@ verdicts for each reason, and the problems themselves.
 
 import argparse
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from opo_trl.launch import harness
 from opo_trl.launch.evaluation import find_model, load_tasks
-from opo_trl.launch.scores import Reward, judged, problem_of
+from opo_trl.launch.scores import judged, problem_of, reward_of
 from opo_trl.report.evaluation import read_evaluation
 from opo_trl.rewards.boxes import final_answer, without_reasoning
 
@@ -45,10 +45,10 @@ def rescore(task: Any, completions: Sequence[str], **how: Any) -> dict[tuple[str
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
             raise NotImplementedError
 
-    return harness.score(Replay(), task, chat=False, **how)[1]
+    return harness.score(Replay(), task, **how)[1]
 
 
-def explain(entry: Mapping[str, Any], task: Any, reward: Reward) -> list[dict[str, Any]]:
+def explain(entry: Mapping[str, Any], task: Any, reward: Callable[..., list]) -> list[dict[str, Any]]:
     """
     The verdict of each rule on the other's completion, and a key of [`REASONS`] or `None`, for each problem of a task.
 
@@ -60,7 +60,7 @@ def explain(entry: Mapping[str, Any], task: Any, reward: Reward) -> list[dict[st
     completions = [row["opo_trl"]["completion"] for row in rows]
     rescored = rescore(task, completions, length=settings["max_completion_length"], **how)[chosen]
     solutions = [(problem_of(verdict.doc) or ("", ""))[1] for verdict in rescored]
-    again = reward([row["lm_eval"]["completion"] for row in rows], solutions)
+    again = reward(completions=[row["lm_eval"]["completion"] for row in rows], solution=solutions)
     found = []
     for row, verdict, theirs in zip(rows, rescored, again, strict=True):
         right, mine = row["lm_eval"]["right"], row["opo_trl"]["right"]
@@ -69,7 +69,7 @@ def explain(entry: Mapping[str, Any], task: Any, reward: Reward) -> list[dict[st
                 "problem": row["problem"],
                 "theirs_by_our_reward": judged(theirs),
                 "ours_by_lm_eval": bool(verdict.right),
-                "reason": None if right is mine else _reason(mine, verdict, reward.name == "accuracy_reward"),
+                "reason": None if right is mine else _reason(mine, verdict, reward.__name__ == "accuracy_reward"),
             }
         )
     return found
@@ -99,9 +99,7 @@ def main() -> None:
         name = harness.EMBEDDED if asked["lm_eval_task"] == "arithmetic_embedded" else asked["lm_eval_task"]
         data = {name: Path(asked["data"])} if asked["data"] else {}
         task = load_tasks([name], data, settings, asked["num_fewshot"])[name][asked["lm_eval_task"]]
-        reward = Reward(name == harness.EMBEDDED)
-        rows = explain(entry, task, reward)
-        reward.close()
+        rows = explain(entry, task, reward_of(name))
         counts = Counter(row["reason"] for row in rows)
         print(f"{label}: {counts[None]} of {len(rows)} problems have the same verdict")
         for reason, says in REASONS.items():

@@ -1,8 +1,8 @@
 """
 The regime map: what every method reaches, over optimizer steps per rollout and learning rate, and OPO over its fields.
 
-    python -m benchmarks.regime run --jobs 2        # all missing runs, into runs/regime; about 2.5 hours on 2 cores
-    python -m benchmarks.regime collect             # runs/regime → benchmarks/results/regime.jsonl.gz
+    python -m benchmarks.regime run --jobs 2        # runs that the record lacks, into runs/regime; all take 2.5 hours
+    python -m benchmarks.regime collect             # runs/regime → benchmarks/results/regime.jsonl.gz, the record
     python -m benchmarks.regime report              # results/regime.jsonl.gz → results/regime.md and regime_*.png
 
 Every run has the same budget: 64 optimizer steps of 48 completions (8 prompts × 6) of the arithmetic task's Level 3,
@@ -24,6 +24,7 @@ from .regime_report import write_report
 
 
 RESULTS = Path(__file__).resolve().parent / "results"
+RECORD = RESULTS / "regime.jsonl.gz"
 
 
 def summarize(run: dict[str, Any]) -> dict[str, Any]:
@@ -48,28 +49,34 @@ def summarize(run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def collect() -> None:
-    """Write a line on where and when, and one per run; every run must be finished."""
-    missing = [run for run in runs() if not is_done(folder(run))]
-    if missing:
-        raise SystemExit(f"{len(missing)} runs are not finished. `python -m benchmarks.regime run` resumes them.")
-    lines = [{"origin": origin()}, *map(summarize, runs())]
-    RESULTS.mkdir(exist_ok=True)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (RESULTS / "regime.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
-    print(f"{len(lines) - 1} runs")
+def lines() -> list[dict[str, Any]]:
+    """The record: runs, and before them on which machine and when they were made."""
+    return [json.loads(line) for line in gzip.decompress(RECORD.read_bytes()).splitlines()] if RECORD.exists() else []
 
 
 def read() -> list[dict[str, Any]]:
     """The collected runs."""
-    lines = map(json.loads, gzip.decompress((RESULTS / "regime.jsonl.gz").read_bytes()).splitlines())
-    return [line for line in lines if "method" in line]
+    return [line for line in lines() if "method" in line]
+
+
+def missing() -> list[dict[str, Any]]:
+    """The runs that the record lacks."""
+    collected = {folder(run) for run in read()}
+    return [run for run in runs() if folder(run) not in collected]
+
+
+def collect() -> None:
+    """Add the finished runs to the record."""
+    finished = [run for run in missing() if is_done(folder(run))]
+    text = "".join(json.dumps(line) + "\n" for line in [*lines(), {"origin": origin()}, *map(summarize, finished)])
+    RECORD.write_bytes(gzip.compress(text.encode(), mtime=0))
+    print(f"{len(finished)} runs more; `python -m benchmarks.regime run` makes the other {len(missing())}")
 
 
 def main() -> int:
     arguments = read_command_line(__doc__, "run", "collect", "report")
     if arguments.command == "run":
-        return run_missing({folder(run): command_line(run) for run in runs()}, arguments.jobs)
+        return run_missing({folder(run): command_line(run) for run in missing()}, arguments.jobs)
     if arguments.command == "collect":
         collect()
     else:

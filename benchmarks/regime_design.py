@@ -48,6 +48,7 @@ CONFIRMED = (
     ("GRPO", ""),
     ("GRPO", "GRPO, epsilon = 0.4"),
     ("GSPO", ""),
+    ("GSPO", "GSPO, epsilon = 0.02"),
     ("DAPO", ""),
     ("OPO", "mu = 0.3"),
     ("OPO", "mean, mu = 5"),
@@ -86,8 +87,11 @@ _LENGTHS: dict[str, dict[str, Any]] = {
     for level in ("Level 2", "Level 3", "Level 4", "Level 5")
     for radius in (0.3, 3.0, 30.0)
 }
-# GRPO's clip range with many off-policy steps, tuned like OPO's mu. 100 is no clipping.
-_CLIPPING = {f"GRPO, epsilon = {epsilon:g}": {"epsilon": epsilon} for epsilon in (0.05, 0.1, 0.4, 0.8, 100.0)}
+# Clip ranges with many off-policy steps, tuned like OPO's mu. 100 is no clipping.
+_CLIPPING = {
+    **{f"GRPO, epsilon = {epsilon:g}": {"epsilon": epsilon} for epsilon in (0.05, 0.1, 0.4, 0.8, 100.0)},
+    **{f"GSPO, epsilon = {e:g}": {"epsilon": e, "epsilon_high": e} for e in (0.005, 0.02, 0.2)},
+}
 # Optimizer steps per rollout and learning rate → OPO's fields, and GRPO's.
 VARIANTS: dict[tuple[int, float], dict[str, dict[str, Any]]] = {
     (2, BEST_RATE): _RADII,
@@ -144,7 +148,8 @@ def runs() -> Iterator[dict[str, Any]]:
         for (k, rate), variants in VARIANTS.items():
             fields = {"steps_per_rollout": k, "learning_rate": rate, "seed": seed}
             for variant in variants:
-                yield {"method": "GRPO" if variant in _CLIPPING else "OPO", "variant": variant, **fields}
+                method = variant.split(",")[0] if variant in _CLIPPING else "OPO"
+                yield {"method": method, "variant": variant, **fields}
     for seed, k, (method, variant) in itertools.product(CONFIRMATION_SEEDS, CONFIRMED_STEPS, CONFIRMED):
         fields = {"steps_per_rollout": k, "learning_rate": BEST_RATE, "seed": seed}
         yield {"method": method, "variant": variant, **fields}

@@ -13,7 +13,7 @@ from .regime_design import BEST_RATE, CONFIRMATION_SEEDS
 
 
 # Baselines of the confirmation.
-_BASELINES = ("GRPO", "GRPO, epsilon = 0.4", "DAPO")
+_BASELINES = ("GRPO", "GRPO, epsilon = 0.4", "GSPO, epsilon = 0.02", "DAPO")
 
 Run = dict[str, Any]
 Cells = dict[tuple[str, int, float], list[Run]]  # method, optimizer steps per rollout, learning rate → seeds

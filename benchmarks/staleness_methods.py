@@ -204,15 +204,7 @@ def train(run: Run) -> None:
     for stream in (1, 2):
         os.dup2(log.fileno(), stream)
     torch.set_num_threads(1)
-    method, model = METHODS[run.method], base_model_path()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer.response_template = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
-    prompts = [
-        {"prompt": [{"role": "user", "content": problem["problem"]}], "solution": problem["solution"]}
-        for problem in make_problems("train", [LEVEL])
-    ]
-    data = Dataset.from_list(prompts).shuffle(seed=run.seed)
+    method = METHODS[run.method]
     is_opo = issubclass(method.trainer, AsyncOPOTrainer)
     args = (AsyncOPOConfig if is_opo else AsyncGRPOConfig)(
         str(run.folder),
@@ -237,47 +229,60 @@ def train(run: Run) -> None:
         **({} if method.field == "own" else {method.field: run.own}),
         **({"num_iterations": run.passes} if is_opo else {}),
     )
-    worker = InProcessWorker(
-        model,
-        args,
-        data,
-        _reward,
-        tokenizer,
-        staleness=run.staleness,
-        loop_class=InProcessLoop if is_opo else AdvantageLoop,
-    )
     trainer_class = method.trainer if is_opo else repeated(method.trainer, run.passes)
-    with in_pytorch(torch.device("cpu")):
-        trainer = trainer_class(
-            model,
-            args=args,
-            train_dataset=data,
-            processing_class=tokenizer,
-            rollout_worker=worker,
-            weight_transfer=worker,
-        )
+    trainer = make_trainer(trainer_class, args, run.staleness, InProcessLoop if is_opo else AdvantageLoop)
     if method.field == "own":
         getattr(trainer, "policy_objective", trainer).own = run.own
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     found = {
-        **_accuracies(trainer.model, tokenizer),
+        **accuracies(trainer.model, make_tokenizer()),
         "rewards": [round(entry["reward"], 4) for entry in steps if "reward" in entry],
         "entropy": round(sum(entry["entropy"] for entry in steps[-5:]) / 5, 4),
     }
     (run.folder / "run.json").write_text(json.dumps(found))
 
 
-def _reward(completions: list, solution: list[str], **_: Any) -> list[float]:
+def make_trainer(kind: Any, args: Any, staleness: int, loop_class: Any = InProcessLoop) -> Any:
+    """An asynchronous trainer whose completions are written in this process, by a policy some versions old."""
+    model, tokenizer, data = base_model_path(), make_tokenizer(), training_problems(args.seed)
+    worker = InProcessWorker(
+        model, args, data, arithmetic_rewards, tokenizer, staleness=staleness, loop_class=loop_class
+    )
+    named = {"processing_class": tokenizer, "rollout_worker": worker, "weight_transfer": worker}
+    with in_pytorch(torch.device("cpu")):
+        return kind(model, args=args, train_dataset=data, **named)
+
+
+def make_tokenizer() -> Any:
+    """The base model's tokenizer, with a chat template that adds nothing."""
+    tokenizer = AutoTokenizer.from_pretrained(base_model_path())
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.response_template = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
+    return tokenizer
+
+
+def training_problems(seed: int) -> Dataset:
+    """The problems as conversations, in the order of a seed."""
+    prompts = [
+        {"prompt": [{"role": "user", "content": problem["problem"]}], "solution": problem["solution"]}
+        for problem in make_problems("train", [LEVEL])
+    ]
+    return Dataset.from_list(prompts).shuffle(seed=seed)
+
+
+def arithmetic_rewards(completions: list, solution: list[str], **_: Any) -> list[float]:
+    """Whether a conversation's only answer is right."""
     return arithmetic_reward([turns[0]["content"] for turns in completions], solution)
 
 
-def _accuracies(model: Any, tokenizer: Any) -> Mapping[str, float]:
-    """Sampled and greedy accuracy on the first test problems, in float32 as trained."""
+def accuracies(model: Any, tokenizer: Any, *, for_tuning: bool = False) -> Mapping[str, float]:
+    """Sampled and greedy accuracy on the first half of the test problems, or the other, in float32 as trained."""
     policy = AutoModelForCausalLM.from_pretrained(base_model_path(), dtype=torch.float32).eval()
     policy.load_state_dict(model.state_dict(), strict=False)
-    problems = list(make_problems("test", [LEVEL]))[:TEST_PROBLEMS]
+    problems = list(make_problems("test", [LEVEL]))
+    problems = problems[TEST_PROBLEMS:] if for_tuning else problems[:TEST_PROBLEMS]
     solutions, found = [problem["solution"] for problem in problems], {}
     for name, temperature in (("sampled", 1.0), ("greedy", 1e-4)):
         tokens, _ = sample(
