@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 
 from trl import GRPOConfig
@@ -14,6 +13,7 @@ from .checks import devices, paths, ranges
 from .checks.addresses import check_host, check_url
 from .checks.arguments import dry_run_arguments
 from .checks.blame import blamed, given
+from .checks.environment import check_installed
 from .checks.ranges import require
 from .checks.secrets import Masked
 from .fields import COUNT, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, hints, integer, setting
@@ -492,8 +492,4 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
 
 def check_deepspeed(asked_by: str) -> None:
     """Check that DeepSpeed, which `asked_by` needs, is installed."""
-    if find_spec("deepspeed") is None:
-        raise ValueError(
-            f"{asked_by} needs deepspeed, which is not installed. `pip install 'opo_trl[deepspeed]'`, or launch "
-            "without it."
-        )
+    check_installed(asked_by, "deepspeed", install="'opo_trl[deepspeed]'", otherwise=", or launch without it")

@@ -1,5 +1,5 @@
 """
-What the definition of a configuration field says: type, topic, the range of a number, default and help.
+The definition of a configuration field: type, topic, the range of a number, default and help.
 
     alpha: Annotated[float, OBJECTIVE, FRACTION] = setting(0.4, "Escort exponent in [0, 1]: …")
 

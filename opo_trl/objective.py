@@ -1,5 +1,5 @@
 r"""
-What a completion is asked for, and the loss that asks for it: tensors only, without a trainer.
+The targets of completions, and the loss that moves the policy there: tensors only, without a trainer.
 
 Orthogonalized Policy Optimization (OPO): for a prompt, let the group be its G completions sampled from the behaviour
 policy `pi_k` (the paper's anchor), so that the expectation under `pi_k` is the mean over the group. With the
@@ -259,13 +259,13 @@ def loss_terms(
 
 @dataclass(frozen=True)
 class Groups:
-    """Completions in complete groups, of which targets are made: all of a rollout, or one group; `[N]` each."""
+    """Complete groups of completions, from which targets are computed: all of a rollout, or one group; `[N]` each."""
 
     advantages: Tensor
     rewards: Tensor  # weighted sums over the reward functions
     valid: Tensor  # whether a sample takes part
     num_generations: int
-    logps: Tensor | None = None  # under the behaviour policy; where `reads_logps` asks for it, like the next two
+    logps: Tensor | None = None  # under the behaviour policy; only if `reads_logps`, like the next two
     mean_logps: Tensor | None = None  # per token
     vocab_size: int = 0
 
@@ -277,19 +277,19 @@ class Groups:
 
 @dataclass(frozen=True)
 class Targets:
-    """What samples are asked for, `[N]` each, without gradient; 0 on invalid rows."""
+    """Targets of samples, `[N]` each, without gradient; 0 on invalid samples."""
 
     drive: Tensor  # g
     target: Tensor  # v*
     mu: Tensor  # a scalar
-    omega: Tensor | None = None  # if g is made of it, like the next two
+    omega: Tensor | None = None  # if g is computed from it, like the next two
     chemical_potential: Tensor | None = None  # [N // G]
     temperature: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Samples:
-    """B completions as a loss sees them, `[B]` each, or `[B, T]` where told to be of each token."""
+    """B completions of a micro-batch, `[B]` each; of each token, `[B, T]`."""
 
     logps: Tensor  # of each token under the policy; carries the gradient
     anchor_logps: Tensor  # of each token under the behaviour policy
@@ -297,7 +297,7 @@ class Samples:
     target: Tensor
     mu: Tensor
     weights: Tensor  # importance weights of the sampler; 0 for excluded samples
-    age: Tensor  # optimizer steps since the behaviour policy was the policy
+    age: Tensor  # in optimizer steps, of the behaviour policy
     reused: bool  # whether several passes train on completions, or a server writes them
     steering: Tensor | None = None  # of each token: whether it has a ratio (`top_entropy_quantile`); `None`: all
 
@@ -339,10 +339,10 @@ class Samples:
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss of each sample, `work + dissipation`, and what it is made of; `[B]` each."""
+    """Loss of each sample, `work + dissipation`, and its parts; `[B]` each."""
 
-    work: Tensor  # what pushes it
-    dissipation: Tensor  # what pulls it back
+    work: Tensor  # the push towards the target
+    dissipation: Tensor  # the pull back to the behaviour policy
     log_ratio: Tensor
     clamped: Tensor  # whether the log-ratio is at its bound
     weights: Tensor  # 0 for excluded samples
@@ -350,10 +350,10 @@ class Loss:
 
 class Objective:
     """
-    What completions are asked for, and the loss that asks: for [`OPOTrainer`] and [`AsyncOPOTrainer`] alike.
+    Targets and loss of completions, for [`OPOTrainer`] and [`AsyncOPOTrainer`] alike.
 
-    This one asks for the advantages, and leaves `terms` to its subclasses. `args` has the fields of the configuration,
-    which are read when they are used.
+    The targets here are the advantages; subclasses define `terms`. `args` is the configuration, whose fields are read
+    when they are used.
     """
 
     is_regression = False  # whether the loss has a χ² term, and is smallest where u is the target
@@ -380,7 +380,7 @@ class Objective:
         return samples.weights
 
     def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
-        """Loss of each sample, in two terms: what pushes it, and what pulls it back."""
+        """Loss of each sample, as two terms: push and pull-back."""
         raise NotImplementedError
 
     def loss(self, samples: Samples) -> Loss:
@@ -391,7 +391,7 @@ class Objective:
         return Loss(*self.terms(log_ratio, weights, samples), log_ratio, clamped, weights)
 
     def reduce(self, total: Tensor, samples: Samples) -> Tensor:
-        """Sums over tokens, as they are or per token, as `log_ratio_reduction` tells."""
+        """Sums over tokens, or means under `log_ratio_reduction: mean`."""
         return total if self.args.log_ratio_reduction == "sum" else total / samples.length
 
     def zero_gradient(self, target: Tensor, mu: Tensor) -> Tensor:
@@ -458,14 +458,14 @@ class OPO(Objective):
         return project(omega, scaling=self.args.drive_scaling, **groups.rows)
 
     def target(self, drive: Tensor, mu: float | Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-        """Target, `[N]`, and the χ² coefficient that it is reached with."""
+        """Target, `[N]`, and the χ² coefficient used."""
         options = {"positivity": self.args.positivity, "epsilon": self.args.positivity_epsilon}
         return admissible_target(drive, mu=mu, **options, **groups.rows)
 
     def weights(self, samples: Samples) -> Tensor:
         """
-        Where several passes train on a completion, min(pi / pi_k, 2): one that the policy has left behind no longer
-        pushes, nor is it pulled back. It stays above 0, which would count the sample as excluded.
+        Where several passes train on a completion, min(pi / pi_k, 2): one that the policy has made unlikely has almost
+        no gradient. The weight stays above 0, which would exclude the sample.
         """
         if not samples.reused:
             return samples.weights

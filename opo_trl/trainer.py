@@ -1,41 +1,52 @@
 """
 `OPOTrainer`: TRL's `GRPOTrainer` with the objective of Orthogonalized Policy Optimization.
 
-TRL owns generation, rewards, sharding, the optimizer and checkpoints. This module adds, in the order of a step:
+TRL owns generation, rewards, sharding, the optimizer and checkpoints. [`RolloutTrainer`] makes rollouts and
+checkpoints. This module adds, in the order of a step:
 
-1. `_finish_rollout`: once per rollout, over all processes and while its groups are still complete, the objective makes
+1. `_generate_once`: TRL's pass over the rollout, for the behaviour policy's log-probabilities, is left out: only some
+   samples need them, and in the shape of their micro-batch.
+2. `_finish_rollout`: once per rollout, over all processes and while its groups are still complete, the objective makes
    a target of each sample's advantage. The target then travels with its sample. It sees what the outermost override of
    `_generate_and_score_completions` returned.
-2. `_sample_losses`: the objective's loss of each sample, and what TRL's options add. The loss is a plain sum over
+3. `_micro_batches`: a [`Planner`] cuts the samples of each optimizer step into parts; those of off-policy steps get
+   the behaviour policy's log-probabilities. `training_step` passes parts through `compute_loss`, one after the other.
+4. `_sample_losses`: the objective's loss of each sample, and what TRL's options add. The loss is a plain sum over
    samples, so that it does not depend on how they are split into parts, micro-batches and processes.
-3. `_log_step`: the samples' reports are gathered and logged under `opo/` (`metrics.step`).
-
-[`RolloutTrainer`] makes rollouts and checkpoints, [`PartitionedTrainer`] cuts optimizer steps into parts.
+5. `_log_step`: the samples' reports are gathered and logged under `opo/` (`metrics.step`).
 """
 
 import math
 import textwrap
+import time
+from collections import deque
 from collections.abc import Mapping
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
+from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
+from trl.models.utils import disable_gradient_checkpointing
 
 from .config import OPOConfig
 from .metrics.opo import rollout_metrics
 from .metrics.step import SampleReport, count_low_ess, metrics_of_samples
 from .objective import OPO, Groups, Objective, Samples, token_mean
-from .rollout.partitioned import PartitionedTrainer
-from .rollout.rows import completion_tokens, gather_samples, own_samples
+from .rollout import packing
+from .rollout.planner import Planner, without_exchange
+from .rollout.planning import spread
+from .rollout.rows import completion_tokens, gather_samples, high_values, own_samples
 from .rollout.trainer import RolloutTrainer, takes_what_grpo_takes
+from .trl_contract import MULTIMODAL_KEYS
 
 
 logger = get_logger(__name__)
 
 
-class OPOTrainer(PartitionedTrainer):
+class OPOTrainer(RolloutTrainer):
     r"""
     Trainer for Orthogonalized Policy Optimization, a drop-in replacement of [`~trl.GRPOTrainer`].
 
@@ -89,16 +100,23 @@ class OPOTrainer(PartitionedTrainer):
     objective_class: type[Objective] = OPO
     policy_objective: Objective
     args: OPOConfig
+    pad_to_multiple_of: int | None
     _saved_numbers = (*RolloutTrainer._saved_numbers, "_drive_metrics", "_low_ess_rollouts")
 
     @takes_what_grpo_takes(OPOConfig)
     def __init__(self, model, reward_funcs=None, args: OPOConfig | None = None, *further, **named):
         super().__init__(model, reward_funcs, args, *further, **named)
+        if self.args.padding_free:
+            packing.check(self.accelerator.unwrap_model(self.model))
         self.policy_objective = self.objective_class(self.args)
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
         self._low_ess_rollouts = 0  # in a row
         self._scored: Tensor | None = None  # advantages of the current rollout; NaN for invalid samples
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per part
+        self._pending: deque[dict[str, Any]] = deque()  # parts of the current micro-step that are left
+        self._anchor_is_own = False  # whether the rollout's behaviour policy is the policy that its samples come from
+        self._anchor_deferred = False  # whether to leave out TRL's next pass over the rollout
+        self._early_logps: Tensor | None = None  # from TRL's pass over the rollout
 
     def train(self, *args, **kwargs):
         """As [`RolloutTrainer.train`]; warns if every optimizer step is on-policy."""
@@ -112,7 +130,84 @@ class OPOTrainer(PartitionedTrainer):
             )
         return super().train(*args, **kwargs)
 
-    # 1. The target joins the rollout
+    # 1. The behaviour policy's log-probabilities
+
+    def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        # vLLM's importance weights compare the log-probabilities of every sample, so there TRL's pass is needed.
+        sampler_weights = self.use_vllm and self.vllm_importance_sampling_correction
+        self._anchor_deferred = not self.args.is_on_policy and not sampler_weights
+        try:
+            return super()._generate_once(inputs)
+        finally:
+            self._anchor_deferred = False
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        rollout = super()._generate_and_score_completions(inputs)
+        self._early_logps = rollout.get("old_per_token_logps")
+        return rollout
+
+    def _logps_of_rollout(self, rollout: dict[str, Any]) -> Tensor | None:
+        """
+        Take the log-probabilities `[B, T]` of TRL's pass out of a rollout, or read those that an override has set.
+
+        TRL's are good enough for escort weights, but not for a log-ratio: in bfloat16 they differ from those of the
+        same sample in a micro-batch of another shape. An override's are the user's choice, and stay.
+        """
+        logps = rollout.get("old_per_token_logps")
+        self._anchor_is_own = logps is self._early_logps
+        if self._anchor_is_own:
+            rollout.pop("old_per_token_logps", None)
+        self._early_logps = None
+        return logps
+
+    def _keep_for_reuse(self, rollout: dict[str, Any], logps: Tensor | None) -> None:
+        """
+        Store the behaviour policy's log-probabilities `[B, T]` in a rollout over which passes are made once the policy
+        has moved. Each has other micro-batches, so there is no shape in which a log-ratio would be free of rounding.
+        """
+        moves = self._mode == "train" and self.num_iterations > 1 and not self.args.is_on_policy
+        if moves and "old_per_token_logps" not in rollout:
+            if logps is None:
+                logps, _ = self._anchor_pass(rollout, batch_size=self.args.per_device_train_batch_size)
+            rollout["old_per_token_logps"] = logps
+
+    def _anchor_logps(self, inputs: Mapping[str, Any], logps: Tensor) -> Tensor:
+        """Log-probabilities `[B, T]` under the behaviour policy: those stored, otherwise the policy's own, `logps`."""
+        stored = inputs.get("old_per_token_logps")
+        return logps.detach() if stored is None else stored
+
+    @torch.no_grad()
+    def _anchor_pass(self, rows: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies `[B, T]` of the completions' tokens under the current policy."""
+        checkpointing: Any = self.args.gradient_checkpointing_kwargs
+        with disable_gradient_checkpointing(self.model, checkpointing):
+            logps, entropies, _ = self._token_logps(self.model, rows, compute_entropy=True, **options)
+        return logps, entropies
+
+    def _token_logps(self, model, inputs: Mapping[str, Any], **options):
+        """Per-token log-probabilities, entropies and auxiliary loss, through TRL's fused language-model head."""
+        return self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            **options,
+            **{key: inputs[key] for key in MULTIMODAL_KEYS if key in inputs},
+        )
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options
+    ):
+        if self._anchor_deferred:  # `_micro_batches` makes this pass, for the samples that need it
+            self._anchor_deferred = False
+            return None, None, None
+        model = packing.Packed(model) if self.args.padding_free else model
+        logps = partial(super()._get_per_token_logps_and_entropies, model)
+        if batch_size is not None and self.args.plan_micro_batches:
+            logps = partial(self._planner.score, logps)
+        return logps(input_ids, attention_mask, logits_to_keep, batch_size, **options)
+
+    # 2. The target joins the rollout
 
     def _finish_rollout(self, rollout: dict[str, Any]) -> dict[str, Any]:
         # The parent's would gather the advantages once more than `_targets`.
@@ -161,7 +256,89 @@ class OPOTrainer(PartitionedTrainer):
     def _scored_advantages(self, rollout: Mapping[str, Any]) -> Tensor:
         return cast(Tensor, self._scored)
 
-    # 2. The loss
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """
+        Tokens of `mask`, bool `[B, T]`, whose entropy is at least the `threshold` quantile over all processes, as in
+        TRL's method. A rollout may have more than the 2^24 tokens that `torch.quantile` allows.
+        """
+        return high_values(entropies, mask.bool(), threshold, self.accelerator)
+
+    # 3. The parts of a micro-step
+
+    @cached_property
+    def _planner(self) -> Planner:
+        zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
+        sharded = zero_stage >= 2 or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
+        return Planner(self.args, self.accelerator, multiple=self.pad_to_multiple_of, communicates=sharded)
+
+    def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
+        """One entry per micro-step: the parts that pass through the model, one after the other."""
+        n_batches = self.args.steps_per_generation // len(steps)
+        on_policy = [(number + 1) * n_batches <= until_update for number in range(len(steps))]
+        if self._anchor_is_own:  # the log-ratio of an on-policy step is exactly 0
+            steps = [
+                {name: rows[name] for name in rows if not (policy and name == "old_per_token_logps")}
+                for rows, policy in zip(steps, on_policy, strict=True)
+            ]
+        skippable = (self._zero_gradient(rows, policy) for rows, policy in zip(steps, on_policy, strict=True))
+        planned = []
+        for rows, policy, parts in zip(steps, on_policy, self._planner.parts(steps, skippable), strict=True):
+            if not policy and "old_per_token_logps" not in rows:
+                # Now, because the policy is still the behaviour policy; a step before the next update needs no pass,
+                # as the policy's own log-probabilities are the same. Part by part, because in bfloat16 a sample has
+                # the same log-probabilities only in a micro-batch of the same shape: any other would leave a
+                # log-ratio that is only rounding.
+                for part in parts:
+                    part["old_per_token_logps"], _ = self._anchor_pass(part)
+            # The last micro-step of an optimizer step gets at least one part: its backward pass is the one in which
+            # processes exchange gradients.
+            planned += spread(parts, n_batches)
+        return planned
+
+    def _zero_gradient(self, rows: Mapping[str, Any], on_policy: bool) -> Tensor:
+        """Samples, bool `[B]`, that can be skipped: with zero gradient while the policy is the behaviour policy."""
+        idle = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
+        # A subclass with a loss of its own may give every sample a gradient.
+        names = ("compute_loss", "_compute_loss", "_sample_losses")
+        own = all(getattr(type(self), name) is getattr(OPOTrainer, name) for name in names)
+        # Log-probabilities of an override may be those of another policy.
+        skips = self.args.skip_inert_rows and on_policy and "old_per_token_logps" not in rows
+        return self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"]) & (idle and own and skips)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """
+        Train on a micro-step, part by part: each call of `compute_loss` sees one mapping of tensors, as in any trainer
+        of Transformers, and its gradient is added to those before. Returns the sum of their losses.
+        """
+        began = time.perf_counter()
+        model.train()  # so that `_buffered` generates for training
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()  # schedule-free optimizers: generate with the weights that are trained
+        self._pending = deque(self._buffered(inputs))
+        loss = torch.zeros((), device=self.accelerator.device)
+        with without_exchange(self, model):
+            while len(self._pending) > 1:
+                # Transformers' step: TRL's also counts a micro-step, which only the last part completes.
+                loss += super(GRPOTrainer, self).training_step(model, inputs, num_items_in_batch)
+        self._current_train_step_time += time.perf_counter() - began
+        if self._pending:
+            loss += super().training_step(model, inputs, num_items_in_batch)
+        else:  # all samples of the optimizer step fit into its other micro-steps
+            self._step += 1
+        if self.accelerator.sync_gradients and self._reports:  # none if a subclass has its own loss
+            self._log_step(self._reports)
+            self._reports = []
+        return loss
+
+    @profiling_decorator
+    def _prepare_inputs(self, generation_batch):
+        if self._mode == "eval":
+            return super()._prepare_inputs(generation_batch)
+        if not self._pending:  # called directly, outside `training_step`
+            self._pending.extend(self._buffered(generation_batch))
+        return self._pending.popleft()
+
+    # 4. The loss
 
     @profiling_decorator
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -242,27 +419,13 @@ class OPOTrainer(PartitionedTrainer):
             steering=inputs.get("opo_steering"),
         )
 
-    def _zero_gradient(self, rows: Mapping[str, Any]) -> Tensor:
-        idle = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
-        # A subclass with a loss of its own may give every sample a gradient.
-        names = ("compute_loss", "_compute_loss", "_sample_losses")
-        own = all(getattr(type(self), name) is getattr(OPOTrainer, name) for name in names)
-        return self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"]) & (idle and own)
-
     def _entropy_bonus_coef(self) -> float:
         """TRL's coefficient; under adaptive control it acts only while the last step's entropy is low enough."""
         if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
             return 0.0
         return self.entropy_coef
 
-    # 3. What is logged
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        if self.accelerator.sync_gradients and self._reports:  # none if a subclass has its own loss
-            self._log_step(self._reports)
-            self._reports = []
-        return loss
+    # 5. What is logged
 
     def _log_step(self, reports: list[SampleReport]):
         """Gather the reports of an optimizer step, or evaluated batch, from all processes, once, and log them."""

@@ -14,6 +14,7 @@ import dis
 import inspect
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
@@ -29,21 +30,26 @@ LIBRARIES = ("trl", "transformers", "accelerate", "deepspeed", "datasets", "peft
 
 def has(owner: Any, name: str) -> bool:
     """Whether a module or a class has an attribute, or a method of the class assigns it to its instances."""
+    return hasattr(owner, name) or name in assigned(owner)
+
+
+def assigned(owner: Any) -> set[str]:
+    """Attributes that the methods of a class assign, to whatever object."""
     bases = inspect.getmro(owner) if inspect.isclass(owner) else ()
     members = [member for base in bases for member in vars(base).values()]
     members = [getattr(member, "fget", None) or getattr(member, "func", None) or member for member in members]
     functions = [inspect.unwrap(member) for member in members if callable(member)]
-    return hasattr(owner, name) or any(_assigns(f.__code__, name) for f in functions if inspect.isfunction(f))
+    return set().union(*(_assigned(f.__code__) for f in functions if inspect.isfunction(f)))
 
 
-def _assigns(code: CodeType, name: str) -> bool:
+@cache
+def _assigned(code: CodeType) -> frozenset[str]:
     # In bytecode: the source of the trainers takes a second to parse.
-    steps = dis.get_instructions(code) if name in code.co_names else ()
-    if any(step.opname == "STORE_ATTR" and step.argval == name for step in steps):
-        return True
-    return any(_assigns(inner, name) for inner in code.co_consts if isinstance(inner, CodeType))
+    own = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+    return frozenset(own.union(*(_assigned(inner) for inner in code.co_consts if isinstance(inner, CodeType))))
 
 
+@cache
 def package() -> dict[str, ast.Module]:
     """Syntax trees of the package's modules, except the contract."""
     folder = Path(trl_contract.__file__).parent
@@ -104,8 +110,9 @@ def _unset(contract: trl_contract.Contract) -> Iterator[str]:
     """Attributes that neither a class or module has, nor a method assigns."""
     for path, entries in contract.items():
         owner = trl_contract.resolve(path)
+        known = assigned(owner)
         for name in (name for name, parameters in entries.items() if parameters is None):
-            if not (isinstance(owner, ImportError) or has(owner, name)):
+            if not (isinstance(owner, ImportError) or hasattr(owner, name) or name in known):
                 yield f"{path}.{name}"
 
 

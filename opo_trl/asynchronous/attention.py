@@ -8,7 +8,6 @@ TRL packs a micro-batch as a prefix tree, and attends along its paths with Flash
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.experimental.async_grpo import async_grpo_trainer, packing
 
+from ..checks.environment import check_installed
 from ..rollout.scored import temporarily
 from .config import AsyncOPOConfig
 
@@ -44,13 +44,7 @@ def check_requirements(args: AsyncOPOConfig, options: Mapping[str, Any], *, serv
         )
     kernel = asked is None and args.device.type != "cpu"
     needed = ["requests", *(["aiohttp", "vllm"] if server else []), *(["kernels"] if kernel else [])]
-    missing = [package for package in needed if find_spec(package) is None]
-    if missing:
-        extras = "async,vllm" if "vllm" in missing else "async"
-        raise ImportError(
-            f"Asynchronous training needs {', '.join(missing)}, which this environment lacks: "
-            f"`pip install 'opo_trl[{extras}]'`."
-        )
+    check_installed("Asynchronous training", *needed, install=f"'opo_trl[{'async,vllm' if server else 'async'}]'")
     if kernel:
         _try_kernel(args, options.get("dtype") or args.dtype)
     return not kernel

@@ -1,6 +1,5 @@
 """`AsyncOPOConfig`: TRL's `AsyncGRPOConfig` with the fields of OPO's objective, validated."""
 
-import dataclasses
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -9,6 +8,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from ..checks import devices
 from ..checks.addresses import check_url
+from ..checks.blame import given
 from ..checks.ranges import require
 from ..checks.secrets import Masked
 from ..config import ObjectiveConfig, check_fields
@@ -89,12 +89,12 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
         require(not self.auto_find_batch_size, "auto_find_batch_size", True, "false: the rollout worker starts once")
 
     def _reject_what_needs_a_rollout(self):
-        for each in dataclasses.fields(ObjectiveConfig):
-            value, (rejected, fix) = getattr(self, each.name), _NEEDS_ROLLOUT.get(each.name, (..., ""))
-            default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
-            if value == rejected if rejected is not None else value != default:
+        set_ = given(self)
+        for name, (rejected, fix) in _NEEDS_ROLLOUT.items():
+            value = getattr(self, name)
+            if value == rejected if rejected is not None else name in set_:
                 raise ValueError(
-                    f"{each.name}={value!r} is not possible in asynchronous training, which scores one group at a "
+                    f"{name}={value!r} is not possible in asynchronous training, which scores one group at a "
                     f"time. {fix}."
                 )
 

@@ -19,8 +19,8 @@ from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
-from ..rollout import checkpoint
-from ..rollout.skipped_steps import SkippingTrainer
+from ..rollout import checkpoint, wording
+from ..rollout.skipped_steps import SkippedSteps
 from .config import AsyncOPOConfig
 
 
@@ -31,7 +31,7 @@ TRAINED = "trained_prompts.json"
 _ROOM = 32  # for rows and micro-batches smaller than TRL expects
 
 
-class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
+class ResumableAsyncTrainer(AsyncGRPOTrainer):
     """
     [`~trl.experimental.async_grpo.AsyncGRPOTrainer`] that resumes with the prompts that it has not trained.
 
@@ -44,6 +44,7 @@ class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
     def __init__(self, *inputs, **named):
         super().__init__(*inputs, **named)
         self._collated: deque[set[int]] = deque()  # groups of each micro-batch that waits; where batches are collated
+        self._skipped = SkippedSteps(self.args, self.accelerator)
         self._batches_of_step: list[Any] = []
         self._groups_of_step: set[int] = set()
         self._passes_left = 0  # over them
@@ -127,6 +128,30 @@ class ResumableAsyncTrainer(SkippingTrainer, AsyncGRPOTrainer):
             self.control.should_training_stop = True
             return
         super()._run_epoch(**named)
+
+    # As in `RolloutTrainer`
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm)
+        step = self.state.global_step + 1
+        return self._skipped.check(model, norm, step=step, micro_batches=self._batches_of_step)
+
+    def _maybe_log_save_evaluate(self, *inputs, **named):
+        with self._skipped.end_of_step(self):
+            super()._maybe_log_save_evaluate(*inputs, **named)
+
+    def log(self, logs, start_time=None):
+        if "grad_norm" in logs:
+            self._metrics["train"]["opo/skipped_steps"].append(self._skipped.total)
+        super().log(logs, start_time)
+
+    def create_model_card(self, *inputs, **named):
+        super().create_model_card(*inputs, **wording.card_options(named))
+        wording.name_model(self)
+
+    def _issue_warnings_after_load(self, load_result):
+        wording.leave_out_tied(self.model, load_result)
+        super()._issue_warnings_after_load(load_result)
 
     # Saving and loading, in the order of Transformers
 

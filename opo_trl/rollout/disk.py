@@ -3,17 +3,17 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
-from ..config import RolloutConfig
 from .checkpoint import MANIFEST, finished, last_complete, replaced
+from .frozen_base import local_part
+from .position import MovingReference
 
 
 logger = get_logger(__name__)
@@ -27,35 +27,47 @@ class NoRoom(RuntimeError):
     """Too little space for a checkpoint; raised on every process before any of them has written."""
 
 
-def check_room(accelerator: Accelerator, run: Path, expected: int) -> None:
+def check_room(trainer: Any, run: Path) -> None:
     """
-    Check on all processes together that a checkpoint fits, and wait for each other.
-
-    `run` is created if it does not exist. `expected` are the bytes that the checkpoint will take, 0 on processes that
-    do not write it.
+    Check on all processes together that a checkpoint fits, and wait for each other. `run` is created if it does not
+    exist.
 
     Raises:
         `NoRoom`: on every process, if it does not fit.
     """
     run.mkdir(parents=True, exist_ok=True)
+    expected = expected_bytes(trainer, run) if trainer.args.should_save else 0
     missing = max(expected - shutil.disk_usage(run).free, 0)
+    accelerator = trainer.accelerator
     if accelerator.reduce(torch.tensor(missing, device=accelerator.device), reduction="max"):
         raise NoRoom("no space left on device")
 
 
-def bytes_of_last(run: Path) -> int | None:
-    """Bytes of the run's last complete checkpoint without its rollout, whose size varies; `None` if there is none."""
-    last = last_complete(str(run))
+def expected_bytes(trainer: Any, run: Path) -> int:
+    """
+    Size of a checkpoint: that of the run's last one without its rollout, whose size varies, or what this process will
+    write at least.
+    """
+    last = None if trainer.args.save_only_model else last_complete(str(run))
     if last is None:
-        return None
+        return _least_bytes(trainer)
     return _bytes(Path(last)) - sum(path.stat().st_size for path in Path(last).glob("rollout_state_*"))
 
 
-def give_up(folder: Path, error: BaseException, args: RolloutConfig, *, expected: Callable[[], int]) -> None:
+def _least_bytes(trainer: Any) -> int:
+    args = trainer.args
+    tensors = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    # Where they are sharded, each process writes its own, which DeepSpeed and FSDP hold elsewhere.
+    if not (args.save_only_model or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
+        states = trainer.optimizer.state.values()
+        tensors += [value for state in states for value in state.values() if torch.is_tensor(value)]
+    reference = MovingReference(trainer).nbytes if args.sync_ref_model and not args.save_only_model else 0
+    return reference + sum(local_part(tensor).nbytes for tensor in tensors)
+
+
+def give_up(trainer: Any, folder: Path, error: BaseException) -> None:
     """
     Report why a save failed, and remove the files of an unfinished checkpoint.
-
-    `expected` computes the bytes that a checkpoint takes at least, for a run without a complete one.
 
     Raises:
         `RuntimeError`: files could not be written, and training should not or cannot continue without them.
@@ -65,6 +77,7 @@ def give_up(folder: Path, error: BaseException, args: RolloutConfig, *, expected
     if finished(folder):
         error.add_note(f"{folder} is finished, and can be used: the error came after it was written.")
         raise error
+    args = trainer.args
     written, free = _bytes(folder), shutil.disk_usage(folder.parent).free
     # The other processes of a save that has begun wait for this one, or write into the folder.
     agreed = args.world_size == 1 or isinstance(error, NoRoom)
@@ -74,7 +87,7 @@ def give_up(folder: Path, error: BaseException, args: RolloutConfig, *, expected
     if not _is_of_writing(error, folder):
         error.add_note(f"It came while {folder} was saved. The last complete checkpoint is {last}.")
         raise error
-    size = _bytes(Path(last)) if last else expected()
+    size = _bytes(Path(last)) if last else _least_bytes(trainer)
     missing = f": {_mib(size - written - free)} are missing" if size > written + free else ""
     message = (
         f"{folder} cannot be saved ({error}). A checkpoint takes about {_mib(size)}, {_mib(written)} were written, "

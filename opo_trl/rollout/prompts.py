@@ -9,12 +9,14 @@ offers, so it draws from a [`PromptStream`].
 import heapq
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset, Value
+from transformers import ProcessorMixin
+from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from ..config import RolloutConfig
@@ -74,6 +76,35 @@ def check_datasets(trainer_class: type, *positional: Any, **named: Any) -> None:
                     f"{name} has no column 'environment', only {data.column_names}. Add one that names an environment "
                     f"of environment_factory for each row: {', '.join(map(str, factory))}."
                 )
+
+
+def check_train_dataset(trainer: GRPOTrainer) -> None:
+    """
+    Check that a trainer's dataset fits its configuration and its model.
+
+    Raises:
+        `ValueError`: names the field or the column, and what to do.
+    """
+    args, dataset = cast(RolloutConfig, trainer.args), trainer.train_dataset
+    if isinstance(dataset, Dataset):
+        check_enough_prompts(len(dataset), args)
+        images = [name for name in ("image", "images") if name in dataset.column_names]
+        if args.max_staleness and images:
+            raise ValueError(
+                f"max_staleness={args.max_staleness} cannot replay samples with images, which the dataset has. Set "
+                "`max_staleness` to 0."
+            )
+        reads_images = isinstance(trainer.processing_class, ProcessorMixin)
+        if images and not reads_images and dataset[0][images[0]]:
+            raise ValueError(
+                f"train_dataset has a column {images[0]!r}, but the model reads text only. Rename or remove the "
+                "column, or train a model that reads images."
+            )
+    elif args.max_sampling_rounds > 1:
+        raise ValueError(
+            f"max_sampling_rounds={args.max_sampling_rounds} needs a dataset with random access, not a stream. Load "
+            "it without streaming, or set `max_sampling_rounds` to 1."
+        )
 
 
 def check_columns(data: Any, named: str, *, rename: str = _RENAME, needs_prompt: bool = True) -> None:

@@ -184,6 +184,19 @@ def completion_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
     return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
 
 
+def high_values(values: torch.Tensor, keep: torch.Tensor, quantile: float, accelerator: Accelerator) -> torch.Tensor:
+    """Bool mask `[B, T]` of the values to `keep` that are at least their `quantile` over all processes."""
+    padding = -torch.inf
+    padded = accelerator.pad_across_processes(values[keep].float(), dim=0, pad_index=padding)
+    gathered = accelerator.gather(padded)
+    ordered = gathered[gathered != padding].sort().values
+    if len(ordered) == 0:
+        return torch.zeros_like(keep)
+    place = quantile * (len(ordered) - 1)
+    below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
+    return keep & (values >= torch.lerp(below, above, place - math.floor(place)))
+
+
 def gather_samples(
     rollout: Mapping[str, Any], logps: torch.Tensor | None, accelerator: Accelerator
 ) -> tuple[torch.Tensor, ...]:

@@ -1,16 +1,15 @@
-"""Rewards as the outermost override returns them, how many completions they fail to score, and who else fails."""
+"""Rewards as the outermost override returns them, and how many completions they fail to score."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
 
 from ..config import RolloutConfig
-from ..metrics.step_clock import StepClock
-from ..rewards.checked import checked, checked_environments, checked_tools
 from ..rewards.errors import CountingReward, RewardError
 
 
@@ -34,73 +33,84 @@ def temporarily(holder: Any, **values: Any) -> Iterator[None]:
         attributes.update(own)
 
 
-class ScoringTrainer(GRPOTrainer):
-    """[`~trl.GRPOTrainer`] that records its rewards, ends when isolated ones fail too often, and names what fails."""
+@contextmanager
+def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[torch.Tensor]]:
+    """
+    Record the rewards over all processes, as the outermost `_calculate_rewards` returns them: a subclass may change
+    what `super()` returned, or never call it.
+    """
+    outermost = trainer._calculate_rewards
+    recorded: list[torch.Tensor] = []
 
-    args: RolloutConfig
-    _clock: StepClock
+    def calculate(*args, **kwargs):
+        recorded.append(_finite(outermost(*args, **kwargs), trainer.reward_func_names))
+        return recorded[-1]
 
-    _reward_failures: dict[str, float]  # by kind, over all processes; logging resets them
-    _reward_failure_rate = 0.0  # in training, over all processes
+    with temporarily(trainer, _calculate_rewards=calculate):
+        yield recorded
 
-    @contextmanager
-    def _recorded_rewards(self) -> Iterator[list[torch.Tensor]]:
+
+def _finite(rewards: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+    """Rewards `[N, number of reward functions]`; infinite ones count as unscored."""
+    infinite = rewards.isinf()
+    if infinite.any():
+        # An override may return further columns.
+        found = [name for name, has_some in zip(names, infinite.any(dim=0), strict=False) if has_some]
+        logger.warning(
+            f"Of {len(rewards)} completions, {int(infinite.any(dim=1).sum())} have an infinite reward, by "
+            f"{', '.join(found) or 'an override'}: they count as unscored. Fix the function, or have it return None."
+        )
+    return rewards.masked_fill(infinite, torch.nan)
+
+
+class RewardFailures:
+    """
+    Counts completions that isolated rewards fail to score, and ends a run that has too many.
+
+    Args:
+        args ([`RolloutConfig`]): with `max_reward_failure_rate`.
+        accelerator ([`~accelerate.Accelerator`]): the trainer's.
+    """
+
+    def __init__(self, args: RolloutConfig, accelerator: Accelerator):
+        self.args, self.accelerator = args, accelerator
+        self.counts: dict[str, float] = {}  # by kind, over all processes, since they were last taken
+        self.rate = 0.0  # moving average, over all processes
+
+    def count(self, rewards: Sequence[Any], n_completions: int) -> None:
         """
-        Record the rewards over all processes, as the outermost `_calculate_rewards` returns them: a subclass may
-        change what `super()` returned, or never call it.
+        Count the failures of a round of generation, of those `rewards` that are isolated.
+
+        Raises:
+            [`RewardError`]: `max_reward_failure_rate` is exceeded.
         """
-        outermost = self._calculate_rewards
-        recorded: list[torch.Tensor] = []
-
-        def calculate(*args, **kwargs):
-            recorded.append(self._finite_rewards(outermost(*args, **kwargs)))
-            return recorded[-1]
-
-        with temporarily(self, _calculate_rewards=calculate):
-            yield recorded
-
-    def _generate_and_score_completions(self, inputs):
-        factories = self.environment_factories or {}
-        with checked_environments(factories.values(), self._environment_pool if factories else {}):
-            return super()._generate_and_score_completions(inputs)
-
-    def _tool_call_loop(self, *args, **kwargs):
-        with checked_tools(self):
-            return super()._tool_call_loop(*args, **kwargs)
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        with self._clock.phase("score"), checked(self):
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        isolated = [reward for reward in self.reward_funcs if isinstance(reward, CountingReward)]
-        if isolated and self.model.training:  # the log and the limit cover training only
-            self._count_failures(isolated, len(completions))
-        return rewards
-
-    def _finite_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Rewards `[N, number of reward functions]`; infinite ones count as unscored."""
-        infinite = rewards.isinf()
-        if infinite.any():
-            # An override may return further columns.
-            names = [name for name, found in zip(self.reward_func_names, infinite.any(dim=0), strict=False) if found]
-            logger.warning(
-                f"Of {len(rewards)} completions, {int(infinite.any(dim=1).sum())} have an infinite reward, by "
-                f"{', '.join(names) or 'an override'}: they count as unscored. Fix the function, or have it return "
-                "None."
-            )
-        return rewards.masked_fill(infinite, torch.nan)
-
-    def _count_failures(self, rewards: list[CountingReward], n_completions: int) -> None:
-        counts = [sum(r.timeouts for r in rewards), sum(r.errors for r in rewards), len(rewards) * n_completions]
+        isolated = [reward for reward in rewards if isinstance(reward, CountingReward)]
+        if not isolated:
+            return
+        counts = [sum(r.timeouts for r in isolated), sum(r.errors for r in isolated), len(isolated) * n_completions]
         gathered = self.accelerator.gather(torch.tensor([counts], device=self.accelerator.device))
         timeouts, errors, n_scores = gathered.sum(dim=0).tolist()
         for kind, count in (("reward/timeouts", timeouts), ("reward/errors", errors)):
-            self._reward_failures[kind] = self._reward_failures.get(kind, 0) + count
-        self._reward_failure_rate += _FAILURE_WEIGHT * ((timeouts + errors) / n_scores - self._reward_failure_rate)
+            self.counts[kind] = self.counts.get(kind, 0) + count
+        self.rate += _FAILURE_WEIGHT * ((timeouts + errors) / n_scores - self.rate)
         limit = self.args.max_reward_failure_rate
-        if self._reward_failure_rate > limit:
+        if self.rate > limit:
             raise RewardError(
-                f"max_reward_failure_rate={limit} is exceeded: {self._reward_failure_rate:.1%} of the completions of "
-                f"about the last {1 / _FAILURE_WEIGHT:.0f} rounds of generation could not be scored, {timeouts} of "
-                f"{n_scores} in the last one by running out of time and {errors} by errors. The warnings above say "
-                "why: fix the reward function, give it more time or memory, or raise `max_reward_failure_rate`."
+                f"max_reward_failure_rate={limit} is exceeded: {self.rate:.1%} of the completions of about the last "
+                f"{1 / _FAILURE_WEIGHT:.0f} rounds of generation could not be scored, {timeouts} of {n_scores} in the "
+                f"last one by running out of time and {errors} by errors. The warnings above say why: fix the reward "
+                "function, give it more time or memory, or raise `max_reward_failure_rate`."
             )
+
+    def take(self) -> dict[str, float]:
+        """Failures by kind since the last call, for the log."""
+        taken, self.counts = self.counts, dict.fromkeys(self.counts, 0)
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, for [`~RewardFailures.load_state_dict`]."""
+        return {"counts": self.counts, "rate": self.rate}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state of [`~RewardFailures.state_dict`]."""
+        self.counts, self.rate = dict(state["counts"]), state["rate"]

@@ -10,7 +10,7 @@ A comparison thus changes nothing but the loss. This trainer adds to TRL's:
    and end the run when there are too many (`scored`).
 3. The time of a step is logged by phase (`step_clock`), and bounds on logged metrics can be watched (`watches`).
 4. A step whose gradient is not finite is skipped, and its samples are kept (`skipped_steps`).
-5. A checkpoint holds all that the rest of the run depends on, including the current rollout (`resumable`).
+5. A checkpoint holds all that the rest of the run depends on, including the current rollout (`position`).
 """
 
 import inspect
@@ -19,14 +19,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch import Tensor
-from transformers import ProcessorMixin
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from torch.distributed.checkpoint import CheckpointException
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import get_config_model_id
@@ -40,16 +41,15 @@ from ..metrics.opo import gradient_response_efficiency
 from ..metrics.step_clock import StepClock
 from ..metrics.watches import Watches
 from ..objective import SEQUENCE_CLAMP, Objective, token_sum
-from ..rewards.checked import checked_environments, reward_list
-from . import checkpoint
+from ..rewards.checked import checked, checked_environments, checked_tools, reward_list
+from . import checkpoint, disk, position, wording
 from .dynamic_sampling import DynamicSampling
 from .frozen_base import FrozenBase
-from .prompts import check_datasets, check_enough_prompts
+from .prompts import EpochSampler, PromptStream, check_datasets, check_train_dataset, epochs_of_sampler, permutations
 from .replay import ReplayBuffer
-from .resumable import ResumableTrainer
 from .rows import completion_tokens, micro_batches, rows_of_steps
-from .scored import ScoringTrainer, temporarily
-from .skipped_steps import SkippingTrainer
+from .scored import RewardFailures, recorded_rewards, temporarily
+from .skipped_steps import SkippedSteps
 from .vllm_server import watched, without_password
 
 
@@ -69,7 +69,7 @@ def takes_what_grpo_takes(config_class: type[RolloutConfig]) -> Callable[[Callab
     return decorate
 
 
-class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
+class RolloutTrainer(GRPOTrainer):
     """
     [`~trl.GRPOTrainer`] with reproducible rollouts, dynamic sampling and exact resumption; the losses are TRL's.
 
@@ -93,20 +93,21 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
     config_class: type[RolloutConfig] = RolloutConfig
     args: RolloutConfig
+    model: Any  # a PreTrainedModel, or PEFT's wrapper around one
     policy_objective: Objective | None = None  # the losses are TRL's
+    num_generations: int
     num_generations_eval: int
 
+    # The trainer's own numbers, and dictionaries of numbers, that a checkpoint holds besides those of its parts.
     _saved_numbers: tuple[str, ...] = (
         "_advantage_range",
         "_completions_generated",
         "_globalstep_last_logged",
         "entropy_coef",
         "_last_world_entropy",
-        "_skipped_in_a_row",
-        "_skipped_steps",
-        "_reward_failures",
-        "_reward_failure_rate",
     )
+
+    _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
     @takes_what_grpo_takes(RolloutConfig)
     def __init__(self, model, reward_funcs=None, args: RolloutConfig | None = None, *further, **named):
@@ -120,7 +121,7 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         with without_password(args.vllm_server_base_url), checked_environments(factories, {}):
             super().__init__(model, rewards, args, *further, **named)
         check_finite(self.accelerator, self.model, *self.reward_funcs)
-        self._check_dataset()
+        check_train_dataset(self)
         # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
         # none. Without the table they are not needed.
         self.log_multimodal = self.log_multimodal and self.log_completions
@@ -134,7 +135,8 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         )
         self._advantage_range = 0.0  # of the current rollout, over all processes
         self._completions_generated = 0  # for training, over all processes
-        self._reward_failures: dict[str, float] = {}  # by kind, since the last log
+        self._reward_failures = RewardFailures(args, self.accelerator)
+        self._skipped = SkippedSteps(args, self.accelerator)
         self._ratio_sums: Tensor | None = None  # of the optimizer step: Σ r, Σ r² and number, r = π/π_k
         self._clock = StepClock(self.accelerator.device)
         self.add_callback(self._clock)
@@ -163,27 +165,6 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
                 "which it rejects (huggingface/trl#4973). Set use_vllm=False, or train LoRA on the base as it is."
             )
         return args
-
-    def _check_dataset(self) -> None:
-        if isinstance(self.train_dataset, Dataset):
-            check_enough_prompts(len(self.train_dataset), self.args)
-            images = [name for name in ("image", "images") if name in self.train_dataset.column_names]
-            if self.args.max_staleness and images:
-                raise ValueError(
-                    f"max_staleness={self.args.max_staleness} cannot replay samples with images, which the dataset "
-                    "has. Set `max_staleness` to 0."
-                )
-            reads_images = isinstance(self.processing_class, ProcessorMixin)
-            if images and not reads_images and self.train_dataset[0][images[0]]:
-                raise ValueError(
-                    f"train_dataset has a column {images[0]!r}, but the model reads text only. Rename or remove the "
-                    "column, or train a model that reads images."
-                )
-        elif self.args.max_sampling_rounds > 1:
-            raise ValueError(
-                f"max_sampling_rounds={self.args.max_sampling_rounds} needs a dataset with random access, not a "
-                "stream. Load it without streaming, or set `max_sampling_rounds` to 1."
-            )
 
     @property
     def _mode(self) -> str:
@@ -221,7 +202,55 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
         return training_plan(self)
 
-    # 1. The optimizer step that a completion serves
+    def check_resumable(self, folder: str) -> None:
+        """
+        Check that this run can resume a checkpoint ([`position.check_resumable`]).
+
+        Raises:
+            `ValueError`: names the field that differs, or says how to start from the weights.
+        """
+        position.check_resumable(self, folder)
+
+    def _run_epoch(self, **named):
+        # Resumed from the last step's checkpoint, Transformers would train one step more. The checkpoint is read only
+        # at the beginning: later, rotation may have deleted it.
+        begins_with = named["resume_from_checkpoint"] if named["epoch"] == named["epochs_trained"] else None
+        if self.state.global_step >= self.state.max_steps or position.has_spent_budget(self, begins_with):
+            self.control.should_training_stop = True
+            return
+        if self._sampler is not None:
+            self._sampler.epoch = named["epoch"]
+        super()._run_epoch(**named)
+
+    # 1. The order of the prompts, and the optimizer step that a completion serves
+
+    def _get_train_sampler(self, dataset=None):
+        sampler = super()._get_train_sampler(dataset)
+        self._sampler = EpochSampler(
+            sampler.data_source,
+            mini_repeat_count=sampler.mini_repeat_count,
+            batch_size=sampler.batch_size,
+            repeat_count=sampler.repeat_count,
+            shuffle=sampler.shuffle,
+            seed=sampler.seed,
+        )
+        return self._sampler
+
+    @cached_property
+    def _prompt_stream(self) -> PromptStream:
+        """Prompts of dynamic sampling. Made at first use: a subclass's sampler may need what its `__init__` sets."""
+        args, dataset = self.args, cast(Dataset, self.train_dataset)
+        if type(self)._get_train_sampler is RolloutTrainer._get_train_sampler:
+            return PromptStream(permutations(len(dataset), seed=args.seed, shuffle=self.shuffle_dataset))
+        of_data_loader, sampler = self._sampler, self._get_train_sampler(dataset)
+        self._sampler = of_data_loader
+        order = epochs_of_sampler(
+            sampler,
+            rollout=args.generation_batch_size,
+            repeats=args.micro_steps_per_rollout,
+            num_generations=self.num_generations,
+        )
+        return PromptStream(order)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         # Called once per accumulation window. An epoch ends with a short one, so `_step` cannot tell windows apart.
@@ -308,12 +337,18 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
         """Whether the next micro-step needs a new rollout."""
         return self._step % self.args.micro_steps_per_rollout == 0
 
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm)
+        step = self.state.global_step + 1
+        return self._skipped.check(model, norm, step=step, micro_batches=self._batches_of_step)
+
     def _maybe_log_save_evaluate(self, *args, **named):
         limit = self.args.max_completions
         spent = limit is not None and self.rollout_is_used_up and self._completions_generated >= limit
         if spent and not self.control.should_training_stop:  # at the end of the epoch it is set, and all is saved
             self._end_as_at_max_steps()
-        super()._maybe_log_save_evaluate(*args, **named)
+        with self._skipped.end_of_step(self):
+            super()._maybe_log_save_evaluate(*args, **named)
 
     def _end_as_at_max_steps(self) -> None:
         """End the run after this step, with what Transformers logs, saves and evaluates at the last of `max_steps`."""
@@ -401,8 +436,10 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
+        factories: Any = self.environment_factories or {}
+        environments = checked_environments(factories.values(), self._environment_pool if factories else {})
         # A reward may score with the policy itself, and leave it in evaluation mode.
-        with self._keep_mode(), self._recorded_rewards() as recorded:
+        with self._keep_mode(), recorded_rewards(self) as recorded, environments:
             rollout = super()._generate_and_score_completions(inputs)
         rewards = recorded[-1]
         n_local = len(rollout["advantages"])
@@ -411,6 +448,17 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             self._completions_generated += len(rewards)
             self._metrics["train"]["completions/generated"] = [self._completions_generated]
         return rollout
+
+    def _tool_call_loop(self, *inputs, **options):
+        with checked_tools(self):
+            return super()._tool_call_loop(*inputs, **options)
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        with self._clock.phase("score"), checked(self):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self._mode == "train":  # the log and the limit cover training only
+            self._reward_failures.count(self.reward_funcs, len(completions))
+        return rewards
 
     def _get_per_token_logps_and_entropies(self, *inputs, **options):
         with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
@@ -460,11 +508,65 @@ class RolloutTrainer(ScoringTrainer, SkippingTrainer, ResumableTrainer):
             )
             if len({*metrics.get("opo/pass", ())}) > 1:
                 del metrics["opo/pass"]  # the mean of several passes could be mistaken for one of them
-            for kind in self._reward_failures:
-                metrics[kind].append(self._reward_failures[kind])
-                self._reward_failures[kind] = 0
+            for kind, count in self._reward_failures.take().items():
+                metrics[kind].append(count)
+            metrics["opo/skipped_steps"].append(self._skipped.total)
         # TRL would log metrics without a value as None, which a script's callbacks and TensorBoard do not expect.
         own = self._metrics[self._mode]
         for name in [name for name in own if name.startswith("opo/") and all(map(math.isnan, own[name]))]:
             del own[name]
         super().log(logs, start_time)
+
+    def create_model_card(self, *inputs, **named):
+        super().create_model_card(*inputs, **wording.card_options(named))
+        wording.name_model(self)
+
+    # 4. A checkpoint: saving and loading, in the order of Transformers
+
+    def _save_checkpoint(self, model, trial):
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        writes = self.args.should_save
+        try:
+            if writes:
+                checkpoint.make_way(folder)
+            disk.check_room(self, folder.parent)
+            with checkpoint.no_rotation(self.args):
+                super()._save_checkpoint(model, trial)
+            if writes:
+                checkpoint.finish(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+        except (Exception, CheckpointException) as error:  # FSDP's is a `BaseException`
+            disk.give_up(self, folder, error)
+
+    def _finalize_training(self, *inputs, **named):
+        with checkpoint.no_rotation(self.args):
+            return super()._finalize_training(*inputs, **named)
+
+    def _save_rng_state(self, output_dir: str):
+        super()._save_rng_state(output_dir)
+        folder = Path(output_dir)
+        torch.save(position.state_of(self), checkpoint.state_file(folder, self.accelerator.process_index))
+        if self.args.sync_ref_model:
+            position.MovingReference(self).save(folder)
+        self.accelerator.wait_for_everyone()  # the manifest lists the files of all processes
+        if self.args.should_save:
+            checkpoint.finalize(folder)
+
+    def _issue_warnings_after_load(self, load_result):
+        wording.leave_out_tied(self.model, load_result)
+        super()._issue_warnings_after_load(load_result)
+
+    def _load_optimizer_and_scheduler(self, folder: str | None):
+        if folder is None or checkpoint.lacking(Path(folder)) is not None:
+            return super()._load_optimizer_and_scheduler(folder)
+        # TRL reads its entropy controller from a file that it writes after the manifest, so a kill can cut it short.
+        # `position.restore` has the same numbers.
+        return super(GRPOTrainer, self)._load_optimizer_and_scheduler(folder)
+
+    @torch.no_grad()
+    def _load_rng_state(self, folder: str | None):
+        super()._load_rng_state(folder)
+        if folder is None or checkpoint.lacking(Path(folder)) is not None:
+            return
+        position.restore(self, checkpoint.load_state(Path(folder), self.accelerator.process_index))
+        if self.args.sync_ref_model:
+            position.MovingReference(self).load(Path(folder))

@@ -1,17 +1,10 @@
-"""
-Asynchronous training on scripted completions, and its loss and gradient in float64 from the definition.
-
-As a script, it trains in one of several processes:
-
-    torchrun --nproc-per-node 2 tests/asynchronous/scripted.py MODEL FOLDER BATCH_SIZE ACCUMULATION
-"""
+"""Asynchronous training on scripted completions, and its loss and gradient in float64 from the definition."""
 
 import itertools
 import math
 import queue
 import random
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from datasets import Dataset
-from helpers import BACKEND, USE_CPU, drive_and_target, in_float64, snapshot
+from helpers import USE_CPU, drive_and_target, in_float64, snapshot
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
@@ -219,13 +212,3 @@ def cut(model: str, folder: Path, batch_size: int, accumulation: int, **more) ->
         **more,
     )
     return train(model, args, samples(conversations(model, groups=GROUPS, noise=0.1), args)[:24])
-
-
-if __name__ == "__main__":
-    model, folder, batch_size, accumulation = sys.argv[1:]
-    trained = cut(model, Path(folder), int(batch_size), int(accumulation), ddp_backend=BACKEND)
-    assert trained.accelerator.num_processes == 2
-    if trained.accelerator.is_main_process:
-        policy = snapshot(trained.accelerator.unwrap_model(trained.model))
-        log = [entry for entry in trained.state.log_history if "loss" in entry]
-        torch.save({"policy": policy, "log": log}, Path(folder) / "trained.pt")

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing import forkserver
 from types import SimpleNamespace
 
 import faulty
@@ -17,7 +18,9 @@ import psutil
 import pytest
 import scripted
 from helpers import free_port, wait_until
+from invariance.launch import SERVER, prepare
 from transformers import AutoTokenizer
+from trl.experimental.async_grpo import async_rollout_worker
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
@@ -52,10 +55,14 @@ def healthy():
 
 
 @contextmanager
-def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4):
-    """TRL's worker, guarded and running, with a loop that needs no server."""
+def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4, start="forkserver"):
+    """TRL's worker, guarded and running, with a loop that needs no server; forked with all imports, or spawned."""
+    prepare()
+    context = multiprocessing.get_context(start)
+    monkeypatch.setattr(async_rollout_worker, "mp", SimpleNamespace(get_context=lambda method: context))
+    monkeypatch.setattr(forkserver, "connect_to_new_process", SERVER.connect_to_new_process)
     for name in ("is_vllm_available", "is_aiohttp_available"):
-        monkeypatch.setattr(f"trl.experimental.async_grpo.async_rollout_worker.{name}", lambda: True)
+        monkeypatch.setattr(async_rollout_worker, name, lambda: True)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.response_template = PLAIN
     worker = AsyncRolloutWorker(
@@ -109,9 +116,10 @@ def test_reward_that_fails_ends_the_run(monkeypatch, tiny_model, tmp_path, healt
         take_samples(worker)
 
 
-@pytest.mark.parametrize("tokens", [4, 20_000])  # with many, the worker is killed inside a sample
-def test_worker_that_is_killed_ends_the_run(monkeypatch, tiny_model, tmp_path, healthy, tokens):
-    with working(monkeypatch, tiny_model, tmp_path, healthy, faulty.fine, tokens=tokens) as worker:
+# With many tokens, the worker is killed inside a sample.
+@pytest.mark.parametrize(("tokens", "start"), [(4, "spawn"), (20_000, "forkserver")])
+def test_worker_that_is_killed_ends_the_run(monkeypatch, tiny_model, tmp_path, healthy, tokens, start):
+    with working(monkeypatch, tiny_model, tmp_path, healthy, faulty.fine, tokens=tokens, start=start) as worker:
         worker.rollout_buffer.get(timeout=LIMIT)
         time.sleep(1)  # the pipe is full
         os.kill(worker._process.pid, signal.SIGKILL)

@@ -1,25 +1,17 @@
-"""
-Checkpoints of asynchronous training: prompts are trained once, whatever is killed.
-
-As a script, it trains until its last step, resuming if there is a checkpoint; FOLDER/trained.jsonl says which groups:
-
-    python tests/asynchronous/test_async_resumable.py MODEL FOLDER
-"""
+"""Checkpoints of asynchronous training: prompts are trained once, whatever is killed."""
 
 import itertools
 import json
 import math
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import scripted
 import torch
 from datasets import Dataset
-from helpers import environment, snapshot
+from helpers import snapshot, wait_until
+from invariance.launch import launch, logs
 from transformers import AutoTokenizer, TrainerCallback
 
 from opo_trl import AsyncOPOTrainer
@@ -188,20 +180,18 @@ def test_step_without_a_finite_gradient_is_skipped(tiny_model, tmp_path):
 
 def test_killed_runs_train_each_prompt_once(tiny_model, tmp_path):
     """`kill -9` at any time, twice."""
-    command = [sys.executable, __file__, tiny_model, str(tmp_path)]
-    variables = environment(Path(__file__).parents[1])
-    for steps in (2, 6):
-        run = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + 240
-        while not any(tmp_path.glob(f"checkpoint-{steps}*")):
-            assert run.poll() is None, run.stdout.read().decode()[-3000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        run.send_signal(signal.SIGKILL)
-        run.wait()
-    subprocess.run(command, env=variables, check=True, capture_output=True, timeout=240)
-    check_each_prompt_once(tmp_path)
+    folder = tmp_path / "run"
+    for pattern in ("checkpoint-2*", "checkpoint-6*"):
+
+        def kill(processes, pattern=pattern):
+            wait_until(lambda: any(folder.glob(pattern)) or not processes[0].is_alive())
+            processes[0].kill()
+
+        killed = launch(train_or_resume, tiny_model, folder, folder=tmp_path, meanwhile=kill)
+        assert killed == [-signal.SIGKILL], logs(tmp_path)
+    assert launch(train_or_resume, tiny_model, folder, folder=tmp_path) == [0], logs(tmp_path)
+    check_each_prompt_once(folder)
 
 
-if __name__ == "__main__":
-    make(sys.argv[1], Path(sys.argv[2])).train(resume_from_checkpoint="auto")
+def train_or_resume(model: str, folder: Path) -> None:
+    make(model, folder).train(resume_from_checkpoint="auto")

@@ -1,6 +1,5 @@
 """AsyncOPOTrainer: loss and gradient against the definition in float64, however a step is cut, and what it logs."""
 
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,8 @@ import pytest
 import requests
 import scripted
 import torch
-from helpers import EXACT, devices_for, distance, environment, norm, relative_error, snapshot
+from helpers import BACKEND, EXACT, distance, norm, relative_error, snapshot
+from invariance.launch import launch, logs
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
@@ -100,17 +100,18 @@ def test_each_pass_is_over_the_same_samples_with_the_policy_of_its_step(tiny_mod
     assert [bool("reward" in entry) for entry in trainer.state.log_history if "loss" in entry][1] is False
 
 
+def cut_in_two(model: str, folder: Path) -> None:
+    trained = scripted.cut(model, folder, 6, 2, ddp_backend=BACKEND)
+    assert trained.accelerator.num_processes == 2
+    if trained.accelerator.is_main_process:
+        policy = snapshot(trained.accelerator.unwrap_model(trained.model))
+        log = [entry for entry in trained.state.log_history if "loss" in entry]
+        torch.save({"policy": policy, "log": log}, folder / "trained.pt")
+
+
 def test_run_does_not_depend_on_processes(tiny_model, tmp_path, uncut):
-    script = str(Path(__file__).with_name("scripted.py"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    done = subprocess.run(
-        [*command, tiny_model, str(tmp_path), "6", "2"],
-        env=environment(Path(__file__).parents[1], **devices_for(2)),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path}
+    assert launch(cut_in_two, tiny_model, tmp_path, **where) == [0, 0], logs(tmp_path)
     trained = torch.load(tmp_path / "trained.pt")
     assert_same_run(trained["policy"], trained["log"], trainer=uncut)
 
@@ -271,7 +272,7 @@ def test_kernel_that_does_not_run_is_named_with_what_does(monkeypatch):
         tried.append(query.dtype)
         raise RuntimeError("no kernel image is available for execution on the device\nmore")
 
-    monkeypatch.setattr("opo_trl.asynchronous.attention.find_spec", lambda package: package)
+    monkeypatch.setattr("opo_trl.checks.environment.find_spec", lambda package: package)
     monkeypatch.setattr("trl.experimental.async_grpo.packing.tree_attention", kernel)
     for args in (on("meta"), on("meta", bf16=False)):
         with pytest.raises(

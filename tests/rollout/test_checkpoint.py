@@ -42,6 +42,7 @@ from opo_trl.rollout.checkpoint import (
     resolve,
     rotate,
 )
+from opo_trl.rollout.disk import expected_bytes
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +71,9 @@ def test_format_of_the_state(run: Path):
     assert state.keys() == {"rollout", "position", "replay", "buffer", "pending_loss", "plain"}
     assert (state["rollout"], state["position"], len(state["replay"]["rollouts"])) == (0, 2, 1)
     plain = json.loads(state["plain"])
-    assert plain.keys() == {"settings", "numbers", "metrics", "prompts", "logs", "watches"}
+    assert plain.keys() == {"settings", "numbers", "parts", "metrics", "logs", "watches"}
     assert plain["numbers"]["_completions_generated"] == 8
+    assert plain["parts"].keys() == {"skipped", "reward_failures"}
 
 
 def test_a_checkpoint_that_lacks_any_of_its_files_is_not_complete(copy: Path):
@@ -294,7 +296,7 @@ def test_expected_size_includes_a_moving_reference(tiny_model: str, tmp_path: Pa
     size = sum(path.stat().st_size for path in folder.iterdir())
     assert (folder / "reference.pt").stat().st_size > 0.2 * size
     for run in (tmp_path / "none yet", tmp_path):
-        assert 0.8 * size < trainer._expected_bytes(run) <= size
+        assert 0.8 * size < expected_bytes(trainer, run) <= size
 
 
 def test_reference_of_another_sharding_is_rejected(tiny_model: str, tmp_path: Path):

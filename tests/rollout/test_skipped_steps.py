@@ -1,13 +1,16 @@
 """A gradient that is not finite: the step is skipped, its samples are kept, and too many in a row end the run."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers import RecordingBaseline, RecordingOPO, Script, logged, make_trainer, snapshot, trained
 from safetensors.torch import load_file
 
 from opo_trl.rollout import checkpoint
+from opo_trl.rollout.skipped_steps import SkippedSteps
 
 
 def poison(*rollouts: int):
@@ -23,6 +26,26 @@ def poison(*rollouts: int):
 
 def same(one: dict, other: dict) -> bool:
     return all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_part_counts_keeps_samples_and_resumes(tmp_path):
+    args = SimpleNamespace(output_dir=str(tmp_path / "new"), max_skipped_steps=2)
+    model = torch.nn.Linear(1, 1)
+    part = SkippedSteps(args, Accelerator(cpu=True))
+    norms = [0.5, math.nan, 0.25, math.inf, math.nan]
+    found = [part.check(model, norm, step=step, micro_batches=[step]) for step, norm in enumerate(norms, 1)]
+    assert [norm if math.isfinite(norm) else None for norm in found] == [0.5, None, 0.25, None, None]
+    assert torch.load(tmp_path / "new" / "skipped_step_0.pt") == {"step": 5, "micro_batches": [5]}
+    again = SkippedSteps(args, Accelerator(cpu=True))
+    again.load_state_dict(part.state_dict())
+    trainer = SimpleNamespace(lr_scheduler=None, control=SimpleNamespace(), state=SimpleNamespace(global_step=5))
+    with pytest.raises(RuntimeError, match="max_skipped_steps=2"), again.end_of_step(trainer):
+        pass
+    assert vars(trainer.control) == {"should_log": True, "should_save": True}
+    again.check(model, 0.5, step=6, micro_batches=[])
+    assert again.state_dict() == {"total": 3, "in_a_row": 0}
+    with again.end_of_step(trainer):
+        pass
 
 
 @pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])

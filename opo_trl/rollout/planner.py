@@ -1,0 +1,157 @@
+"""
+`Planner`: the samples of an optimizer step pass through the model in the parts that cost the least.
+
+`planning` decides how to cut; this object ensures that all processes cut alike. None of this changes a gradient,
+provided that the loss is a sum over samples, divided by their number in the optimizer step.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.distributed.fsdp import is_fsdp_managed_module
+
+from ..config import OPOConfig
+from ..trl_contract import MULTIMODAL_KEYS
+from .planning import FEWEST_PASSES, PASS_TOKENS, Rows, best_number, columns, partition, parts_of_rows, row_lengths
+from .rows import exchange_rows, layout, micro_batches, resize, take_rows, to_device
+
+
+_TEXTS = ("prompt", "completion")
+
+
+class Planner:
+    """
+    Cuts the samples of optimizer steps, and rollouts that are scored, into parts. It has no state.
+
+    Args:
+        args ([`OPOConfig`]): configuration of the trainer.
+        accelerator (`Accelerator`): of the trainer.
+        multiple (`int`, *optional*): of which the columns of prompts and of completions are multiples.
+        communicates (`bool`): whether processes communicate in every pass, as under ZeRO-2, ZeRO-3 and FSDP.
+    """
+
+    def __init__(self, args: OPOConfig, accelerator: Accelerator, *, multiple: int | None, communicates: bool):
+        self.args = args
+        self.accelerator = accelerator
+        self.multiple = multiple
+        self.communicates = communicates
+
+    def parts(self, steps: Sequence[Rows], skippable: Iterable[Tensor]) -> Iterator[list[Rows]]:
+        """
+        The parts of each optimizer step of a pass over a rollout; the same number on every process.
+
+        Args:
+            steps: samples of each step. With `plan_micro_batches` they contain `opo_valid`, bool `[B]`, and the last
+                part holds that of the skipped samples as `opo_skipped`.
+            skippable: samples of each step that need not be computed, bool `[B]`; read with `plan_micro_batches`.
+        """
+        if not self.args.plan_micro_batches:
+            n_batches = self.args.steps_per_generation // len(steps)
+            return (micro_batches(rows, n_batches) for rows in steps)
+        read = self._read_samples(steps, skippable)
+        return (self._parts(rows, read[:, number]) for number, rows in enumerate(steps))
+
+    def score(self, logps: Callable, input_ids, attention_mask, logits_to_keep, batch_size, **options):
+        """
+        Score a rollout by `logps`, TRL's pass over samples, in parts as in training: all at once, it would be wider
+        and need more memory.
+        """
+        rows = {}
+        for name, table in (("ids", input_ids), ("mask", attention_mask)):
+            rows[f"prompt_{name}"] = table[:, :-logits_to_keep]
+            rows[f"completion_{name}"] = table[:, -logits_to_keep:]
+        images = any(options.get(name) is not None for name in MULTIMODAL_KEYS)
+        read = self._of_all_processes(pad(row_lengths(rows), (0, 1), value=float(images)))
+        # If any process has images, none makes parts: under ZeRO-3 or FSDP the pass of each is a collective call.
+        if read[..., 2].any():
+            return logps(input_ids, attention_mask, logits_to_keep, batch_size, **options)
+        tokens, lengths, limits = rows["completion_ids"], read[..., :2], self._limits(batch_size)
+        n_parts = max(best_number(each, **limits) for each in lengths)
+        results = [torch.zeros_like(tokens, dtype=torch.float32) for _ in range(2)]
+        rows["row"] = torch.arange(len(tokens), device=tokens.device)
+        own, order = lengths[self.accelerator.process_index], np.arange(len(tokens))
+        for part in parts_of_rows(rows, own, order, n_parts, multiple=self.multiple, **limits):
+            width = part["completion_ids"].size(1)
+            ids, mask = (torch.cat([part[f"{text}_{name}"] for text in _TEXTS], dim=1) for name in ("ids", "mask"))
+            for result, values in zip(results, logps(ids, mask, width, **options)[:2], strict=True):
+                if values is not None:
+                    result[part["row"], :width] = values.float()
+        return results[0], results[1] if options.get("compute_entropy") else None, None
+
+    def _read_samples(self, steps: Sequence[Rows], skippable: Iterable[Tensor]) -> np.ndarray:
+        """
+        What planning needs to know of the samples of all processes, `[processes, steps, samples, 6]`, by one gather
+        and one copy to the host: lengths of prompt and completion, whether the sample can be skipped; of its process
+        the columns of prompts and of completions, and the layout of its entries.
+        """
+        device = self.accelerator.device
+        of_process = [[*(rows[f"{name}_mask"].size(1) for name in _TEXTS), layout(rows)] for rows in steps]
+        tables = []
+        for rows, skips, own in zip(steps, skippable, to_device(torch.tensor(of_process), device), strict=True):
+            lengths = row_lengths(rows)
+            tables.append(torch.cat([lengths, skips.to(device)[:, None], own.expand(len(lengths), -1)], dim=1))
+        return self._of_all_processes(torch.stack(tables))
+
+    def _parts(self, rows: Rows, read: np.ndarray) -> list[Rows]:
+        """The samples of an optimizer step, less the skippable ones; `read` is this step's of `_read_samples`."""
+        lengths, skippable, layouts = read[..., :2], read[..., 2].astype(bool), read[:, 0, 5]
+        limits = self._limits(self.args.per_device_train_batch_size)
+        process = self.accelerator.process_index
+        if len(layouts) > 1 and layouts[0] >= 0 and (layouts == layouts[0]).all():
+            # Completions differ in length, and the process with the longest ones would keep the others waiting. Every
+            # process computes the same partition, and takes its own part.
+            lengths, skippable = lengths.reshape(-1, 2), skippable.reshape(-1)
+            assigned = partition(lengths, skippable, len(layouts))
+            widths = columns(lengths, read[..., 3:5].max(axis=(0, 1)), self.multiple)
+            rows = exchange_rows(resize(rows, **widths), assigned[process], self.accelerator)
+            lengths, skippable = lengths[assigned], skippable[assigned]
+        # Every process makes as many parts as the one that needs the most: ZeRO and FSDP communicate in every pass,
+        # and a process with fewer passes than the others would leave them waiting forever.
+        needed = zip(lengths, skippable, strict=True)
+        n_parts = max(best_number(each[~skipped], **limits) for each, skipped in needed)
+        lengths, skippable = lengths[process], skippable[process]
+        # No part may be empty: a process with fewer samples than parts computes some that it could have skipped.
+        kept, skipped = np.split(np.argsort(skippable, kind="stable"), [max((~skippable).sum(), n_parts)])
+        parts = parts_of_rows(rows, lengths, kept, n_parts, multiple=self.multiple, **limits)
+        parts[-1]["opo_skipped"] = take_rows({"valid": rows["opo_valid"]}, skipped)["valid"]  # in the step's metrics
+        return parts
+
+    def _of_all_processes(self, numbers: Tensor) -> np.ndarray:
+        """Integers of each process, read by one gather and one copy to the host: `[processes, …]`."""
+        return self.accelerator.gather(numbers.to(self.accelerator.device)[None]).cpu().numpy()
+
+    def _limits(self, max_rows: int) -> dict[str, Any]:
+        # These optimizers take a step in every backward pass.
+        steps = any(kind in self.args.optim for kind in ("layerwise", "lomo"))
+        return {
+            "max_rows": max_rows,
+            "max_tokens": self.args.max_tokens_per_micro_batch,
+            "pass_tokens": FEWEST_PASSES if self.communicates or steps else PASS_TOKENS,
+        }
+
+
+@contextmanager
+def without_exchange(trainer: Any, model: Any) -> Iterator[None]:
+    """Add to the gradients of this process, without the exchange that comes with the last part of a step."""
+    accelerator = trainer.accelerator
+    exchanges = accelerator.sync_gradients
+    without: AbstractContextManager
+    # As Transformers does it between micro-steps.
+    if not exchanges or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+        without = nullcontext()
+    elif trainer.is_distributed_loading_by_transformers and is_fsdp_managed_module(trainer.model):
+        without = trainer._defer_fsdp_gradient_reduction()
+    else:
+        without = accelerator.no_sync(model)
+    with without:
+        accelerator.gradient_state._set_sync_gradients(False)
+        try:
+            yield
+        finally:
+            accelerator.gradient_state._set_sync_gradients(exchanges)

@@ -1,0 +1,263 @@
+"""
+The position in a run: what a checkpoint holds of it for each process, and which run can take it up.
+
+Seed and checkpoint determine the position exactly, so a resumed run is bitwise identical to an uninterrupted one.
+The `trainer` of these functions is a `RolloutTrainer`.
+"""
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+
+from ..fields import DATA, OBJECTIVE, REWARDS, SAMPLING, deciding
+from ..metrics.log import Watch
+from ..metrics.watches import Watches
+from . import checkpoint
+from .frozen_base import local_part
+
+
+# Fields that cut a rollout.
+CUT = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "num_iterations",
+    "max_staleness",
+)
+# Topics of the fields that decide what a rollout holds.
+CONTENT = (DATA, SAMPLING, REWARDS, OBJECTIVE)
+# Fields that decide what else a checkpoint holds, in the middle of a rollout or not.
+STATE = ("optim", "sync_ref_model")
+
+
+# The state
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
+    """
+    What this process needs to resume exactly, besides weights, optimizer, schedule and random states.
+
+    Returns:
+        `dict[str, Any]`: tensors, numbers and text, which `torch.load` reads with `weights_only=True`.
+    """
+    args, logs = trainer.args, trainer._logs
+    rollout, position = divmod(trainer._step, args.micro_steps_per_rollout)
+    replays = args.max_staleness > 0 or position > 0
+    return {
+        "rollout": rollout,
+        "position": position,
+        # Later passes are cut from the samples; this one has been cut.
+        "replay": trainer._replay.state_dict() if args.num_iterations > 1 and replays else {},
+        "buffer": trainer._buffered_inputs if position % args.steps_per_generation else None,
+        "pending_loss": trainer._tr_loss,
+        # JSON keeps floats exactly. Anything else that a reward function has logged becomes text, because
+        # `torch.load` would reject it.
+        "plain": json.dumps(
+            {
+                "settings": settings(trainer),
+                "numbers": {name: getattr(trainer, name) for name in trainer._saved_numbers},
+                "parts": {name: part.state_dict() for name, part in _parts(trainer).items()},
+                "metrics": trainer._metrics,
+                "logs": logs if trainer.log_completions else {},
+                "watches": {watch.text: watch.state() for watch in _watches(trainer)},
+            },
+            default=_plain,
+        ),
+    }
+
+
+def restore(trainer: Any, state: Mapping[str, Any]) -> None:
+    """Resume from a state of [`state_of`]."""
+    args, device = trainer.args, trainer.accelerator.device
+    trainer._step = state["rollout"] * args.micro_steps_per_rollout + state["position"]
+    trainer._buffered_inputs = send_to_device(state["buffer"], device)
+    trainer._replay.load_state_dict(send_to_device(state["replay"], device))
+    # The steps since the last log entry count in the next entry, but not in this call's mean loss.
+    trainer._tr_loss = state["pending_loss"].to(args.device)
+    trainer._total_loss_scalar = -trainer._tr_loss.item()
+    plain = json.loads(state["plain"])
+    for name, value in plain["numbers"].items():
+        # Without the controller, the coefficient is a field, which may change at the end of a rollout.
+        if name != "entropy_coef" or args.use_adaptive_entropy:
+            setattr(trainer, name, value)
+    for name, part in _parts(trainer).items():
+        if name in plain["parts"]:
+            part.load_state_dict(plain["parts"][name])
+    for mode, metrics in plain["metrics"].items():
+        trainer._metrics[mode].update(metrics)
+    logs: Any = trainer._logs  # name → values of the latest rollout, or name → column → values
+    for name, kept in plain["logs"].items():
+        if isinstance(kept, dict):
+            for column, values in kept.items():
+                logs[name][column].extend(values)
+        else:
+            logs[name].extend(kept)
+    for watch in _watches(trainer):
+        if watch.text in plain["watches"]:
+            watch.restore(plain["watches"][watch.text])
+
+
+def _parts(trainer: Any) -> dict[str, Any]:
+    parts: dict[str, Any] = {"skipped": trainer._skipped, "reward_failures": trainer._reward_failures}
+    return parts | ({"prompts": trainer._prompt_stream} if trainer.args.max_sampling_rounds > 1 else {})
+
+
+def _watches(trainer: Any) -> list[Watch]:
+    found = [callback.watches for callback in trainer.callback_handler.callbacks if isinstance(callback, Watches)]
+    return [watch for watches in found for watch in watches]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, deque):
+        return list(value)
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def has_spent_budget(trainer: Any, folder: str | None) -> bool:
+    """Whether a checkpoint ends a run that has generated `max_completions`."""
+    limit = trainer.args.max_completions
+    if limit is None or folder is None or checkpoint.lacking(Path(folder)) is not None:
+        return False
+    state = checkpoint.load_state(Path(folder), trainer.accelerator.process_index)
+    return state["position"] == 0 and json.loads(state["plain"])["numbers"]["_completions_generated"] >= limit
+
+
+# Which run can resume
+
+
+def settings(trainer: Any) -> dict[str, Any]:
+    """Settings that determine the rest of a rollout and of a checkpoint, as read from JSON."""
+    args, data = trainer.args, trainer.train_dataset
+    kind: Any = type(args)
+    content = [name for topic in CONTENT for name in deciding(kind, topic)]
+    found = {
+        "processes": trainer.accelerator.num_processes,
+        **{name: getattr(args, name) for name in (*CUT, *STATE, *content, "seed", "use_vllm")},
+        "trainer": trainer._name,
+        "reward_funcs": trainer.reward_func_names,
+        "tools": [getattr(tool, "__name__", type(tool).__name__) for tool in trainer.tools],
+        "train_dataset.column_names": sorted(getattr(data, "column_names", None) or ()),
+    }
+    return json.loads(json.dumps(found, default=str))
+
+
+def check_resumable(trainer: Any, folder: str) -> None:
+    """
+    Check that a trainer's run can resume a checkpoint: inside a rollout, or with earlier rollouts that it replays,
+    only if it would make and cut them in the same way; a moving reference model only in as many shards; and weights
+    alone only in a form that this run's sharding can load.
+
+    Raises:
+        `ValueError`: names the field that differs, or says how to start from the weights.
+    """
+    place = Path(folder)
+    if checkpoint.lacking(place) is not None:
+        _check_loads(trainer, place)
+        return
+    state = checkpoint.load_state(place, trainer.accelerator.process_index)
+    saved, own = json.loads(state["plain"])["settings"], settings(trainer)
+    max_staleness = trainer.args.max_staleness
+    inside, replays = state["position"] > 0, bool(max_staleness and state["replay"])
+    if replays and not inside:
+        _check_replays(trainer, folder, state["replay"], saved["processes"])
+    for name in own:
+        there, here = (f"{name}={each.get(name)!r:.200}" for each in (saved, own))
+        if saved.get(name) == own[name]:
+            continue
+        if name in STATE:
+            raise ValueError(
+                f"{folder!r} was saved with {there}, but this run has {here}. Set {there}, or start from its "
+                "weights: set the model (`model_name_or_path`) to this folder."
+            )
+        if inside:
+            raise ValueError(
+                f"{folder!r} was saved in the middle of a rollout with {there}, but this run has {here}. Set "
+                f"{there}, or resume from a checkpoint at the end of a rollout."
+            )
+        if replays and name not in ("processes", *CUT):
+            raise ValueError(
+                f"{folder!r} holds earlier rollouts for max_staleness={max_staleness}, made with {there}, but this "
+                f"run has {here}. Set {there}, or `max_staleness` to 0."
+            )
+    if trainer.args.sync_ref_model:
+        MovingReference(trainer).check(place, saved["processes"])
+
+
+def _check_replays(trainer: Any, folder: str, replay: Mapping[str, Any], processes: int) -> None:
+    """Check that earlier rollouts in a checkpoint have as many samples per process, and groups, as this run's."""
+    args = trainer.args
+    samples, groups = len(replay["rollouts"][-1]["advantages"]), len(replay["useful"][-1])
+    saved = {"processes": processes, "samples": samples, "group": samples * processes // groups}
+    own = {
+        "processes": trainer.accelerator.num_processes,
+        "samples": args.per_device_train_batch_size * args.steps_per_generation,
+        "group": trainer.num_generations,
+    }
+    if saved != own:
+        described = "{samples} samples on each of {processes} processes in groups of {group}"
+        raise ValueError(
+            f"{folder!r} holds earlier rollouts for max_staleness={args.max_staleness}, of "
+            f"{described.format(**saved)}, but this run has {described.format(**own)}. Resume with the processes, "
+            "batch sizes and `num_generations` that it was saved with, or set `max_staleness` to 0."
+        )
+
+
+def _check_loads(trainer: Any, folder: Path) -> None:
+    """Check that a checkpoint without a rollout holds what DeepSpeed or FSDP loads."""
+    needed = {"DeepSpeed": ("global_step*", trainer.is_deepspeed_enabled), "FSDP": ("*fsdp*", trainer.is_fsdp_enabled)}
+    for name, (files, used) in needed.items():
+        if used and not any(folder.glob(files)):
+            raise ValueError(
+                f"resume_from_checkpoint={str(folder)!r} holds nothing that {name} can resume ({files}). Set the "
+                f"model (`model_name_or_path`) to this folder to start from its weights, or launch without {name}."
+            )
+
+
+class MovingReference:
+    """
+    A reference model that follows the policy (`sync_ref_model`), which the base model cannot restore: this process's
+    shard of it, or all of it.
+    """
+
+    def __init__(self, trainer: Any):
+        parameters = [*trainer.ref_model.parameters()]
+        self.parts = [local_part(parameter) for parameter in parameters]
+        self.is_sharded = trainer.is_fsdp_enabled or any(hasattr(parameter, "ds_tensor") for parameter in parameters)
+        self.processes, self.writes = trainer.accelerator.num_processes, self.is_sharded or trainer.args.should_save
+        self._shard = trainer.accelerator.process_index if self.is_sharded else None
+
+    def check(self, folder: Path, saved: int) -> None:
+        """
+        Check that a checkpoint of this many processes holds the model in this run's shards.
+
+        Raises:
+            `ValueError`: it holds another form.
+        """
+        same = saved == self.processes or not self.is_sharded
+        if not same or not checkpoint.reference_file(folder, self._shard).exists():
+            raise ValueError(
+                f"{str(folder)!r} holds the reference model of `sync_ref_model` as saved by {saved} processes, and "
+                f"this run, with {self.processes}, holds it in another form. Resume with the number of processes and "
+                "the sharding that it was saved with."
+            )
+
+    def save(self, folder: Path) -> None:
+        """Write what this process has to write into a checkpoint."""
+        if self.writes:
+            torch.save(self.parts, checkpoint.reference_file(folder, self._shard))
+
+    def load(self, folder: Path) -> None:
+        """Restore the model from a checkpoint."""
+        kept = checkpoint.read(checkpoint.reference_file(folder, self._shard))
+        for part, saved in zip(self.parts, kept, strict=True):
+            part.copy_(saved)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in a checkpoint, of all processes."""
+        return (self.processes if self.is_sharded else 1) * sum(part.nbytes for part in self.parts)
