@@ -12,15 +12,16 @@ To add a method, see `opo_trl.methods`; a reward, `opo_trl.launch.rewards`; a da
 
 import dataclasses
 import gc
+import json
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -29,7 +30,6 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from . import methods
 from .arguments import OPOScriptArguments, check_together
 from .checks import files
-from .checks.blame import LIBRARY_ERRORS
 from .checks.errors import never_fail_to_print, report_error
 from .checks.generation import check_tokens
 from .checks.model import dry_run_model
@@ -37,7 +37,7 @@ from .checks.secrets import mask, mask_words
 from .checks.weights import check_weights
 from .config import RolloutConfig
 from .data.models import EMBEDDED_MODELS
-from .launch import preflight, trackers
+from .launch import blame, preflight, trackers
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data
 from .launch.recipe import parse
@@ -76,10 +76,11 @@ def prepare(argv: Sequence[str]) -> Run:
     with _blamed_on(f"The command line {' '.join(argv)!r}"):
         script, args, model_config, recipe = parse(argv)
     check_together(script, args, model_config, recipe)
-    preflight.check_installed(args, model_config)
+    preflight.check_packages(args, model_config)
     if not isinstance(args, RolloutConfig):  # asynchronous training
         args.check_requirements(script, model_config)
     settings = mask({**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)})
+    settings = json.loads(json.dumps(settings, default=str))  # as the run's folder holds them
     checkpoint, resume = _find_checkpoint(script, args, settings, model_path(model_config), split(argv)[0])
 
     if args.process_index == 0:
@@ -142,11 +143,9 @@ def _check_models(
     """Check the model and the reward model; the model's configuration and tokenizer."""
     path, reward_model = model_path(model_config), script.reward_model_name_or_path
     source: Any = {"revision": model_config.model_revision, "trust_remote_code": args.trust_remote_code}
-    options: Any = args.model_init_kwargs or {}  # a dict, once parsed
     init_options = source | _init_options(args, model_config)
-    weights: Any = {"pickled": not options.get("use_safetensors", True)}
     with _blamed_on(_named(model_config)):
-        config = preflight.check_model("model_name_or_path", path, **source, **weights)
+        config = preflight.check_model("model_name_or_path", path, **source)
         generation: dict[str, Any] = {}
         with suppress(OSError):  # not every model has that file
             generation = GenerationConfig.from_pretrained(path, revision=model_config.model_revision).to_dict()
@@ -157,7 +156,7 @@ def _check_models(
         tokenizer = preflight.load_tokenizer(path, **source)
     if reward_model:
         with _blamed_on(f"reward_model_name_or_path={reward_model!r}"):
-            preflight.check_model("reward_model_name_or_path", reward_model, **source, **weights)
+            preflight.check_model("reward_model_name_or_path", reward_model, **source)
             if Path(reward_model).is_dir():
                 check_weights("reward_model_name_or_path", reward_model, init_options, scores=True)
     return config, tokenizer
@@ -203,13 +202,12 @@ def make_trainer(
 
 def _init_options(args: RolloutConfig, model_config: ModelConfig) -> dict[str, Any]:
     """The options of `from_pretrained` with which the policy is loaded."""
-    options: Any = args.model_init_kwargs or {}  # a dict, once parsed
     return {
         "revision": model_config.model_revision,
         "attn_implementation": model_config.attn_implementation,
         "dtype": model_config.dtype,
         "use_safetensors": True,  # pickled weights could run code
-        **options,
+        **cast(dict, args.model_init_kwargs or {}),
     }
 
 
@@ -217,16 +215,8 @@ def _named(model_config: ModelConfig) -> str:
     return f"model_name_or_path={model_config.model_name_or_path!r}"
 
 
-@contextmanager
-def _blamed_on(what: str) -> Iterator[None]:
-    """Name `what` in any error that a library raises in this context; `--debug` shows where."""
-    try:
-        yield
-    except (ValueError, ImportError, RewardError):
-        raise
-    except LIBRARY_ERRORS as error:
-        said = str(error).strip().rstrip(".") or "no message"
-        raise ValueError(f"{what} cannot be used: {type(error).__name__}: {said}. `--debug` shows where.") from error
+def _blamed_on(what: str) -> AbstractContextManager[None]:
+    return blame.library(f"{what} cannot be used", own=(ValueError, ImportError, RewardError))
 
 
 def run(ready: Run) -> dict[str, Any]:

@@ -8,7 +8,6 @@ no code with the package or TRL.
 """
 
 import functools
-import gc
 import itertools
 import math
 import os
@@ -38,9 +37,6 @@ from opo_trl import OPOConfig, OPOTrainer, RolloutConfig, RolloutTrainer
 
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` warns on every trainer otherwise
-
-# Every `train()` runs the garbage collector, which takes half a second for a million objects of imported modules.
-gc.freeze()
 
 PROMPTS = ["1+1=", "What is 2 + 2?", "7*6", "Name a prime above ten.", "9-4=", "Half of twelve is", "3", "100/4 ="]
 

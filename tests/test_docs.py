@@ -24,8 +24,9 @@ def code(page: str, language: str) -> str:
     return "\n".join(re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
 
 
-def test_errata_hold():
-    exec(compile(code("paper.md", "python"), "paper.md", "exec"), {})
+@pytest.mark.parametrize("page", ["paper.md", "theory.md"])
+def test_statements_hold(page):
+    exec(compile(code(page, "python"), page, "exec"), {})
 
 
 def script(side: str) -> str:

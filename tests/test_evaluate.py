@@ -197,12 +197,13 @@ def state_of(trainer: GRPOTrainer) -> dict:
         "_pending_metrics",
         "_pending_extra_logs",
         "_completions_generated",
-        "_reward_failures",
     )
-    records += ("_reward_failure_rate", "_drive_metrics", "_reports", "num_generations_eval", "_step")
+    records += ("_drive_metrics", "_reports", "num_generations_eval", "_step")
     kept = {name: copy.deepcopy(vars(trainer)[name]) for name in records if name in vars(trainer)}
+    parts = [vars(trainer)[name] for name in ("_reward_failures", "_skipped") if name in vars(trainer)]
     return {
         **kept,
+        "parts": [part.state_dict() for part in parts],
         "attributes": sorted(vars(trainer)),
         "decoding": trainer.generation_config.to_dict(),
         "training": {name: module.training for name, module in trainer.model.named_modules()},
@@ -212,9 +213,15 @@ def state_of(trainer: GRPOTrainer) -> dict:
     }
 
 
-@pytest.mark.parametrize("trainer_class", [OPOTrainer, GRPOTrainer])
-@pytest.mark.parametrize("options", [{}, CONTINUOUS], ids=["batches", "continuous batching"])
-@pytest.mark.parametrize("training", [True, False], ids=["in training mode", "in evaluation mode"])
+@pytest.mark.parametrize(
+    ("trainer_class", "options", "training"),
+    [
+        pytest.param(OPOTrainer, {}, True, id="OPO, in training mode"),
+        pytest.param(OPOTrainer, CONTINUOUS, False, id="OPO, continuous batching, in evaluation mode"),
+        pytest.param(GRPOTrainer, {}, False, id="GRPO, in evaluation mode"),
+        pytest.param(GRPOTrainer, CONTINUOUS, True, id="GRPO, continuous batching, in training mode"),
+    ],
+)
 def test_evaluation_leaves_no_trace_in_training(tiny_model, tmp_path, trainer_class, options, training):
     rewards = [TalkativeReward(), asynchronous_reward]
     trainer = make_trainer(

@@ -315,13 +315,13 @@ def train_mixed_images(folder: str, options: dict) -> None:
         max_steps=4,
         **options,
     )
-    entries, original = [], trainer._parts
+    entries, original = [], trainer._micro_batches
 
-    def parts(rows, on_policy):
-        entries.append("pixel_values" in rows)
-        return original(rows, on_policy)
+    def micro_batches(steps, until_update):
+        entries.extend("pixel_values" in rows for rows in steps)
+        return original(steps, until_update)
 
-    trainer._parts = parts
+    trainer._micro_batches = micro_batches
     trainer.train()
     rank = trainer.accelerator.process_index
     parameters = torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).cpu()

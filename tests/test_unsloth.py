@@ -4,11 +4,18 @@ Unsloth replaces `trl.GRPOTrainer` when it is imported. Before or after our impo
 `scripts/unsloth` stands in for it: the same replacements, without the GPU.
 """
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
-from helpers import environment
+import pytest
+import trl
+from datasets import Dataset
+from helpers import environment, even_tokens
+from invariance.launch import launch, logs
+
+from opo_trl import OPOConfig, OPOTrainer
 
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -58,29 +65,24 @@ def test_unsloth_before_us_ends_the_import_of_a_trainer():
     assert "does not add 'prompt_ids' to a rollout" in done.stdout
 
 
-AFTER = """
-import trl
-from datasets import Dataset
-from opo_trl import OPOConfig, OPOTrainer
+def after(model: str, folder: str) -> None:
+    """In a process that has imported the package."""
+    sys.path.insert(0, str(SCRIPTS))
 
-def make():
-    options = dict(use_cpu=True, bf16=False, report_to="none", num_generations=2, per_device_train_batch_size=2)
-    data = Dataset.from_dict({{"prompt": ["1+1="] * 4}})
-    return OPOTrainer({model!r}, lambda prompts, **_: [0.0] * len(prompts), OPOConfig({folder!r}, **options), data)
+    def make() -> OPOTrainer:
+        options = {"use_cpu": True, "bf16": False, "report_to": "none"}
+        args = OPOConfig(folder, num_generations=2, per_device_train_batch_size=2, **options)
+        return OPOTrainer(model, even_tokens, args, Dataset.from_dict({"prompt": ["1+1="] * 4}))
 
-assert trl.GRPOTrainer in OPOTrainer.__mro__
-trainer = make()
-import unsloth
-assert trl.GRPOTrainer not in OPOTrainer.__mro__
-for attempt in (make, trainer.train):
-    try:
-        attempt()
-    except ImportError as error:
-        print(f"ImportError: {{error}}")
-"""
+    assert trl.GRPOTrainer in OPOTrainer.__mro__
+    trainer = make()
+    importlib.import_module("unsloth")
+    assert trl.GRPOTrainer not in OPOTrainer.__mro__
+    for attempt in (make, trainer.train):
+        with pytest.raises(ImportError) as error:
+            attempt()
+        assert f"ImportError: {error.value}".startswith(REPLACED)
 
 
 def test_unsloth_after_us_ends_the_next_trainer_and_the_training_of_an_earlier_one(tiny_model, tmp_path):
-    done = run(AFTER.format(model=tiny_model, folder=str(tmp_path)))
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count(REPLACED) == 2
+    assert launch(after, tiny_model, str(tmp_path), folder=tmp_path) == [0], logs(tmp_path)

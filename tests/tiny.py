@@ -27,15 +27,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def save_tiny_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, layers: int = 2) -> str:
-    """Save a Qwen3 (about 70,000 parameters with two layers) and its tokenizer; returns the folder as a string."""
+def save_tiny_model(folder: Path, seed: int = 0) -> str:
+    """Save a Qwen3 (about 70,000 parameters) and its tokenizer; returns the folder as a string."""
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=layers,
+        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,  # the smallest that vLLM's CPU attention accepts
@@ -51,6 +51,6 @@ def save_tiny_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.floa
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(8)
-    model.to(dtype).save_pretrained(folder)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

@@ -10,11 +10,7 @@ def check_url(name: str, url: str) -> str:
     """
     Check the address of a server, to which routes such as `/health` are appended.
 
-    Returns:
-        `str`: the address without a slash at its end, which some servers do not take twice in a row.
-
-    Raises:
-        `ValueError`: TRL's clients cannot use it.
+    Returns it without a slash at its end, which some servers do not take twice in a row.
     """
     require(_fits(url), name, without_secrets(url), "an address such as http://localhost:8000, without a query")
     return url.rstrip("/")

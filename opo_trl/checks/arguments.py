@@ -1,27 +1,25 @@
 """
 Dry run of the training arguments.
 
-Optimizers and schedules check their options when they are constructed, long after a run has started. Here each is
-constructed once, on something small. What libraries ignore silently is in tables; trackers only have to be installed.
+Optimizers, schedules and trackers check their options when they are constructed, some long after a run has started.
+Here each is constructed once, on something small. What libraries ignore silently is in tables.
 """
 
-import math
+import json
 import os
 from collections.abc import Collection, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from huggingface_hub.utils import validate_repo_id
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, get_scheduler
-from transformers.integrations import integration_utils
-from trl import GRPOConfig
+from transformers.integrations import get_reporting_integration_callbacks
 
 from . import paths
 from .blame import blamed, given
 from .generation import dry_run_generation
-from .ranges import reject
+from .ranges import reject, require
 
 
 _OPTIONS = (
@@ -34,11 +32,6 @@ _STEPS = 10_000  # stands in for the unknown length of a run
 # Keys whose value may be any text.
 _TEXTS = {"stop", "bad_words", "stop_strings"}
 _SWITCHES = {"true", "false", "yes", "no", "on", "off"}
-
-# Trackers whose module, or package to install, has another name. Comet is judged by its module: without an API key,
-# Transformers' own test calls it absent, but it works offline.
-_TRACKER_MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}
-_TRACKER_PACKAGES = {"azure_ml": "azureml-sdk", "comet_ml": "comet-ml", "flyte": "flytekit"}
 
 # Optimizers that are constructed from a model.
 _OF_A_MODEL = ("galore", "apollo", "lomo")
@@ -71,20 +64,16 @@ FSDP_OPTIONS = {
 }
 
 
-def dry_run_arguments(args: GRPOConfig) -> None:
-    """
-    Construct small versions of what a run constructs from its configuration.
-
-    Raises:
-        `ValueError`: names the field, whose option cannot be used or has no effect, its value and the fix.
-    """
+def dry_run_arguments(args: Any) -> None:
+    """Construct small versions of what a run constructs from its configuration, and reject what has no effect."""
     set_ = given(args)
 
     def of(*names: str) -> Mapping[str, Any]:
         return {name: getattr(set_[name], "value", set_[name]) for name in names if name in set_}
 
     for name in _OPTIONS:
-        check_options(name, getattr(args, name))
+        if getattr(args, name) is not None:
+            _check_options(name, getattr(args, name))
     with blamed(of("optim_args")):
         _check_optim_args(args)
     with blamed(of("optim_args") or of("optim")):
@@ -95,48 +84,33 @@ def dry_run_arguments(args: GRPOConfig) -> None:
     with blamed(of("generation_kwargs", "cache_implementation", "transformers_continuous_batching_config")):
         dry_run_generation(args)
     with blamed(of("gradient_checkpointing_kwargs")):
-        _check_checkpointing(args.gradient_checkpointing_kwargs)
-    _check_fsdp(args.fsdp_config)
+        options: Any = args.gradient_checkpointing_kwargs or {}
+        of_pytorch = {name: value for name, value in options.items() if name not in _OWN_CHECKPOINTING}
+        checkpoint(torch.square, torch.ones(1, requires_grad=True), **{"use_reentrant": False, **of_pytorch})
+    for key in (args.fsdp_config or {}).keys() - FSDP_OPTIONS:
+        fix = f"Remove it, or set one of {', '.join(sorted(FSDP_OPTIONS))}"
+        reject("fsdp_config", args.fsdp_config, key, "has no effect", fix)
     if args.hub_model_id is not None:
         with blamed(of("hub_model_id")):
             validate_repo_id(args.hub_model_id)
-    if args.dataloader_persistent_workers and args.dataloader_num_workers == 0:
-        raise ValueError(
-            "dataloader_persistent_workers=True needs workers. Set `dataloader_num_workers` to a positive number, or "
-            "remove `dataloader_persistent_workers`."
-        )
-    if args.torch_compile and args.torch_compile_backend != "inductor":
-        known = torch.compiler.list_backends(exclude_tags=())
-        if args.torch_compile_backend not in known:
-            named = f"torch_compile_backend={args.torch_compile_backend!r}"
-            raise ValueError(f"{named} is not a backend. Set `torch_compile_backend` to one of {', '.join(known)}.")
+    lasting = args.dataloader_persistent_workers
+    wanted = "false, or `dataloader_num_workers` to a positive number"
+    require(not lasting or args.dataloader_num_workers > 0, "dataloader_persistent_workers", lasting, wanted)
+    if args.torch_compile:
+        known, backend = torch.compiler.list_backends(exclude_tags=()), args.torch_compile_backend
+        require(backend in known, "torch_compile_backend", backend, f"one of {', '.join(known)}")
 
 
-def check_options(field: str, options: Any) -> None:
-    """
-    Check a field that holds a mapping of options, or `None`.
-
-    Raises:
-        `ValueError`: it is not a mapping, contains NaN or infinity, or has a switch in quotes.
-    """
-    if options is None:
-        return
-    if not isinstance(options, Mapping):
-        raise ValueError(f"{field}={options!r} is not allowed. Set `{field}` to a mapping: `{field}: {{key: value}}`.")
+def _check_options(field: str, options: Any) -> None:
+    """Check a field that holds a mapping of options."""
+    require(isinstance(options, Mapping), field, options, f"a mapping: `{field}: {{key: value}}`")
     for key, value in options.items():
         if key not in _TEXTS and isinstance(value, str) and value.lower() in _SWITCHES:  # "false" is true to Python
             reject(field, options, key, "is text, not a switch", "Set it to true or false, without quotes")
-        if not _is_finite(value):
+        try:
+            json.dumps(value, allow_nan=False, skipkeys=True, default=str)
+        except ValueError:
             reject(field, options, key, "must be finite", "Set it to a finite number")
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether every number is finite, also inside lists and mappings."""
-    if isinstance(value, Mapping):
-        return all(map(_is_finite, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _check_optim_args(args: Any) -> None:
@@ -189,32 +163,12 @@ def _check_trackers(names: Any) -> None:
     for name in names:
         if name == "none":
             raise ValueError(f"report_to={names!r} contains none and others. Remove none, or the others.")
-        if name not in integration_utils.INTEGRATION_TO_CALLBACK:
-            known = ", ".join(sorted(integration_utils.INTEGRATION_TO_CALLBACK))
-            raise ValueError(f"report_to={name!r} is not a tracker. Set `report_to` to none, or to one of {known}.")
-        if name == "comet_ml":
-            available = find_spec("comet_ml") is not None
-        else:
-            module = _TRACKER_MODULES.get(name, name)
-            available = getattr(integration_utils, f"is_{module}_available", lambda: True)()
-        if not available:
-            package = _TRACKER_PACKAGES.get(name, name)
+        try:
+            get_reporting_integration_callbacks(name)[0]()
+        except Exception as error:
             raise ValueError(
-                f"report_to={name!r} needs a package that is not installed: `pip install {package}`, or set "
-                "`report_to` to none."
-            )
+                f"report_to={name!r} cannot be used: {error} Set `report_to` to another, or to none."
+            ) from error
     folder = os.environ.get("TENSORBOARD_LOGGING_DIR")
     if "tensorboard" in names and folder and os.environ.get("RANK", "0") == "0":
         paths.check_folder("TENSORBOARD_LOGGING_DIR", folder)
-
-
-def _check_checkpointing(options: Any) -> None:
-    rest = {key: value for key, value in (options or {}).items() if key not in _OWN_CHECKPOINTING}
-    if rest:
-        checkpoint(torch.square, torch.ones(1, requires_grad=True), **{"use_reentrant": False, **rest})
-
-
-def _check_fsdp(options: Any) -> None:
-    for key in (options or {}).keys() - FSDP_OPTIONS:
-        fix = f"Remove it, or set one of {', '.join(sorted(FSDP_OPTIONS))}"
-        reject("fsdp_config", options, key, "has no effect", fix)

@@ -6,26 +6,6 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from jinja2 import TemplateError
-
-
-# What libraries raise about options that they cannot use.
-LIBRARY_ERRORS = (
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    AssertionError,
-    OSError,
-    ImportError,
-    RuntimeError,
-    StrictDataclassError,
-    TemplateError,  # of a chat template
-    re.error,  # an invalid pattern in `lora_target_modules`
-)
-
 
 def given(arguments: Any) -> dict[str, Any]:
     """Fields of a dataclass that differ from their defaults."""
@@ -51,7 +31,7 @@ def blamed(fields: Mapping[str, Any]) -> Iterator[None]:
     """
     try:
         yield
-    except LIBRARY_ERRORS as error:
+    except Exception as error:
         said = str(error).strip() or type(error).__name__
         names_its_fix = any(f"{name}=" in said for name in fields) and re.search(r"[Ss]et |[Rr]emove |Choose ", said)
         if isinstance(error, ValueError) and names_its_fix:

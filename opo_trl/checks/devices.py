@@ -69,10 +69,8 @@ def _too_many(processes: int, devices: str) -> ValueError:
 
 def use_one(args: Any) -> None:
     """
-    Have a process that sees several devices train on the first, where TRL would split the model over all of them.
-
-    Raises:
-        `ValueError`: `model_init_kwargs` asks for a split model, which fails in TRL's losses.
+    Have a process that sees several devices train on the first, where TRL would split the model over all of them, and
+    check that `model_init_kwargs` does not ask for a split model, which fails in TRL's losses.
     """
     if args.n_gpu < 2:
         return
@@ -98,12 +96,7 @@ def check_whole(model: Any) -> None:
 
 
 def check_placed(trainer: Any) -> None:
-    """
-    Check that a trainer's model is placed where it can generate.
-
-    Raises:
-        `RuntimeError`: DeepSpeed or FSDP has not taken it over yet, or it is not on the device of this process.
-    """
+    """Check that a trainer's model is on its device, where it can generate; otherwise raise a `RuntimeError`."""
     model, device = trainer.model, trainer.accelerator.device
     if trainer.is_deepspeed_enabled:
         missing = None if trainer.deepspeed is not None else "DeepSpeed has not taken the model over"

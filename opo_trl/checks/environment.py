@@ -1,7 +1,8 @@
-"""Environment variables that libraries read as numbers, some of them while they are imported."""
+"""What a process runs in: variables that libraries read as numbers, some while imported, and installed packages."""
 
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 
 _INTEGERS = (
@@ -14,12 +15,7 @@ _INTEGERS = (
 
 
 def check_numbers(environment: Mapping[str, str]) -> None:
-    """
-    Check the variables that must be integers.
-
-    Raises:
-        `ValueError`: one is not; the message names the variable, its value and the fix.
-    """
+    """Check the variables that must be integers."""
     for name in _INTEGERS:
         value = environment.get(name)
         if value is not None and not re.fullmatch(r"\s*[-+]?[0-9]{1,18}\s*", value):
@@ -31,4 +27,18 @@ def check_numbers(environment: Mapping[str, str]) -> None:
         raise ValueError(
             f"The environment variable RANK={rank} does not fit WORLD_SIZE={processes}: it must be from 0 to "
             f"{processes - 1}. Unset both, or start with `opo-trl train` or `accelerate launch`, which set them."
+        )
+
+
+def check_installed(asked: str, *packages: str, install: str, otherwise: str = "") -> None:
+    """
+    Check that the packages are installed that what is `asked` for needs.
+
+    Raises:
+        `ImportError`: some are not.
+    """
+    if missing := [package for package in packages if find_spec(package) is None]:
+        are = "is" if len(missing) == 1 else "are"
+        raise ImportError(
+            f"{asked} needs {', '.join(missing)}, which {are} not installed. `pip install {install}`{otherwise}."
         )

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -82,11 +83,9 @@ def read_json(path: Path, form: Form | None = None, *, linked: bool = False) -> 
 
 def read_lines(path: Path, form: Form = ENTRY) -> list[dict[str, Any]]:
     """Read a JSONL file as a whole, like [`lines`]."""
-    found: list[dict[str, Any]] = []
-    for entry in lines(path, form, longest=LONGEST):
-        if len(found) == _MOST_LINES:
-            raise ValueError(f"{_named(path)} has more than {_MOST_LINES:,} lines, the most that are read.")
-        found.append(entry)
+    found = list(islice(lines(path, form, longest=LONGEST), _MOST_LINES + 1))
+    if len(found) > _MOST_LINES:
+        raise ValueError(f"{_named(path)} has more than {_MOST_LINES:,} lines, the most that are read.")
     return found
 
 
@@ -97,10 +96,6 @@ def lines(path: Path, form: Form = ENTRY, *, longest: int = _LONGEST_STREAM) -> 
     Raises:
         `ValueError`: a line is not a mapping of this form. The message names the file and the line.
     """
-    return (entry for _, entry in _raw_lines(path, form, longest))
-
-
-def _raw_lines(path: Path, form: Form, longest: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
     file = _opened(path, os.O_RDONLY)
     if file is None:
         return
@@ -121,15 +116,16 @@ def _raw_lines(path: Path, form: Form, longest: int) -> Iterator[tuple[bytes, di
                 if _is_cut_short(raw, error):
                     return
                 raise ValueError(f"line {number}: {error}") from error
-            yield raw, entry
+            yield entry
 
 
 def _is_cut_short(raw: bytes, error: ValueError) -> bool:
-    """Whether a kill has ended the last line before its end, or a crash of the machine filled it with zeros."""
+    """Whether a kill has ended the last line before its end, or a crash of the machine has filled it with zeros."""
+    if raw.endswith(b"\n"):
+        return False
     if isinstance(error, UnicodeDecodeError):
-        return not raw.endswith(b"\n") and (error.reason == "unexpected end of data")
-    begun = raw.startswith(b"{") and isinstance(error, json.JSONDecodeError)
-    return not raw.endswith(b"\n") and (begun or not raw.strip(b"\0"))
+        return error.reason == "unexpected end of data"
+    return not raw.strip(b"\0") or (raw.startswith(b"{") and isinstance(error, json.JSONDecodeError))
 
 
 def tail(path: Path, size: int = 2**16) -> str:
@@ -155,6 +151,7 @@ def _read(path: Path, *, linked: bool = False, missing: bytes = b"") -> bytes:
 
 def _opened(path: Path, flags: int, *, linked: bool = False) -> BinaryIO | None:
     """Open a regular file; `None` if there is none to read."""
+    other = ValueError(f"{_named(path)} is a link, or not a regular file. Put the file itself there, or remove it.")
     follow = 0 if linked else os.O_NOFOLLOW
     try:
         # A pipe does not make this wait for its other end.
@@ -164,17 +161,12 @@ def _opened(path: Path, flags: int, *, linked: bool = False) -> BinaryIO | None:
             raise
         return None
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ValueError(
-                f"{_named(path)} is a link, which could lead to any file. Put the file itself there."
-            ) from None
-        if error.errno != errno.ENXIO:  # a pipe or a socket
-            raise
-        descriptor = -1
-    if descriptor < 0 or not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        if descriptor >= 0:
-            os.close(descriptor)
-        raise ValueError(f"{_named(path)} is not a regular file. Remove it.")
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a pipe or socket without another end
+            raise other from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise other
     return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "ab")
 
 
@@ -198,27 +190,19 @@ def _parse(content: bytes, form: Form) -> dict[str, Any]:
         raise ValueError("it is empty")
     try:
         parsed = json.loads(text)
+        if _depth(parsed) > _DEPTH:
+            raise RecursionError
     except RecursionError:
-        raise _too_deep() from None
-    _check_depth(parsed)
+        raise ValueError(f"lists and mappings are nested more than {_DEPTH} deep") from None
     if not isinstance(parsed, dict):
         raise ValueError(f"it is {quoted(parsed)}, not a mapping")
     _check_form(parsed, form, "")
     return parsed
 
 
-def _too_deep() -> ValueError:
-    return ValueError(f"lists and mappings are nested more than {_DEPTH} deep")
-
-
-def _check_depth(content: Any) -> None:
-    level = [content]
-    for _ in range(_DEPTH + 1):
-        level = [value for value in level if isinstance(value, dict | list) and value]
-        if not level:
-            return
-        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
-    raise _too_deep()
+def _depth(content: Any) -> int:
+    inner = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    return 1 + max(map(_depth, inner)) if inner else 0
 
 
 def _check_form(content: Any, form: Form, place: str) -> None:
@@ -301,10 +285,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def append_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     """Append lines to a JSONL file."""
-    written = "".join(json.dumps(entry, default=str, ensure_ascii=False) + "\n" for entry in entries)
     with _writing(path), open_to_append(path) as file:
-        # JSON's own escape for half a surrogate pair, which UTF-8 cannot encode, is also Python's.
-        file.write(written.translate(_LINE_ENDS).encode("utf-8", "backslashreplace"))
+        file.write(b"".join(map(_line, entries)))
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    written = json.dumps(entry, default=str, ensure_ascii=False).translate(_LINE_ENDS) + "\n"
+    # JSON's own escape for half a surrogate pair, which UTF-8 cannot encode, is also Python's.
+    return written.encode("utf-8", "backslashreplace")
 
 
 def open_to_append(path: Path) -> BinaryIO:
@@ -317,9 +305,8 @@ def open_to_append(path: Path) -> BinaryIO:
 def rewind(path: Path, step: int) -> None:
     """Drop the lines of a JSONL file after `step`, which a resumed run will write again."""
     with replacing(path) as file:
-        for raw, entry in _raw_lines(path, ENTRY, _LONGEST_STREAM) if step >= 0 else ():
-            if entry["step"] <= step:
-                file.write(raw if raw.endswith(b"\n") else raw + b"\n")
+        # A run that starts over needs to read nothing.
+        file.writelines(_line(entry) for entry in (lines(path) if step >= 0 else ()) if entry["step"] <= step)
 
 
 def inner_folder(folder: Path, name: str) -> Path:

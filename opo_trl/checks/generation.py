@@ -1,8 +1,7 @@
-"""Dry run of `generation_kwargs`: reject keys that have no effect, contradict a field, or change what is sampled."""
+"""Checks of `generation_kwargs`: reject keys that have no effect, contradict a field, or change what is sampled."""
 
-import importlib
-import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -32,8 +31,6 @@ _FIXED_KEYS = {
     "guidance_scale": 1,
 }
 
-_ASSISTED = ("assistant_", "num_assistant_", "prompt_lookup_", "max_matching_ngram_size", "speculative_")
-
 # Options of `GenerationConfig` without effect here: `max_new_tokens` overrides the first, Transformers has moved
 # others to the Hub, and the rest describe outputs that TRL does not request.
 _UNREAD_KEYS = {
@@ -41,8 +38,8 @@ _UNREAD_KEYS = {
     *("low_memory", "penalty_alpha", "dola_layers", "diversity_penalty", "num_beam_groups", "constraints"),
     *("force_words_ids", "output_attentions", "output_hidden_states", "output_scores", "output_logits"),
 }
-# For these, `generate` needs a tokenizer.
-_TOKENIZER_KEYS = {"stop_strings", "token_healing"}
+_TOKENIZER_KEYS = {"stop_strings", "token_healing"}  # for these, `generate` needs a tokenizer
+_ASSISTED = ("assistant_", "num_assistant_", "prompt_lookup_", "max_matching_ngram_size", "speculative_")
 
 _RANGES = {
     **dict.fromkeys(("typical_p", "top_h"), Range(0, 1, ends="(]")),
@@ -60,16 +57,10 @@ _TOKENS = ("token_id", "token_ids", "suppress_tokens", "bad_words_ids")
 
 
 def dry_run_generation(args: GRPOConfig) -> None:
-    """
-    Check the options of generation, and construct what generation will use.
-
-    Raises:
-        One of [`~checks.blame.LIBRARY_ERRORS`]: an option cannot be used, or has no effect.
-    """
+    """Check the options of generation, and construct what generation will use, which may raise any error."""
     options: Any = args.generation_kwargs or {}
-    known = _sampling_options(args.use_vllm) if options else None  # importing vLLM is slow
     for key, value in options.items():
-        problem = _problem(args, key, value, known)
+        problem = _problem(args, key, value)
         if problem:
             reject("generation_kwargs", options, key, *problem)
     for key, token in _tokens(options):
@@ -78,6 +69,12 @@ def dry_run_generation(args: GRPOConfig) -> None:
     if not args.use_vllm:
         defaults = {"max_new_tokens": args.max_completion_length, "cache_implementation": args.cache_implementation}
         GenerationConfig(**{"do_sample": True, **defaults, **options}, disable_compile=True)
+    elif options:  # importing vLLM is slow
+        with suppress(ImportError):
+            from vllm import SamplingParams  # type: ignore[import-not-found, unused-ignore]
+
+            # TRL turns these into an object first.
+            SamplingParams(**{key: value for key, value in options.items() if key != "structured_outputs"})
     if args.use_transformers_continuous_batching:
         from transformers.generation import ContinuousBatchingConfig
 
@@ -85,18 +82,16 @@ def dry_run_generation(args: GRPOConfig) -> None:
         ContinuousBatchingConfig(**batching)
 
 
-def _problem(args: GRPOConfig, key: str, value: Any, known: set[str] | None) -> tuple[str, str] | None:
+def _problem(args: GRPOConfig, key: str, value: Any) -> tuple[str, str] | None:
     """What is wrong with one option, and the fix."""
-    if key in _UNREAD_KEYS | _TOKENIZER_KEYS and (value is None or value is False):
-        return None  # the default
     remove, field = f"Remove {key!r}", _FIELD_OF_KEY.get(key)
-    if key in _TOKENIZER_KEYS and not args.use_vllm:
-        return "needs a tokenizer, which TRL does not pass", remove
-    if key.startswith(_ASSISTED) and value is not None:
-        return "belongs to assisted generation, which takes one prompt at a time", remove
-    if known is not None and key not in known:
-        engine = "vLLM's SamplingParams" if args.use_vllm else "GenerationConfig"
-        return f"has no effect: it is not an option of {engine}", remove
+    if not args.use_vllm and not (key in _UNREAD_KEYS | _TOKENIZER_KEYS and (value is None or value is False)):
+        if key in _TOKENIZER_KEYS:
+            return "needs a tokenizer, which TRL does not pass", remove
+        if key.startswith(_ASSISTED) and value is not None:
+            return "belongs to assisted generation, which takes one prompt at a time", remove
+        if key in _UNREAD_KEYS or key not in vars(GenerationConfig()):
+            return "has no effect: it is not an option of GenerationConfig", remove
     if key in _FIXED_KEYS and value not in (_FIXED_KEYS[key], None):
         return f"must be {_FIXED_KEYS[key]!r}: TRL samples one completion per row", remove
     if field is not None and value != (asked := getattr(args, field)):
@@ -114,18 +109,6 @@ def _problem(args: GRPOConfig, key: str, value: Any, known: set[str] | None) -> 
     return None
 
 
-def _sampling_options(use_vllm: bool) -> set[str] | None:
-    """Options that the engine reads; `None` if vLLM is not installed."""
-    if not use_vllm:
-        options = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-        return options - _UNREAD_KEYS - _TOKENIZER_KEYS
-    try:
-        sampling: Any = importlib.import_module("vllm").SamplingParams
-    except ImportError:
-        return None
-    return set(getattr(sampling, "__struct_fields__", inspect.signature(sampling).parameters))
-
-
 def check_tokens(args: GRPOConfig, vocabulary: int | None, of_model: Mapping[str, Any]) -> None:
     """
     Check what `generation_kwargs` and the model's generation_config.json, which fills in the rest, do with its tokens.
@@ -133,10 +116,6 @@ def check_tokens(args: GRPOConfig, vocabulary: int | None, of_model: Mapping[str
     Args:
         vocabulary (`int`, *optional*): number of the model's tokens, if it is known.
         of_model (`Mapping`): entries of generation_config.json.
-
-    Raises:
-        `ValueError`: one is out of range, all tokens are suppressed, or the model's file asks for beams or several
-            completions per prompt.
     """
     options: Any = args.generation_kwargs or {}
     for key in of_model.keys() & _FIXED_KEYS.keys() - options.keys() - {"do_sample"}:  # TRL sets that
@@ -147,18 +126,17 @@ def check_tokens(args: GRPOConfig, vocabulary: int | None, of_model: Mapping[str
             )
     if vocabulary is None:
         return
-    for key, token in _tokens({key: value for key, value in of_model.items() if key not in _OF_TOKENIZER}):
-        if key not in options and not (isinstance(token, int) and 0 <= token < vocabulary):
-            raise ValueError(
-                f"generation_config.json of the model: {key} contains {token!r}, which is not one of its {vocabulary} "
-                "tokens. Correct that file."
-            )
-    for key, token in _tokens(options):
-        if not 0 <= token < vocabulary and (key, token) != ("eos_token_id", -1):  # -1 ends nothing
-            fix = f"Set it to integers from 0 to {vocabulary - 1}"
-            reject("generation_kwargs", options, key, f"contains {token}, which is not a token of the model", fix)
-    if len(set(options.get("suppress_tokens") or ())) == vocabulary:
-        reject("generation_kwargs", options, "suppress_tokens", "leaves no token to sample", "Shorten that list")
+    read = {key: value for key, value in of_model.items() if key not in _OF_TOKENIZER} | options
+    for key, token in _tokens(read):
+        if (isinstance(token, int) and 0 <= token < vocabulary) or (key, token) == (
+            "eos_token_id",
+            -1,
+        ):  # ends nothing
+            continue
+        problem = f"contains {token!r}, which is not a token of the model"
+        if key in options:
+            reject("generation_kwargs", options, key, problem, f"Set it to integers from 0 to {vocabulary - 1}")
+        raise ValueError(f"generation_config.json of the model: {key} {problem}. Correct that file.")
 
 
 def _tokens(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -11,35 +11,22 @@ from transformers.integrations.accelerate import check_and_set_device_map
 from trl import GRPOConfig, ModelConfig, get_peft_config
 
 from .blame import blamed, given
-from .ranges import CHOICES, reject
-from .weights import without_zero3
+from .ranges import reject
+from .weights import unloaded, without_quantization
 
 
-# Fields that control how a model is constructed, besides `dtype`, which is checked first.
-_OF_MODELS = ("model_revision", "attn_implementation", "model_init_kwargs")
+# Fields that control how a model is constructed.
+_OF_MODELS = ("dtype", "model_revision", "attn_implementation", "model_init_kwargs")
 
-# Options that `from_pretrained` consumes before the configuration and the class get the rest.
-LOADING_OPTIONS = {
-    *("_commit_hash", "_from_auto", "_from_pipeline", "adapter_kwargs", "adapter_name", "allow_all_kernels"),
-    *("attn_implementation", "cache_dir", "config", "device_map", "device_mesh", "disable_mmap"),
-    *("distributed_config", "dtype", "experts_implementation", "force_download", "fusion_config"),
-    *("generation_config", "gguf_file", "ignore_mismatched_sizes", "kernel_config", "key_mapping"),
-    *("local_files_only", "max_memory", "offload_buffers", "offload_folder", "output_loading_info", "proxies"),
-    *("quantization_config", "revision", "state_dict", "subfolder", "token", "torch_dtype", "tp_plan", "tp_size"),
-    *("tqdm_class", "trust_remote_code", "use_kernels", "use_safetensors", "variant", "weights_only"),
+# Options of `from_pretrained` that act on weights: where they are, how they are packed, and where each goes.
+_OF_WEIGHTS = {
+    *("device_map", "device_mesh", "distributed_config", "gguf_file", "max_memory", "quantization_config"),
+    *("state_dict", "tp_plan", "tp_size"),
 }
-# Options of earlier versions that it discards.
-_IGNORED_IN_LOADING = {"mirror", "_fast_init", "low_cpu_mem_usage", "from_tf", "from_flax", "offload_state_dict"}
 
 
 def dry_run_model(args: GRPOConfig, model_config: ModelConfig, path: str) -> None:
-    """
-    Construct a model, a folder or an id on the Hub, without its weights, and the adapters on it.
-
-    Raises:
-        `ValueError`: an option cannot be used, is unknown, or matches nothing in the model. The message names the
-            field.
-    """
+    """Construct a model, a folder or an id on the Hub, without its weights, and the adapters on it."""
     options: Any = args.model_init_kwargs or {}
     named = given(model_config) | ({"model_init_kwargs": options} if options else {})
     with blamed({name: value for name, value in named.items() if name in _OF_MODELS}):
@@ -57,27 +44,27 @@ def dry_run_model(args: GRPOConfig, model_config: ModelConfig, path: str) -> Non
 
 def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mapping[str, Any]) -> Any:
     """The model without weights; `None` if its class is not part of Transformers."""
-    dtype = options.get("dtype", model_config.dtype)
-    if not isinstance(dtype, torch.dtype) and dtype not in CHOICES["dtype"]:
-        raise ValueError(f"There is no dtype {dtype!r}.")
     if "torch_dtype" in options:
         reject("model_init_kwargs", options, "torch_dtype", "is overridden by `dtype`", "Set `dtype` instead")
     _check_device_map(options.get("device_map"))
     for key, value in options.items():
         if "drop" in key and isinstance(value, int | float) and not 0 <= value <= 1:
             reject("model_init_kwargs", options, key, "is not a probability", "Set it to a number in [0, 1]")
-    rest = {key: value for key, value in options.items() if key not in LOADING_OPTIONS | _IGNORED_IN_LOADING}
-    revision, trust = options.get("revision", model_config.model_revision), args.trust_remote_code
-    config, rest = AutoConfig.from_pretrained(
-        path, revision=revision, trust_remote_code=trust, return_unused_kwargs=True, **rest
-    )
+    rest = {key: value for key, value in options.items() if key not in _OF_WEIGHTS}
+    dtype = rest.pop("dtype", model_config.dtype)
+    of_fields = {
+        "revision": model_config.model_revision,
+        "attn_implementation": model_config.attn_implementation,
+        "trust_remote_code": args.trust_remote_code,
+    }
+    config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **of_fields | rest)
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     if kind is None:
         return None
-    rest = {key: value for key, value in rest.items() if key not in ("trust_remote_code", "revision")}
-    attention = options.get("attn_implementation", model_config.attn_implementation)
-    with without_zero3(), torch.device("meta"):
-        return kind._from_config(config, **rest, attn_implementation=attention)
+    without_quantization(config)
+    dtype = "float32" if dtype in (None, "auto") else dtype  # there is no weight to tell it
+    with unloaded():
+        return kind.from_pretrained(None, config=config, state_dict={}, device_map="meta", dtype=dtype, **rest)
 
 
 def _check_device_map(device_map: Any) -> None:

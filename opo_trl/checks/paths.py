@@ -14,12 +14,7 @@ _EFFECTIVE = os.access in os.supports_effective_ids
 
 
 def check_name(field: str, value: Any) -> None:
-    """
-    Check that a path is a possible name.
-
-    Raises:
-        `ValueError`: it is empty, contains a NUL or invalid UTF-8, or is too long.
-    """
+    """Check that a path is a possible name: not empty, not too long, and UTF-8 without a NUL."""
     if value is None or not isinstance(value, str | os.PathLike):
         return
     text = os.fspath(value)
@@ -40,6 +35,17 @@ def check_name(field: str, value: Any) -> None:
         )
 
 
+def is_local(name: str) -> bool:
+    """Whether a name can only be that of a file or folder. On the Hub it is `name` or `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def absent(field: str, path: str | os.PathLike, fix: str) -> ValueError:
+    """What to say of a path that does not exist; the `fix`, unless [`hint_at_checkout`] knows a better one."""
+    seen = f"{field}={str(path)!r} does not exist, as seen from {os.getcwd()!r}"
+    return ValueError(f"{seen}. {hint_at_checkout(path) or fix}")
+
+
 def hint_at_checkout(path: str | os.PathLike) -> str:
     """The fix for a missing path that looks like one of the package's recipes, or of the source; otherwise empty."""
     path = Path(path)
@@ -56,13 +62,15 @@ def hint_at_checkout(path: str | os.PathLike) -> str:
     return ""
 
 
-def is_file(field: str, path: str | os.PathLike) -> bool:
-    """
-    Whether a path is a file.
+def check_file(field: str, path: str | os.PathLike, fix: str) -> None:
+    """Check that a path is one of a file."""
+    check_name(field, path)
+    if not is_file(field, path):
+        raise absent(field, path, fix)
 
-    Raises:
-        `ValueError`: permission to look is missing.
-    """
+
+def is_file(field: str, path: str | os.PathLike) -> bool:
+    """Whether a path is a file, which needs permission to look."""
     with readable(field, path):
         return Path(path).is_file()
 
@@ -80,48 +88,28 @@ def readable(field: str, path: str | os.PathLike) -> Iterator[None]:
 
 
 def check_folder(field: str, folder: str | os.PathLike) -> None:
-    """
-    Check that files can be written in a folder, which need not exist.
-
-    Raises:
-        `ValueError`: it or a parent is a file, a broken link or not writable, or the home of an unknown user.
-    """
+    """Check that files can be written in a folder, which need not exist."""
     path = Path(os.path.expanduser(folder))  # as Transformers does; an unknown user's home stays as it is
-    if path.parts[:1] and path.parts[0].startswith("~"):
-        raise ValueError(
-            f"{field}={str(folder)!r} cannot be written: there is no home directory {path.parts[0]!r}. Choose "
-            f"another `{field}`."
-        )
     # `os.path` reports what it may not see as missing, so this ends at the folder that denies permission.
     place = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
-    if not (os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK, effective_ids=_EFFECTIVE)):
-        what = "is not a folder"
-        if os.path.isdir(place):
-            what = "grants no permission to write"
-        elif not os.path.exists(place):
-            what = "is a broken link"
-        raise ValueError(
-            f"{field}={str(folder)!r} cannot be written: {str(place)!r} {what}. Choose another `{field}`."
-        )
+    if str(path).startswith("~"):
+        problem = f"there is no home directory {path.parts[0]!r}"
+    elif not os.path.isdir(place):
+        problem = f"{str(place)!r} is {'not a folder' if os.path.exists(place) else 'a broken link'}"
+    elif not os.access(place, os.W_OK | os.X_OK, effective_ids=_EFFECTIVE):
+        problem = f"{str(place)!r} grants no permission to write"
+    else:
+        return
+    raise ValueError(f"{field}={str(folder)!r} cannot be written: {problem}. Choose another `{field}`.")
 
 
 def check_json(field: str, value: Any) -> None:
-    """
-    Check a field that takes a mapping, the same as JSON text, or the path of a JSON file.
-
-    Raises:
-        `ValueError`: the text or file is not a JSON object without duplicate keys.
-    """
+    """Check a field that takes a mapping, the same as JSON text, or the path of a JSON file."""
     if not isinstance(value, str) or not value:
         return
     text, what = value, "JSON"
     if not value.startswith("{"):
-        check_name(field, value)
-        if not is_file(field, value):
-            raise ValueError(
-                f"{field}={value!r} does not exist, as seen from {os.getcwd()!r}. Set `{field}` to a JSON file. "
-                f"{hint_at_checkout(value)}".rstrip()
-            )
+        check_file(field, value, f"Set `{field}` to a JSON file.")
         with readable(field, value):
             text, what = Path(value).read_text(encoding="utf-8", errors="replace"), "a JSON file"
     try:
@@ -134,7 +122,6 @@ def check_json(field: str, value: Any) -> None:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
-    duplicate = next((name for name in names if names.count(name) > 1), None)
-    if duplicate is not None:
-        raise ValueError(f"duplicate key {duplicate!r}")
+    if duplicates := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"duplicate key {duplicates[0]!r}")
     return dict(pairs)

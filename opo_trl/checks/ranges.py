@@ -8,9 +8,8 @@ numeric field without a range.
 
 import functools
 import math
-import types
 from collections.abc import Mapping
-from typing import Any, NoReturn, Union, get_args, get_origin
+from typing import Any, NoReturn, get_args
 
 from ..fields import (
     BELOW_ONE,
@@ -29,7 +28,6 @@ from ..fields import (
     hints,
     integer,
 )
-from .text import shortened
 
 
 # Field of TRL or Transformers → its range. A field whose type admits `None` may also be `None`.
@@ -106,7 +104,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 def not_allowed(name: str, value: object, wanted: object) -> str:
     """Message that names a field, its value and what to set it to."""
-    return f"{shortened(f'{name}={value!r}')} is not allowed. Set `{name}` to {wanted}."
+    return f"{name}={value!r} is not allowed. Set `{name}` to {wanted}."
 
 
 def require(condition: bool, name: str, value: object, wanted: object) -> None:
@@ -117,21 +115,7 @@ def require(condition: bool, name: str, value: object, wanted: object) -> None:
 
 def reject(field: str, options: Mapping[str, Any], key: str, problem: str, fix: str) -> NoReturn:
     """Raise a `ValueError` about one option of a field."""
-    raise ValueError(shortened(f"{field}={options!r}: {key!r} {problem}. {fix}."))
-
-
-@functools.cache
-def numeric_fields(arguments: Any) -> Mapping[str, bool]:
-    """Fields of a dataclass whose type admits a number: name → whether it also admits `None`."""
-    kinds = {name: _kinds(hint) for name, hint in hints(arguments).items()}
-    return {name: type(None) in kind for name, kind in kinds.items() if kind & {int, float}}
-
-
-def _kinds(hint: Any) -> set[type]:
-    """The types that a hint admits, including those of list entries but not of mapping values."""
-    if get_origin(hint) in (Union, types.UnionType, list):
-        return set().union(*map(_kinds, get_args(hint)))
-    return {hint}
+    raise ValueError(f"{field}={options!r}: {key!r} {problem}. {fix}.")
 
 
 @functools.cache
@@ -143,13 +127,13 @@ def of(arguments: Any) -> Mapping[str, Range]:
 
 def problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
     """Field → what is wrong with its number or word, of a dataclass with these values."""
-    found, allowed_of = {}, of(kind)
-    for name, admits_none in numeric_fields(kind).items():
-        value, allowed = values.get(name), allowed_of.get(name)
-        if allowed is None or _is_exempt(values, name, value):
-            continue  # a subclass checks its own fields
+    found = {}
+    for name, allowed in of(kind).items():
+        value = values.get(name)
+        if _is_exempt(values, name, value):
+            continue
         if value is None:
-            fits = admits_none and name not in _REQUIRED
+            fits = type(None) in get_args(hints(kind)[name]) and name not in _REQUIRED
         elif name in ("temperature_range", "reward_weights"):
             fits = all(entry in allowed for entry in (value if isinstance(value, list | tuple) else [value, None]))
         else:

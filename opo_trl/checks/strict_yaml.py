@@ -8,7 +8,8 @@ reads back.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -110,11 +111,7 @@ def read(path: str | Path, kind_of: Callable[[str], Kind]) -> dict[str, Any]:
     """
     Read a YAML file of fields: one mapping of names to values.
 
-    `kind_of` gives the [`Kind`] of a field's value and of everything nested in it.
-
-    Raises:
-        `ValueError`: the file cannot be read or is not a single mapping, a key is a duplicate or not a name, or a
-            value is ambiguous or very large. The message names the line.
+    `kind_of` gives the [`Kind`] of a field's value and of everything nested in it. Messages name the line.
     """
     named = f"config={str(path)!r}"
     try:
@@ -129,12 +126,7 @@ def read(path: str | Path, kind_of: Callable[[str], Kind]) -> dict[str, Any]:
 
 
 def read_mapping(field: str, text: str) -> dict[str, Any]:
-    """
-    Read the value of a field that holds a mapping, from a command line: `{key: value}`, in YAML or JSON.
-
-    Raises:
-        `ValueError`: it is not a mapping; the message names the field.
-    """
+    """Read the value of a field that holds a mapping, from a command line: `{key: value}`, in YAML or JSON."""
     indented = re.sub(r"^[ \t]+", " ", text, flags=re.MULTILINE)  # JSON may have tabs
     return _read(f"{field}={text!r}", indented, lambda _: "plain", "not a mapping. Write it as `{key: value}`.")
 
@@ -153,7 +145,10 @@ def _read(named: str, text: str, kind_of: Callable[[str], Kind], otherwise: str)
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise _Rejected(otherwise)
-        _check_size(node)
+        for key, value in node.value:
+            if any(islice(_nodes(value), _MOST_VALUES, None)):
+                line = key.start_mark.line + 1
+                raise _Rejected(f"line {line}: {key.value!r} has more than {_MOST_VALUES:,} values. Shorten it.")
         loader.flatten_mapping(node)  # `<<: *other`
         for key, value in node.value:
             loader.kind = kind_of(key.value)
@@ -162,27 +157,16 @@ def _read(named: str, text: str, kind_of: Callable[[str], Kind], otherwise: str)
     except _Rejected as error:
         raise ValueError(f"{named}: {error}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        said = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        said = "it is recursive, or nested too deeply" if isinstance(error, RecursionError) else str(error)
         if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
             said = f"line {error.problem_mark.line + 1}: {error.problem}"
         raise ValueError(f"{named} is not valid YAML: {said}. Fix it there.") from error
     return fields
 
 
-def _check_size(root: yaml.MappingNode) -> None:
-    """Reject values that are very large once their aliases are written out."""
-    sizes: dict[int, int] = {}
-
-    def size(node: yaml.Node) -> int:
-        if id(node) not in sizes:
-            sizes[id(node)] = 0  # where a node contains itself, which the construction rejects
-            parts = (
-                [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-            )
-            sizes[id(node)] = 1 if isinstance(node, yaml.ScalarNode) else 1 + sum(map(size, parts))
-        return sizes[id(node)]
-
-    for key, value in root.value:
-        if size(value) > _MOST_VALUES:
-            line = key.start_mark.line + 1
-            raise _Rejected(f"line {line}: {key.value!r} has more than {_MOST_VALUES:,} values. Shorten it.")
+def _nodes(node: yaml.Node) -> Iterator[yaml.Node]:
+    """A node and all within it, its aliases written out."""
+    yield node
+    for part in node.value if isinstance(node, yaml.CollectionNode) else ():
+        for inner in part if isinstance(part, tuple) else (part,):
+            yield from _nodes(inner)

@@ -5,16 +5,17 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import StringIO
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.integrations import deepspeed as hf_deepspeed
+from transformers.integrations import deepspeed
 from transformers.utils.logging import set_tqdm_hook
 from trl.trainer.utils import get_config_model_id
 
@@ -34,23 +35,17 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
     goes on. Here it loads the files onto the `meta` device: it reads their headers only, and renames, merges and ties
     tensors as it will when training.
 
+    Rejected are a missing tensor (unless it is tied, or the model's class can do without), one of another shape or of
+    a layer that the configuration leaves out, and an attention from the Hub that only the configuration names.
+
     Args:
-        field (`str`):
-            Field that names the model, for the message.
-        path (`str`):
-            Folder or id on the Hub.
-        options (`Mapping`):
-            The options of `from_pretrained` that training uses, `model_init_kwargs`.
-        scores (`bool`, *optional*):
-            Whether it is a reward model. Another is of the class that its configuration names, as TRL loads it.
+        field (`str`): field that names the model, for the message.
+        path (`str`): folder or id on the Hub.
+        options (`Mapping`): the options of `from_pretrained` that training uses, `model_init_kwargs`.
+        scores (`bool`): whether it is a reward model. Another is of the class that its configuration names.
 
     Returns:
         [`~transformers.PreTrainedModel`]: the model on the `meta` device; `None` if its files cannot be compared.
-
-    Raises:
-        `ValueError`: a tensor is missing, has another shape, or belongs to a layer that the configuration leaves out.
-            Tied tensors, and those that the model's class can do without, may be missing. Or the configuration names
-            an attention from the Hub, and the options name none.
     """
     if "gguf_file" in options:  # such a file describes itself
         return None
@@ -62,16 +57,23 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
     kind: Any = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
     if scores:
         kind = AutoModelForSequenceClassification
-    packed = _without_quantization(config)
+    packed = without_quantization(config)
     source: Any = {name: options[name] for name in _SOURCE if name in options}
-    model, info, failed = _load_empty(kind, path, config, source)
-    if model is None:
-        if packed:  # some cannot be unpacked without their data
-            return None
-        raise ValueError(
-            f"{field}={path!r}: its files lack tensors that {kind.__name__} merges, or hold them in different shapes: "
-            f"{_named(failed)}. Restore the files, or correct config.json."
-        )
+    how: Any = {"device_map": "meta", "ignore_mismatched_sizes": True, "output_loading_info": True}
+    with unloaded() as report:
+        try:
+            model, info = kind.from_pretrained(path, config=config, attn_implementation="eager", **how, **source)
+        except Exception as error:
+            failed = re.findall(r"^(.+?) +\| CONVERSION", report.getvalue(), re.MULTILINE)
+            if not failed:
+                said = f"{field}={path!r} has no weights that can be read: {str(error).rstrip('.')}"
+                raise ValueError(f"{said}. {_fix(path)}") from error
+            if packed:  # some cannot be unpacked without their data
+                return None
+            raise ValueError(
+                f"{field}={path!r}: its files lack tensors that {kind.__name__} merges, or hold them in different "
+                f"shapes: {_named(failed)}. Restore the files, or correct config.json."
+            ) from error
     unexpected, parameters = sorted(info["unexpected_keys"]), dict(model.named_parameters())
     # Packed weights have names of their own next to where the plain one would be.
     elsewhere = {name[: dot.start()] for name in unexpected for dot in re.finditer(r"\.", name)} if packed else set()
@@ -106,15 +108,7 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
 
 
 def check_models(model: Any, rewards: Sequence[Any], args: Any, peft_config: Any = None) -> None:
-    """
-    [`check_weights`] of every model that a trainer loads by its name: policy, reference and reward models.
-
-    Args:
-        model (`str` or [`~transformers.PreTrainedModel`]), rewards (`Sequence`), peft_config ([`~peft.PeftConfig`]):
-            Arguments of the trainer.
-        args ([`~transformers.TrainingArguments`]):
-            Its configuration.
-    """
+    """[`check_weights`] of every model that a trainer, with these arguments, loads by its name."""
     options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if isinstance(model, str):
         check_weights("model", model, options)
@@ -125,12 +119,7 @@ def check_models(model: Any, rewards: Sequence[Any], args: Any, peft_config: Any
 
 
 def check_adapter(field: str, path: str, base: Any) -> None:
-    """
-    Compare the tensors of an adapter with those that it has on its base model, which [`check_weights`] has returned.
-
-    Raises:
-        `ValueError`: a tensor is missing, has another shape, or belongs to a layer that the base model does not have.
-    """
+    """Compare the tensors of an adapter with those it has on its base model, which [`check_weights`] has returned."""
     from peft import PeftConfig, PeftModel
 
     try:
@@ -165,6 +154,22 @@ def check_finite(accelerator: Accelerator | None, *models: Any) -> None:
             )
 
 
+def _fix(path: str) -> str:
+    """What to do about files of weights that cannot be read, of which safetensors' own message names none."""
+    if not any(Path(path).glob("*.safetensors")) and any(Path(path).glob("pytorch_model*.bin")):
+        return (
+            "There are pickled weights, which could run code. Convert them to safetensors, or set "
+            "`model_init_kwargs: {use_safetensors: false}` if you trust them."
+        )
+    for file in Path(path).glob("*.safetensors"):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError):
+            return f"{file.name} is truncated, or not a file. Restore it."
+    return "Restore the files, or name a complete model."
+
+
 def _is_broken(weight: Tensor) -> bool:
     if weight.is_meta or not weight.numel() or not weight.is_floating_point() or weight.element_size() == 1:
         return False
@@ -182,7 +187,7 @@ def _check_attention(field: str, path: str, config: Any) -> None:
             )
 
 
-def _without_quantization(config: Any) -> bool:
+def without_quantization(config: Any) -> bool:
     """Remove a configuration's description of packed weights; whether there is one."""
     packed = [part for part in _parts(config) if getattr(part, "quantization_config", None) is not None]
     for part in packed:
@@ -207,39 +212,25 @@ def _of_any_layer(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-def _load_empty(kind: Any, path: str, config: Any, source: Mapping[str, Any]) -> tuple[Any, dict[str, Any], list[str]]:
-    """The model and what Transformers says of its tensors; or no model, and the tensors that cannot be converted."""
-    how: Any = {"device_map": "meta", "ignore_mismatched_sizes": True, "output_loading_info": True}
-    with without_zero3(), _quiet() as report:
-        try:
-            model, info = kind.from_pretrained(path, config=config, attn_implementation="eager", **how, **source)
-        except (RuntimeError, SafetensorError):
-            return None, {}, re.findall(r"^(.+?) +\| CONVERSION", report.getvalue(), re.MULTILINE)
-    return model, info, []
-
-
 @contextmanager
-def _quiet() -> Iterator[StringIO]:
-    """Collect what Transformers reports of the weights instead of showing it; loading them for good shows it."""
+def unloaded() -> Iterator[StringIO]:
+    """
+    Make a model on the `meta` device.
+
+    What Transformers reports of its weights is collected, not shown: loading them for good shows it. Under ZeRO-3, it
+    would shard the model over all processes.
+    """
     report, logger = StringIO(), logging.getLogger("transformers.modeling_utils")
+    zero3 = deepspeed._hf_deepspeed_config_weak_ref
     handler, propagate = logging.StreamHandler(report), logger.propagate
     hook = set_tqdm_hook(lambda factory, args, options: factory(*args, **{**options, "disable": True}))
     logger.addHandler(handler)
     logger.propagate = False
+    deepspeed.unset_hf_deepspeed_config()
     try:
         yield report
     finally:
+        deepspeed._hf_deepspeed_config_weak_ref = zero3
         logger.propagate = propagate
         logger.removeHandler(handler)
         set_tqdm_hook(hook)
-
-
-@contextmanager
-def without_zero3() -> Iterator[None]:
-    """Under ZeRO-3, Transformers would shard the model over all processes."""
-    kept = hf_deepspeed._hf_deepspeed_config_weak_ref
-    hf_deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        hf_deepspeed._hf_deepspeed_config_weak_ref = kept

@@ -26,7 +26,7 @@ from datasets.exceptions import DatasetGenerationError
 from pyarrow import ArrowInvalid
 from pyarrow.parquet import ParquetFile
 
-from ..checks.paths import hint_at_checkout, readable
+from ..checks.paths import absent, is_local, readable
 
 
 _ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv", ".tsv")
@@ -122,12 +122,8 @@ def local_file(name: str, split: str) -> Path | None:
             raise ValueError(
                 f"dataset_name={name!r} is not in a readable format. Convert it to one of {list(_ENDINGS)}."
             )
-    # A Hub id is `dataset` or `owner/dataset`.
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(_ENDINGS):
-        raise ValueError(
-            f"dataset_name={name!r} does not exist. Pass an existing file or folder, or a dataset on the Hub. "
-            f"{hint_at_checkout(name)}".rstrip()
-        )
+    if is_local(name) or name.endswith(_ENDINGS):
+        raise absent("dataset_name", name, "Pass an existing file or folder, or a dataset on the Hub.")
     return None
 
 

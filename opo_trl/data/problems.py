@@ -18,7 +18,7 @@ from typing import Any
 from datasets import Dataset
 
 from ..rewards.boxes import final_answer, find_boxes
-from . import gym
+from . import few_shot, gym
 from .arithmetic import make_problems
 from .files import column, load_rows
 from .guessing import make_games
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 # Name → function of split and levels (all of them if `None`) that returns rows with the columns below.
 EMBEDDED: dict[str, Callable[[Any, Sequence[str] | None], list[dict[str, str]]]] = {
     "arithmetic": make_problems,
+    "few_shot": few_shot.make_problems,
     "guessing": make_games,
 }
 

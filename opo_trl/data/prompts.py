@@ -10,7 +10,6 @@ from typing import Any, Literal
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..checks.blame import LIBRARY_ERRORS
 from ..rewards.boxes import final_answer, find_boxes
 
 
@@ -122,11 +121,11 @@ def tokenize_prompts(
     """
     try:
         ids = _tokenized(prompts, tokenizer, chat_template_kwargs)
-    except LIBRARY_ERRORS:
+    except Exception:
         for index, prompt in enumerate(prompts):
             try:
                 _tokenized([prompt], tokenizer, chat_template_kwargs)
-            except LIBRARY_ERRORS as error:
+            except Exception as error:
                 roles = [turn["role"] for turn in prompt if isinstance(turn, dict) and "role" in turn]
                 raise ValueError(
                     f"prompt: row {index}, with the roles {roles!r}, cannot be rendered by the chat template of "

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     arguments, fields = parser.parse_known_args(argv)
     try:
         return _compare(arguments, fields)
-    except (ValueError, OSError) as error:
+    except (ValueError, ImportError, OSError) as error:
         return report_error(parser.prog, error, debug=arguments.debug)
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted. To resume, repeat the command.", file=sys.stderr)
@@ -133,9 +133,7 @@ def plan(arguments: argparse.Namespace, fields: list[str]) -> list[Job]:
 
 def _check_arguments(arguments: argparse.Namespace, recipes: list[Path], fields: list[str]) -> None:
     for path in recipes:
-        if not path.is_file():
-            hint = paths.hint_at_checkout(path) or "Pass recipes or folders of runs; fields come last."
-            raise ValueError(f"{str(path)!r} does not exist. {hint}")
+        paths.check_file("inputs", path, "Pass recipes or folders of runs; fields come last.")
     if recipes and not arguments.seeds:
         raise ValueError(f"{str(recipes[0])!r} is a recipe, and --seeds is not set. Add the seeds: `--seeds 1 2 3`.")
     if not recipes and (arguments.seeds or fields):

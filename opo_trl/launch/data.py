@@ -8,18 +8,19 @@ is, as in TRL. To add one that needs code, as the embedded task does, see `opo_t
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import DatasetMixtureConfig, get_dataset
 
 from ..arguments import OPOScriptArguments
-from ..checks.blame import LIBRARY_ERRORS
 from ..config import RolloutConfig
 from ..data import INSTRUCTION, drop_long_prompts, gym, to_prompts, without_overlap
 from ..data.files import is_single_file
 from ..data.problems import Sources, as_problems, as_prompts, draw_or_load, has_prompts, hold_out, select
+from ..data.prompts import Style
+from . import blame
 from .preflight import check_template
 
 
@@ -79,8 +80,8 @@ def load_data(
     taken = source.describe()
     check_template(prompts, tokenizer)
     if script.max_prompt_length is not None:
-        template_kwargs: Any = args.chat_template_kwargs or {}  # a dict, once parsed
-        prompts = drop_long_prompts(prompts, tokenizer, script.max_prompt_length, template_kwargs | in_template)
+        template_kwargs = cast(dict, args.chat_template_kwargs or {}) | in_template
+        prompts = drop_long_prompts(prompts, tokenizer, script.max_prompt_length, template_kwargs)
 
     def held_out(name: str, levels: list[str] | None, size: int | None) -> Dataset:
         try:
@@ -131,7 +132,7 @@ class _Source:
         is_training = split == script.dataset_train_split
         splits = bool(script.datasets) or script.test_fraction is not None or is_single_file(str(script.dataset_name))
         rows = self._rows(script.dataset_train_split if splits else split, levels)
-        columns: Any = script.columns or {}  # a dict, once parsed
+        columns = cast(dict, script.columns or {})
         if not self.style:
             self.style = script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
         if self.style == "dataset":
@@ -177,21 +178,18 @@ class _Source:
     def _rows(self, split: str, levels: Sequence[str] | None) -> Dataset:
         script = self.script
         if not script.datasets:
-            settings: Any = script.dataset_settings  # a dict, once parsed
+            settings = cast(dict | None, script.dataset_settings)
             return draw_or_load(str(script.dataset_name), script.dataset_config, split, levels, settings)
         parts: Any = [*script.datasets]  # TRL makes objects of them
-        try:
+        with blame.library(f"datasets={parts!r} cannot be loaded", "Change it."):
             mixture: Any = get_dataset(DatasetMixtureConfig(parts))
-        except LIBRARY_ERRORS as error:
-            raise ValueError(f"datasets={parts!r} cannot be loaded: {error}. Change it.") from error
         return mixture["train"]
 
     def prompts(self, problems: Dataset) -> Dataset:
         """The rows with their prompts."""
         if self.style == "dataset":
             return problems
-        style: Any = self.style
-        return to_prompts(problems, style=style, instruction=str(self.script.instruction))
+        return to_prompts(problems, style=cast(Style, self.style), instruction=str(self.script.instruction))
 
     def asked(self, prompts: Dataset) -> dict[str, str]:
         """See [`Data`]. What else the data's own prompts ask is not known, only a system prompt that all have."""

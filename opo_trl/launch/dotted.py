@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ..rewards.errors import is_ctrl_c, told
+from . import blame
 
 
 def load(field: str, name: str, what: str, example: str) -> Callable:
@@ -23,15 +23,10 @@ def load(field: str, name: str, what: str, example: str) -> Callable:
     module, _, attribute = name.rpartition(".")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), attribute)
-        if not callable(found):
-            raise TypeError(f"{found!r} is not a function")
-    except BaseException as error:  # the module's own code may raise anything, and exit
-        if is_ctrl_c(error):
-            raise
-        raise ValueError(
-            f"{field}={name!r} cannot be imported ({told(error)}). Set `{field}` to {what}, such as {example}."
-        ) from error
+        with blame.own_code(f"{field}={name!r} cannot be imported", f"Set `{field}` to {what}, such as {example}."):
+            found = getattr(importlib.import_module(module), attribute)
+            if not callable(found):
+                raise TypeError(f"{found!r} is not a function")
     finally:
         sys.path.pop(0)
     return found

@@ -15,7 +15,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig
 
 from ..checks import paths
+from ..checks.environment import check_installed
 from ..checks.errors import report_error, under_way
 from ..checks.weights import check_adapter, check_finite, check_weights
 from ..data import INSTRUCTION, gym
@@ -39,7 +39,7 @@ from ..report.run_folder import environment, is_run, read_settings
 from ..report.run_report import write_or_say_why
 from . import harness
 from .preflight import check_model, load_tokenizer, read_adapter
-from .scores import Asking, Reward, measure
+from .scores import Asking, measure, reward_of
 
 
 _BATCH, _LENGTH = 8, 1024  # without a run
@@ -54,11 +54,6 @@ class Subject:
     adapter: str | None
     tokenizer: str
     settings: Mapping[str, Any]
-
-    @property
-    def rank(self) -> int | None:
-        """Rank of the adapter."""
-        return read_adapter(Path(self.adapter)).get("r") if self.adapter else None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -104,10 +99,14 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     names = _check_numbers(arguments)
     output = _output(arguments)
     subject = find_model(arguments.model, arguments.base_model)
-    check_installed(arguments.backend, adapter=subject.adapter is not None)
+    check_installed("`opo-trl evaluate`", "lm_eval", install="'opo_trl[evaluate]'")
+    if arguments.backend == "vllm":
+        check_installed("--backend vllm", "vllm", install="'opo_trl[vllm]'")
+    if subject.adapter is not None:
+        check_installed("MODEL is an adapter, which", "peft", install="'opo_trl[peft]'")
     data = _data(arguments.data, names)
     harness.check_names(names)
-    config = check_model("MODEL", subject.model, revision=None, trust_remote_code=False, pickled=False)
+    config = check_model("MODEL", subject.model, revision=None, trust_remote_code=False)
     base = check_weights("MODEL", subject.model, {"use_safetensors": True})
     if subject.adapter and base is not None:
         check_adapter("MODEL", subject.adapter, base)
@@ -128,18 +127,16 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         backend=arguments.backend,
         batch_size=batch_size,
         template=asking.template if asking.style == "chat" else {},
-        rank=subject.rank,
         ends_thinking="</think>" in tokenizer.get_vocab(),
     )
     check_finite(None, getattr(lm, "model", None))  # that of vLLM is in another process
     output.mkdir(parents=True, exist_ok=True)
     measured, written = {}, []
     for name, tasks in loaded.items():
-        reward = Reward(name == harness.EMBEDDED)
+        reward = reward_of(name)
         for theirs, task in tasks.items():
-            how = {"limit": arguments.limit, "num_fewshot": arguments.num_fewshot, "length": asking.length}
-            how |= {"samples": arguments.samples, "ks": _ks(arguments), "batch_size": batch_size}
-            entry = measure(lm, task, asking, reward, **how)
+            how = {"limit": arguments.limit, "num_fewshot": arguments.num_fewshot, "batch_size": batch_size}
+            entry = measure(lm, task, asking, reward, samples=arguments.samples, ks=_ks(arguments), **how)
             entry["settings"] |= {
                 "lm_eval_task": theirs,
                 "lm_eval_version": version("lm_eval"),
@@ -155,7 +152,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             except OSError:
                 print(markdown({"model": subject.name, "tasks": measured}))
                 raise
-        reward.close()
     print(markdown({"model": subject.name, "tasks": measured}))
     print(*written, sep="\n")
 
@@ -252,7 +248,7 @@ def find_model(name: str, base_model: str | None = None) -> Subject:
     settings = read_settings(near, linked=True)  # as in the cache of the Hub
     if is_adapter:
         model = base_model or read_adapter(folder).get("base_model_name_or_path")
-        if not model or (not Path(model).is_dir() and (model.startswith(("/", ".", "~")) or model.count("/") > 1)):
+        if not model or (not Path(model).is_dir() and paths.is_local(model)):
             raise ValueError(
                 f"MODEL={name!r} is an adapter for the model {model!r}, which does not exist here. Set `--base_model` "
                 "to that model's folder or Hub id."
@@ -271,17 +267,6 @@ def find_model(name: str, base_model: str | None = None) -> Subject:
 def _short() -> dict[str, Any]:
     """The embedded model's context has 128 tokens, and its completions at most 20."""
     return {"max_completion_length": 32, "per_device_eval_batch_size": 100}
-
-
-def check_installed(backend: str, *, adapter: bool) -> None:
-    """Check that the packages are installed that an evaluation needs."""
-    for asked, package, needs, install in (
-        ("`opo-trl evaluate`", "lm_eval", True, "'opo_trl[evaluate]'"),
-        ("--backend vllm", "vllm", backend == "vllm", "'opo_trl[vllm]'"),
-        ("MODEL is an adapter, which", "peft", adapter, "'opo_trl[peft]'"),
-    ):
-        if needs and find_spec(package) is None:
-            raise ValueError(f"{asked} needs {package}, which is not installed. `pip install {install}`.")
 
 
 def _data(given: Sequence[str], names: Sequence[str]) -> dict[str, Path]:

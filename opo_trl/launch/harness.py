@@ -1,8 +1,8 @@
 """
 What `opo-trl evaluate` takes from lm-eval, EleutherAI's evaluation harness: its tasks, models and scores.
 
-Only lm-eval's documented interface is used: `TaskManager`, `simple_evaluate`, `Instance`, the model classes, and task
-files that include another one. It is an extra, so it is imported where it is used.
+Only lm-eval's documented interface is used: `TaskManager`, `simple_evaluate`, `Instance`, the model classes, and
+groups that change a task. It is an extra, so it is imported where it is used.
 """
 
 import difflib
@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 from datasets import Dataset, DatasetDict
 
-from ..checks.blame import LIBRARY_ERRORS
 from ..data.arithmetic import make_problems
+from ..data.files import is_single_file, load_rows
 from ..evaluate import wilson_interval
 from ..rewards.errors import is_ctrl_c, told
+from . import blame
+from .preflight import read_adapter
 
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 # Our name of a task → lm-eval's; every other name is lm-eval's own.
 ALIASES = {"math": "hendrycks_math500"}
 EMBEDDED = "arithmetic"  # made here, from the embedded problems; lm-eval's tag of that name has other tasks
-_ENDINGS = {".jsonl": "json", ".jsonl.gz": "json", ".json": "json", ".parquet": "parquet"}
 _SPLITS = ("train", "validation", "test")
 
 # As `arithmetic_reward`: everything after the last `=` of the completion is the answer.
@@ -113,7 +112,7 @@ def load_task(
         name (`str`):
             `"arithmetic"`, a key of [`ALIASES`], or a name of lm-eval.
         data (`Path`, *optional*):
-            File or folder to read instead of the Hub; see [`_from_files`].
+            File or folder to read instead of the Hub; see [`_read`].
         levels (`list[str]`, *optional*), seed (`int`):
             Levels of the embedded problems, and the seed that shuffles them. Others stay in the order of their data.
         num_fewshot (`int`, *optional*):
@@ -124,21 +123,48 @@ def load_task(
     """
     theirs = ALIASES.get(name, name)
     manager = _manager(name != EMBEDDED)
-    with TemporaryDirectory() as folder:
-        spec: Any = theirs
-        if name == EMBEDDED:
-            problems = Dataset.from_list(make_problems("test", levels)).shuffle(seed=seed)
-            spec = {**_ARITHMETIC, "custom_dataset": lambda **_: DatasetDict(test=problems)}
-        elif data is not None:
-            spec = str(_from_files(name, data, Path(folder), num_fewshot))
-        try:
-            tasks = manager.load([spec])["tasks"]
-        except BaseException as error:  # a task's own code may raise anything, and exit
-            if is_ctrl_c(error):
-                raise
-            raise ValueError(_why(name, data, error)) from error
+    spec: Any = theirs
+    if name == EMBEDDED:
+        problems = Dataset.from_list(make_problems("test", levels)).shuffle(seed=seed)
+        spec = {**_ARITHMETIC, "custom_dataset": lambda **_: DatasetDict(test=problems)}
+    elif data is not None:
+        if theirs not in manager.all_subtasks:
+            raise ValueError(
+                f"--data {name}={data}: {theirs!r} is a group of tasks. Name one of its tasks in `--tasks`."
+            )
+        splits = _read(name, data)
+        task = {"task": theirs, "custom_dataset": lambda **_: splits, "dataset_kwargs": None}
+        if data.is_file():
+            task |= {"test_split": "test", "training_split": None, "validation_split": None, "fewshot_split": None}
+            task |= {"num_fewshot": 0} if num_fewshot == 0 else {}
+        spec = {"group": "local", "task": [task]}  # lm-eval's own, with what is changed here
+    try:
+        tasks = manager.load([spec])["tasks"]
+    except BaseException as error:  # a task's own code may raise anything, and exit
+        if is_ctrl_c(error):
+            raise
+        raise ValueError(_why(name, data, error)) from error
     check_kind(name, tasks)
     return tasks
+
+
+def _read(name: str, data: Path) -> DatasetDict:
+    """
+    The data of a task in a folder with files `train`, `validation` or `test`, in the formats of [`load_rows`], or in
+    one such file, which is then the test split of a task without examples in the prompt.
+    """
+    files = {"test": data}
+    if data.is_dir():
+        files = {split: path for split in _SPLITS for path in data.glob(f"{split}.*") if is_single_file(str(path))}
+    if not files:
+        raise ValueError(
+            f"--data {name}={data} has none of test.jsonl, test.json, test.parquet and test.csv. Put the task's test "
+            "split there."
+        )
+    try:
+        return DatasetDict({split: load_rows(str(path)) for split, path in files.items()})
+    except ValueError as error:
+        raise ValueError(f"--data {name}={data}: {error}") from error
 
 
 def check_kind(name: str, tasks: Mapping[str, Any]) -> None:
@@ -173,49 +199,6 @@ def _why(name: str, data: Path | None, error: BaseException) -> str:
     )
 
 
-def _from_files(name: str, data: Path, folder: Path, num_fewshot: int | None) -> Path:
-    """
-    Write a task file that is lm-eval's own, except that it reads local files; returns its path.
-
-    `data` is a folder with `train`, `validation` or `test`, each as `.jsonl`, `.jsonl.gz`, `.json` or `.parquet`, or
-    one such file, which is then the test split of a task without examples in the prompt.
-    """
-    theirs, manager = ALIASES.get(name, name), _manager(True)
-    if theirs not in manager.all_subtasks:
-        raise ValueError(f"--data {name}={data}: {theirs!r} is a group of tasks. Name one of its tasks in `--tasks`.")
-    config: dict[str, Any] = {"include": str(manager.task_index[theirs].yaml_path), "task": theirs}
-    files: dict[str, Path] = {}
-    if data.is_dir():
-        for split in _SPLITS:
-            if there := [path for end in _ENDINGS if (path := data / f"{split}{end}").is_file()]:
-                files[split] = there[0]
-    else:
-        files = {"test": data}
-        config |= {"test_split": "test", "training_split": None, "validation_split": None, "fewshot_split": None}
-        config |= {"num_fewshot": 0} if num_fewshot == 0 else {}
-    if not files:
-        wanted = ", ".join(f"test{end}" for end in _ENDINGS)
-        raise ValueError(f"--data {name}={data} has none of {wanted}. Put the task's test split there.")
-    builders = {_builder(path) for path in files.values()}
-    if None in builders or len(builders) > 1:
-        raise ValueError(
-            f"--data {name}={data}: {', '.join(path.name for path in files.values())} cannot be read together. "
-            f"Convert them to one of {', '.join(_ENDINGS)}."
-        )
-    config |= {
-        "dataset_path": builders.pop(),
-        "dataset_name": None,
-        "dataset_kwargs": {"data_files": {split: str(path.resolve()) for split, path in files.items()}},
-    }
-    path = folder / f"{theirs}.yaml"
-    path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    return path
-
-
-def _builder(path: Path) -> str | None:
-    return next((builder for end, builder in _ENDINGS.items() if path.name.endswith(end)), None)
-
-
 def load_model(
     model: str,
     adapter: str | None,
@@ -224,7 +207,6 @@ def load_model(
     backend: str,
     batch_size: int,
     template: Mapping[str, Any],
-    rank: int | None,
     ends_thinking: bool,
 ) -> "LM":
     """
@@ -250,26 +232,27 @@ def load_model(
         # This class takes `enable_thinking` only here, and loses it among the arguments of the template.
         rest = {name: value for name, value in template.items() if name != "enable_thinking"}
         options |= {"enable_thinking": thinking, "chat_template_args": rest, "batch_size": "auto"}
-        options |= {"lora_local_path": adapter, "max_lora_rank": max(rank or 0, 16)} if adapter else {}
-    try:
+        if adapter:
+            options |= {
+                "lora_local_path": adapter,
+                "max_lora_rank": max(read_adapter(Path(adapter)).get("r") or 0, 16),
+            }
+    with blame.library(f"MODEL={model!r} cannot be loaded with --backend {backend}"):
         return get_model(backend)(**options)
-    except LIBRARY_ERRORS as error:
-        said = (str(error).strip() or type(error).__name__).rstrip(".")
-        raise ValueError(
-            f"MODEL={model!r} cannot be loaded with --backend {backend}: {type(error).__name__}: {said}. `--debug` "
-            "shows where."
-        ) from error
 
 
 def score(
-    lm: "LM", task: Any, *, limit: int | None, num_fewshot: int | None, chat: bool, length: int, batch_size: int
+    lm: "LM", task: Any, *, length: int, **options: Any
 ) -> tuple[dict[str, Any], dict[tuple[str, str], list[Verdict]]]:
     """
     Have lm-eval generate and score a task with its own prompts.
 
+    Args:
+        length (`int`): tokens of a completion, at most.
+        options (`dict`): arguments of `simple_evaluate`, such as `limit`, `num_fewshot` and `batch_size`.
+
     Returns:
-        `tuple`: lm-eval's description of the task, and the verdicts of each metric and filter, in the order of the
-        problems.
+        `tuple`: how lm-eval measured, and the verdicts of each metric and filter, in the order of the problems.
     """
     from lm_eval import evaluator, simple_evaluate
 
@@ -279,13 +262,10 @@ def score(
     results = simple_evaluate(
         model=lm,
         tasks=[task],
-        limit=limit,
-        num_fewshot=num_fewshot,
-        batch_size=batch_size,
-        apply_chat_template=chat,
         gen_kwargs={"max_gen_toks": length} if generates else None,
         task_manager=_manager(False),
         bootstrap_iters=0,
+        **options,
     )
     name = task.task_name
     verdicts: dict[tuple[str, str], list[Verdict]] = {}
@@ -301,12 +281,11 @@ def score(
                 right=sample[metric],
             )
             verdicts.setdefault((metric, sample["filter"]), []).append(verdict)
-    config = results["configs"][name]
+    samples = (results["configs"][name].get("generation_kwargs") or {}).get("do_sample")
     about = {
         "num_fewshot": results["n-shot"][name],
-        "version": results["versions"].get(name),
-        "generates": generates,
-        "sampled": generates and bool((config.get("generation_kwargs") or {}).get("do_sample")),
+        "lm_eval_task_version": results["versions"].get(name),
+        "lm_eval_decoding": "likelihood" if not generates else "sampled" if samples else "greedy",
     }
     return about, verdicts
 

@@ -168,7 +168,7 @@ def _step(job: Job) -> int:
 
 
 def _share(job: Job) -> float:
-    """How much of a run is done, as far as its settings tell."""
+    """How much of a run is done, according to its settings."""
     of = read_settings(job.folder).get("max_steps") or -1
     return min(_step(job) / of, 1.0) if of > 0 else 0.0
 

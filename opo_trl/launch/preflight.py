@@ -1,7 +1,7 @@
 """
 Checks before a model is loaded: packages, vLLM server, model files, tokenizer, prompts and reward functions.
 
-Each raises a `ValueError` that names the field, its value and the fix.
+Each raises a `ValueError` that names the field, its value and the fix; an `ImportError` if a package is missing.
 """
 
 import inspect
@@ -12,20 +12,18 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from datasets import Dataset
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from trl import ModelConfig
 
 from ..arguments import OPOScriptArguments
 from ..checks import paths
 from ..checks.addresses import without_secrets
-from ..checks.blame import LIBRARY_ERRORS
+from ..checks.environment import check_installed
 from ..checks.files import COUNT, TEXT, read_json
 from ..config import RolloutConfig
 from ..data import tokenize_prompts
@@ -33,6 +31,7 @@ from ..report.run_folder import RECIPE, is_claimed
 from ..rewards.scoring import IsolatedReward
 from ..rollout import vllm_server
 from ..rollout.prompts import check_columns as check_reserved
+from . import blame
 
 
 # Arguments of `apply_chat_template` that TRL sets itself.
@@ -44,24 +43,25 @@ _GIVEN_TO_TEMPLATE = (
 # Further arguments that the trainer passes to a reward function.
 OF_TRAINER = ("trainer_state", "log_extra", "log_metric")
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HTTP_SECONDS = 5.0  # time limit for an answer
 _HERE = "the current folder"
 
 
-def check_installed(args: RolloutConfig, model_config: ModelConfig) -> None:
+# Field of a recipe → the package that it needs, and what installs that.
+_PACKAGES = {
+    "use_vllm": ("vllm", "'opo_trl[vllm]'"),
+    "use_peft": ("peft", "'opo_trl[peft]'"),
+    "load_in_4bit": ("bitsandbytes", "'opo_trl[quantization]'"),
+    "load_in_8bit": ("bitsandbytes", "'opo_trl[quantization]'"),
+    "use_liger_kernel": ("liger_kernel", "liger-kernel"),
+}
+
+
+def check_packages(args: RolloutConfig, model_config: ModelConfig) -> None:
     """Check that the optional packages that a recipe needs are installed."""
-    for name, asked, package, install in (
-        ("use_vllm", args.use_vllm, "vllm", "'opo_trl[vllm]'"),
-        ("use_peft", model_config.use_peft, "peft", "'opo_trl[peft]'"),
-        ("load_in_4bit", model_config.load_in_4bit, "bitsandbytes", "'opo_trl[quantization]'"),
-        ("load_in_8bit", model_config.load_in_8bit, "bitsandbytes", "'opo_trl[quantization]'"),
-        ("use_liger_kernel", args.use_liger_kernel, "liger_kernel", "liger-kernel"),
-    ):
-        if asked and find_spec(package) is None:
-            raise ValueError(
-                f"{name}=True needs {package}, which is not installed. `pip install {install}`, or remove `{name}`."
-            )
+    for name, (package, install) in _PACKAGES.items():
+        if getattr(args, name, False) or getattr(model_config, name, False):
+            check_installed(f"{name}=True", package, install=install, otherwise=f", or remove `{name}`")
 
 
 def inputs(
@@ -158,22 +158,13 @@ def check_development_mode(url: str) -> None:
         )
 
 
-def check_model(
-    field: str, name: str, *, revision: str | None, trust_remote_code: bool, pickled: bool
-) -> PreTrainedConfig:
-    """
-    Check that a model exists: its configuration, which is returned, and if it is a folder also its weight files.
-
-    `name` is a folder or an id on the Hub, `pickled` whether pickled weights are allowed.
-    """
+def check_model(field: str, name: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
+    """Check that a model, a folder or an id on the Hub, exists; returns its configuration."""
     folder = Path(name)
     with paths.readable(field, name):
         is_folder, is_adapter = folder.is_dir(), (folder / "adapter_config.json").is_file()
-    if not is_folder and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        hint = paths.hint_at_checkout(name)
-        raise ValueError(
-            f"{field}={name!r} does not exist. Set `{field}` to a model's folder or Hub id. {hint}".rstrip()
-        )
+    if not is_folder and paths.is_local(name):
+        raise paths.absent(field, name, f"Set `{field}` to a model's folder or Hub id.")
     if is_adapter:
         with paths.readable(field, name):
             base = read_adapter(folder).get("base_model_name_or_path")
@@ -182,16 +173,12 @@ def check_model(
             "merged one. To resume from a checkpoint, set `resume_from_checkpoint`."
         )
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except LIBRARY_ERRORS as error:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:
         fix = f"Set `{field}` to a model's folder or Hub id"
         if "trust_remote_code" in str(error):
             fix = "Set `trust_remote_code` to true if you have read that code and trust it"
         raise ValueError(f"{field}={name!r} cannot be loaded: {error} {fix}.") from error
-    if is_folder:
-        with paths.readable(field, name):
-            _check_weights(field, folder, pickled)
-    return config
 
 
 def read_adapter(folder: Path) -> dict[str, Any]:
@@ -200,40 +187,11 @@ def read_adapter(folder: Path) -> dict[str, Any]:
     return read_json(folder / "adapter_config.json", form, linked=True)
 
 
-def _check_weights(field: str, folder: Path, pickled: bool) -> None:
-    files = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
-    if files and not pickled and not any(file.suffix == ".safetensors" for file in files):
-        raise ValueError(
-            f"{field}={str(folder)!r} has only pickled weights ({files[0].name}), which could run code. Convert "
-            "them to safetensors, or set `model_init_kwargs: {use_safetensors: false}` if you trust them."
-        )
-    for index in folder.glob("*.index.json"):
-        shards = read_json(index, {"weight_map": {"*": TEXT}}, linked=True)["weight_map"].values()
-        files += [folder / name for name in set(shards)]
-    if not files:
-        raise ValueError(
-            f"{field}={str(folder)!r} has no weights, neither {' nor '.join(_WEIGHTS)}. Set `{field}` to the folder "
-            "of a complete model."
-        )
-    for file in files:
-        try:
-            if file.suffix == ".safetensors":
-                with safe_open(file, "pt"):
-                    pass
-        except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"{field}={str(folder)!r}: {file.name} is missing or truncated ({error}). Restore that file."
-            ) from error
-
-
 def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer, and check that it has a vocabulary and a token that ends completions."""
-    try:
+    what, fix = f"model_name_or_path={name!r} has no usable tokenizer", "Put the tokenizer files there."
+    with blame.library(what, fix):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise ValueError(
-            f"model_name_or_path={name!r} has no usable tokenizer: {error} Put the tokenizer files there."
-        ) from error
     if len(tokenizer) < 2:
         raise ValueError(f"model_name_or_path={name!r} has no tokenizer. Put the tokenizer files there.")
     if tokenizer.eos_token_id is None:
@@ -260,7 +218,7 @@ def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def check_template_options(args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
     """Check that a chat template uses each of `chat_template_kwargs`."""
-    options: Any = args.chat_template_kwargs or {}  # a dict, once parsed
+    options = cast(dict, args.chat_template_kwargs or {})
     if options and isinstance(prompt, str):
         raise ValueError(
             f"chat_template_kwargs={options!r} has no effect: plain-text prompts use no chat template. Remove it."
@@ -296,8 +254,7 @@ def check_prompts(
     unknown = _unknown_tokens(tokenizer, getattr(of_model, "vocab_size", None))
     context = getattr(of_model, "max_position_embeddings", None) or math.inf
     room = context - (args.max_completion_length or 0)
-    of_template: Any = args.chat_template_kwargs or {}  # a dict, once parsed
-    template_kwargs = of_template | in_template
+    template_kwargs = cast(dict, args.chat_template_kwargs or {}) | in_template
     fits = max_prompt_length is not None and max_prompt_length <= room
     for position, (field, data) in enumerate(splits.items()):
         prompts = list(data["prompt"])
@@ -359,7 +316,7 @@ def _check_turns(
                 )
         rest = ""
         if render(prompt, start=False) == asked:
-            with suppress(*LIBRARY_ERRORS):  # it may have no answers at all
+            with suppress(Exception):  # it may have no answers at all
                 answered = render([*prompt, {"role": "assistant", "content": "Answer"}], start=False)
                 rest = answered.removeprefix(asked) if answered.startswith(asked) else ""
         if "Answer" in rest and not rest.lstrip().startswith("Answer"):

@@ -50,7 +50,7 @@ MEANINGLESS = REJECTED_FIELDS | NOT_STREAMED
 
 class _Parser(TrlParser):
     """
-    Parser of recipes and command lines that collects what is wrong, each in one line, without listing all options.
+    Parser of recipes and command lines that collects all errors, one line each, without listing all options.
 
     Mappings are read as YAML, on the command line as in a recipe.
     """

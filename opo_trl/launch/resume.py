@@ -1,6 +1,5 @@
 """What an earlier run left: whether its checkpoint belongs to the run that resumes it, and its accuracies."""
 
-import json
 import os
 from collections import deque
 from collections.abc import Mapping
@@ -44,11 +43,12 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
         `ValueError`: names the fields that differ.
     """
     saved = read_settings(Path(folder).resolve().parent)
-    asked = json.loads(json.dumps(settings, default=str))
-    names = (*kept_on_resume(), *(name for name in asked if name.startswith(MODEL_PREFIX)))
-    differing = [name for name in names if saved and saved.get(name) != asked.get(name)]
+    names = (*kept_on_resume(), *(name for name in settings if name.startswith(MODEL_PREFIX)))
+    differing = [name for name in names if saved and saved.get(name) != settings.get(name)]
     if differing:
-        lines = "\n".join(f"  {name}={saved.get(name)!r} there, {name}={asked.get(name)!r} here" for name in differing)
+        lines = "\n".join(
+            f"  {name}={saved.get(name)!r} there, {name}={settings.get(name)!r} here" for name in differing
+        )
         raise ValueError(
             f"resume_from_checkpoint={folder!r} belongs to a run with other settings:\n{lines}\n"
             "Set the same values here, or choose another `output_dir` and start from the beginning."
@@ -90,7 +90,7 @@ def known_accuracies(folder: Path, checkpoint: str | None) -> dict[str, Any]:
 
 def forget_if_changed(folder: Path, settings: Mapping[str, Any]) -> None:
     """Delete the accuracies that an earlier run has left in a folder, if they depend on other settings."""
-    asked, saved = json.loads(json.dumps(settings, default=str)), read_settings(folder)
+    saved = read_settings(folder)
     names = (*fields_deciding(DATA, MODEL, SAMPLING, REWARDS), "report_levels", "report_size", "report_samples")
-    if any(saved.get(name) != asked.get(name) for name in names):
+    if any(saved.get(name) != settings.get(name) for name in names):
         (folder / SUMMARY).unlink(missing_ok=True)

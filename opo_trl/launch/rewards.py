@@ -11,6 +11,7 @@ from trl.rewards import get_soft_overlong_punishment
 from ..arguments import OPOScriptArguments
 from ..config import RolloutConfig
 from ..data.arithmetic import arithmetic_reward
+from ..data.few_shot import first_line_reward
 from ..data.gym import gym_reward
 from ..rewards.accuracy import accuracy_reward, format_reward
 from ..rewards.scoring import IsolatedReward
@@ -22,6 +23,7 @@ REWARDS: dict[str, Callable] = {
     "accuracy_reward": accuracy_reward,
     "format_reward": format_reward,
     "arithmetic_reward": arithmetic_reward,
+    "first_line_reward": first_line_reward,
     "gym_reward": gym_reward,
     "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
     "think_format_reward": rewards.think_format_reward,

@@ -32,20 +32,9 @@ class Asking:
     system: str = ""
 
 
-class Reward:
+def reward_of(task: str) -> Callable[..., list[float | None]]:
     """Our reward for the problems of a task: for the embedded one its own, otherwise `accuracy_reward`, isolated."""
-
-    def __init__(self, embedded: bool):
-        self.name = "arithmetic_reward" if embedded else "accuracy_reward"
-        self._isolated = None if embedded else IsolatedReward(accuracy_reward)
-        self.function: Callable[..., list[float | None]] = self._isolated or arithmetic_reward
-
-    def __call__(self, completions: Sequence[str], solutions: Sequence[str]) -> list[float | None]:
-        return self.function(completions=list(completions), solution=list(solutions))
-
-    def close(self) -> None:
-        if self._isolated is not None:
-            self._isolated.close()
+    return arithmetic_reward if task == harness.EMBEDDED else IsolatedReward(accuracy_reward)
 
 
 def problem_of(doc: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -66,32 +55,24 @@ def problem_of(doc: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def measure(
-    lm: Any,
-    task: Any,
-    asking: Asking,
-    reward: Reward,
-    *,
-    samples: int,
-    ks: Sequence[int],
-    limit: int | None,
-    num_fewshot: int | None,
-    length: int,
-    batch_size: int,
+    lm: Any, task: Any, asking: Asking, reward: Any, *, samples: int, ks: Sequence[int], **options: Any
 ) -> dict[str, Any]:
-    """lm-eval's scores of a task and ours on the same problems: an entry of the JSON."""
-    how = {"limit": limit, "num_fewshot": num_fewshot, "length": length, "batch_size": batch_size}
-    about, verdicts = harness.score(lm, task, chat=asking.style == "chat", **how)
+    """
+    lm-eval's scores of a task and ours on the same problems: an entry of the JSON.
+
+    `options` are those of [`harness.score`].
+    """
+    chat, length = asking.style == "chat", asking.length
+    about, verdicts = harness.score(lm, task, length=length, apply_chat_template=chat, **options)
     first = next(iter(verdicts.values()))
     entry: dict[str, Any] = {
         "settings": {
             "prompt_style": asking.style,
             "instruction": asking.instruction,
             "system_prompt": asking.system,
-            "chat_template_kwargs": dict(asking.template) if asking.style == "chat" else {},
+            "chat_template_kwargs": dict(asking.template) if chat else {},
             "max_completion_length": length,
-            "num_fewshot": about["num_fewshot"],
-            "lm_eval_task_version": about["version"],
-            "lm_eval_decoding": "sampled" if about["sampled"] else "greedy" if about["generates"] else "likelihood",
+            **about,
             "problems": len(first),
             "prompts_cut": harness.count_cut(lm, [verdict.prompt for verdict in first], length),
             "samples": samples,
@@ -103,17 +84,21 @@ def measure(
         ],
     }
     problems = [problem_of(verdict.doc) for verdict in first]
-    if not about["generates"] or None in problems:
-        what = "compares likelihoods" if not about["generates"] else "has no columns problem and solution"
+    generates = about["lm_eval_decoding"] != "likelihood"
+    if not generates or None in problems:
+        what = "has no columns problem and solution" if generates else "compares likelihoods"
         entry["settings"]["not_ours"] = f"the task {what}"
         return entry
 
     asked, solutions = zip(*(problem for problem in problems if problem is not None), strict=True)
     prompts = [prompt_of(lm, problem, asking) for problem in asked]
     entry["settings"]["our_prompts_cut"] = harness.count_cut(lm, prompts, length)
-    greedy, several = _ask(lm, prompts, solutions, asking, reward, samples, length)
+    longest = {"max_gen_toks": length}
+    greedy = _solve(lm, prompts, solutions, reward, {"do_sample": False, "temperature": 0.0, **longest})
+    torch.manual_seed(_SEED)
+    several = _solve(lm, prompts, solutions, reward, {"do_sample": True, **longest, **asking.sampling}, samples)
     entry["opo_trl"] = {
-        "reward": reward.name,
+        "reward": reward.__name__,
         "greedy": greedy.summary(),
         "sampled": several.summary(),
         "pass_at": {
@@ -121,29 +106,58 @@ def measure(
             for k in ks
         },
     }
-    chosen = _to_compare(verdicts)
-    if chosen is not None:
-        rows = [
-            {
-                "problem": index,
-                "text": asked[index],
-                "target": theirs.target,
-                "lm_eval": {"right": bool(theirs.right), "answer": theirs.answer, "completion": theirs.completion},
-                "opo_trl": {
-                    "right": judged(ours["reward"]),
-                    "completion": ours["completion"],
-                    "sampled_right": sum(
-                        bool(judged(each["reward"]))
-                        for each in several.samples[index * samples : (index + 1) * samples]
-                    ),
-                },
-            }
-            for index, (theirs, ours) in enumerate(zip(verdicts[chosen], greedy.samples, strict=True))
-        ]
-        same = sum(row["lm_eval"]["right"] is row["opo_trl"]["right"] for row in rows)
-        entry["agreement"] = {"metric": chosen[0], "filter": chosen[1], "problems": len(rows), "same": same}
-        entry["samples"] = rows
-    return entry
+    return entry | _agreement(verdicts, asked, greedy, several)
+
+
+def _solve(
+    lm: Any,
+    prompts: Sequence[str],
+    solutions: Sequence[str],
+    reward: Any,
+    options: Mapping[str, Any],
+    per_problem: int = 1,
+) -> Evaluation:
+    """Our scores of `per_problem` completions of each prompt."""
+    asked, solved = ([each for each in values for _ in range(per_problem)] for values in (prompts, solutions))
+    completions = harness.generate(lm, asked, options)
+    rewards = reward(completions=completions, solution=solved)
+    samples = [
+        {"prompt": prompt, "completion": completion, "reward": score}
+        for prompt, completion, score in zip(asked, completions, rewards, strict=True)
+    ]
+    return Evaluation(samples, per_problem)
+
+
+def _agreement(
+    verdicts: Mapping[tuple[str, str], Sequence[Verdict]],
+    asked: Sequence[str],
+    greedy: Evaluation,
+    several: Evaluation,
+) -> dict[str, Any]:
+    """Both verdicts on each problem, and how many are the same; empty if lm-eval's metric is no verdict."""
+    name = list(verdicts)[-1][1]  # the last filter is the most lenient
+    metrics = [metric for metric, of_filter in verdicts if of_filter == name]
+    metric = "math_verify" if "math_verify" in metrics else metrics[0]
+    found = verdicts[metric, name]
+    if not {float(verdict.right) for verdict in found} <= {0.0, 1.0}:
+        return {}
+    rewards, n = [sample["reward"] for sample in several.samples], several.per_problem
+    rows: list[dict[str, Any]] = [
+        {
+            "problem": index,
+            "text": asked[index],
+            "target": theirs.target,
+            "lm_eval": {"right": bool(theirs.right), "answer": theirs.answer, "completion": theirs.completion},
+            "opo_trl": {
+                "right": judged(ours["reward"]),
+                "completion": ours["completion"],
+                "sampled_right": sum(bool(judged(reward)) for reward in rewards[index * n : (index + 1) * n]),
+            },
+        }
+        for index, (theirs, ours) in enumerate(zip(found, greedy.samples, strict=True))
+    ]
+    same = sum(row["lm_eval"]["right"] is row["opo_trl"]["right"] for row in rows)
+    return {"agreement": {"metric": metric, "filter": name, "problems": len(rows), "same": same}, "samples": rows}
 
 
 def prompt_of(lm: Any, problem: str, asking: Asking) -> str:
@@ -155,40 +169,3 @@ def prompt_of(lm: Any, problem: str, asking: Asking) -> str:
 def judged(reward: float | None) -> bool | None:
     """Our verdict on a completion; `None` if it is unscored."""
     return None if reward is None else reward >= 1.0
-
-
-def _ask(
-    lm: Any,
-    prompts: Sequence[str],
-    solutions: Sequence[str],
-    asking: Asking,
-    reward: Reward,
-    samples: int,
-    length: int,
-) -> tuple[Evaluation, Evaluation]:
-    """Our scores: greedy, and of several samples."""
-    greedy = harness.generate(lm, prompts, {"do_sample": False, "temperature": 0.0, "max_gen_toks": length})
-    torch.manual_seed(_SEED)
-    repeated = [prompt for prompt in prompts for _ in range(samples)]
-    drawn = harness.generate(lm, repeated, {"do_sample": True, "max_gen_toks": length, **asking.sampling})
-    rewards = reward(drawn, [solution for solution in solutions for _ in range(samples)])
-    return _result(prompts, greedy, reward(greedy, solutions)), _result(repeated, drawn, rewards, samples)
-
-
-def _result(
-    prompts: Sequence[str], completions: Sequence[str], rewards: Sequence[float | None], per_problem: int = 1
-) -> Evaluation:
-    samples = [
-        {"prompt": prompt, "completion": completion, "reward": reward}
-        for prompt, completion, reward in zip(prompts, completions, rewards, strict=True)
-    ]
-    return Evaluation(samples, per_problem)
-
-
-def _to_compare(verdicts: Mapping[tuple[str, str], Sequence[Verdict]]) -> tuple[str, str] | None:
-    """Metric and filter to compare with our reward: the last and most lenient; `None` if it is no verdict."""
-    last = list(verdicts)[-1][1]
-    metrics = [metric for metric, name in verdicts if name == last]
-    metric = "math_verify" if "math_verify" in metrics else metrics[0]
-    chosen = (metric, last)
-    return chosen if {float(verdict.right) for verdict in verdicts[chosen]} <= {0.0, 1.0} else None

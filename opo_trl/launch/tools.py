@@ -23,8 +23,7 @@ from trl.chat_template_utils import (
 
 from ..arguments import OPOScriptArguments
 from ..config import RolloutConfig
-from ..rewards.errors import is_ctrl_c, told
-from . import dotted
+from . import blame, dotted
 from .preflight import OF_TRAINER
 
 
@@ -123,15 +122,9 @@ def _load_environment(name: str | None) -> tuple[Callable | None, Any]:
         return None, None
     named, example = f"environment_factory={name!r}", "opo_trl.data.guessing.Guessing"
     factory = dotted.load("environment_factory", name, "the dotted path of a class, or of a function", example)
-    try:
+    fix = "It is called without arguments: give each a default, or fix it."
+    with blame.own_code(f"{named} cannot be created", fix):
         environment = factory()
-    except BaseException as error:  # the environment's own code may raise anything, and exit
-        if is_ctrl_c(error):
-            raise
-        raise ValueError(
-            f"{named} cannot be created ({told(error)}). It is called without arguments: give "
-            "each a default, or fix it."
-        ) from error
     kind = type(environment)
     if not inspect.isfunction(getattr(kind, "reset", None)):
         raise ValueError(
@@ -147,14 +140,12 @@ def _load_environment(name: str | None) -> tuple[Callable | None, Any]:
 
 def _check_described(named: str, tool: Callable) -> None:
     """Check that a tool can be described in a prompt, by its docstring and its type hints."""
-    try:
+    fix = (
+        "Give it a docstring with an `Args:` section, and a type hint for each argument. (Begin the names of methods "
+        "that are not tools with `_`.)"
+    )
+    with blame.own_code(f"{named} cannot be described to the model", fix):  # type hints are evaluated
         get_json_schema(tool)
-    except Exception as error:  # type hints are evaluated
-        raise ValueError(
-            f"{named} cannot be described to the model: {told(error).rstrip('.')}. Give it a docstring with an "
-            "`Args:` section, and a type hint for each argument. (Begin the names of methods that are not tools with "
-            "`_`.)"
-        ) from error
 
 
 def _check_call(named: str, method: str, call: Callable, columns: Sequence[str]) -> None:

@@ -1,15 +1,14 @@
 """Trackers that need a login or a server: they begin before anything is written, so that a failure costs nothing."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from transformers import Trainer
 from transformers.integrations import integration_utils
 
-from ..checks.secrets import mask_text
-from ..checks.text import one_line
+from . import blame
 
 
 def log_in(names: Sequence[str]) -> None:
@@ -42,13 +41,6 @@ def begin(trainer: Trainer) -> None:
                 callback.on_train_begin(trainer.args, trainer.state, trainer.control, **what)
 
 
-@contextmanager
-def _blamed_on(name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # each tracker has its own
-        said = one_line(mask_text(str(error))).rstrip(".") or "no message"
-        raise ValueError(
-            f"report_to={name!r} cannot be used: {type(error).__name__}: {said}. Log in to it, check its server, "
-            "set it to offline, or set `report_to` to none."
-        ) from error
+def _blamed_on(name: str) -> AbstractContextManager[None]:
+    fix = "Log in to it, check its server, set it to offline, or set `report_to` to none."
+    return blame.library(f"report_to={name!r} cannot be used", fix)

@@ -75,7 +75,7 @@ def check_at_once(argv: Sequence[str]) -> None:
         paths.check_folder("output_dir", folder)
     if isinstance(dataset, str):
         paths.check_name("dataset_name", dataset)
-        if dataset.startswith((".", "/", "~")) or Path(dataset).suffix:  # a path, and no embedded dataset
+        if paths.is_local(dataset) or Path(dataset).suffix:  # a path, and no embedded dataset
             from ..data.files import local_file  # with `datasets`, half a second
 
             local_file(dataset, str(given.get("dataset_train_split", "train")))
@@ -85,10 +85,7 @@ def check_at_once(argv: Sequence[str]) -> None:
 
 def read_yaml(path: str | Path, kind_of: Any) -> dict[str, Any]:
     """Read a recipe, with [`strict_yaml.read`], and say where to find one if there is no such file."""
-    paths.check_name("config", path)
-    if not paths.is_file("config", path):
-        hint = paths.hint_at_checkout(path) or "Pass the path of a recipe."
-        raise ValueError(f"config={str(path)!r} does not exist, as seen from {os.getcwd()!r}. {hint}")
+    paths.check_file("config", path, "Pass the path of a recipe.")
     return strict_yaml.read(path, kind_of)
 
 

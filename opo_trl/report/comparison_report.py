@@ -8,7 +8,7 @@ from ..checks.files import read_text, write
 from .curves import draw
 from .intervals import Interval
 from .measures import DECIMALS, SHARE, WINDOW, Comparison
-from .pages import render, versions
+from .pages import render, table, versions
 from .runs import what_differs
 
 
@@ -46,51 +46,37 @@ def check_output(output: Path) -> None:
 
 
 def describe(comparison: Comparison) -> dict[str, Any]:
-    """The content of a report, as text. A table has a head, rows, and mostly a title."""
-    methods, target = comparison.methods, comparison.target
-    tables = comparison.tables()
+    """What the templates show."""
+    methods, target, tables = comparison.methods, comparison.target, comparison.tables()
+    others = [*methods][1:]
     measures = [measure for names in tables.values() for measure in names]
     of_differences = ["measure", "method", "difference", "95 % paired t", "95 % bootstrap", "pairs", "verdict"]
+    runs = [run for members in methods.values() for run in members]
+    cells = {run.name: [number(comparison.values[run.name].get(name), name) for name in measures] for run in runs}
     return {
+        "comparison": comparison,
         "methods": list(methods),
-        "baseline": comparison.baseline,
         "summary": [_sentence(comparison, label) for label in methods],
         "tables": [
-            {
-                "title": title,
-                "head": ["method", *names],
-                "rows": [[label, *(_estimate(comparison, label, name) for name in names)] for label in methods],
-            }
+            table(
+                ["method", *names],
+                [[label, *(_estimate(comparison, label, name) for name in names)] for label in methods],
+                title,
+            )
             for title, names in tables.items()
         ],
         "differences": [
-            {
-                "title": title,
-                "head": of_differences,
-                "rows": [_difference_row(comparison, name, label) for name in names for label in [*methods][1:]],
-            }
+            table(
+                of_differences, [_difference_row(comparison, name, label) for name in names for label in others], title
+            )
             for title, names in tables.items()
         ],
-        "unpaired": [label for label in methods if not comparison.pairs(label)],
         "target": f"{target:.3f}" if math.isfinite(target) else None,
         "share": f"{SHARE:.0%}".replace("%", " %"),
         "window": WINDOW,
-        "last": f"{comparison.window:,.0f}",
-        "unit": comparison.unit,
-        "over_completions": comparison.over_completions,
-        "settings": {
-            "head": ["setting", *methods],
-            "rows": [[name, *values] for name, values in what_differs(methods)],
-        },
-        "seeds": {
-            "head": ["method", "seed", *measures],
-            "rows": [
-                [label, str(run.seed), *(number(comparison.values[run.name].get(name), name) for name in measures)]
-                for label, runs in methods.items()
-                for run in runs
-            ],
-        },
-        "versions": versions([run.environment for runs in methods.values() for run in runs]),
+        "settings": table(["setting", *methods], what_differs(methods)),
+        "seeds": table(["method", "seed", *measures], [[run.label, str(run.seed), *cells[run.name]] for run in runs]),
+        "versions": versions([run.environment for run in runs]),
     }
 
 
@@ -124,12 +110,10 @@ def number(value: float | None, measure: str, signed: bool = False) -> str:
         return NOTHING
     if not math.isfinite(value):
         return "not finite"
-    share = measure not in DECIMALS
-    text = f"{value * 100 if share else value:,.{1 if share else DECIMALS[measure]}f}"
-    if not any(digit in text for digit in "123456789"):
-        text = text.lstrip("-")  # negative zero
-    sign = "+" if signed and not text.startswith("-") else ""
-    return f"{sign}{text}".replace("-", "−") + ("" if not share else " pp" if signed else " %")
+    sign, decimals = "+z" if signed else "z", DECIMALS.get(measure)
+    if decimals is not None:
+        return f"{value:{sign},.{decimals}f}".replace("-", "−")
+    return f"{value * 100:{sign}.1f} {'pp' if signed else '%'}".replace("-", "−")
 
 
 def _estimate(comparison: Comparison, label: str, measure: str) -> str:

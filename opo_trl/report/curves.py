@@ -37,18 +37,17 @@ class Curve:
     smoothed: bool = True  # whether to draw the mean of each value and the nine before it
 
 
-def _against(x: Callable[[Run], Points], run: Run) -> Points:
+def _reward_over(x: Callable[[Run], Points]) -> Callable[[Run], Points]:
     """The reward against another quantity that grows with the steps."""
-    at_step = dict(x(run))
-    return [(at_step[step], value) for step, value in reward(run) if step in at_step]
+
+    def points(run: Run) -> Points:
+        at_step = dict(x(run))
+        return [(at_step[step], value) for step, value in reward(run) if step in at_step]
+
+    return points
 
 
-_OVER_COMPLETIONS = Curve(
-    "reward_over_completions",
-    "Reward against completions generated",
-    lambda run: _against(completions, run),
-    "completions generated",
-)
+_GENERATED = "completions generated"
 CURVES = (
     Curve("reward", "Reward", reward),
     Curve("validation", "Validation accuracy", lambda run: series(run, "validation/accuracy"), smoothed=False),
@@ -56,52 +55,42 @@ CURVES = (
     Curve("gradient_response_efficiency", "Gradient response efficiency", efficiency),
     Curve("entropy", "Entropy per token (nats)", lambda run: series(run, "entropy")),
     Curve("completion_length", "Completion length (tokens)", lambda run: series(run, "completions/mean_length")),
-    _OVER_COMPLETIONS,
-    Curve("reward_over_time", "Reward against time", lambda run: _against(seconds, run), "seconds of training steps"),
+    Curve("reward_over_completions", f"Reward against {_GENERATED}", _reward_over(completions), _GENERATED),
+    Curve("reward_over_time", "Reward against time", _reward_over(seconds), "seconds of training steps"),
 )
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A drawn figure: its name, heading, caption, and the content of the PNG file."""
+def draw(comparison: Comparison, folder: Path) -> list[dict[str, Any]]:
+    """
+    Draw every curve that some run has logged into `figures/` in a folder; the same runs give the same PNG files.
 
-    name: str
-    title: str
-    caption: str
-    png: bytes
-
-
-def draw(comparison: Comparison, folder: Path) -> list[Figure]:
-    """Draw every curve that some run has logged into `figures/` in a folder; the same runs give the same PNG files."""
+    Returns:
+        `list[dict]`: name, title, caption, and content of the PNG file of each.
+    """
     plt.switch_backend("Agg")  # files only: no display is needed
     folder = inner_folder(folder, "figures")
     with style():
-        shown = [curve for curve in CURVES if not (comparison.over_completions and curve is _OVER_COMPLETIONS)]
-        figures = [_draw(curve, comparison, folder / f"{curve.name}.png") for curve in shown]
+        figures = [_draw(curve, comparison, folder / f"{curve.name}.png") for curve in CURVES]
     return [figure for figure in figures if figure is not None]
 
 
-def _draw(curve: Curve, comparison: Comparison, path: Path) -> Figure | None:
-    figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
-    lines = zip(colors(comparison), cycle(_LINES), strict=False)
-    bands = [
-        _plot(axis, label, line, [_points(curve, run) for run in runs], curve.smoothed)
-        for (label, runs), line in zip(comparison.methods.items(), lines, strict=False)
-    ]
-    png = b""
-    if any(bands):
-        of_clock = "completions generated" if comparison.over_completions else "optimizer step"
-        axis.set(xlabel=curve.x_label or of_clock, title=curve.title)
-        if curve.name == "validation":
-            axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axis.legend(frameon=False)
-        png = write(figure, path, Software=None)  # otherwise the file names matplotlib's version
-    plt.close(figure)
-    if not any(bands):
+def _draw(curve: Curve, comparison: Comparison, path: Path) -> dict[str, Any] | None:
+    of_clock = _GENERATED if comparison.over_completions else "optimizer step"
+    points = [[_points(curve, run) for run in runs] for runs in comparison.methods.values()]
+    if curve.x_label == of_clock or not any(all(runs) for runs in points):  # the reward's own curve; not logged
         return None
+    figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+    lines = zip(comparison.methods, points, colors(comparison), cycle(_LINES), strict=False)
+    bands = [_plot(axis, *line, curve.smoothed) for line in lines if all(line[1])]
+    axis.set(xlabel=curve.x_label or of_clock, title=curve.title)
+    if curve.name == "validation":
+        axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axis.legend(frameon=False)
+    png = write(figure, path, Software=None)  # otherwise the file names matplotlib's version
+    plt.close(figure)
     smoothed = f"Trailing mean of {WINDOW} entries. " if curve.smoothed else ""
-    shown = "; ".join(dict.fromkeys(band for band in bands if band))
-    return Figure(curve.name, curve.title, f"{smoothed}Line: mean over seeds. Band: {shown}.", png)
+    caption = f"{smoothed}Line: mean over seeds. Band: {'; '.join(dict.fromkeys(bands))}."
+    return {"name": curve.name, "title": curve.title, "caption": caption, "png": png}
 
 
 def _points(curve: Curve, run: Run) -> Points:
@@ -133,11 +122,8 @@ def colors(comparison: Comparison) -> list[str]:
     return [found[label] for label in comparison.methods]
 
 
-def _plot(axis: Axes, label: str, line: tuple[str, str], runs: list[Points], smoothed: bool) -> str:
-    """Draw one method; returns what its band shows, or nothing where a run has no points."""
-    if not all(runs):
-        return ""
-    color, linestyle = line
+def _plot(axis: Axes, label: str, runs: list[Points], color: str, linestyle: str, smoothed: bool) -> str:
+    """Draw one method; returns what its band shows."""
     x, values = on_common_grid(runs, smoothed)
     marker = None if smoothed else "o"
     name = f"{legible(label)} ({len(runs)} {'seed' if len(runs) == 1 else 'seeds'})"
@@ -151,9 +137,7 @@ def _plot(axis: Axes, label: str, line: tuple[str, str], runs: list[Points], smo
 
 
 def on_common_grid(runs: list[Points], smoothed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Places `[points]`, and the values `[runs, points]` of all runs there, interpolated but never extrapolated.
-    """
+    """Places `[points]`, and the values `[runs, points]` of all runs there, interpolated but never extrapolated."""
     curves = [np.array(points, dtype=float).T for points in runs]
     low, high = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     x = np.unique(np.concatenate([x for x, _ in curves]))

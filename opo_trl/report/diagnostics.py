@@ -32,11 +32,6 @@ class Diagnostic:
     off_policy: bool = False  # whether only off-policy steps count: before them, the policy is the behaviour policy
 
 
-def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
-    """The table for a run with these settings."""
-    return [*_LEARNING, *_reuse(settings), *_LEFT_OUT]
-
-
 _SLOWER = "Lower `learning_rate`, or use a rollout for fewer optimizer steps (`steps_per_generation`)."
 _TIGHTER = f"Raise `mu`, or set `chi2_radius`, to keep the policy near the behaviour policy. {_SLOWER}"
 _FIX_REWARD = "Fix the reward function; the run's warnings say what failed."
@@ -109,11 +104,59 @@ _LEARNING = (
 )
 
 
-def _reuse(settings: Mapping[str, Any]) -> list[Diagnostic]:
-    """Where do completions pull the policy that has moved since they were written, and how far is it from theirs?"""
+# Which completions and steps are lost?
+_LEFT_OUT = (
+    Diagnostic(
+        "Masked completions",
+        ("opo/frac_masked",),
+        "mean",
+        "were {mean:.0%}",
+        high=Bound(
+            0.2,
+            "were {mean:.0%}, which are excluded from training",
+            "They are truncated (`mask_truncated_completions`), unscored, too far off-policy "
+            "(`off_policy_mask_threshold`), or vLLM and the trainer disagree about their probabilities "
+            "(`vllm_importance_sampling_mode`).",
+        ),
+    ),
+    Diagnostic(
+        "Optimizer steps skipped for a non-finite gradient",
+        ("opo/skipped_steps",),
+        "most",
+        "were {most:.0f}",
+        high=Bound(
+            0,
+            "were {most:.0f}",
+            "Look at the samples in `skipped_step_*.pt`. Often bfloat16 instead of float16, or a lower "
+            "`learning_rate`, helps.",
+        ),
+    ),
+    Diagnostic(
+        "Completions whose scoring timed out",
+        ("reward/timeouts",),
+        "share",
+        "were {total:.0f} ({share:.1%})",
+        high=Bound(
+            0.01, "were {total:.0f} ({share:.1%})", f"Raise `reward_timeout` or `reward_workers`. {_FIX_REWARD}"
+        ),
+    ),
+    Diagnostic(
+        "Completions whose scoring failed",
+        ("reward/errors",),
+        "share",
+        "were {total:.0f} ({share:.1%})",
+        high=Bound(0.01, "were {total:.0f} ({share:.1%})", _FIX_REWARD),
+    ),
+)
+
+
+def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
+    """The table for a run with these settings."""
     group = settings.get("num_generations") or 8
     radius = settings.get("chi2_radius") or 0.7
     return [
+        *_LEARNING,
+        # Where do completions pull the policy that has moved since they were written, and how far is it from theirs?
         Diagnostic(
             "Gradient norm of off-policy steps",
             ("grad_norm",),
@@ -192,50 +235,5 @@ def _reuse(settings: Mapping[str, Any]) -> list[Diagnostic]:
             "were {most:.0%} at most",
             high=Bound(0.1, "were {most:.0%} at most: the clamp cuts off their gradient", _TIGHTER),
         ),
+        *_LEFT_OUT,
     ]
-
-
-# Which completions and steps are lost?
-_LEFT_OUT = (
-    Diagnostic(
-        "Masked completions",
-        ("opo/frac_masked",),
-        "mean",
-        "were {mean:.0%}",
-        high=Bound(
-            0.2,
-            "were {mean:.0%}, which are excluded from training",
-            "They are truncated (`mask_truncated_completions`), unscored, too far off-policy "
-            "(`off_policy_mask_threshold`), or vLLM and the trainer disagree about their probabilities "
-            "(`vllm_importance_sampling_mode`).",
-        ),
-    ),
-    Diagnostic(
-        "Optimizer steps skipped for a non-finite gradient",
-        ("opo/skipped_steps",),
-        "most",
-        "were {most:.0f}",
-        high=Bound(
-            0,
-            "were {most:.0f}",
-            "Look at the samples in `skipped_step_*.pt`. Often bfloat16 instead of float16, or a lower "
-            "`learning_rate`, helps.",
-        ),
-    ),
-    Diagnostic(
-        "Completions whose scoring timed out",
-        ("reward/timeouts",),
-        "share",
-        "were {total:.0f} ({share:.1%})",
-        high=Bound(
-            0.01, "were {total:.0f} ({share:.1%})", f"Raise `reward_timeout` or `reward_workers`. {_FIX_REWARD}"
-        ),
-    ),
-    Diagnostic(
-        "Completions whose scoring failed",
-        ("reward/errors",),
-        "share",
-        "were {total:.0f} ({share:.1%})",
-        high=Bound(0.01, "were {total:.0f} ({share:.1%})", _FIX_REWARD),
-    ),
-)

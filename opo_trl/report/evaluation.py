@@ -12,7 +12,7 @@ from typing import Any
 
 from ..checks.files import read_json, write, write_json
 from ..checks.text import one_line
-from .pages import in_markdown
+from .pages import in_markdown, table
 from .run_folder import read_summary
 
 
@@ -58,15 +58,15 @@ def described(content: Mapping[str, Any]) -> dict[str, Any]:
         if "agreement" in task:
             sentences.append(_agreement(name, task["agreement"]))
     head = ["task", "measured by", "prompt", "decoding", "problems", "score [95 % interval]"]
-    return {"table": {"head": head, "rows": rows}, "sentences": sentences}
+    return {"table": table(head, rows), "sentences": sentences}
 
 
 def markdown(content: Mapping[str, Any]) -> str:
     """The table and the sentences, as Markdown that reads as text."""
     said = described(content)
-    table = [[in_markdown(cell) for cell in row] for row in [said["table"]["head"], *said["table"]["rows"]]]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in table]
+    rows = [[in_markdown(cell) for cell in row] for row in [said["table"]["head"], *said["table"]["rows"]]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     lines = [f"| {' | '.join(row)} |" for row in padded]
     lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
     sentences = [f"- {in_markdown(sentence)}" for sentence in said["sentences"]]
@@ -74,25 +74,24 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 
 def _rows(name: str, task: Mapping[str, Any]) -> list[list[str]]:
-    settings, rows = task["settings"], []
-    shots = f"{settings['num_fewshot']}-shot"
-    theirs = f"{shots}, {'chat template' if settings['prompt_style'] == 'chat' else 'plain'}"
-    for score in task["lm_eval"]:
-        by = f"lm-eval: {score['metric']}" + (f", {score['filter']}" if score["filter"] != "none" else "")
-        rows.append([name, by, theirs, settings["lm_eval_decoding"], str(score["problems"]), _interval(score)])
+    settings, is_chat = task["settings"], task["settings"]["prompt_style"] == "chat"
+    theirs = f"{settings['num_fewshot']}-shot, {'chat template' if is_chat else 'plain'}"
+    found = [
+        (f"lm-eval: {_metric(score)}", theirs, settings["lm_eval_decoding"], score["problems"], score)
+        for score in task["lm_eval"]
+    ]
     if "opo_trl" in task:
-        ours, problems = task["opo_trl"], str(settings["problems"])
-        prompt = "plain"
-        if settings["prompt_style"] == "chat":
-            prompt = "chat template" + (", instruction" if settings["instruction"] else "")
-        rows.append([name, f"opo_trl: {ours['reward']}", prompt, "greedy", problems, _interval(ours["greedy"])])
-        sampled = f"{settings['samples']} sampled"
-        for k, passed in ours["pass_at"].items():
-            rows.append([name, f"opo_trl: pass@{k}", prompt, sampled, problems, _interval(passed)])
-    return rows
+        ours, problems, sampled = task["opo_trl"], settings["problems"], f"{settings['samples']} sampled"
+        prompt = f"chat template{', instruction' if settings['instruction'] else ''}" if is_chat else "plain"
+        found.append((f"opo_trl: {ours['reward']}", prompt, "greedy", problems, ours["greedy"]))
+        found += [(f"opo_trl: pass@{k}", prompt, sampled, problems, passed) for k, passed in ours["pass_at"].items()]
+    return [[name, *how, str(problems), interval(score)] for *how, problems, score in found]
 
 
-def _interval(score: Mapping[str, Any]) -> str:
+def interval(score: Mapping[str, Any] | None) -> str:
+    """A score in a table, with its interval if it has one."""
+    if score is None:
+        return "–"
     if score["low"] is None:
         return f"{score['score']:.4g}"
     value = score["score"] if "score" in score else score["accuracy"]
@@ -117,6 +116,9 @@ def _how(name: str, task: Mapping[str, Any]) -> str:
 
 
 def _agreement(name: str, agreement: Mapping[str, Any]) -> str:
-    metric = agreement["metric"] + (f", {agreement['filter']}" if agreement["filter"] != "none" else "")
     same = f"{agreement['same']} of {agreement['problems']} problems the same verdict"
-    return f"{name}: lm-eval ({metric}) and our reward give {same}."
+    return f"{name}: lm-eval ({_metric(agreement)}) and our reward give {same}."
+
+
+def _metric(score: Mapping[str, Any]) -> str:
+    return score["metric"] + (f", {score['filter']}" if score["filter"] != "none" else "")

@@ -8,6 +8,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,12 @@ _PHASE_COLORS = {
     "sync": "#009e73",
 }
 
-# Panel title, metric, which entries of the log it is read from.
-_PANELS: tuple[tuple[str, str, Callable[[Entry], bool]], ...] = (
+# Title, metric, which entries of the log it is read from.
+_Panel = tuple[str, str, Callable[[Entry], bool]]
+_VALIDATION = "validation/accuracy"
+_PANELS: tuple[_Panel, ...] = (
     ("training reward (mean of a rollout)", "reward", lambda row: True),
+    ("validation accuracy, 95 % interval", _VALIDATION, lambda row: True),
     ("entropy per token (nats)", "entropy", lambda row: True),
     ("gradient norm", "grad_norm", lambda row: True),
     ("χ², off-policy steps", "opo/chi2", off_policy),
@@ -81,7 +85,7 @@ def draw_run(folder: Path) -> dict[Path, bytes]:
         raise ValueError(f"{str(folder / LOG)!r} does not exist or is empty. Pass the folder of a run.")
     plt.switch_backend("Agg")  # files only: no display is needed
     with style():
-        figures = {"training": _training_figure(log)}
+        figures = {"training": _panels(_PANELS, log, (11, 5.5))}
         if len(fits := fits_by_pass(log)) > 1:
             figures["passes"] = _passes_figure(fits)
         if finite(log, "opo/time/update"):
@@ -114,23 +118,19 @@ def draw_progress(log: Sequence[Entry], max_steps: int) -> Figure:
     `log` holds the entries so far, such as a trainer's `state.log_history`. The caller closes the figure.
     """
     with style():
-        figure, axes = plt.subplots(2, 2, figsize=(9, 5), layout="constrained")
-        shown = [panel for panel in _PANELS if panel[1] != "grad_norm"]
-        for axis, (title, metric, chosen) in zip(axes.flat, shown, strict=True):
-            _curve(axis, finite(log, metric, chosen))
-            axis.set(title=title, xlim=(0, max_steps))
-        for axis in axes[-1]:
-            axis.set_xlabel("optimizer step")
+        figure = _panels([panel for panel in _PANELS if panel[1] not in ("grad_norm", _VALIDATION)], log, (9, 5))
+        plt.setp(figure.axes, xlim=(0, max_steps))
     return figure
 
 
-def _training_figure(log: Sequence[Entry]) -> Figure:
-    figure, axes = plt.subplots(2, 3, figsize=(11, 5.5), layout="constrained")
-    reward, validation, *others = axes.flat
-    for axis, (title, metric, chosen) in zip([reward, *others], _PANELS, strict=True):
-        _curve(axis, finite(log, metric, chosen))
+def _panels(panels: Sequence[_Panel], log: Sequence[Entry], size: tuple[float, float]) -> Figure:
+    figure, axes = plt.subplots(2, len(panels) // 2, figsize=size, layout="constrained")
+    for axis, (title, metric, chosen) in zip(axes.flat, panels, strict=True):
         axis.set_title(title)
-    _validation_curve(validation, log)
+        if metric == _VALIDATION:
+            _validation_curve(axis, log)
+        else:
+            _curve(axis, finite(log, metric, chosen))
     for axis in axes[-1]:
         axis.set_xlabel("optimizer step")
     return figure
@@ -150,7 +150,6 @@ def _curve(axis: Axes, points: Points):
 
 
 def _validation_curve(axis: Axes, log: Sequence[Entry]):
-    axis.set_title("validation accuracy, 95 % interval")
     rows = validations(log)
     if not rows:
         return _say_not_logged(axis)
@@ -164,18 +163,12 @@ def _validation_curve(axis: Axes, log: Sequence[Entry]):
 def fits_by_pass(log: Sequence[Entry]) -> dict[int, list[float]]:
     """By pass, the target fit at its end in each rollout; entries over several passes are left out."""
     found: dict[int, list[float]] = {}
-    before = math.nan
-    for entry in log:
-        passed = number(entry, "opo/pass")
-        if "grad_norm" not in entry or not passed.is_integer():
-            continue
-        values = found.setdefault(int(passed), [])
-        if passed == before:  # a later step of the same pass
-            values.pop()
-        values.append(number(entry, "opo/target_fit"))
-        before = passed
-    finite_ones = {passed: [value for value in values if math.isfinite(value)] for passed, values in found.items()}
-    return {passed: values for passed, values in sorted(finite_ones.items()) if values}
+    steps = [entry for entry in log if "grad_norm" in entry and number(entry, "opo/pass").is_integer()]
+    for passed, of_pass in groupby(steps, lambda entry: int(entry["opo/pass"])):
+        *_, last = of_pass
+        if math.isfinite(fit := number(last, "opo/target_fit")):
+            found.setdefault(passed, []).append(fit)
+    return dict(sorted(found.items()))
 
 
 def _passes_figure(fits: Mapping[int, Sequence[float]]) -> Figure:
@@ -193,8 +186,7 @@ def _time_figure(log: Sequence[Entry]) -> Figure:
         if seconds > 0:
             axis.barh(0, seconds, left=left, color=_PHASE_COLORS[phase], label=f"{phase}, {seconds:.3g} s")
             left += seconds
-    axis.set_yticks([])
-    axis.set_xlabel("seconds per optimizer step")
+    axis.set(yticks=[], xlabel="seconds per optimizer step")
     if speed := finite(log, "opo/tokens_per_second"):
         axis.set_title(f"{speed[-1][1]:,.0f} tokens per second")
     figure.legend(loc="outside lower center", ncols=len(_PHASE_COLORS), frameon=False)
@@ -220,8 +212,7 @@ def _accuracy_figure(summary: dict[str, Any]) -> Figure:
         errors = np.maximum([accuracy - low, high - accuracy], 0)  # an interval may be wrong
         axis.errorbar(accuracy, places, xerr=errors, fmt="none", ecolor="black", elinewidth=1, capsize=2)
     axis.set_yticks(range(len(rows)), [legible(f"{level}, {decoding}") for level, decoding in rows])
-    axis.set_xlim(0, 1)
-    axis.set_xlabel("accuracy (95 % Wilson interval)")
+    axis.set(xlim=(0, 1), xlabel="accuracy (95 % Wilson interval)")
     axis.invert_yaxis()
     figure.legend(loc="outside upper right", ncols=2, frameon=False)
     return figure

@@ -14,10 +14,6 @@ class LiveCurves(TrainerCallback):
     trains, updated in place: in Jupyter, in Colab, and in notebooks executed without a browser. Unlike a dashboard
     (trackio), it needs no server, and the stored notebook keeps the curves.
 
-    Args:
-        every (`int`, *optional*, defaults to `2`):
-            Optimizer steps between two updates.
-
     Example:
 
     ```python
@@ -26,9 +22,7 @@ class LiveCurves(TrainerCallback):
     ```
     """
 
-    def __init__(self, every: int = 2):
-        self.every = every
-        self._place = None
+    every = 2  # optimizer steps between two updates
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._place = None  # each training gets its own curves

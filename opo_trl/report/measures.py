@@ -19,20 +19,11 @@ SHARE = 0.8  # of the way from the base model's reward to the best final one
 
 Values = dict[str, float | None]
 
-# Heading → decimals of its numbers; a heading that is missing here is an accuracy.
-DECIMALS = {
-    "final reward": 3,
-    "mean reward": 3,
-    "gradient norm": 3,
-    "gradient response efficiency": 3,
-    "entropy": 4,
-    "completion length": 1,
-    "steps to 80 %": 0,
-    "completions to 80 %": 0,
-    "wall time (s)": 0,
-    "tokens": 0,
-    "completions": 0,
-}
+# Measures by table, with the decimals of their numbers; `None` for an accuracy, and what is missing here is one, too.
+_REWARD = {"final reward": 3, "mean reward": 3, "validation accuracy": None}
+_POLICY = {"gradient norm": 3, "gradient response efficiency": 3, "entropy": 4, "completion length": 1}
+_COST = {"steps to 80 %": 0, "completions to 80 %": 0, "wall time (s)": 0, "tokens": 0, "completions": 0}
+DECIMALS: dict[str, int | None] = {**_REWARD, **_POLICY, **_COST}
 
 
 @dataclass(frozen=True)
@@ -87,15 +78,12 @@ class Comparison:
     def tables(self) -> dict[str, list[str]]:
         """The tables of a report: heading → measures, without those that no run has."""
         present = [name for values in self.values.values() for name, value in values.items() if value is not None]
-        reached = f"{'completions' if self.over_completions else 'steps'} to 80 %"
-        present = list(dict.fromkeys([*present, reached]))  # never reaching it is a result, too
-        accuracies = [name for name in present if name not in DECIMALS and name != "validation accuracy"]
-        policy = ["gradient norm", "gradient response efficiency", "entropy", "completion length"]
+        present.append(_reached(self.over_completions))  # never reaching it is a result, too
         tables = {
-            "Reward": ["final reward", "mean reward", "validation accuracy"],
-            "Accuracy after training": accuracies,
-            f"Policy and gradient, last {self.window:,.0f} {self.unit}": policy,
-            "Cost": [reached, "wall time (s)", "tokens", "completions"],
+            "Reward": _REWARD,
+            "Accuracy after training": dict.fromkeys(name for name in present if name not in DECIMALS),
+            f"Policy and gradient, last {self.window:,.0f} {self.unit}": _POLICY,
+            "Cost": _COST,
         }
         kept = {title: [name for name in measures if name in present] for title, measures in tables.items()}
         return {title: measures for title, measures in kept.items() if measures}
@@ -111,24 +99,28 @@ def compare(methods: dict[str, list[Run]]) -> Comparison:
 def measure(run: Run, target: float) -> Values:
     """All measures of a run; `target` is the reward that "steps to 80 %" waits for."""
     step = first_step_at(target, reward(run))
-    if has_budget_of_completions(run.settings):
-        reached = {"completions to 80 %": step and clock(run)(step)}
-    else:
-        reached = {"steps to 80 %": step}
     return {
         "final reward": final(reward(run), run),
         "mean reward": mean(reward(run)),
-        "validation accuracy": next((value for _, value in reversed(series(run, "validation/accuracy"))), None),
+        "validation accuracy": _last(series(run, "validation/accuracy")),
         "gradient norm": final(series(run, "grad_norm"), run),
         "gradient response efficiency": final(efficiency(run), run),
         "entropy": final(series(run, "entropy"), run),
         "completion length": final(series(run, "completions/mean_length"), run),
-        **reached,
+        _reached(has_budget_of_completions(run.settings)): step and clock(run)(step),
         "wall time (s)": wall_time(run),
-        "tokens": next((value for _, value in reversed(series(run, "num_tokens"))), None),
-        "completions": next((value for _, value in reversed(completions(run))), None),
+        "tokens": _last(series(run, "num_tokens")),
+        "completions": _last(completions(run)),
         **accuracies(run),
     }
+
+
+def _reached(over_completions: bool) -> str:
+    return "completions to 80 %" if over_completions else "steps to 80 %"
+
+
+def _last(points: Points) -> float | None:
+    return points[-1][1] if points else None
 
 
 def series(run: Run, key: str) -> Points:
@@ -191,12 +183,10 @@ def _window(run: Run) -> float:
 
 def seconds(run: Run) -> Points:
     """Seconds of training steps, without validation, up to each entry."""
-    points, total, previous = [], 0.0, 0.0
-    for step, value in series(run, "step_time"):  # the mean of the steps since the last entry
-        total += value * (step - previous)
-        previous = step
-        points.append((step, total))
-    return points
+    points = series(run, "step_time")  # each the mean of the steps since the last entry
+    passed = np.diff([step for step, _ in points], prepend=0)
+    totals = np.cumsum([value for _, value in points] * passed)
+    return [(step, float(total)) for (step, _), total in zip(points, totals, strict=True)]
 
 
 def wall_time(run: Run) -> float | None:

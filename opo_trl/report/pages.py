@@ -22,7 +22,10 @@ def render(template: str, content: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"embedded": _embedded, "cell": _markdown_cell}
+    environment.filters |= {
+        "embedded": lambda png: f"data:image/png;base64,{base64.b64encode(png).decode()}",
+        "cell": lambda text: text.replace("|", r"\|").replace("\n", " "),  # of a table in Markdown
+    }
     return environment.get_template(template).render(content)
 
 
@@ -35,12 +38,9 @@ def in_markdown(value: Any) -> Any:
     return printable(value).replace("<", "&lt;").replace("](", "]\\(") if isinstance(value, str) else value
 
 
-def _embedded(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
-
-
-def _markdown_cell(text: str) -> str:
-    return text.replace("|", r"\|").replace("\n", " ")
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> dict[str, Any]:
+    """A table, as the templates show it."""
+    return {"head": head, "rows": rows, "title": title}
 
 
 def versions(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -53,4 +53,4 @@ def versions(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     values = {name: sorted({str(row.get(name)) for row in rows if row.get(name)}) for name in names}
     found = [(name.replace("git_commit", "commit"), "; ".join(values[name])) for name in names if values[name]]
-    return {"head": ["made with", "version"], "rows": found}
+    return table(["made with", "version"], found)

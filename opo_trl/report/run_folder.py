@@ -47,20 +47,9 @@ TRL_COMPLETIONS = "completions"  # of `log_completions`
 LOCK = "_lock"  # files with a leading underscore are not pushed to the Hub
 
 _PACKAGES = (
-    "opo_trl",
-    "trl",
-    "transformers",
-    "torch",
-    "accelerate",
-    "datasets",
-    "peft",
-    "deepspeed",
-    "vllm",
-    "math-verify",
-    "matplotlib",
-    "bitsandbytes",
+    *("opo_trl", "trl", "transformers", "torch", "accelerate", "datasets"),
+    *("peft", "deepspeed", "vllm", "math-verify", "matplotlib", "bitsandbytes"),
 )
-
 
 # What each of them becomes when it is written: never absent, and never deleted.
 _DESCRIPTION = (RECIPE, SETTINGS, ENVIRONMENT, REQUIREMENTS)
@@ -222,29 +211,20 @@ def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapp
     files.write(folder / REQUIREMENTS, "".join(lines))
 
 
+# Settings that make optimizer steps of a rollout.
+ROLLOUT = ("generation_batch_size", "steps_per_generation", "num_iterations", "gradient_accumulation_steps")
+
 # What reports, comparisons and evaluations rely on in files that were written elsewhere.
 _SETTINGS_FORM = {
     "seed?": files.STEP,
-    "watches?": [files.TEXT],
-    "max_steps?": files.NUMBER,
-    "chi2_radius?": files.NUMBER,
     "chat_template_kwargs?": {},
     "asked?": {"*": files.TEXT},
-    **{name: [files.TEXT] for name in ("reward_funcs?", "levels?", "report_levels?", "validation_levels?")},
+    **dict.fromkeys(("trainer?", "instruction?", "prompt_style?"), files.TEXT),
+    **{key: [files.TEXT] for key in ("reward_funcs?", "levels?", "report_levels?", "validation_levels?", "watches?")},
+    **dict.fromkeys(("max_steps?", "chi2_radius?"), files.NUMBER),
     **dict.fromkeys(("temperature?", "top_p?", "top_k?", "min_p?", "repetition_penalty?"), files.NUMBER),
-    **dict.fromkeys(("trainer?", "instruction?", "prompt_style?", "prompt_style_used?"), files.TEXT),
-    **dict.fromkeys(
-        (
-            "num_generations?",
-            "num_iterations?",
-            "generation_batch_size?",
-            "steps_per_generation?",
-            "gradient_accumulation_steps?",
-            "max_completion_length?",
-            "per_device_eval_batch_size?",
-        ),
-        files.COUNT,
-    ),
+    **dict.fromkeys(("num_generations?", "max_completion_length?", "per_device_eval_batch_size?"), files.COUNT),
+    **{f"{name}?": files.COUNT for name in ROLLOUT},
 }
 _MEASURED = {"accuracy": files.SHARE, "low": files.SHARE, "high": files.SHARE, "pass_at?": {"*": files.SHARE}}
 _SUMMARY_FORM = {
@@ -253,20 +233,19 @@ _SUMMARY_FORM = {
     "optimizer_steps?": files.STEP,
     "train_seconds?": files.NUMBER,
 }
-_SAID = files.Kind(
-    "text or messages",
-    lambda value: (
-        isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, dict) for each in value))
-    ),
-)
+_SAID = files.Kind("text or messages", lambda value: isinstance(value, str) or _are_messages(value))
 # A run that diverges logs infinities, which figures and verdicts leave out.
 _METRIC = files.Kind("a number", lambda value: files.NUMBER.fits(value) or value in (math.inf, -math.inf))
-COMPLETIONS_FORM = {**files.ENTRY, "prompt": _SAID, "completion": _SAID, "reward?": _METRIC}
+_COMPLETIONS_FORM = {**files.ENTRY, "prompt": _SAID, "completion": _SAID, "reward?": _METRIC}
 _LOG_FORM = {
     **files.ENTRY,
     **dict.fromkeys(("reward?", "entropy?", "grad_norm?", "step_time?", "num_tokens?"), _METRIC),
     **dict.fromkeys((f"validation/{name}?" for name in ("accuracy", "low", "high")), files.SHARE),
 }
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
 def read_settings(folder: Path, *, linked: bool = False) -> dict[str, Any]:
@@ -289,6 +268,11 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     """The log of a run, which may be gzipped (`log.jsonl.gz`); empty if there is none."""
     zipped = folder / f"{LOG}.gz"
     return files.read_lines(folder / LOG if not zipped.is_file() or (folder / LOG).exists() else zipped, _LOG_FORM)
+
+
+def read_completions(folder: Path) -> Iterator[dict[str, Any]]:
+    """The completions of the validation problems, one by one."""
+    return files.lines(folder / COMPLETIONS, _COMPLETIONS_FORM)
 
 
 def environment() -> dict[str, Any]:

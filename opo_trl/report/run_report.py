@@ -9,27 +9,17 @@ The same folder gives the same bytes.
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checks.files import lines, read_text, write
+import numpy as np
+
+from ..checks.files import read_text, write
 from ..checks.text import one_line
 from ..methods import BASELINE, DEFAULT, method_of
-from .evaluation import described, read_evaluation, steps_trained
-from .pages import render, versions
-from .run_folder import (
-    COMPLETIONS,
-    COMPLETIONS_FORM,
-    PLAN,
-    RECIPE,
-    SETTINGS,
-    is_run,
-    read_environment,
-    read_log,
-    read_settings,
-    read_summary,
-)
+from . import run_folder
+from .evaluation import described, interval, read_evaluation, steps_trained
+from .pages import render, table, versions
 from .verdicts import Verdict, fired, judge
 
 
@@ -54,9 +44,10 @@ def write_report(folder: Path) -> Path:
     Raises:
         `ValueError`: the folder does not contain a run.
     """
-    if not is_run(folder):
+    if not run_folder.is_run(folder):
         raise ValueError(
-            f"{str(folder)!r} contains no {RECIPE} with its {SETTINGS}, so it is not a run. Pass the folder of a run."
+            f"{str(folder)!r} contains no {run_folder.RECIPE} with its {run_folder.SETTINGS}, so it is not a run. "
+            "Pass the folder of a run."
         )
     path = folder / REPORT
     write(path, render("report.html.j2", describe(folder)))
@@ -79,12 +70,13 @@ def write_or_say_why(folder: Path) -> None:
 
 def describe(folder: Path) -> dict[str, Any]:
     """The content of the report."""
-    log, settings, summary = read_log(folder), read_settings(folder), read_summary(folder)
+    log, settings = run_folder.read_log(folder), run_folder.read_settings(folder)
+    summary = run_folder.read_summary(folder)
     verdicts, watches = judge(log, settings), fired(log, settings)
     return {
         "name": folder.resolve().name,
         "summary": [_method(settings), _progress(log, settings, summary), _conclusion(verdicts)],
-        "plan": read_text(folder / PLAN),
+        "plan": read_text(folder / run_folder.PLAN),
         "accuracies": _accuracies(summary),
         "evaluation": _evaluation(folder),
         "figures": _figures(folder) if log else {},
@@ -93,18 +85,16 @@ def describe(folder: Path) -> dict[str, Any]:
         "watches": watches,
         "watching": settings.get("watches") or [],
         "samples": samples(folder),
-        "versions": versions([read_environment(folder)]),
+        "versions": versions([run_folder.read_environment(folder)]),
     }
 
 
 def _method(settings: dict[str, Any]) -> str:
-    known = method_of(settings)
-    trainer = settings.get("trainer", DEFAULT)
+    known, trainer = method_of(settings), settings.get("trainer", DEFAULT)
     of_trl = f"TRL's loss “{settings.get('loss_type')}”" if trainer == BASELINE else trainer
-    method = known.label if known else of_trl
-    levels = ", ".join(settings.get("levels") or [])
-    data = f"{settings.get('dataset_name')}{f' ({levels})' if levels else ''}"
-    return f"{method}, model {settings.get('model_name_or_path')}, data {data}, seed {settings.get('seed')}."
+    levels = f" ({', '.join(settings['levels'])})" if settings.get("levels") else ""
+    model, data, seed = (settings.get(name) for name in ("model_name_or_path", "dataset_name", "seed"))
+    return f"{known.label if known else of_trl}, model {model}, data {data}{levels}, seed {seed}."
 
 
 def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, Any]) -> str:
@@ -112,25 +102,17 @@ def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, 
     if "after" in summary:
         seconds = f" in {summary['train_seconds']:,.0f} seconds" if summary.get("train_seconds") is not None else ""
         return f"Finished: {summary.get('optimizer_steps') or step:,} optimizer steps{seconds}."
-    wanted = settings.get("max_steps") or 0
-    return (
-        f"Not finished when this was written: {step:,}{f' of {wanted:,}' if wanted > 0 else ''} optimizer steps. "
-        "`opo-trl report` updates it."
-    )
+    wanted = f" of {settings['max_steps']:,}" if (settings.get("max_steps") or 0) > 0 else ""
+    return f"Not finished when this was written: {step:,}{wanted} optimizer steps. `opo-trl report` updates it."
 
 
 def _conclusion(verdicts: Sequence[Verdict]) -> str:
-    if not verdicts:
-        return "Nothing has been logged yet."
-    poor = [f"`{verdict.metric}`" for verdict in verdicts if verdict.healthy is False]
-    count = sum(verdict.healthy is not None for verdict in verdicts)
-    if not count:
-        return "Too little has been logged for a verdict."
-    return (
-        f"Look at {len(poor)} of {count} diagnostics: {', '.join(poor)}."
-        if poor
-        else f"All {count} diagnostics are healthy."
-    )
+    judged = [verdict for verdict in verdicts if verdict.healthy is not None]
+    if not judged:
+        return "Too little has been logged for a verdict." if verdicts else "Nothing has been logged yet."
+    if poor := [f"`{verdict.metric}`" for verdict in judged if not verdict.healthy]:
+        return f"Look at {len(poor)} of {len(judged)} diagnostics: {', '.join(poor)}."
+    return f"All {len(judged)} diagnostics are healthy."
 
 
 def _accuracies(summary: dict[str, Any]) -> dict[str, Any]:
@@ -138,15 +120,15 @@ def _accuracies(summary: dict[str, Any]) -> dict[str, Any]:
     before, after = summary.get("before", {}), summary.get("after", {})
     rows = []
     for level, by_decoding in {**after, **before}.items():
-        for decoding in by_decoding:
-            result, then = (known.get(level, {}).get(decoding) for known in (before, after))
-            rows.append([f"{level}, {decoding}", *(_interval(each) for each in (result, then))])
-            if by_decoding[decoding].get("pass_at"):
-                k = max(by_decoding[decoding]["pass_at"], key=lambda k: (len(k), k))
-                known = ((each.get("pass_at") or {}).get(k) if each else None for each in (result, then))
-                passed = ("–" if each is None else f"{each:.1%}" for each in known)
-                rows.append([f"{level}, {decoding}, pass@{k}", *passed])
-    return {"head": ["accuracy [95 % interval]", "before", "after"], "rows": rows}
+        for decoding, shown in by_decoding.items():
+            both = [known.get(level, {}).get(decoding) for known in (before, after)]
+            rows.append([f"{level}, {decoding}", *map(interval, both)])
+            if shown.get("pass_at"):
+                k = max(shown["pass_at"], key=lambda k: (len(k), k))
+                passed = [(result or {}).get("pass_at") or {} for result in both]
+                shares = [f"{values[k]:.1%}" if k in values else "–" for values in passed]
+                rows.append([f"{level}, {decoding}, pass@{k}", *shares])
+    return table(["accuracy [95 % interval]", "before", "after"], rows)
 
 
 def _evaluation(folder: Path) -> dict[str, Any] | None:
@@ -159,10 +141,6 @@ def _evaluation(folder: Path) -> dict[str, Any] | None:
         when = "before the run ended" if then is None else f"after {then:,} optimizer steps"
         shown["sentences"].insert(0, f"Measured {when}: run `opo-trl evaluate` again.")
     return shown
-
-
-def _interval(result: dict[str, Any] | None) -> str:
-    return f"{result['accuracy']:.1%} [{result['low']:.1%}, {result['high']:.1%}]" if result else "–"
 
 
 def _figures(folder: Path) -> dict[str, bytes] | None:
@@ -180,37 +158,28 @@ def _spark(points: Sequence[tuple[float, float]]) -> str:
         return ""
     width, height, margin = _SPARK
     size = -(-len(points) // width)
-    values = [value for _, value in points]
-    means = [sum(part) / len(part) for part in (values[i : i + size] for i in range(0, len(values), size))]
+    means = [np.mean([value for _, value in points[i : i + size]]) for i in range(0, len(points), size)]
     low, high = min(means), max(means)
-    scale = (height - 2 * margin) / (high - low) if high > low else 0.0
-    base = height - margin if high > low else height / 2
-    step = width / max(len(means) - 1, 1)
-    return " ".join(f"{i * step:.1f},{base - (value - low) * scale:.1f}" for i, value in enumerate(means))
+    places = np.interp(means, [low, high], [height - margin, margin]) if high > low else [height / 2] * len(means)
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(np.linspace(0, width, len(means)), places, strict=True))
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
     """The first validation problems, each with its completions at some validations, including the first and last."""
-    rows = partial(lines, folder / COMPLETIONS, COMPLETIONS_FORM)  # read twice: they may not fit into memory
-    found: dict[int, None] = {}
+    found: set[int] = set()
     prompts: dict[str, list[dict[str, Any]]] = {}
-    for row in rows():
-        found[row["step"]] = None
+    for row in run_folder.read_completions(folder):  # and again below: they may not fit into memory
+        found.add(row["step"])
         if len(prompts) < _PROMPTS:
             prompts.setdefault(_text(row["prompt"]), [])
     steps = sorted(found)
     shown = {steps[round(i * (len(steps) - 1) / (_TIMES - 1))] for i in range(_TIMES)} if steps else set()
-    for row in rows():
+    for row in run_folder.read_completions(folder):
         kept = prompts.get(_text(row["prompt"]))
         if kept is not None and row["step"] in shown and len(kept) < _MOST_ROWS:
-            kept.append(_sample(row))
+            reward = "unscored" if row.get("reward") is None else f"{row['reward']:g}"
+            kept.append({"step": row["step"], "reward": reward, "completion": _cut(_text(row["completion"]))})
     return [{"prompt": _cut(prompt), "rows": kept} for prompt, kept in prompts.items()]
-
-
-def _sample(row: dict[str, Any]) -> dict[str, Any]:
-    reward = row.get("reward")
-    said = "unscored" if reward is None else f"{reward:g}"
-    return {"step": row["step"], "reward": said, "completion": _cut(_text(row["completion"]))}
 
 
 def _cut(text: str) -> str:
@@ -221,18 +190,19 @@ def _text(content: Any) -> str:
     """A prompt or completion, which may be messages."""
     if isinstance(content, str):
         return content
-    return "\n".join(part for message in content for part in (_content(message), *_calls(message)) if part)
+    parts = []
+    for message in content:
+        said, calls = message.get("content") or "", message.get("tool_calls")
+        parts.append(f"→ {said}" if message.get("role") == "tool" else str(said))
+        parts += map(_call, calls if isinstance(calls, list) else [])
+    return "\n".join(filter(None, parts))
 
 
-def _content(message: dict[str, Any]) -> str:
-    content = message.get("content") or ""
-    return f"→ {content}" if message.get("role") == "tool" else str(content)
-
-
-def _calls(message: dict[str, Any]) -> list[str]:
-    """The calls of tools in a message, such as `guess(number=27)`."""
-    calls = message.get("tool_calls")
-    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    named = [(f.get("name"), f.get("arguments")) for f in functions if isinstance(f, dict)]
-    given = [(name, arguments if isinstance(arguments, dict) else {}) for name, arguments in named]
-    return [f"{name}({', '.join(f'{key}={value!r}' for key, value in each.items())})" for name, each in given]
+def _call(call: Any) -> str:
+    """The call of a tool, such as `guess(number=27)`; empty if it is of another form."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return ""
+    arguments = function.get("arguments")
+    given = arguments.items() if isinstance(arguments, dict) else ()
+    return f"{function.get('name')}({', '.join(f'{key}={value!r}' for key, value in given)})"

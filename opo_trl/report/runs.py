@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from ..checks.files import COUNT, STEP, TEXT, check_form
 from ..checks.text import one_line
 from ..fields import DATA, INHERITED, MODEL, SAMPLING, deciding
 from ..methods import DEFAULT, by_trainer, config_classes
-from .run_folder import LOG, RECIPE, SETTINGS, is_run, read_environment, read_log, read_settings, read_summary
+from .run_folder import LOG, RECIPE, ROLLOUT, SETTINGS, is_run, read_environment, read_log, read_settings, read_summary
 
 
 Settings = Mapping[str, Any]
@@ -22,22 +22,11 @@ _DEFINING_PREFIXES = (MODEL_PREFIX, "validation_", "report_")
 
 # Where a run is written, how it is shown and how it is launched: not part of the method.
 _INCIDENTAL = (
-    "seed",
-    "output_dir",
-    "logging_dir",
-    "run_name",
-    "accelerate_config",
-    "overwrite",
-    "resume_from_checkpoint",
-    "disable_tqdm",
-    "report_to",
-    "local_rank",
-    "reward_workers",
+    *("seed", "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm"),
+    *("accelerate_config", "overwrite", "resume_from_checkpoint", "local_rank", "reward_workers"),
 )
 
-_NEEDED = {"seed": STEP, "reward_funcs": [TEXT]} | dict.fromkeys(
-    ("generation_batch_size", "steps_per_generation", "num_iterations", "gradient_accumulation_steps"), COUNT
-)
+_NEEDED = {"seed": STEP, "reward_funcs": [TEXT], **dict.fromkeys(ROLLOUT, COUNT)}
 
 
 @dataclass(frozen=True)
@@ -93,20 +82,15 @@ def read_run(folder: Path) -> Run:
         missing = LOG if settings else SETTINGS
         raise ValueError(f"The run {str(folder)!r} lacks {missing}, or it is empty. Restore it, or repeat the run.")
     check_form(folder / SETTINGS, settings, _NEEDED)
+    place = folder.resolve()
     return Run(
-        label=label_of(folder),
+        label=one_line(place.parent.name if re.fullmatch(r"seed-\d+", place.name) else place.name),
         seed=settings["seed"],
         settings=settings,
         environment=read_environment(folder),
         summary=read_summary(folder),
         log=log,
     )
-
-
-def label_of(folder: Path) -> str:
-    """Name of the method of a run's folder."""
-    folder = folder.resolve()
-    return one_line(folder.parent.name if re.fullmatch(r"seed-\d+", folder.name) else folder.name)
 
 
 def fields_deciding(*topics: str) -> tuple[str, ...]:
@@ -172,12 +156,10 @@ def check_comparable(settings: Mapping[str, Settings]) -> None:
     Raises:
         `ValueError`: runs differ in a defining setting; the message lists each with its values.
     """
-    differing = list(_differing({name: defining_settings(own) for name, own in settings.items()}))
-    if differing:
+    if lines := _differing({name: defining_settings(own) for name, own in settings.items()}):
         raise ValueError(
             "These runs are not comparable: they differ in data, budget, base model, reward or validation:\n"
-            + "\n".join(differing)
-            + "\nLeave out runs until the rest agree, or train with the same values."
+            f"{lines}\nLeave out runs until the rest agree, or train with the same values."
         )
 
 
@@ -189,9 +171,7 @@ def check_same_method(runs: Sequence[Run]) -> None:
         `ValueError`: runs of the same label differ in a setting, or share a seed.
     """
     for label, members in by_label(runs).items():
-        differing = list(_differing({run.name: method_settings(run.settings) for run in members}))
-        if differing:
-            lines = "\n".join(differing)
+        if lines := _differing({run.name: method_settings(run.settings) for run in members}):
             raise ValueError(f"Runs of {label!r} differ in more than the seed:\n{lines}\nGive them different names.")
         seeds = [run.seed for run in members]
         if len(set(seeds)) < len(seeds):
@@ -200,18 +180,17 @@ def check_same_method(runs: Sequence[Run]) -> None:
             )
 
 
-def _differing(values: Mapping[str, Settings]) -> Iterator[str]:
+def _differing(values: Mapping[str, Settings]) -> str:
     """A line for each field that differs: every value, with the names that have it."""
+    lines = []
     for key in sorted({key for own in values.values() for key in own}):
         names: dict[str, list[str]] = {}
         for name, own in values.items():
             names.setdefault(repr(own.get(key)), []).append(name)
         if len(names) > 1:
-            yield f"  {key}: " + "; ".join(f"{value} in {_shorten(who)}" for value, who in names.items())
-
-
-def _shorten(names: list[str]) -> str:
-    return " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
+            shown = {value: who if len(who) < 3 else [who[0], f"{len(who) - 1} more"] for value, who in names.items()}
+            lines.append(f"  {key}: " + "; ".join(f"{value} in {' and '.join(who)}" for value, who in shown.items()))
+    return "\n".join(lines)
 
 
 def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -227,14 +206,14 @@ def method_settings(settings: Settings) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in _INCIDENTAL}
 
 
-def what_differs(methods: Mapping[str, list[Run]]) -> list[tuple[str, list[str]]]:
-    """Settings in which methods differ, with their values; `–` if a method has no such field, or does not use it."""
+def what_differs(methods: Mapping[str, list[Run]]) -> list[list[str]]:
+    """Settings in which methods differ: name and values; `–` if a method has no such field, or does not use it."""
     settings = [{"trainer": DEFAULT, **method_settings(runs[0].settings)} for runs in methods.values()]
     if len({own["trainer"] for own in settings}) > 1:
         settings = [_without_unused(own) for own in settings]
     keys = sorted({key for own in settings for key in own})
-    rows = [(key, ["–" if own.get(key) is None else _shown(own[key]) for own in settings]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    rows = [[key, *("–" if own.get(key) is None else _shown(own[key]) for own in settings)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def _without_unused(settings: dict[str, Any]) -> dict[str, Any]:

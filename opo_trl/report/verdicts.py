@@ -106,23 +106,22 @@ def _validation(log: Sequence[Entry]) -> Verdict | None:
     rows = validations(log)
     if len(rows) < 2:
         return None
-    (before, low, high), (after, last_low, last_high) = (
-        [row[f"validation/{name}"] for name in ("accuracy", "low", "high")] for row in (rows[0], rows[-1])
-    )
-    change = f"from {before:.1%} [{low:.1%}, {high:.1%}] to {after:.1%} [{last_low:.1%}, {last_high:.1%}]"
+    first, last = rows[0], rows[-1]
+    shown = "{validation/accuracy:.1%} [{validation/low:.1%}, {validation/high:.1%}]"
+    change = f"from {shown.format_map(first)} to {shown.format_map(last)}"
+    said, healthy, remedy = f"went {change}: the intervals overlap, so there is no verdict.", None, ""
+    if last["validation/low"] > first["validation/high"]:
+        said, healthy = f"rose {change}.", True
+    elif last["validation/high"] < first["validation/low"]:
+        said, healthy, remedy = f"fell {change}.", False, _CHEATED
     points = finite(rows, "validation/accuracy")
-    if last_low > high:
-        return Verdict("validation/accuracy", f"Validation accuracy rose {change}.", True, "", points)
-    if last_high >= low:
-        said = f"Validation accuracy went {change}: the intervals overlap, so there is no verdict."
-        return Verdict("validation/accuracy", said, None, "", points)
-    remedy = (
-        "If the reward rose, the policy earns it by something other than correct answers: read the completions and "
-        "fix the reward. Otherwise lower `learning_rate`."
-    )
-    return Verdict("validation/accuracy", f"Validation accuracy fell {change}.", False, remedy, points)
+    return Verdict("validation/accuracy", f"Validation accuracy {said}", healthy, remedy, points)
 
 
+_CHEATED = (
+    "If the reward rose, the policy earns it by something other than correct answers: read the completions and "
+    "fix the reward. Otherwise lower `learning_rate`."
+)
 _FASTER = {
     "generate": "`use_vllm` speeds up generation.",
     "score": "More `reward_workers` or a cheaper reward speed up scoring.",
@@ -155,18 +154,13 @@ class Fired:
 
 def fired(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Fired]:
     """The watches that fired, replayed on the log, each at its first firing."""
-    found = []
-    for watch in map(Watch, settings.get("watches") or []):
-        row = next((row for row in log if watch.fires(row)), None)
-        if row is not None:
-            found.append(Fired(watch.text, row["step"], row[watch.metric], _remedy(watch, settings)))
-    return found
+    watches = [Watch(text) for text in settings.get("watches") or []]
+    first = [(watch, next((row for row in log if watch.fires(row)), None)) for watch in watches]
+    return [Fired(watch.text, row["step"], row[watch.metric], _remedy(watch, settings)) for watch, row in first if row]
 
 
 def _remedy(watch: Watch, settings: Mapping[str, Any]) -> str:
-    below = "<" in watch.text
-    for diagnostic in diagnostics(settings):
-        bound = diagnostic.low if below else diagnostic.high
-        if watch.metric in diagnostic.metrics and bound:
-            return bound.remedy
-    return f"Look at `{watch.metric}` in `log.jsonl`, and at the diagnostics above that changed with it."
+    of_metric = [diagnostic for diagnostic in diagnostics(settings) if watch.metric in diagnostic.metrics]
+    bounds = [diagnostic.low if "<" in watch.text else diagnostic.high for diagnostic in of_metric]
+    otherwise = f"Look at `{watch.metric}` in `log.jsonl`, and at the diagnostics above that changed with it."
+    return next((bound.remedy for bound in bounds if bound), otherwise)

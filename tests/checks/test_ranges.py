@@ -7,6 +7,8 @@ range.
 
 import dataclasses
 import math
+import types
+from typing import Union, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -16,9 +18,8 @@ from trl import ModelConfig
 from opo_trl import OPOConfig, RolloutConfig
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.checks import ranges
-from opo_trl.checks.ranges import numeric_fields
 from opo_trl.config import check_fields
-from opo_trl.fields import Range, declared
+from opo_trl.fields import Range, declared, hints
 from opo_trl.launch.async_recipe import AsyncRecipeConfig
 
 
@@ -28,8 +29,17 @@ CONFIGURATIONS = (
     OPOScriptArguments,
     ModelConfig,
 )  # the last decides
+
+
+def kinds(hint) -> set[type]:
+    """The types that a hint admits, including those of list entries but not of mapping values."""
+    if get_origin(hint) in (Union, types.UnionType, list):
+        return set().union(*map(kinds, get_args(hint)))
+    return {hint}
+
+
 RANGES = {name: allowed for kind in CONFIGURATIONS for name, allowed in ranges.of(kind).items()}
-NUMBERS = {name: kind for kind in CONFIGURATIONS for name in numeric_fields(kind)}
+NUMBERS = {name: kind for kind in CONFIGURATIONS for name, hint in hints(kind).items() if kinds(hint) & {int, float}}
 
 # Other fields to set so that a field is checked.
 TOGETHER = {

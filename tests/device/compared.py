@@ -39,9 +39,10 @@ from opo_trl.data.guessing import Guessing, make_games
 
 PASSES = {"num_iterations": 2, "max_staleness": 2, "max_steps": 6}
 OFF_POLICY = {"steps_per_generation": 4, "max_steps": 4, "learning_rate": 0.02}
-# bfloat16 rounds differently with another number of rows: gradients of one and two processes differ by up to 0.031,
-# logged values by up to 0.072 (`chi2`) or, where small, 0.0095 in absolute terms (`log_ratio/mean`).
-ROUNDED = {"tolerance": 0.05, "tolerance_of_log": 0.15}
+# bfloat16 rounds differently with another number of rows. With the kernels for AVX-512, AVX2 and neither, gradients of
+# one and two processes differ by up to 0.04, logged values by up to 0.13 (`chi2`) or, where small, 0.017 in absolute
+# terms (`log_ratio/mean`).
+ROUNDED = {"tolerance": 0.06, "tolerance_of_log": 0.2}
 NUMBERS = Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(17)]})
 
 
@@ -218,7 +219,7 @@ def assert_same_as_on_the_host(
     assert distance(snapshot(trainer.model), snapshot(host.model)) <= tolerance * moved
     for one, other in zip(logged(trainer), logged(host), strict=True):
         one, other = comparable(trainer, one, processes), comparable(trainer, other, processes)
-        near = {"rel": tolerance_of_log, "abs": tolerance_of_log / 10, "nan_ok": True}
+        near = {"rel": tolerance_of_log, "abs": tolerance_of_log / 5, "nan_ok": True}
         close = {name: pytest.approx(value, **near) for name, value in other.items()}
         assert one == close, {name: (one.get(name), other.get(name)) for name in close if one.get(name) != close[name]}
 

@@ -65,21 +65,21 @@ MUTATIONS = {
         (ONE, HOST, "RUNS", "sampler's ratios"),
     ),
     "replay is resumed on the host": Mutation(
-        "rollout/resumable.py",
-        'send_to_device(state["replay"], self.accelerator.device)',
+        "rollout/position.py",
+        'send_to_device(state["replay"], device)',
         'state["replay"]',
         "Expected all tensors|replay on {'cpu'}",
         (ONE, RESUMED, "RESUMED", "replay and dropout"),
     ),
     "rest of a rollout is resumed on the host": Mutation(
-        "rollout/resumable.py",
-        'send_to_device(state["buffer"], self.accelerator.device)',
+        "rollout/position.py",
+        'send_to_device(state["buffer"], device)',
         'state["buffer"]',
         "Expected all tensors|rollout on {'cpu'}",
         (ONE, RESUMED, "RESUMED", "inside a rollout"),
     ),
     "the device's numbers become NumPy's": Mutation(
-        "rollout/partitioned.py", ".cpu().numpy()", ".numpy()", "can't convert cuda", (ONE, HOST, "RUNS", "replay")
+        "rollout/planner.py", ".cpu().numpy()", ".numpy()", "can't convert cuda", (ONE, HOST, "RUNS", "replay")
     ),
     "values are put in a tensor of the host": Mutation(
         "rollout/packing.py",

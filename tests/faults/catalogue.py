@@ -653,18 +653,23 @@ MODELS = [
     ),
     Case(
         "model without weights",
-        ["model_name_or_path='model'", "has no weights", "*.safetensors"],
+        ["model_name_or_path='./model'", "has no weights", "no file named model.safetensors", "Restore"],
         change=remove("model/model.safetensors"),
     ),
     Case(
         "truncated weights",
-        ["model_name_or_path='model'", "model.safetensors", "truncated", "Restore"],
+        ["model_name_or_path='./model'", "model.safetensors", "truncated", "Restore"],
         change=truncate("model/model.safetensors"),
     ),
     Case(
         "missing shard of the weights",
-        ["model_name_or_path='model'", "model-2.safetensors", "missing", "Restore"],
-        change=write("model/model.safetensors.index.json", '{"weight_map": {"a": "model-2.safetensors"}}'),
+        ["model_name_or_path='./model'", "No such file", "model-2.safetensors", "Restore"],
+        change=both(
+            remove("model/model.safetensors"),
+            write(
+                "model/model.safetensors.index.json", '{"metadata": {}, "weight_map": {"a": "model-2.safetensors"}}'
+            ),
+        ),
     ),
     Case(
         "tensor missing from the weights",
@@ -1105,7 +1110,7 @@ KINDS = [
     ),
     Case(
         "unknown tracker",
-        ["report_to='wandbb'", "is not a tracker", "wandb", "Set `report_to`"],
+        ["report_to='wandbb'", "is not supported", "wandb", "Set `report_to`"],
         {"report_to": "wandbb"},
     ),
     Case("tracker that is not installed", ["report_to='clearml'", "pip install clearml"], {"report_to": "clearml"}),

@@ -30,7 +30,7 @@ from invariance.launch import launch, logs
 from tiny import save_tiny_model
 
 from opo_trl import OPOTrainer
-from opo_trl.rollout import checkpoint
+from opo_trl.rollout import checkpoint, position
 
 
 SAVE_STEPS = 2
@@ -164,7 +164,7 @@ def train(form: Form, model: str, folder: str, kill: Kill | None) -> None:
 
 def train_without_state(*arguments) -> None:
     """Control: the same with TRL's checkpoints."""
-    Mortal.load_rollout_state_dict = lambda trainer, state: None
+    position.restore = lambda trainer, state: None
     train(*arguments)
 
 

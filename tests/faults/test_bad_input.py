@@ -1,8 +1,8 @@
 """
 One message before any work says what is wrong with a recipe, its data, model, rewards or folder.
 
-Each case of the catalogue ends with status 2 and a `ValueError` that names the field, its value and the fix, without a
-traceback unless `--debug` is given, and leaves every file unchanged.
+Each case of the catalogue ends with status 2 and a `ValueError`, or an `ImportError` where a package is missing, that
+names the field, its value and the fix, without a traceback unless `--debug` is given, and leaves every file unchanged.
 """
 
 import dataclasses
@@ -124,7 +124,8 @@ def test_bad_input_is_rejected_before_any_work(case: Case, folder: Path, monkeyp
     assert call(case, "--debug") == 2
     output = capsys.readouterr().err
     assert "Traceback (most recent call last)" in output
-    assert f"\nValueError: {said.partition(': error: ')[2]}" in output
+    raised = "ImportError" if case.absent else "ValueError"
+    assert f"\n{raised}: {said.partition(': error: ')[2]}" in output
     assert message(output) == said
     assert snapshot(folder) == before
 

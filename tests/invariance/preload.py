@@ -1,5 +1,6 @@
 """What the processes of a launch import, in the server that they are forked from."""
 
+import gc
 import importlib.util
 
 import helpers  # noqa: F401
@@ -12,3 +13,5 @@ if importlib.util.find_spec("deepspeed"):
 
     # DeepSpeed would compile an all-reduce for CPUs, which needs a compiler and a minute and a half. gloo has one.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+gc.freeze()  # for every `train()`, as tests/conftest.py does

@@ -18,12 +18,13 @@ from trl import GRPOConfig
 
 from benchmarks.lm_eval_agreement import REASONS, explain
 from opo_trl import RolloutConfig, RolloutTrainer, train
+from opo_trl.checks import environment
 from opo_trl.data import to_prompts
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.evaluate import evaluate
 from opo_trl.launch import evaluation, harness
 from opo_trl.launch.evaluation import find_model, main
-from opo_trl.launch.scores import Asking, Reward, measure, problem_of, prompt_of
+from opo_trl.launch.scores import Asking, measure, problem_of, prompt_of, reward_of
 from opo_trl.report.evaluation import EVALUATION, EVALUATION_TABLE, write_evaluation
 from opo_trl.report.run_report import write_report
 
@@ -184,7 +185,7 @@ CASES = [
     ("@@", "3", "3", "unscored"),
 ]
 ASKING = Asking("plain", "", {}, 16, {"temperature": 1.0})
-HOW = {"samples": 2, "ks": [1, 2], "limit": None, "num_fewshot": 2, "length": 16, "batch_size": 4}
+HOW = {"samples": 2, "ks": [1, 2], "limit": None, "num_fewshot": 2, "batch_size": 4}
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +202,7 @@ def gsm8k_data(tmp_path_factory) -> Path:
 def test_different_verdicts_are_counted_and_explained(gsm8k_data, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)  # no git repository, of which git would complain
     tasks = harness.load_task("gsm8k", data=gsm8k_data, levels=None, seed=0, num_fewshot=2)
-    reward = Reward(False)
+    reward = reward_of("gsm8k")
     entry = measure(Scripted(CASES), tasks["gsm8k"], ASKING, reward, **HOW)
     assert "fatal: not a git repository" not in capfd.readouterr().err
     agreement = entry["agreement"]
@@ -221,7 +222,7 @@ def test_different_verdicts_are_counted_and_explained(gsm8k_data, tmp_path, monk
 def test_prompt_is_that_of_training(tiny_model):
     lm = harness.load_model(
         *(tiny_model, None, tiny_model),
-        **{"backend": "hf", "batch_size": 2, "template": {}, "rank": None, "ends_thinking": False},
+        **{"backend": "hf", "batch_size": 2, "template": {}, "ends_thinking": False},
     )
     row = {"problem": "What is 1+1?", "level": None, "type": None, "solution": r"\boxed{2}"}
     (prompt,) = to_prompts(Dataset.from_list([row]), instruction="Think.")["prompt"]
@@ -270,7 +271,7 @@ def test_a_run_is_asked_as_it_was_trained(folder, tmp_path, row, fields):
     asking = evaluation._asking(arguments, settings, AutoTokenizer.from_pretrained(folder))
     lm = harness.load_model(
         *(str(folder), None, str(folder)),
-        **{"backend": "hf", "batch_size": 2, "template": asking.template, "rank": None, "ends_thinking": False},
+        **{"backend": "hf", "batch_size": 2, "template": asking.template, "ends_thinking": False},
     )
     assert [lm.tok_encode(prompt_of(lm, "What is 1+1?", asking))] == trained
 
@@ -323,7 +324,7 @@ def test_a_task_that_compares_likelihoods_has_only_the_score_of_lm_eval(tmp_path
             return [(-1.0 - float(request.args[1].strip()), False) for request in requests]
 
     task = harness._manager(False).load([spec])["tasks"]["likelihoods"]
-    entry = measure(Sure([]), task, ASKING, Reward(True), **HOW)
+    entry = measure(Sure([]), task, ASKING, reward_of("arithmetic"), **HOW)
     assert entry["lm_eval"][0]["score"] == 1.0
     assert "opo_trl" not in entry
     assert "likelihoods" in entry["settings"]["not_ours"]
@@ -359,7 +360,7 @@ REJECTED_WITH_LM_EVAL = {
     "data of the embedded task": (["--tasks", "arithmetic", "--data", "arithmetic=x"], "has its data embedded"),
     "data missing": (["--data", "gsm8k=nowhere"], "'nowhere' does not exist"),
     "data without splits": (["--data", "gsm8k=model"], "has none of test.jsonl"),
-    "data in another format": (["--data", "gsm8k=model/tokenizer.txt"], "tokenizer.txt cannot be read"),
+    "data in another format": (["--data", "gsm8k=model/tokenizer.txt"], "tokenizer.txt' is not in a readable format"),
     "data with other columns": (["--data", "gsm8k=columns"], "'question' is undefined. Pass files with the splits"),
     "problems as examples": (["--data", "gsm8k=data/test.jsonl"], "5 examples from the training split"),
     "data of a group": (["--tasks", "mmlu", "--data", "mmlu=data"], "'mmlu' is a group of tasks"),
@@ -433,12 +434,12 @@ def test_missing_model_and_missing_packages_are_named(folder, capsys, monkeypatc
     (folder / "checkpoint-5").mkdir()
     assert main([str(folder), *output]) == 2
     assert "Its run has not finished: pass its last checkpoint" in capsys.readouterr().err
-    monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
+    monkeypatch.setattr(environment, "find_spec", lambda name: None)
     assert main(["arithmetic", *output]) == 2
     assert "`opo-trl evaluate` needs lm_eval, which is not installed. `pip install 'opo_trl[evaluate]'`." in (
         capsys.readouterr().err
     )
-    monkeypatch.setattr(evaluation, "find_spec", lambda name: None if name == "vllm" else SimpleNamespace())
+    monkeypatch.setattr(environment, "find_spec", lambda name: None if name == "vllm" else SimpleNamespace())
     assert main(["arithmetic", *output, "--backend", "vllm"]) == 2
     assert "--backend vllm needs vllm, which is not installed" in capsys.readouterr().err
     assert main(["arithmetic", *output, "--backend", "vllm", "--debug"]) == 2

@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 import re
-import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -285,8 +284,12 @@ def test_what_is_measured_stays_and_what_is_missing_is_measured(tmp_path, capsys
 def test_case_in_which_the_process_ends_is_tried_again_after_the_others(tmp_path):
     measured, file = [], tmp_path / "results.json"
     cases = {name: lambda name=name: measured.append(name) for name in ("a", "b")}
+
+    def interrupted():
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        measure_missing(file, {}, {"a": lambda: signal.raise_signal(signal.SIGINT)}, Limit(60))
+        measure_missing(file, {}, {"a": interrupted}, Limit(60))
     assert json.loads(file.read_text())["failed"] == {"a": "did not end"}
     assert measure_missing(file, {}, cases, Limit(60))["failed"] == {}
     assert measured == ["b", "a"]

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from benchmarks import reward_agreement
+from opo_trl.rewards import accuracy
 
 
 # Argued in benchmarks/results/reward_agreement.md: a missing unit or name on the left side is no error.
@@ -47,7 +48,9 @@ def test_the_committed_table_is_of_the_committed_verdicts(committed: dict[str, l
     assert len({(verdict["gold"], verdict["answer"]) for verdict in verdicts}) == len(verdicts) >= 800
 
 
-def test_few_wrong_answers_are_accepted(committed: dict[str, list[int]]):
+def test_few_wrong_answers_are_accepted(committed: dict[str, list[int]], monkeypatch):
+    for limit in ("PARSING_LIMIT", "VERIFYING_LIMIT"):
+        monkeypatch.setattr(accuracy, limit, 1.0)  # some of them reach both limits
     wrong = [verdict for verdict in reward_agreement.published() if not verdict["equal"]]
     accepted = [(verdict["gold"], verdict["answer"]) for verdict in wrong if reward_agreement.ours(verdict) == 1]
     assert accepted == ACCEPTED

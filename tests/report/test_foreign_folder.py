@@ -64,7 +64,7 @@ def status_of(command: str, run: Path) -> int:
 def said(capsys) -> str:
     error = capsys.readouterr().err
     assert error.count("\n") == 1, error
-    assert len(error) < 600
+    assert len(error) < 1100
     return error
 
 

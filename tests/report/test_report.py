@@ -386,12 +386,12 @@ def test_folder_without_a_run_is_rejected(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: docs/report.md says how to install it")
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: CONTRIBUTING.md says how to install it")
     names = ("chromium", "chromium-browser", "google-chrome")
     executable = next(filter(None, map(shutil.which, names)), None)
     with api.sync_playwright() as playwright:
         if executable is None and not Path(playwright.chromium.executable_path).exists():
-            pytest.skip("needs a browser: docs/report.md says how to install one")
+            pytest.skip("needs a browser: CONTRIBUTING.md says how to install one")
         opened = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         yield opened
         opened.close()

@@ -65,7 +65,7 @@ class TestScore:
     @pytest.mark.parametrize("pattern", ADVERSARIAL)
     def test_completions_of_a_model_in_training(self, pattern: str, monkeypatch: pytest.MonkeyPatch):
         for limit in ("PARSING_LIMIT", "VERIFYING_LIMIT"):
-            monkeypatch.setattr(rewards, limit, 2.0)  # some of them reach both limits
+            monkeypatch.setattr(rewards, limit, 1.0)  # some of them reach both limits
         scored = [
             (completion[:80], gold[:80], score(completion, gold)) for completion, gold, _ in ADVERSARIAL[pattern]
         ]

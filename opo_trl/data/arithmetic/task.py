@@ -15,6 +15,7 @@ The rows have the four columns of the MATH dataset (`problem`, `level`, `type`, 
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal, TypeVar
 
 from ...rewards.boxes import Completion, text_of
@@ -123,14 +124,14 @@ def draw_split(
     sizes: Mapping[str, int],
     seed: int,
 ) -> list[T]:
-    """Draw the problems of a split, with distinct texts. Both splits come from one stream, so they are disjoint."""
+    """Draw the problems of a split, with distinct texts. All splits come from one stream, so they are disjoint."""
     rng = random.Random(f"{seed}, {level}")
     distinct: dict[str, T] = {}
     while len(distinct) < sum(sizes.values()):
         problem = draw(level, rng)
         distinct.setdefault(text(problem), problem)
-    problems, n_test = list(distinct.values()), sizes["test"]
-    return problems[:n_test] if split == "test" else problems[n_test:]
+    problems = iter(distinct.values())  # training problems are drawn last, whatever their number
+    return {name: list(islice(problems, sizes[name])) for name in reversed([*sizes])}[split]
 
 
 def _problem_type(problem: str) -> str:
