@@ -100,8 +100,8 @@ class AdaptivePasses(OPOTrainer):
             return samples
         return replace(samples, weights=torch.where(inputs["held_out"], 0.0, samples.weights))
 
-    def _log_step(self):
-        super()._log_step()
+    def _log_step(self, reports):
+        super()._log_step(reports)
         step = {name: self._metrics["train"][name][-1] for name in ("opo/target_fit", "opo/ratio/ess")}
         self._latest = [*self._latest, step][-self.args.steps_per_generation :]
 

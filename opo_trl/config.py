@@ -131,6 +131,11 @@ class RolloutConfig(Masked, GRPOConfig):
                 "be resumed exactly. Remove it. `opo-trl train` saves on SIGTERM; your own script does if it trains "
                 "within `opo_trl.launch.signals.StopOnSignal(trainer)`."
             )
+        if self.ignore_data_skip:
+            raise ValueError(
+                "ignore_data_skip=True is not allowed: Transformers then resumes without the random states of the "
+                "checkpoint, with which its rollout and its counts are restored. Remove it: no data is read to skip it."
+            )
         for name, value in (("scale_rewards", "batch"), ("multi_objective_aggregation", "normalize_then_sum")):
             if rounds > 1 and getattr(self, name) == value:
                 raise ValueError(

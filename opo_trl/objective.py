@@ -42,7 +42,7 @@ Positivity = Literal["none", "stiffen", "clip", "project"]
 RatioForm = Literal["log", "exact"]
 Reduction = Literal["sum", "mean"]
 
-# Bound on the weight π/π_k of a completion that several passes train on.
+# Bound on the weight π/π_k of a completion that several passes train on (docs/theory.md: its bias and variance).
 MAX_WEIGHT = 2.0
 # Bound on the log-ratio of whole completions, which keeps the square of its exponential finite.
 SEQUENCE_CLAMP = 20.0
@@ -303,7 +303,7 @@ class Samples:
 
     @cached_property
     def log_ratios(self) -> Tensor:
-        """Log-ratio of each token, 0 where none counts."""
+        """Log-ratio of each token; 0 for those that do not count."""
         keep = self.mask if self.steering is None else self.mask & self.steering
         return torch.where(keep, _at_least_float32(self.logps) - _at_least_float32(self.anchor_logps), 0.0)
 
@@ -330,10 +330,11 @@ class Samples:
         Estimate of the KL divergence to a reference policy in nats, as in TRL's `beta` term. Corrected, each token's
         term is multiplied by its ratio to the behaviour policy, which makes the gradient unbiased.
         """
-        difference = torch.where(self.mask, reference_logps - self.logps, 0.0)
+        logps = _at_least_float32(self.logps)
+        difference = torch.where(self.mask, _at_least_float32(reference_logps) - logps, 0.0)
         terms = torch.expm1(difference) - difference
         if corrected:
-            terms = terms * torch.where(self.mask, self.logps - self.anchor_logps, 0.0).exp()
+            terms = terms * torch.where(self.mask, logps - _at_least_float32(self.anchor_logps), 0.0).exp()
         return self.sum(terms)
 
 
@@ -394,16 +395,20 @@ class Objective:
         """Sums over tokens, or means under `log_ratio_reduction: mean`."""
         return total if self.args.log_ratio_reduction == "sum" else total / samples.length
 
-    def zero_gradient(self, target: Tensor, mu: Tensor) -> Tensor:
-        """Which samples have no gradient as long as the policy is the behaviour policy, bool `[B]`."""
+    def zero_gradient(self, target: Tensor, mu: Tensor, mask: Tensor) -> Tensor:
+        """
+        Which samples have no gradient as long as the policy is the behaviour policy, bool `[B]`: those of which the
+        loss has none at equal log-probabilities. `mask` are the tokens that count, `[B, T]`.
+        """
         one = torch.ones_like(target)
         with torch.enable_grad():
-            logps = torch.zeros_like(one).unsqueeze(1).requires_grad_()
-            token = {"logps": logps, "anchor_logps": logps.detach(), "mask": one.bool().unsqueeze(1)}
-            loss = self.loss(Samples(**token, target=target, mu=mu, weights=one, age=one - 1, reused=True))
+            logps = torch.zeros(mask.shape, dtype=target.dtype, device=target.device, requires_grad=True)
+            token = {"logps": logps, "anchor_logps": logps.detach(), "mask": mask}
+            age = torch.zeros_like(target)
+            loss = self.loss(Samples(**token, target=target, mu=mu, weights=one, age=age, reused=True))
             total = (loss.work + loss.dissipation).sum()
             (gradient,) = torch.autograd.grad(total, logps, allow_unused=True, materialize_grads=True)
-        return gradient.squeeze(1) == 0
+        return (gradient == 0).all(dim=1)
 
 
 class OPO(Objective):
@@ -427,7 +432,7 @@ class OPO(Objective):
             groups.advantages, alpha=args.alpha, temperature=temperature, anchor_logps=anchor, **groups.rows
         )
         drive, potential = self.drive(omega, groups)
-        mu = args.mu or stiffness_for_radius(drive, args.chi2_radius, valid=groups.valid)
+        mu = stiffness_for_radius(drive, args.chi2_radius, valid=groups.valid) if args.mu is None else args.mu
         return Targets(
             drive, *self.target(drive, mu, groups), omega, potential, torch.as_tensor(temperature, dtype=omega.dtype)
         )

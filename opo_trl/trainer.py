@@ -39,6 +39,7 @@ from .rollout import packing
 from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
 from .rollout.rows import completion_tokens, gather_samples, high_values, own_samples
+from .rollout.scored import temporarily
 from .rollout.trainer import RolloutTrainer, takes_what_grpo_takes
 from .trl_contract import MULTIMODAL_KEYS
 
@@ -109,6 +110,9 @@ class OPOTrainer(RolloutTrainer):
         if self.args.padding_free:
             packing.check(self.accelerator.unwrap_model(self.model))
         self.policy_objective = self.objective_class(self.args)
+
+    def _begin(self) -> None:
+        super()._begin()
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
         self._low_ess_rollouts = 0  # in a row
         self._scored: Tensor | None = None  # advantages of the current rollout; NaN for invalid samples
@@ -133,16 +137,24 @@ class OPOTrainer(RolloutTrainer):
     # 1. The behaviour policy's log-probabilities
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        # vLLM's importance weights compare the log-probabilities of every sample, so there TRL's pass is needed.
-        sampler_weights = self.use_vllm and self.vllm_importance_sampling_correction
-        self._anchor_deferred = not self.args.is_on_policy and not sampler_weights
+        generate = self._generate
+
+        def generate_only(prompts: list) -> Any:
+            generated = generate(prompts)  # a tool or a `rollout_func` may score by the policy
+            # vLLM's importance weights compare the log-probabilities of every sample, so there TRL's pass is needed.
+            sampler_weights = self.use_vllm and self.vllm_importance_sampling_correction
+            self._anchor_deferred = not self.args.is_on_policy and not sampler_weights
+            return generated
+
         try:
-            return super()._generate_once(inputs)
+            with temporarily(self, _generate=generate_only):
+                return super()._generate_once(inputs)
         finally:
             self._anchor_deferred = False
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         rollout = super()._generate_and_score_completions(inputs)
+        # Kept before a subclass's override sees the rollout, to notice one that replaces them.
         self._early_logps = rollout.get("old_per_token_logps")
         return rollout
 
@@ -210,7 +222,7 @@ class OPOTrainer(RolloutTrainer):
     # 2. The target joins the rollout
 
     def _finish_rollout(self, rollout: dict[str, Any]) -> dict[str, Any]:
-        # The parent's would gather the advantages once more than `_targets`.
+        # Not the parent's: `_targets` gathers the advantages, and takes their range from them.
         logps, entropies = self._logps_of_rollout(rollout), None
         if (self.policy_objective.reads_logps and logps is None) or self.top_entropy_quantile < 1.0:
             logps, entropies = self._anchor_pass(rollout, batch_size=self.args.per_device_train_batch_size)
@@ -299,11 +311,13 @@ class OPOTrainer(RolloutTrainer):
         """Samples, bool `[B]`, that can be skipped: with zero gradient while the policy is the behaviour policy."""
         idle = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
         # A subclass with a loss of its own may give every sample a gradient.
-        names = ("compute_loss", "_compute_loss", "_sample_losses")
-        own = all(getattr(type(self), name) is getattr(OPOTrainer, name) for name in names)
+        names = ("compute_loss", "_compute_loss", "_sample_losses", "_samples", "_token_logps", "_anchor_logps")
+        own = all(getattr(getattr(self, name), "__func__", None) is getattr(OPOTrainer, name) for name in names)
         # Log-probabilities of an override may be those of another policy.
         skips = self.args.skip_inert_rows and on_policy and "old_per_token_logps" not in rows
-        return self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"]) & (idle and own and skips)
+        mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
+        found = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask)
+        return found & (idle and own and skips)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """

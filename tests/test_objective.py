@@ -1098,9 +1098,23 @@ class Pulled(OPO):
 @pytest.mark.parametrize(("kind", "expected"), [(OPO, [False, True, True]), (Pulled, [False, False, False])])
 def test_zero_gradient_is_read_from_the_loss_itself(kind, expected):
     target = torch.tensor([0.5, 0.0, -0.0])
-    found = kind(opo().args).zero_gradient(target, torch.full((3,), 0.3))
+    found = kind(opo().args).zero_gradient(target, torch.full((3,), 0.3), torch.ones(3, 2).bool())
     assert found.tolist() == expected
-    assert opo().zero_gradient(torch.tensor([torch.inf, torch.nan]), torch.ones(2)).tolist() == [False, False]
+    unusable = torch.tensor([torch.inf, torch.nan])
+    assert opo().zero_gradient(unusable, torch.ones(2), torch.ones(2, 1).bool()).tolist() == [False, False]
+
+
+class Shortened(OPO):
+    """Makes completions of more than two tokens less likely."""
+
+    def terms(self, log_ratio, weights, samples):
+        work, dissipation = super().terms(log_ratio, weights, samples)
+        return work, dissipation + (samples.length - 2).clamp(min=0) * log_ratio
+
+
+def test_zero_gradient_takes_the_length_into_account():
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    assert Shortened(opo().args).zero_gradient(torch.zeros(2), torch.ones(2), mask).tolist() == [True, False]
 
 
 def test_objective_asks_for_the_advantages_of_valid_rows():

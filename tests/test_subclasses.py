@@ -1,6 +1,7 @@
 """Overrides act as in a subclass of GRPOTrainer: the examples of docs/subclassing.md, and more."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,34 @@ def test_no_sample_is_skipped_by_losses_of_samples(tiny_model, tmp_path):
     for trainer_class, skipped in ((Doubled, 0.0), (RecordingOPO, 0.5)):
         trainer = trained(tiny_model, tmp_path, trainer_class, rewards=rewards, skip_inert_rows=True)
         assert logged(trainer)[0]["opo/frac_skipped"] == skipped
+
+
+def test_no_sample_is_skipped_whose_target_or_log_probabilities_a_subclass_changes(tiny_model, tmp_path):
+    class Moved(RecordingOPO):
+        def _samples(self, inputs, logps):
+            samples = super()._samples(inputs, logps)
+            return replace(samples, target=samples.target - 0.1)
+
+    rewards = [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    trainer = trained(tiny_model, tmp_path, Moved, rewards=rewards, skip_inert_rows=True)
+    assert logged(trainer)[0]["opo/frac_skipped"] == 0
+
+
+def test_policy_scores_while_it_generates(tiny_model, tmp_path):
+    """As in a `rollout_func` or a tool that asks the policy; TRL's own pass over the rollout is still left out."""
+    found = []
+
+    class Scoring(RecordingOPO):
+        def _generate(self, prompts):
+            generated = super()._generate(prompts)
+            ids = torch.ones(1, 3, dtype=torch.long, device=self.accelerator.device)
+            with torch.no_grad():
+                found.append(self._get_per_token_logps_and_entropies(self.model, ids, ids, 2)[0])
+            return generated
+
+    trainer = trained(tiny_model, tmp_path, Scoring, **PARTS)
+    assert [tuple(logps.shape) for logps in found] == [(1, 2)] * len(trainer.rollouts)
+    assert trainer._early_logps is None
 
 
 @pytest.mark.parametrize("seam", ["_prepare_inputs", "_compute_loss"])

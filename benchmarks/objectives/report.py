@@ -1,5 +1,6 @@
 """The page and the figure of the ablation, from its runs."""
 
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,7 +144,7 @@ def admissible(name: str, found: Results) -> bool:
 def table_of_losses() -> str:
     """Name, loss and class of every objective of the table."""
     forms = [name for name in REPORTED if name not in ("GRPO", design.GSPO)]
-    rows = [[f"`{name}`", _loss_of_form(name), "[grid](../benchmarks/objectives/grid.py)"] for name in forms]
+    rows = [[_title(name), _loss_of_form(name), "[grid](../benchmarks/objectives/grid.py)"] for name in forms]
     for name in ("GRPO", design.GSPO, *LITERATURE):
         module = ENTRIES[name].objective.__module__.rpartition(".")[2]
         loss = ENTRIES[name].loss or "−min(sA, clip(s)A) (2507.18071)"
@@ -176,8 +177,8 @@ def table_of_results(found: Results) -> str:
             measured = [shown(values(name, regime, found, measure)) for measure in ("sampled", "greedy")]
             rows.append([_title(name), *measured, f"{seconds:.0f}"])
         missing = len(REPORTED) + len(LITERATURE) - len(names)
-        heading = f"### `{regime}`\n\n{REGIMES[regime].described}"
-        text.append(heading + (f"; {missing} objectives are still to be run." if missing else "."))
+        described = REGIMES[regime].described + (f"; {missing} objectives are still to be run." if missing else ".")
+        text.append(f"### `{regime}`\n\n{textwrap.fill(described, 119)}")
         if rows:
             text.append(table(("", "sampled", "greedy", "processor seconds"), rows))
     return "\n\n".join(text)

@@ -50,7 +50,7 @@ class Regime:
         if self.replay:
             age = f"by the current policy, and in all passes but the first from up to {self.replay} earlier rollouts"
         elif self.lag >= self.rollouts:
-            age = "all by the base model"
+            age = "by the base model"
         return f"{self.rollouts * BATCH:,} completions {age}, trained on {passes}"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 
+from ..config import RolloutConfig
 from ..fields import DATA, OBJECTIVE, REWARDS, SAMPLING, deciding
 from ..metrics.log import Watch
 from ..metrics.watches import Watches
@@ -124,7 +125,13 @@ def has_spent_budget(trainer: Any, folder: str | None) -> bool:
     if limit is None or folder is None or checkpoint.lacking(Path(folder)) is not None:
         return False
     state = checkpoint.load_state(Path(folder), trainer.accelerator.process_index)
-    return state["position"] == 0 and json.loads(state["plain"])["numbers"]["_completions_generated"] >= limit
+    generated = json.loads(state["plain"])["numbers"]["_completions_generated"]
+    return generated >= limit and needs_rollout(trainer.args, state["position"])
+
+
+def needs_rollout(args: RolloutConfig, micro_steps: int) -> bool:
+    """Whether the optimizer step after so many micro-steps needs a new rollout: it may begin inside the last one."""
+    return -micro_steps % args.micro_steps_per_rollout < args.gradient_accumulation_steps
 
 
 # Which run can resume

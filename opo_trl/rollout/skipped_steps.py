@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer, TrainingArguments
 from transformers.optimization import GreedyLR
 
+from .checkpoint import last_complete
+
 
 logger = get_logger(__name__)
 
@@ -71,13 +73,14 @@ class SkippedSteps:
         too_many = self.in_a_row >= self.args.max_skipped_steps
         if too_many:
             trainer.control.should_log = trainer.control.should_save = True
+            self.in_a_row = 0  # a run resumed from this checkpoint has as many attempts
         yield
         if too_many:
             raise RuntimeError(
                 f"max_skipped_steps={self.args.max_skipped_steps} is reached: that many optimizer steps in a row had "
-                f"a gradient that is not finite. The checkpoint of step {trainer.state.global_step} has the weights "
-                "from before them. Look at the samples in `skipped_step_*.pt`; a lower `learning_rate`, or bfloat16 "
-                "instead of float16, often helps."
+                f"a gradient that is not finite. The last complete checkpoint is "
+                f"{last_complete(self.args.output_dir)}. Look at the samples in `skipped_step_*.pt`; a lower "
+                "`learning_rate`, or bfloat16 instead of float16, often helps."
             )
 
     def _step_schedule(self, scheduler: Any) -> None:

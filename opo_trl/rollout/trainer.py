@@ -125,19 +125,13 @@ class RolloutTrainer(GRPOTrainer):
         # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
         # none. Without the table they are not needed.
         self.log_multimodal = self.log_multimodal and self.log_completions
-        self._window_start: int | None = None  # micro-step with which the accumulation window began
-        self._batches_of_step: list[Any] = []  # micro-batches of that window so far, of any number of rollouts
         self._replay = ReplayBuffer(
             max_staleness=args.max_staleness,
             num_generations=self.num_generations,
             seed=args.seed,
             process=self.accelerator.process_index,
         )
-        self._advantage_range = 0.0  # of the current rollout, over all processes
-        self._completions_generated = 0  # for training, over all processes
-        self._reward_failures = RewardFailures(args, self.accelerator)
-        self._skipped = SkippedSteps(args, self.accelerator)
-        self._ratio_sums: Tensor | None = None  # of the optimizer step: Σ r, Σ r² and number, r = π/π_k
+        self._begin()
         self._clock = StepClock(self.accelerator.device)
         self.add_callback(self._clock)
         self.add_callback(Watches(args.watches))
@@ -147,6 +141,20 @@ class RolloutTrainer(GRPOTrainer):
             if args.vllm_mode == "server" and self.accelerator.is_main_process:
                 watch = watched(engine.vllm_client.base_url)
                 engine.sync_weights, engine.generate = watch(engine.sync_weights), watch(engine.generate)
+
+    def _begin(self) -> None:
+        """Be at the start of a run, whatever an earlier call of `train` has left: it may have ended anywhere."""
+        self._step, self._buffered_inputs = 0, None
+        self._window_start: int | None = None  # micro-step with which the accumulation window began
+        self._batches_of_step: list[Any] = []  # micro-batches of that window so far, of any number of rollouts
+        self._replay.clear()
+        self._advantage_range = 0.0  # of the current rollout, over all processes
+        self._completions_generated = 0  # for training, over all processes
+        self._reward_failures = RewardFailures(self.args, self.accelerator)
+        self._skipped = SkippedSteps(self.args, self.accelerator)
+        self._ratio_sums: Tensor | None = None  # of the optimizer step: Σ r, Σ r² and number, r = π/π_k
+        for name in ("_prompt_stream", "_dynamic_sampling"):
+            vars(self).pop(name, None)
 
     def _checked_args(self, model, args: RolloutConfig | None, *, quantized: bool) -> RolloutConfig:
         wanted = self.config_class
@@ -186,9 +194,7 @@ class RolloutTrainer(GRPOTrainer):
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         if found is not None:
             self.check_resumable(found)
-        else:  # an earlier call may have ended inside a rollout
-            self._step, self._buffered_inputs, self._completions_generated = 0, None, 0
-            self._replay.clear()
+        self._begin()
         if self.accelerator.is_main_process:
             # Not in a callback: DeepSpeed and FSDP allocate before the first one, and may run out of memory.
             print(printable(self.plan), flush=True)
@@ -273,14 +279,14 @@ class RolloutTrainer(GRPOTrainer):
     def _buffered(self, generation_batch: list[dict[str, Any]]) -> Any:
         """What this micro-step trains on; when the rollout is used up, a new one is generated."""
         args, until_update = self.args, self._until_update()
-        index, position = divmod(self._step, args.micro_steps_per_rollout)
-        if position == 0:
+        index, place = divmod(self._step, args.micro_steps_per_rollout)
+        if place == 0:
             rollout = self._rollout(generation_batch)
             # TRL's shuffle, drawn only to advance the random state, so that the same seed samples as in GRPOTrainer.
             torch.randperm(len(rollout["advantages"]))
             self._replay.add(rollout, self._scored_advantages(rollout) if args.max_staleness else None)
-        passed, position = divmod(position, args.steps_per_generation)
-        if position == 0:
+        passed, place = divmod(place, args.steps_per_generation)
+        if place == 0:
             rows = self._rows_of_pass(index, passed)
             if passed + 1 == args.num_iterations and not args.max_staleness:
                 self._replay.clear()  # what no pass draws from should not take memory, least of all images
@@ -299,7 +305,7 @@ class RolloutTrainer(GRPOTrainer):
         if args.num_iterations > 1:
             self._metrics["train"]["opo/pass"].append(passed + 1)
         buffered: Any = self._buffered_inputs
-        batch = buffered[position]
+        batch = buffered[place]
         self._batches_of_step += batch if isinstance(batch, list) else [batch]
         return batch
 
@@ -334,8 +340,8 @@ class RolloutTrainer(GRPOTrainer):
 
     @property
     def rollout_is_used_up(self) -> bool:
-        """Whether the next micro-step needs a new rollout."""
-        return self._step % self.args.micro_steps_per_rollout == 0
+        """Whether the next optimizer step needs a new rollout."""
+        return position.needs_rollout(self.args, self._step)
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm)

@@ -96,7 +96,7 @@ def test_stages_follow_the_plan():
     assert [stage[:2] for stage in stages[3:]] == [("reward-one-chi2", 8), ("reward-one-chi2", 6)]
     assert design.chosen(design.TODAY, "lag64", found) == design.ENTRIES[design.TODAY].settings[2]
     assert report.row_of(design.TODAY, "lag64", found).startswith(f"{design.TODAY}: sampled 80.")
-    assert (len(design.ENTRIES), len({*design.REPORTED})) == (39, 13)
+    assert (len(design.ENTRIES), len({*design.REPORTED})) == (43, 13)
     assert all(len(entry.settings) == 8 for entry in design.ENTRIES.values())
 
 

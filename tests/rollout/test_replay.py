@@ -23,6 +23,7 @@ from helpers import (
     snapshot,
     trained,
     without_times,
+    without_times,
 )
 from transformers import TrainerCallback
 
@@ -114,6 +115,25 @@ def test_a_run_that_is_started_again_begins_anew(tiny_model, tmp_path):
     assert trainer.state.global_step == 6
     assert trainer.completions_generated == 16
     assert all(entry["opo/off_policy_steps"] == i % 6 for i, entry in enumerate(logged(trainer)))
+
+
+def test_a_run_that_is_started_again_has_forgotten_how_the_first_one_ended(tiny_model, tmp_path):
+    def interrupt(rollout, trainer):
+        if len(trainer.rollouts) == 1:  # between the two micro-steps of the first optimizer step
+            trainer._skipped.in_a_row = trainer._reward_failures.rate = 1
+            raise KeyboardInterrupt
+
+    options = {"steps_per_generation": 1, "max_sampling_rounds": 2}
+    trainer = make_trainer(tiny_model, tmp_path, script=(script := Script()), inject=interrupt, **options)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer._reports
+    trainer.inject = None
+    script.calls.clear()
+    trainer.train()
+    assert (trainer._skipped.in_a_row, trainer._reward_failures.rate) == (0, 0)
+    fresh = trained(tiny_model, tmp_path, **options)
+    assert without_times(logged(trainer)[0]) == without_times(logged(fresh)[0])
 
 
 # Replay
@@ -364,6 +384,17 @@ def test_a_run_ends_with_the_rollout_that_spends_its_completions(tiny_model, tmp
     further = make_trainer(tiny_model, tmp_path, **{**options, "max_completions": 50})
     further.train(resume_from_checkpoint="last")
     assert further.state.global_step == 24
+
+
+def test_a_budget_ends_a_run_whose_optimizer_steps_are_not_those_of_rollouts(tiny_model, tmp_path):
+    """Rollouts of two micro-steps, optimizer steps of three: the second would need a second rollout in its middle."""
+    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "save_strategy": "steps", "save_steps": 9}
+    trainer = trained(tiny_model, tmp_path, max_completions=8, max_steps=50, **options)
+    assert trainer.state.global_step == 1
+    assert trainer.completions_generated == 16  # the first one needed it
+    resumed = make_trainer(tiny_model, tmp_path, max_completions=8, max_steps=50, **options)
+    resumed.train(resume_from_checkpoint="last")
+    assert resumed.steps == []
 
 
 class Events(TrainerCallback):

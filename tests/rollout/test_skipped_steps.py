@@ -38,7 +38,7 @@ def test_part_counts_keeps_samples_and_resumes(tmp_path):
     assert torch.load(tmp_path / "new" / "skipped_step_0.pt") == {"step": 5, "micro_batches": [5]}
     again = SkippedSteps(args, Accelerator(cpu=True))
     again.load_state_dict(part.state_dict())
-    trainer = SimpleNamespace(lr_scheduler=None, control=SimpleNamespace(), state=SimpleNamespace(global_step=5))
+    trainer = SimpleNamespace(lr_scheduler=None, control=SimpleNamespace())
     with pytest.raises(RuntimeError, match="max_skipped_steps=2"), again.end_of_step(trainer):
         pass
     assert vars(trainer.control) == {"should_log": True, "should_save": True}
@@ -132,7 +132,7 @@ def test_micro_batches_of_all_rollouts_of_the_skipped_step_are_kept(
 
 def test_too_many_in_a_row_end_the_run_with_a_checkpoint_to_resume(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path, inject=poison(1, 3, 4), max_steps=8, max_skipped_steps=2)
-    with pytest.raises(RuntimeError, match=r"max_skipped_steps=2 is reached.*The checkpoint of step 5 "):
+    with pytest.raises(RuntimeError, match=r"max_skipped_steps=2 is reached.*The last complete .*checkpoint-5"):
         trainer.train()
     folder = tmp_path / "checkpoint-5"
     assert checkpoint.fault(folder) is None
@@ -140,6 +140,9 @@ def test_too_many_in_a_row_end_the_run_with_a_checkpoint_to_resume(tiny_model, t
     again = make_trainer(tiny_model, tmp_path, max_steps=7, max_skipped_steps=2)
     again.train(resume_from_checkpoint="last")
     assert [entry["opo/skipped_steps"] for entry in logged(again)] == [0, 1, 1, 2, 3, 3, 3]
+    again = make_trainer(tiny_model, tmp_path, inject=poison(0), max_steps=7, max_skipped_steps=2)
+    again.train(resume_from_checkpoint=str(folder))  # one more, not the last one allowed
+    assert [entry["opo/skipped_steps"] for entry in logged(again)][-2:] == [4, 4]
 
 
 def load_file_like(state: dict, folder) -> dict:
