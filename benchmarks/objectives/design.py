@@ -34,12 +34,14 @@ class Entry:
         own (`str`): its own field, of the configuration or the objective; several names for equal ones.
         values (`tuple[float, float]`): that are tried.
         options (`Mapping[str, Any]`): other fields of the configuration.
+        loss (`str`): of a completion, for the page.
     """
 
     objective: type[Objective]
     own: str = ""
     values: tuple[float, ...] = (0.0,)
     options: Mapping[str, Any] = field(default_factory=dict)
+    loss: str = ""
 
     @property
     def settings(self) -> list[Setting]:
@@ -59,20 +61,33 @@ class LogNormalizedReward(neighbours.LogNormalized, CELLS["reward-one-log"]):  #
 
 
 _MEAN = {"log_ratio_reduction": "mean"}
+_CLIPPED = "−min(ρA, clip(ρ)A) of each token"
 ENTRIES = {
     **{name: _cell(name) for name in CELLS},
-    "GRPO": Entry(published.GRPO, "low high", (0.2, 0.4), _MEAN),
+    "GRPO": Entry(published.GRPO, "low high", (0.2, 0.4), _MEAN, f"{_CLIPPED} (arXiv 2402.03300)"),
 }
 # Published objectives of the table, which no comparison confirms; GSPO is a cell.
 LITERATURE = {
-    "DAPO": Entry(published.GRPO, "high", (0.28, 0.5)),  # the sum over tokens, and a higher upper bound
-    "CISPO": Entry(published.CISPO, "high", (2.0, 4.0)),
-    "SAPO": Entry(published.SAPO, "negative", (1.05, 2.0), _MEAN),
-    "AReaL": Entry(published.AReaL, "low high", (0.2, 0.4), _MEAN),
-    "TOPR": Entry(published.TOPR),
-    "M2PO": Entry(neighbours.M2PO, "threshold", (0.04, 0.01), _MEAN),
-    "Kimi k1.5": Entry(CELLS["reward-one-log"], "mu", (0.3, 0.1)),
-    "OAPL": Entry(LogNormalizedReward, "mu", (0.3, 0.1)),
+    "Dr. GRPO": Entry(published.DrGRPO, "low high", (0.2, 0.4), {}, "GRPO's, with A = r − r̄, summed (2503.20783)"),
+    "DAPO": Entry(published.GRPO, "high", (0.28, 0.5), {}, "GRPO's, summed (2503.14476)"),
+    "CISPO": Entry(published.CISPO, "high", (2.0, 4.0), {}, "−min(ρ, 1 + ε)·A·log π of each token (2506.13585)"),
+    "SAPO": Entry(published.SAPO, "negative", (1.05, 2.0), _MEAN, "−4/τ·σ(τ(ρ − 1))·A of each token (2511.20347)"),
+    "VESPO": Entry(published.VESPO, loss="−t^k·exp(λ(1 − t))·A·log π (2602.10693)"),
+    "AReaL": Entry(published.AReaL, "low high", (0.2, 0.4), _MEAN, "min(ρ, 2) times GRPO's (2505.24298)"),
+    "SPO": Entry(
+        published.SPO, "epsilon", (0.2, 0.4), _MEAN, "−ρA + \\|A\\|/(2ε)·(ρ − 1)² of each token (2401.16025)"
+    ),
+    "DRPO": Entry(
+        published.DRPO,
+        "epsilon",
+        (0.2, 0.4),
+        _MEAN,
+        "−ρA + \\|A\\|/(2ε)·(π − π_k)²/π_k of each token (2606.09821)",
+    ),
+    "TOPR": Entry(published.TOPR, loss="−A·log π, times min(t, 1) where A < 0 (2503.14286)"),
+    "M2PO": Entry(neighbours.M2PO, "threshold", (0.04, 0.01), _MEAN, "−ρA of tokens with small (log ρ)² (2510.01161)"),
+    "Kimi k1.5": Entry(CELLS["reward-one-log"], "mu", (0.3, 0.1), {}, "−(r − r̄)·Δ + μ/2·Δ² (2501.12599)"),
+    "OAPL": Entry(LogNormalizedReward, "mu", (0.3, 0.1), {}, "μ/2·(Δ − r/μ + log mean exp(r/μ))² (2602.19362)"),
 }
 ENTRIES |= LITERATURE
 

@@ -1,21 +1,29 @@
 r"""
 Published losses that are no regression, as objectives for both trainers. A ≥ 0 stands for a right completion.
 
-| method | loss of a completion; ρ is π/π_behaviour of a token, s its geometric mean | reduction |
+| method | loss of a completion; ρ is π/π_behaviour of a token, s its geometric mean, t its product | reduction |
 |---|---|---|
-| GRPO (arXiv 2402.03300) | −min(ρA, clip(ρ)A) of each token; DAPO's and Dr. GRPO's under `sum` | `mean` |
+| GRPO (arXiv 2402.03300) | −min(ρA, clip(ρ)A) of each token; DAPO's under `sum` | `mean` |
+| Dr. GRPO (2503.20783) | the same, where A is r − r̄, not divided by the group's deviation | `sum` |
 | GSPO (2507.18071) | −min(sA, clip(s)A) | `mean` |
 | CISPO (2506.13585) | −min(ρ, 1 + ε)·A·log π of each token, the ratio without gradient | `sum` |
 | SAPO (2511.20347) | −4/τ·σ(τ(ρ − 1))·A of each token, τ larger where A is negative | `mean` |
+| VESPO (2602.10693) | −t^k·exp(λ(1 − t))·A·log π, the weight without gradient, k and λ by the sign of A | `sum` |
 | AReaL (2505.24298) | GRPO's to the policy that takes completions up, times min(ρ, 2) | `mean` |
-| TOPR (2503.14286) | −w·A·log π; w is 1 where A ≥ 0, and min(π/π_behaviour, 1) elsewhere | `sum` |
+| SPO (2401.16025) | −ρA + |A|/(2ε)·(ρ − 1)² of each token | `mean` |
+| DRPO (2606.09821) | −ρA + |A|/(2δ)·(π − π_behaviour)²/π_behaviour of each token | `mean` |
+| TOPR (2503.14286) | −w·A·log π; w is 1 where A ≥ 0, and min(t, 1) elsewhere | `sum` |
 
-The reduction is `log_ratio_reduction`. A test compares the first four with TRL's.
+The reduction is `log_ratio_reduction`. A test compares GRPO, GSPO, CISPO, SAPO and VESPO with TRL's. The gradient of
+DRPO's loss is `−ρ(1 − sign(A)·(π − π_behaviour)/δ)·A·∇log π`: the weights that its paper describes.
 """
+
+import math
+from dataclasses import replace
 
 import torch
 
-from opo_trl.objective import MAX_WEIGHT, SEQUENCE_CLAMP, Objective
+from opo_trl.objective import MAX_WEIGHT, SEQUENCE_CLAMP, Objective, project
 
 
 class GRPO(Objective):
@@ -30,6 +38,14 @@ class GRPO(Objective):
     def clipped(self, ratio, advantage):
         """Loss of each ratio."""
         return -torch.min(ratio * advantage, ratio.clamp(1 - self.low, 1 + self.high) * advantage)
+
+
+class DrGRPO(GRPO):
+    """GRPO with the advantages of Dr. GRPO."""
+
+    def targets(self, groups):
+        advantages, _ = project(groups.rewards, **groups.rows)
+        return super().targets(replace(groups, advantages=advantages))
 
 
 class GSPO(GRPO):
@@ -66,6 +82,41 @@ class AReaL(GRPO):
 
     def clipped(self, ratio, advantage):
         return ratio.detach().clamp(max=MAX_WEIGHT) * super().clipped(ratio / ratio.detach(), advantage)
+
+
+class VESPO(Objective):
+    """VESPO's gamma weight of completions."""
+
+    positive, negative = (2.0, 3.0), (3.0, 2.0)  # k and λ
+
+    def terms(self, log_ratio, weights, samples):
+        is_right, pairs = samples.target >= 0, zip(self.positive, self.negative, strict=True)
+        k, decay = (torch.where(is_right, *pair) for pair in pairs)
+        moved = samples.moved.clamp(math.log(1e-8), SEQUENCE_CLAMP)
+        gamma = (decay + k * moved - decay * moved.exp()).exp()
+        return -weights * gamma * samples.target * log_ratio, torch.zeros_like(weights)
+
+
+class SPO(Objective):
+    """SPO's quadratic penalty on the ratio of tokens."""
+
+    epsilon = 0.2
+
+    def terms(self, log_ratio, weights, samples):
+        ratio, advantage = samples.log_ratios.exp(), samples.spread(samples.target)
+        penalty = advantage.abs() / (2 * self.epsilon) * self.size(samples) * (ratio - 1).square()
+        return tuple(weights * self.reduce(samples.sum(x), samples) for x in (-ratio * advantage, penalty))
+
+    def size(self, samples):
+        """Factor of each token's penalty."""
+        return 1.0
+
+
+class DRPO(SPO):
+    """DRPO's quadratic penalty on the probability of tokens; `epsilon` is its δ."""
+
+    def size(self, samples):
+        return samples.anchor_logps.exp()
 
 
 class TOPR(Objective):

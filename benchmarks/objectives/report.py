@@ -9,12 +9,13 @@ from scipy import stats
 
 from opo_trl.report.intervals import Estimate, estimate
 
-from ..pages import table
+from ..pages import fill, table
 from . import design
-from .design import ENTRIES, REPORTED, RIVALS, SEEDS, TODAY, Results
+from .design import ENTRIES, LITERATURE, REPORTED, RIVALS, SEEDS, TODAY, Results
 from .training import REGIMES, Run
 
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 NEAR = 3.0  # points within which a form is level
 ADMISSIBLE = 1.0  # points that a simpler form may lose in any regime
 
@@ -139,8 +140,54 @@ def admissible(name: str, found: Results) -> bool:
     return all(mean >= -ADMISSIBLE and not (mean < 0 and (name, regime) in kept) for regime, mean in means.items())
 
 
-def write_report(found: Results, folder: Path) -> None:
-    """Write `objectives.md` and `objectives.png`."""
+def table_of_losses() -> str:
+    """Name, loss and class of every objective of the table."""
+    forms = [name for name in REPORTED if name not in ("GRPO", design.GSPO)]
+    rows = [[f"`{name}`", _loss_of_form(name), "[grid](../benchmarks/objectives/grid.py)"] for name in forms]
+    for name in ("GRPO", design.GSPO, *LITERATURE):
+        module = ENTRIES[name].objective.__module__.rpartition(".")[2]
+        loss = ENTRIES[name].loss or "−min(sA, clip(s)A) (2507.18071)"
+        rows.append([_title(name), loss, f"[{module}](../benchmarks/objectives/{module}.py)"])
+    return table(("", "loss of a completion", "code"), rows).replace("---:", "---")
+
+
+def _title(name: str) -> str:
+    if name in (*LITERATURE, "GRPO"):
+        return name
+    return {design.GSPO: "GSPO", TODAY: f"OPO: `{TODAY}`"}.get(name, f"`{name}`")
+
+
+def _loss_of_form(name: str) -> str:
+    push, weight, pull_back = name.split("-")
+    g = {"reward": "(r − r̄)", "advantage": "A", "escort": "(ω − 1)"}[push]
+    w = {"one": "", "bounded": "min(t, 2)·", "tapered": "w·"}[weight]
+    back = {"none": "", "log": " + μ/2·Δ²", "chi2": " + μ·(min(t, 2) − 1)·Δ"}[pull_back]
+    return f"{w}[−{g}·Δ{back}]" if back else f"−{w}{g}·Δ"
+
+
+def table_of_results(found: Results) -> str:
+    """What the objectives of the table reach, regime by regime, the best first."""
+    text = []
+    for regime in design.TABLE:
+        names = [name for name in (*REPORTED, *LITERATURE) if is_complete(name, regime, found)]
+        rows = []
+        for name in sorted(names, key=lambda name: -np.mean(values(name, regime, found, "sampled"))):
+            seconds = np.mean([found[run]["seconds"] for run in reported(name, regime, found).values()])
+            measured = [shown(values(name, regime, found, measure)) for measure in ("sampled", "greedy")]
+            rows.append([_title(name), *measured, f"{seconds:.0f}"])
+        missing = len(REPORTED) + len(LITERATURE) - len(names)
+        heading = f"### `{regime}`\n\n{REGIMES[regime].described}"
+        text.append(heading + (f"; {missing} objectives are still to be run." if missing else "."))
+        if rows:
+            text.append(table(("", "sampled", "greedy", "processor seconds"), rows))
+    return "\n\n".join(text)
+
+
+def write_report(found: Results, folder: Path, docs: Path = DOCS) -> None:
+    """Write `objectives.md` and `objectives.png`; fill `docs/objectives.md`, and draw its map."""
+    page = docs / "objectives.md"
+    page.write_text(fill(page.read_text(), {"objectives": table_of_losses(), "results": table_of_results(found)}))
+    draw_map(found, docs / "figures" / "map.png")
     kept = remaining(found)
     seeds = f"{SEEDS[0]} to {SEEDS[-1]}"
     lines = [
@@ -178,3 +225,48 @@ def _draw(found: Results, file: Path) -> None:
     figure.tight_layout()
     figure.savefig(file, dpi=120)
     plt.close(figure)
+
+
+def best_other(regime: str, found: Results) -> str | None:
+    """The published method that ends best in a regime, among those that have been run; `None` before."""
+    names = [n for n in (design.GSPO, "GRPO", *LITERATURE) if is_complete(n, regime, found)]
+    return max(names, key=lambda name: np.mean(values(name, regime, found, "sampled")), default=None)
+
+
+def draw_map(found: Results, file: Path) -> None:
+    """Today's form less the best published method, by age of completions and passes over them."""
+    plt.switch_backend("Agg")
+    ages = ["fresh", "16 versions", "64 versions", "replay"]
+    passes = sorted({regime.passes for regime in REGIMES.values()})
+    figure, axis = plt.subplots(figsize=(7.2, 4.2))
+    for name, regime in REGIMES.items():
+        other = best_other(name, found)
+        if other is None or not is_complete(TODAY, name, found):
+            continue
+        gains = {m: [-d for d in differences(other, name, found, m)] for m in ("sampled", "greedy")}
+        verdict, color = _verdict(estimate(gains["sampled"]))
+        place = passes.index(regime.passes), ages.index("replay" if regime.replay else _age(regime.lag))
+        axis.add_patch(plt.Rectangle((place[0] - 0.48, place[1] - 0.46), 0.96, 0.92, color=color, linewidth=0))
+        lines = [f"{verdict} ({_title(other)})", *(f"{m} {shown(gains[m], signed=True)}" for m in gains)]
+        axis.text(*place, "\n".join(lines), ha="center", va="center", fontsize=9)
+    axis.set(xlim=(-0.5, len(passes) - 0.5), ylim=(-0.5, len(ages) - 0.5), xlabel="passes over a completion")
+    axis.set_xticks(range(len(passes)), passes)
+    axis.set_yticks(range(len(ages)), ages)
+    axis.set_ylabel("age of completions")
+    axis.set_title("OPO less the best other tuned method (its name), points, 95 %", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def _age(lag: int) -> str:
+    return f"{lag} versions" if lag else "fresh"
+
+
+def _verdict(gain: Estimate) -> tuple[str, str]:
+    low, high = gain.interval
+    if low > 0:
+        return "ahead", "#bfe3c8"
+    if high < 0:
+        return "behind", "#f3c5bf"
+    return ("level", "#e6e6e6") if max(-low, high) <= NEAR else ("undecided", "#f6edc5")

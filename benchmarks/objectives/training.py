@@ -42,6 +42,17 @@ class Regime:
     passes: int = 1
     replay: int = 0
 
+    @property
+    def described(self) -> str:
+        """In words, for a page."""
+        passes = {1: "once", 2: "in two optimizer steps", 4: "in four passes"}[self.passes]
+        age = "by the current policy" if not self.lag else f"by the policy {self.lag} versions ago"
+        if self.replay:
+            age = f"by the current policy, and in all passes but the first from up to {self.replay} earlier rollouts"
+        elif self.lag >= self.rollouts:
+            age = "all by the base model"
+        return f"{self.rollouts * BATCH:,} completions {age}, trained on {passes}"
+
 
 REGIMES = {
     "lag64": Regime(60, lag=64),

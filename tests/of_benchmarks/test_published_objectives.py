@@ -24,13 +24,15 @@ FIELDS = {
     },
     "CISPO": {"loss_type": "cispo", "epsilon_high": 5.0},
     "SAPO": {"loss_type": "sapo"},
+    "VESPO": {"loss_type": "vespo"},
+    "DrGRPO": {"loss_type": "dapo", "scale_rewards": "none"},
 }
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_gradients_are_those_of_trl(tiny_model, tmp_path, name):
     kind = type(name, (Recording, OPOTrainer), {"objective_class": getattr(published, name)})
-    reduction = "sum" if name == "CISPO" else "mean"
+    reduction = "sum" if name in ("CISPO", "VESPO", "DrGRPO") else "mean"
     own = trained(
         tiny_model, tmp_path / "own", script=Script(), trainer_class=kind, log_ratio_reduction=reduction, **PASSES
     )
@@ -42,7 +44,7 @@ def test_gradients_are_those_of_trl(tiny_model, tmp_path, name):
     for one, other, size in zip(own.steps, trl.steps, norms, strict=True):
         assert distance(one.gradient, other.gradient) <= EXACT * size
     clipped = [entry.get("clip_ratio/region_mean") for entry in trl.state.log_history if "grad_norm" in entry]
-    assert max(share or 0 for share in clipped) > 0 or name in ("CISPO", "SAPO")
+    assert max(share or 0 for share in clipped) > 0 or name in ("CISPO", "SAPO", "VESPO")
     entries = [entry for entry in own.state.log_history if "grad_norm" in entry]
     assert "χ²" not in own.plan
     assert not any("opo/target_fit" in entry or "opo/escort/ess" in entry for entry in entries)
@@ -72,6 +74,8 @@ def test_force_on_the_log_ratio_is_that_of_the_formula(moved, target):
         neighbours.Decoupled: bounded * 0.3 * target,
         published.TOPR: target * (1.0 if target >= 0 else min(ratio, 1.0)),
         published.AReaL: min(token, 2.0) * target,
+        published.SPO: token * (target - abs(target) * (token - 1) / 0.2),
+        published.DRPO: token * (target - abs(target) * (token - 1) / 0.2),  # π_behaviour is 1
     }
     for kind, expected in forces.items():
         assert force(kind, moved=moved, target=target) == pytest.approx(expected, abs=1e-12), kind
