@@ -1,5 +1,5 @@
 """
-The methods that `opo-trl` trains with or reports on, one line each.
+The methods that `opo-trl` trains with or reports on, a line for each.
 
 To add a method, write its [`Objective`], or its trainer and configuration, and add a line to [`METHODS`]. Recipes then
 accept `trainer: its_name` with the fields of its configuration, and reports use its label and colour. A script

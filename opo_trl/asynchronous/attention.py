@@ -1,5 +1,5 @@
 """
-Attention in asynchronous training: TRL's kernel, what it and the rest of TRL's trainer need, and one in PyTorch.
+Attention in asynchronous training: TRL's kernel, the checks of what it needs, and PyTorch's attention in its place.
 
 TRL packs a micro-batch as a prefix tree, and attends along its paths with FlashAttention 3, which the package
 `kernels` takes from the Hub at the first step. That kernel is made for Hopper GPUs, and takes 16-bit numbers only.

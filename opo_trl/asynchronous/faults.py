@@ -1,9 +1,8 @@
 """
 A server, worker process or reward that fails or hangs ends the run, in bounded time and with a message.
 
-TRL retries requests to a server that is gone for minutes, notices that the worker's process has died when its last
-heartbeat is `heartbeat_stale_after_s` old, waits for a reward as long as it takes, and then hangs where it tells a
-process that is gone to stop.
+TRL alone retries requests to a dead server for minutes, notices a dead worker process only when its last heartbeat is
+`heartbeat_stale_after_s` old, waits for a reward without limit, and then hangs when it tells a dead process to stop.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 Checkpoints of asynchronous training: which prompts have been trained, and whether a kill cut the checkpoint short.
 
 A group's id is the place of its prompt in the stream of the dataset's epochs. TRL saves the first place that has not
-been collated. That is wrong in both directions: a micro-batch is collated before it is trained, so that a resumed run
-skips its prompts; and groups are finished out of order, or never, so that it trains those behind a gap again.
+been collated. A resumed run then skips prompts, because a micro-batch is collated before it is trained. It also trains
+prompts again, because groups are finished out of order, or never.
 """
 
 import itertools

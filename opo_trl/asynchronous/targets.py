@@ -1,8 +1,8 @@
 r"""
-Targets of a group, made where it is complete: when it is scored, in the process of the rollout worker.
+Targets of a group, computed when it is scored, in the process of the rollout worker.
 
-Later is too late. TRL fills micro-batches with single samples, so that most groups are split over several, and drops
-samples that have become stale; the target of a sample is what it was in its group.
+Only there is the group complete. TRL later fills micro-batches with single samples, so most groups are split over
+several, and drops samples that have become too old.
 """
 
 import math

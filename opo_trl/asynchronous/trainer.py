@@ -1,13 +1,13 @@
 """
 `AsyncOPOTrainer`: TRL's experimental `AsyncGRPOTrainer` with the objective of Orthogonalized Policy Optimization.
 
-A server generates while the trainer trains, so that completions are some versions of the policy old. TRL owns the
+A server generates while the trainer trains, so completions come from a policy that is some versions old. TRL owns the
 server, the rollout worker, the synchronization of weights, packing and checkpoints. This module adds:
 
 1. `OPORolloutLoop` (`targets`) scores each group in the worker's process, and gives its samples their targets.
-2. `_collate` takes what the loss needs of a sample along to the process that trains on it.
-3. `compute_loss` sums the objective's losses. The loss is a plain sum over rows, divided by a
-   number of the optimizer step: it does not depend on how they are split into rows, micro-batches and processes.
+2. `_collate` adds to a micro-batch what the loss needs of each sample.
+3. `compute_loss` sums the objective's losses. The loss is a plain sum over samples, divided by a number of the
+   optimizer step: it does not depend on how they are split into micro-batches and processes.
 4. `_log_step` gathers the step's samples from all processes, once, and logs them under `opo/`.
 """
 

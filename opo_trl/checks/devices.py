@@ -1,4 +1,4 @@
-"""Which device a process trains on: one of its own."""
+"""The device that a process trains on, which no other process uses."""
 
 import os
 from contextlib import suppress

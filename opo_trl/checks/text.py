@@ -1,4 +1,4 @@
-"""Text of others, as messages, tables and pages show it."""
+"""Untrusted text, made safe to show in messages, tables and pages."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Contexts that name the field whose library, or whose own code, has raised an error."""
+"""Contexts that name the field behind an error, which a library or the user's own code has raised."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

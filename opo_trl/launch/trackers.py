@@ -1,4 +1,4 @@
-"""Trackers that need a login or a server: they begin before anything is written, so that a failure costs nothing."""
+"""Trackers that need a login or a server: they start before anything is written, so a failure costs nothing."""
 
 import os
 from collections.abc import Sequence

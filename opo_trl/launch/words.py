@@ -1,8 +1,8 @@
 """
-A command line as words, and what can be told of it without importing PyTorch.
+A command line as words, and the checks of it that do not import PyTorch.
 
-TRL takes seconds to import, a training process as long again. A mistake that needs neither to be seen is reported at
-once, by [`check_at_once`]; everything else by `launch.recipe` and `train`, which know the fields.
+TRL takes seconds to import, and a training process as long again. A mistake that can be found without either is
+reported at once, by [`check_at_once`]; everything else by `launch.recipe` and `train`, which know the fields.
 """
 
 import argparse

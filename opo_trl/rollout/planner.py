@@ -1,5 +1,5 @@
 """
-`Planner`: the samples of an optimizer step pass through the model in the parts that cost the least.
+`Planner`: divides the samples of an optimizer step into the micro-batches that cost the least.
 
 `planning` decides how to cut; this object ensures that all processes cut alike. None of this changes a gradient,
 provided that the loss is a sum over samples, divided by their number in the optimizer step.

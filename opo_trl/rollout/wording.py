@@ -1,4 +1,4 @@
-"""What TRL and Transformers write about a run, without what is not so."""
+"""Corrections of what TRL and Transformers write about a run."""
 
 from collections.abc import Mapping
 from pathlib import Path

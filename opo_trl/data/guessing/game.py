@@ -2,8 +2,8 @@ r"""
 Guessing a number: an environment of TRL's `environment_factory`, which needs several turns.
 
 The model knows a range, such as 23 to 36, and has a tool, `guess`, which says whether the number is higher or lower,
-and what is left. Who halves what is left always finds it: "Level 4" has four guesses and 8 to 15 numbers, "Level 5"
-five and 16 to 31. All numbers are from 10 to 49.
+and what is left. A player that halves the range always finds it: "Level 4" has four guesses and 8 to 15 numbers,
+"Level 5" five and 16 to 31. All numbers are from 10 to 49.
 
 The rows have the four columns of the MATH dataset (`problem`, `level`, `type`, `solution`), so that a recipe's levels,
 validation and report work as for any other task. To print a few:
