@@ -134,7 +134,7 @@ class RolloutConfig(Masked, GRPOConfig):
         if self.ignore_data_skip:
             raise ValueError(
                 "ignore_data_skip=True is not allowed: Transformers then resumes without the random states of the "
-                "checkpoint, with which its rollout and its counts are restored. Remove it: no data is read to skip it."
+                "checkpoint, and with them without its rollout and counts. Remove it: skipping reads no data here."
             )
         for name, value in (("scale_rewards", "batch"), ("multi_objective_aggregation", "normalize_then_sum")):
             if rounds > 1 and getattr(self, name) == value:

@@ -35,7 +35,7 @@ from .config import OPOConfig
 from .metrics.opo import rollout_metrics
 from .metrics.step import SampleReport, count_low_ess, metrics_of_samples
 from .objective import OPO, Groups, Objective, Samples, token_mean
-from .rollout import packing
+from .rollout import packing, shared_prompts
 from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
 from .rollout.rows import completion_tokens, gather_samples, high_values, own_samples
@@ -198,6 +198,9 @@ class OPOTrainer(RolloutTrainer):
 
     def _token_logps(self, model, inputs: Mapping[str, Any], **options):
         """Per-token log-probabilities, entropies and auxiliary loss, through TRL's fused language-model head."""
+        if "opo_source" in inputs:
+            placed = {name: inputs[name] for name in ("opo_source", "opo_segment")}
+            model = shared_prompts.SharedPrompts(model, **placed)
         return self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
@@ -281,7 +284,15 @@ class OPOTrainer(RolloutTrainer):
     def _planner(self) -> Planner:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
         sharded = zero_stage >= 2 or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
-        return Planner(self.args, self.accelerator, multiple=self.pad_to_multiple_of, communicates=sharded)
+        model = self.accelerator.unwrap_model(self.model)
+        shares = not (self.args.padding_free or self.aux_loss_enabled) and shared_prompts.is_possible(model)
+        return Planner(
+            self.args,
+            self.accelerator,
+            multiple=self.pad_to_multiple_of,
+            communicates=sharded,
+            shares=model.config.hidden_size if shares else None,
+        )
 
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
         """One entry per micro-step: the parts that pass through the model, one after the other."""

@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # With such small models a second thread costs more than it gains, and far more on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 from tiny import save_tiny_model
@@ -19,6 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opo_trl.data.models import EMBEDDED_MODELS
 
+
+# A time limit of an example would fail on a busy machine.
+hypothesis.settings.register_profile("without limit", deadline=None)
+hypothesis.settings.load_profile("without limit")
 
 # Slow files, the slowest first, so that no core is idle at the end.
 FIRST = (

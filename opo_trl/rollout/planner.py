@@ -18,7 +18,18 @@ from transformers.distributed.fsdp import is_fsdp_managed_module
 
 from ..config import OPOConfig
 from ..trl_contract import MULTIMODAL_KEYS
-from .planning import FEWEST_PASSES, PASS_TOKENS, Rows, best_number, columns, partition, parts_of_rows, row_lengths
+from . import shared_prompts
+from .planning import (
+    FEWEST_PASSES,
+    PASS_TOKENS,
+    Prompts,
+    Rows,
+    best_number,
+    columns,
+    partition,
+    parts_of_rows,
+    row_lengths,
+)
 from .rows import exchange_rows, layout, micro_batches, resize, take_rows, to_device
 
 
@@ -34,13 +45,23 @@ class Planner:
         accelerator (`Accelerator`): of the trainer.
         multiple (`int`, *optional*): of which the columns of prompts and of completions are multiples.
         communicates (`bool`): whether processes communicate in every pass, as under ZeRO-2, ZeRO-3 and FSDP.
+        shares (`int`, *optional*): hidden size of a model that can compute a prompt once for all its completions.
     """
 
-    def __init__(self, args: OPOConfig, accelerator: Accelerator, *, multiple: int | None, communicates: bool):
+    def __init__(
+        self,
+        args: OPOConfig,
+        accelerator: Accelerator,
+        *,
+        multiple: int | None,
+        communicates: bool,
+        shares: int | None = None,
+    ):
         self.args = args
         self.accelerator = accelerator
         self.multiple = multiple
         self.communicates = communicates
+        self.shares = shares
 
     def parts(self, steps: Sequence[Rows], skippable: Iterable[Tensor]) -> Iterator[list[Rows]]:
         """
@@ -86,21 +107,22 @@ class Planner:
 
     def _read_samples(self, steps: Sequence[Rows], skippable: Iterable[Tensor]) -> np.ndarray:
         """
-        What planning needs to know of the samples of all processes, `[processes, steps, samples, 6]`, by one gather
+        What planning needs to know of the samples of all processes, `[processes, steps, samples, 7]`, by one gather
         and one copy to the host: lengths of prompt and completion, whether the sample can be skipped; of its process
-        the columns of prompts and of completions, and the layout of its entries.
+        the columns of prompts and of completions, and the layout of its entries; a number for its prompt.
         """
         device = self.accelerator.device
         of_process = [[*(rows[f"{name}_mask"].size(1) for name in _TEXTS), layout(rows)] for rows in steps]
         tables = []
         for rows, skips, own in zip(steps, skippable, to_device(torch.tensor(of_process), device), strict=True):
             lengths = row_lengths(rows)
-            tables.append(torch.cat([lengths, skips.to(device)[:, None], own.expand(len(lengths), -1)], dim=1))
+            columns = [lengths, skips.to(device)[:, None], own.expand(len(lengths), -1)]
+            tables.append(torch.cat([*columns, shared_prompts.hashes(rows).to(device)[:, None]], dim=1))
         return self._of_all_processes(torch.stack(tables))
 
     def _parts(self, rows: Rows, read: np.ndarray) -> list[Rows]:
         """The samples of an optimizer step, less the skippable ones; `read` is this step's of `_read_samples`."""
-        lengths, skippable, layouts = read[..., :2], read[..., 2].astype(bool), read[:, 0, 5]
+        lengths, skippable, layouts, prompts = read[..., :2], read[..., 2].astype(bool), read[:, 0, 5], read[..., 6]
         limits = self._limits(self.args.per_device_train_batch_size)
         process = self.accelerator.process_index
         if len(layouts) > 1 and layouts[0] >= 0 and (layouts == layouts[0]).all():
@@ -110,15 +132,20 @@ class Planner:
             assigned = partition(lengths, skippable, len(layouts))
             widths = columns(lengths, read[..., 3:5].max(axis=(0, 1)), self.multiple)
             rows = exchange_rows(resize(rows, **widths), assigned[process], self.accelerator)
-            lengths, skippable = lengths[assigned], skippable[assigned]
+            lengths, skippable, prompts = lengths[assigned], skippable[assigned], prompts.reshape(-1)[assigned]
         # Every process makes as many parts as the one that needs the most: ZeRO and FSDP communicate in every pass,
         # and a process with fewer passes than the others would leave them waiting forever.
-        needed = zip(lengths, skippable, strict=True)
-        n_parts = max(best_number(each[~skipped], **limits) for each, skipped in needed)
-        lengths, skippable = lengths[process], skippable[process]
+        of_processes = [
+            (own, skips, None if self.shares is None or layouts[0] < 0 else Prompts(of_sample, self.shares))
+            for own, skips, of_sample in zip(lengths, skippable, prompts, strict=True)
+        ]
+        n_parts = max(
+            best_number(own[~skips], shared and shared.take(~skips), **limits) for own, skips, shared in of_processes
+        )
+        lengths, skippable, shared = of_processes[process]
         # No part may be empty: a process with fewer samples than parts computes some that it could have skipped.
         kept, skipped = np.split(np.argsort(skippable, kind="stable"), [max((~skippable).sum(), n_parts)])
-        parts = parts_of_rows(rows, lengths, kept, n_parts, multiple=self.multiple, **limits)
+        parts = parts_of_rows(rows, lengths, kept, n_parts, prompts=shared, multiple=self.multiple, **limits)
         parts[-1]["opo_skipped"] = take_rows({"valid": rows["opo_valid"]}, skipped)["valid"]  # in the step's metrics
         return parts
 

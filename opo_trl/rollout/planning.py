@@ -11,13 +11,15 @@ import heapq
 import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from .rows import resize, take_rows
+from .rows import resize, take_rows, to_device
+from .shared_prompts import arrange
 
 
 Rows = dict[str, Any]
@@ -30,6 +32,9 @@ PASS_TOKENS = 256
 # the network: from hundreds of tokens within a node to many thousands between nodes. It is unknown here, so this
 # exceeds the cost of any padding: there are never more passes than without a plan.
 FEWEST_PASSES = 1e12
+
+# Share of the cost below which prompts are computed once: what else it takes, such as moving tokens, is not counted.
+WORTH_SHARING = 0.9
 
 # Entries of models with images that have a column per token of prompt and completion together.
 _WHOLE_WIDTH = {"token_type_ids", "mm_token_type_ids"}
@@ -91,16 +96,21 @@ def cut(lengths: np.ndarray, *, max_rows: int, max_tokens: int | None, pass_toke
     Returns:
         `list[int]`: where each part but the first begins.
     """
-    padded = _padded_tokens(lengths, max_rows, max_tokens)
-    least, last = np.zeros(len(lengths) + 1), np.zeros(len(lengths) + 1, dtype=int)  # of the first i samples
-    for end in range(1, len(lengths) + 1):
+    return _cheapest(_padded_tokens(lengths, max_rows, max_tokens), pass_tokens)[0]
+
+
+def _cheapest(costs_of_parts: np.ndarray, pass_tokens: float) -> tuple[list[int], float]:
+    """Bounds of the cheapest cut, and its cost, by the cost of the part of each size that begins at each sample."""
+    max_rows, n_rows = costs_of_parts.shape
+    least, last = np.zeros(n_rows + 1), np.zeros(n_rows + 1, dtype=int)  # of the first i samples
+    for end in range(1, n_rows + 1):
         sizes = np.arange(1, min(max_rows, end) + 1)
-        costs = least[end - sizes] + padded[sizes - 1, end - sizes] + pass_tokens
+        costs = least[end - sizes] + costs_of_parts[sizes - 1, end - sizes] + pass_tokens
         last[end], least[end] = sizes[costs.argmin()], costs.min()
-    bounds = [len(lengths)]
+    bounds = [n_rows]
     while bounds[-1] > 0:
         bounds.append(bounds[-1] - int(last[bounds[-1]]))
-    return bounds[-2:0:-1]
+    return bounds[-2:0:-1], least[-1]
 
 
 def split_further(lengths: np.ndarray, bounds: list[int], n_parts: int) -> list[int]:
@@ -168,9 +178,77 @@ def partition(lengths: np.ndarray, zero_gradient: np.ndarray, n_processes: int) 
     return np.array(members)
 
 
-def best_number(lengths: np.ndarray, **limits: Any) -> int:
-    """Number of parts, at least one, that [`cut`] makes of samples of these lengths `[B, 2]` within its limits."""
-    return len(cut(lengths[longest_first(lengths)], **limits)) + 1
+@dataclass(frozen=True)
+class Prompts:
+    """
+    Prompts of samples, where a model can compute them once.
+
+    Args:
+        of_sample (`np.ndarray`): the prompt of each, as any number, `[B]`.
+        hidden_size (`int`): of the model. Attention to six times as many tokens costs as much as the rest of a layer,
+            and with shared prompts it is computed between all completions of a prompt, and masked.
+    """
+
+    of_sample: np.ndarray
+    hidden_size: int
+
+    def take(self, samples: np.ndarray) -> "Prompts":
+        """The prompts of some samples."""
+        return Prompts(self.of_sample[samples], self.hidden_size)
+
+    def cost(self, tokens: np.ndarray, width: np.ndarray) -> np.ndarray:
+        """Cost of some tokens in rows of this width, in tokens without attention."""
+        return tokens * (1 + width / (6 * self.hidden_size))
+
+    def order(self, lengths: np.ndarray) -> np.ndarray:
+        """Order of samples with those of a prompt together, and prompts by the tokens of all their completions."""
+        _, prompt = np.unique(self.of_sample, return_inverse=True)
+        tokens = np.bincount(prompt, lengths.sum(axis=1))[prompt]
+        return np.lexsort((prompt, -tokens))
+
+    def tokens(self, lengths: np.ndarray, max_rows: int, max_tokens: int | None) -> np.ndarray:
+        """Cost of the part of each size that begins at each sample, as [`_padded_tokens`], with a row per prompt."""
+        costs = np.full((max_rows, len(lengths)), np.inf)
+        begins = np.append(True, np.diff(self.of_sample) != 0)
+        width = widest = number = np.zeros(len(lengths), dtype=int)
+        for size in range(1, min(max_rows, len(lengths)) + 1):
+            last = slice(size - 1, None)  # the sample that such a part ends with
+            n_parts = len(lengths) - size + 1
+            new = begins[last] | (size == 1)
+            width = np.where(new, np.maximum(lengths[last, 0] - 1, 0), width[:n_parts]) + 1 + lengths[last, 1]
+            widest, number = np.maximum(widest[:n_parts], width), number[:n_parts] + new
+            fits = max_tokens is None or size == 1 or number * widest <= max_tokens
+            costs[size - 1, :n_parts] = np.where(fits, self.cost(number * widest, widest), np.inf)
+        return costs
+
+
+def best_cut(lengths: np.ndarray, prompts: Prompts | None = None, **limits: Any) -> tuple[np.ndarray, list[int], bool]:
+    """
+    The cheapest way to cut samples of these lengths `[B, 2]` within the limits of [`cut`].
+
+    Returns:
+        `tuple[np.ndarray, list[int], bool]`: the samples in order; where each part but the first begins; whether
+        parts compute a prompt once for all its completions.
+    """
+    order = longest_first(lengths)
+    bounds = cut(lengths[order], **limits)
+    if prompts is None:
+        return order, bounds, False
+    widths = [(len(part), lengths[part].max(axis=0, initial=0).sum()) for part in np.split(order, bounds)]
+    pass_tokens = limits.get("pass_tokens", PASS_TOKENS)
+    cost = sum(prompts.cost(n * width, width) + pass_tokens for n, width in widths)
+    shared = prompts.order(lengths)
+    shared_bounds, shared_cost = _cheapest(
+        prompts.take(shared).tokens(lengths[shared], limits["max_rows"], limits["max_tokens"]), pass_tokens
+    )
+    if shared_cost < WORTH_SHARING * cost:
+        return shared, shared_bounds, True
+    return order, bounds, False
+
+
+def best_number(lengths: np.ndarray, prompts: Prompts | None = None, **limits: Any) -> int:
+    """Number of parts, at least one, of [`best_cut`]."""
+    return len(best_cut(lengths, prompts, **limits)[1]) + 1
 
 
 def parts_of_rows(
@@ -179,16 +257,26 @@ def parts_of_rows(
     samples: np.ndarray,
     n_parts: int,
     *,
+    prompts: Prompts | None = None,
     multiple: int | None = None,
     **limits: Any,
 ) -> list[Rows]:
     """
     Cut some `samples` of rows, whose lengths are `[B, 2]`, into `n_parts`, or more where the limits of [`cut`] need
-    more: of similar length, trimmed.
+    more, each trimmed. Those that compute a prompt once have the entries of [`arrange`].
     """
-    order = samples[longest_first(lengths[samples])]
-    bounds = split_further(lengths[order], cut(lengths[order], **limits), n_parts)
-    return [trim(take_rows(rows, part), lengths[part], multiple) for part in np.split(order, bounds)]
+    order, bounds, shared = best_cut(lengths[samples], prompts and prompts.take(samples), **limits)
+    bounds, order = split_further(lengths[samples][order], bounds, n_parts), samples[order]
+    parts = []
+    for part in np.split(order, bounds):
+        cut_rows = trim(take_rows(rows, part), lengths[part], multiple)
+        if shared:
+            widths = {name: cut_rows[f"{name}_mask"].size(1) for name in ("prompt", "completion")}
+            placed = arrange(lengths[part], prompts.of_sample[part], **widths, multiple=multiple)
+            device = cut_rows["completion_mask"].device
+            cut_rows |= {name: to_device(table, device) for name, table in placed.items()}
+        parts.append(cut_rows)
+    return parts
 
 
 def spread(parts: list[Rows], n_steps: int) -> list[list[Rows]]:

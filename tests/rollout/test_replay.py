@@ -23,7 +23,6 @@ from helpers import (
     snapshot,
     trained,
     without_times,
-    without_times,
 )
 from transformers import TrainerCallback
 

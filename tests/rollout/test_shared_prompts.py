@@ -1,0 +1,147 @@
+"""A prompt is computed once for its completions: the same log-probabilities, entropies and gradient as in rows."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from helpers import EXACT, Script, distance, logged, norm, snapshot, trained
+from transformers import AutoModelForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+from opo_trl.rollout.planning import Prompts, best_cut, parts_of_rows, row_lengths
+from opo_trl.rollout.shared_prompts import SharedPrompts, arrange, hashes, is_possible
+
+
+# Prompts of 5, 1 and 3 tokens, and the lengths of their completions; of one, none is left.
+GROUPS = {5: (2, 4, 1), 1: (3,), 3: (4, 0, 2)}
+P, T = 6, 5
+
+
+def rows_of_groups(random: torch.Generator) -> tuple[dict, np.ndarray, np.ndarray]:
+    rows, lengths = [], []
+    for prompt, completions in GROUPS.items():
+        ids = torch.randint(3, 250, (prompt,), generator=random)
+        for completion in completions:
+            row = torch.randint(3, 250, (P + T,), generator=random)
+            row[P - prompt : P] = ids
+            rows.append(row)
+            lengths.append((prompt, completion))
+    ids, lengths = torch.stack(rows), np.array(lengths)
+    column = np.arange(P + T)
+    mask = (column >= P - lengths[:, :1]) & (column < P + lengths[:, 1:])
+    return {"input_ids": ids, "attention_mask": torch.from_numpy(mask).long()}, lengths, lengths[:, 0]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return model
+
+
+@pytest.mark.parametrize("multiple", [None, 8])
+@pytest.mark.parametrize("gaps", [False, True])
+def test_log_probabilities_entropies_and_gradient_are_those_of_rows(model, gaps, multiple):
+    random = torch.Generator().manual_seed(0)
+    rows, lengths, prompts = rows_of_groups(random)
+    if gaps:  # the first completion token after a gap, and a token of every prompt
+        rows["attention_mask"][:, P + 1] = rows["attention_mask"][:, P - 3] = 0
+    labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)
+    labels[:, :P] = -100
+    placed = arrange(lengths, prompts, prompt=P, completion=T, multiple=multiple)
+    assert placed["opo_source"].shape == (3, 16 if multiple else 14)
+    weights = torch.randn(2, len(labels), T, generator=random, dtype=torch.float64)
+    found = []
+    for kind in (model, SharedPrompts(model, **placed)):
+        model.zero_grad()
+        outputs = kind(**rows, labels=labels, fused_lm_head=True)
+        values = torch.stack([outputs[name][:, -T:] for name in ("log_probs", "entropy")])
+        (values * weights).sum().backward()
+        found.append((values.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])))
+    (values, gradient), (shared, shared_gradient) = found
+    assert torch.allclose(shared, values, atol=1e-12)
+    assert values[0].abs().max() > 1
+    assert (shared_gradient - gradient).norm() < 1e-6 * gradient.norm()
+
+
+def test_prompts_are_told_apart_by_their_tokens_and_not_by_their_padding():
+    ids = torch.tensor([[7, 0, 5, 6], [0, 0, 5, 6], [0, 9, 5, 6], [0, 0, 6, 5], [0, 5, 6, 0]])
+    mask = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]])
+    found = hashes({"prompt_ids": ids, "prompt_mask": mask}).tolist()
+    assert found[0] == found[1]
+    assert len(set(found)) == 4
+    wider = {"prompt_ids": torch.cat([ids[:, :1], ids], dim=1), "prompt_mask": torch.nn.functional.pad(mask, (1, 0))}
+    assert hashes(wider).tolist() == found
+
+
+def test_prompts_are_shared_where_that_costs_less():
+    prompts, limits = Prompts(np.repeat([3, 1], 4), hidden_size=1000), {"max_rows": 8, "max_tokens": None}
+    order, bounds, shared = best_cut(np.tile([[40, 6]], (8, 1)), prompts, **limits)
+    assert shared
+    assert bounds == []
+    assert np.diff(prompts.of_sample[order]).astype(bool).sum() == 1
+    # Attention between completions of 4,000 tokens costs more than a prompt of 400.
+    assert not best_cut(np.tile([[400, 4000]], (8, 1)), prompts, **limits)[2]
+    assert not best_cut(np.tile([[40, 6]], (8, 1)), Prompts(np.arange(8), 1000), **limits)[2]
+    # Within a budget of tokens: 39 + 4 · 7 for a prompt.
+    assert best_cut(np.tile([[40, 6]], (8, 1)), prompts, max_rows=8, max_tokens=67)[1] == [4]
+
+
+def test_parts_hold_each_sample_once_with_its_place():
+    lengths, of_sample = np.tile([[40, 6]], (6, 1)), np.array([2, 1, 2, 1, 2, 2])
+    mask = torch.ones(6, 40), torch.ones(6, 6)
+    rows = {"prompt_ids": mask[0].long(), "prompt_mask": mask[0].long(), "completion_ids": mask[1].long()}
+    rows |= {"completion_mask": mask[1].long(), "name": torch.arange(6)}
+    (part,) = parts_of_rows(
+        rows, row_lengths(rows).numpy(), np.arange(6), 1, prompts=Prompts(of_sample, 64), max_rows=6, max_tokens=None
+    )
+    assert part["name"].tolist() == [0, 2, 4, 5, 1, 3]
+    assert part["opo_source"].shape == (2, 39 + 4 * 7)
+    source = part["opo_source"]
+    assert sorted(set(source[source >= 0].tolist()) & set(range(40, 46))) == list(range(40, 46))
+    assert np.array_equal(lengths, row_lengths(part).numpy())
+
+
+RUN = {"per_device_train_batch_size": 8, "max_staleness": 1, "num_iterations": 2, "gradient_accumulation_steps": 1}
+DATA = {"train_dataset": Dataset.from_dict({"prompt": [f"{'long ' * 8}{i}" for i in range(8)]})}
+
+
+def shared_parts(trainer) -> list[bool]:
+    return ["opo_source" in part for step in trainer.steps for part in step.batches]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"beta": 0.1}, {"gradient_checkpointing": True}, {"max_staleness": 0}], ids=str
+)
+def test_training_is_the_same_as_in_rows(tiny_model, tmp_path, options):
+    run = {**RUN, "trainer_arguments": DATA, "max_steps": 4, **options}
+    rows = trained(tiny_model, tmp_path, script=Script(), plan_micro_batches=False, **run)
+    shared = trained(tiny_model, tmp_path, script=Script(), **run)
+    assert all(shared_parts(shared))
+    assert not any(shared_parts(rows))
+    end, start = snapshot(rows.model), rows.initial
+    moved = norm({name: end[name] - start[name] for name in end})
+    assert moved > 1e-3
+    assert distance(snapshot(shared.model), end) < EXACT * moved
+    largest, expected = (logged(trainer)[1]["opo/log_ratio/absmax"] for trainer in (shared, rows))
+    assert largest == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"_attn_implementation": "eager"},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"sliding_window": 4},
+    ],
+    ids=str,
+)
+def test_models_that_would_compute_something_else_compute_rows(model, change):
+    assert is_possible(model)
+    config = SimpleNamespace(_attn_implementation="sdpa", layer_types=["full_attention"] * 2, sliding_window=None)
+    config.get_text_config = lambda: config
+    assert is_possible(SimpleNamespace(config=config, forward=model.forward))
+    vars(config).update(change)
+    assert not is_possible(SimpleNamespace(config=config, forward=model.forward))
