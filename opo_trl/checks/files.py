@@ -51,6 +51,8 @@ STEP = Kind("a whole number, 0 or more", lambda value: type(value) is int and 0 
 SHARE = Kind("a number from 0 to 1", lambda value: _is_number(value) and not (value < 0 or value > 1))
 COUNT = Kind("a whole number, 1 or more", lambda value: type(value) is int and 0 < value < 2**53)
 TEXT = Kind("text", lambda value: isinstance(value, str))
+_LIST = Kind("a list", lambda value: isinstance(value, list))
+_MAPPING = Kind("a mapping", lambda value: isinstance(value, dict))
 
 # What a file has to look like: a kind; a list with the form of its elements; or a mapping of names to forms, where
 # "name?" may be missing or null, and "*" stands for all other names.
@@ -101,12 +103,10 @@ def lines(path: Path, form: Form = ENTRY, *, longest: int = _LONGEST_STREAM) -> 
         return
     with file, _about(path):
         source: Any = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
-        number = total = 0
-        while raw := source.readline(_LONGEST_LINE + 1):
-            number, total = number + 1, total + len(raw)
+        for number, raw in enumerate(iter(lambda: source.readline(_LONGEST_LINE + 1), b""), 1):
             if len(raw) > _LONGEST_LINE:
                 raise ValueError(f"line {number} is longer than {_LONGEST_LINE:,} bytes, the most that are read")
-            if total > longest:
+            if source.tell() > longest:
                 raise ValueError(f"there are more than {longest:,} bytes in it, the most that are read")
             if not raw.strip():
                 continue
@@ -194,8 +194,6 @@ def _parse(content: bytes, form: Form) -> dict[str, Any]:
             raise RecursionError
     except RecursionError:
         raise ValueError(f"lists and mappings are nested more than {_DEPTH} deep") from None
-    if not isinstance(parsed, dict):
-        raise ValueError(f"it is {quoted(parsed)}, not a mapping")
     _check_form(parsed, form, "")
     return parsed
 
@@ -206,37 +204,21 @@ def _depth(content: Any) -> int:
 
 
 def _check_form(content: Any, form: Form, place: str) -> None:
-    if isinstance(form, Kind):
-        if not form.fits(content):
-            raise ValueError(f"{place} is {quoted(content)}, not {form.says}")
-    elif isinstance(form, list):
-        if not isinstance(content, list):
-            raise ValueError(f"{place} is {quoted(content)}, not a list")
+    kind = form if isinstance(form, Kind) else _LIST if isinstance(form, list) else _MAPPING
+    if not kind.fits(content):
+        raise ValueError(f"{place or 'it'} is {quoted(content)}, not {kind.says}")
+    if isinstance(form, list):
         for number, element in enumerate(content):
             _check_form(element, form[0], f"{place}[{number}]")
-    else:
-        if not isinstance(content, dict):
-            raise ValueError(f"{place} is {quoted(content)}, not a mapping")
-        for name, inner in form.items():
-            value = content.get(name.removesuffix("?"))
-            if name == "*":
-                for other in content.keys() - form.keys():
-                    _check_form(content[other], inner, f"{place}.{quoted(other)}")
-            elif value is None and name.removesuffix("?") not in content and not name.endswith("?"):
-                raise ValueError(f"{place or 'it'} has no {name!r}")
-            elif value is not None or not name.endswith("?"):
-                _check_form(value, inner, f"{place}.{name.removesuffix('?')}".lstrip("."))
-
-
-def check_form(path: Path, content: Any, form: Form) -> None:
-    """
-    Check what was read from a file once more, where more is needed of it.
-
-    Raises:
-        `ValueError`: it is not of this form. The message names the file and the place in it.
-    """
-    with _about(path):
-        _check_form(content, form, "")
+    for name, inner in form.items() if isinstance(form, Mapping) else ():
+        key = name.removesuffix("?")
+        if name == "*":
+            for other in content.keys() - form.keys():
+                _check_form(content[other], inner, f"{place}.{quoted(other)}")
+        elif key == name and key not in content:
+            raise ValueError(f"{place or 'it'} has no {name!r}")
+        elif key == name or content.get(key) is not None:
+            _check_form(content[key], inner, f"{place}.{key}".lstrip("."))
 
 
 # Writing
