@@ -69,13 +69,11 @@ def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mappi
 
 def _check_device_map(device_map: Any) -> None:
     places = check_and_set_device_map(device_map)
+    here = torch.accelerator.current_accelerator()
     for place in places.values() if isinstance(places, Mapping) else ():
         device = torch.device("cpu" if place == "disk" else place)
-        here = torch.accelerator.current_accelerator()
-        known = (
-            here is not None and device.type == here.type and (device.index or 0) < torch.accelerator.device_count()
-        )
-        if not known and device.type not in ("cpu", "meta"):
+        number = torch.accelerator.device_count() if here is not None and device.type == here.type else 0
+        if device.type not in ("cpu", "meta") and (device.index or 0) >= number:
             raise ValueError(f"There is no device {str(place)!r} on this machine.")
 
 
@@ -96,24 +94,19 @@ def _check_adapters(model: Any, model_config: ModelConfig) -> None:
 
 def _check_targets(model: Any, model_config: ModelConfig) -> None:
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    for name, parts in (
-        ("lora_target_modules", modules),
-        ("lora_modules_to_save", modules),
-        ("lora_target_parameters", parameters),
-    ):
-        wanted = getattr(model_config, name)
+    linear = {path.rpartition(".")[2] for path, module in modules.items() if isinstance(module, torch.nn.Linear)}
+    for name in ("lora_target_modules", "lora_modules_to_save", "lora_target_parameters"):
+        wanted, parts = getattr(model_config, name), parameters if name == "lora_target_parameters" else modules
         names = wanted if isinstance(wanted, list) else []  # a string is a pattern or "all-linear"
         absent = [part for part in names if not any(path == part or path.endswith(f".{part}") for path in parts)]
-        if not absent:
-            continue
-        linear = {path.rpartition(".")[2] for path, module in modules.items() if isinstance(module, torch.nn.Linear)}
         said = (
             f"{name}={wanted!r}: {', '.join(map(repr, absent))} matches nothing in the model, whose linear layers are "
             f"{', '.join(sorted(linear))}. Set `{name}` to names in the model."
         )
-        if len(absent) == len(wanted):
+        if absent and len(absent) == len(names):
             raise ValueError(said)
-        warnings.warn(said, stacklevel=2)  # the list may serve several architectures
+        if absent:
+            warnings.warn(said, stacklevel=2)  # the list may serve several architectures
     target = model_config.lora_target_modules
     if isinstance(target, str) and any(path.endswith(f".{target}") for path in modules):
         raise ValueError(
