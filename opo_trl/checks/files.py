@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from .text import printable, quoted
 
@@ -98,7 +98,7 @@ def lines(path: Path, form: Form = ENTRY, *, longest: int = _LONGEST_STREAM) -> 
     Raises:
         `ValueError`: a line is not a mapping of this form. The message names the file and the line.
     """
-    file = _opened(path, os.O_RDONLY)
+    file = _opened(path, "rb")
     if file is None:
         return
     with file, _about(path):
@@ -130,7 +130,7 @@ def _is_cut_short(raw: bytes, error: ValueError) -> bool:
 
 def tail(path: Path, size: int = 2**16) -> str:
     """The last bytes of a text file, decoded; empty if there is none."""
-    file = _opened(path, os.O_RDONLY)
+    file = _opened(path, "rb")
     if file is None:
         return ""
     with file:
@@ -139,7 +139,7 @@ def tail(path: Path, size: int = 2**16) -> str:
 
 
 def _read(path: Path, *, linked: bool = False, missing: bytes = b"") -> bytes:
-    file = _opened(path, os.O_RDONLY, linked=linked)
+    file = _opened(path, "rb", linked=linked)
     if file is None:
         return missing
     with file:
@@ -149,25 +149,23 @@ def _read(path: Path, *, linked: bool = False, missing: bytes = b"") -> bytes:
     return content
 
 
-def _opened(path: Path, flags: int, *, linked: bool = False) -> BinaryIO | None:
+def _opened(path: Path, mode: Literal["rb", "ab"], *, linked: bool = False) -> BinaryIO | None:
     """Open a regular file; `None` if there is none to read."""
-    other = ValueError(f"{_named(path)} is a link, or not a regular file. Put the file itself there, or remove it.")
-    follow = 0 if linked else os.O_NOFOLLOW
+    # A pipe does not make this wait for its other end.
+    more = os.O_NONBLOCK | (0 if linked else os.O_NOFOLLOW)
     try:
-        # A pipe does not make this wait for its other end.
-        descriptor = os.open(path, flags | follow | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        file = open(path, mode, opener=lambda name, flags: os.open(name, flags | more, 0o666))
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()
     except (FileNotFoundError, NotADirectoryError):
-        if flags & os.O_CREAT:
-            raise
-        return None
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a pipe or socket without another end
-            raise other from None
+        if mode == "rb":
+            return None
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise other
-    return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "ab")
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):  # a link; a pipe, a socket; a folder
+            raise
+    raise ValueError(f"{_named(path)} is a link, or not a regular file. Put the file itself there, or remove it.")
 
 
 @contextmanager
@@ -279,7 +277,7 @@ def _line(entry: Mapping[str, Any]) -> bytes:
 
 def open_to_append(path: Path) -> BinaryIO:
     """Open a file at its end, or create it."""
-    file = _opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    file = _opened(path, "ab")
     assert file is not None
     return file
 

@@ -128,10 +128,8 @@ def check_tokens(args: GRPOConfig, vocabulary: int | None, of_model: Mapping[str
         return
     read = {key: value for key, value in of_model.items() if key not in _OF_TOKENIZER} | options
     for key, token in _tokens(read):
-        if (isinstance(token, int) and 0 <= token < vocabulary) or (key, token) == (
-            "eos_token_id",
-            -1,
-        ):  # ends nothing
+        is_known = isinstance(token, int) and 0 <= token < vocabulary
+        if is_known or (key, token) == ("eos_token_id", -1):  # which ends nothing
             continue
         problem = f"contains {token!r}, which is not a token of the model"
         if key in options:
