@@ -154,7 +154,7 @@ def _opened(path: Path, mode: Literal["rb", "ab"], *, linked: bool = False) -> B
     # A pipe does not make this wait for its other end.
     more = os.O_NONBLOCK | (0 if linked else os.O_NOFOLLOW)
     try:
-        file = open(path, mode, opener=lambda name, flags: os.open(name, flags | more, 0o666))
+        file = open(path, mode, opener=lambda name, flags: os.open(name, flags | more, 0o666))  # noqa: SIM115
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return file
         file.close()

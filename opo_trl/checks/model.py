@@ -15,9 +15,6 @@ from .ranges import reject
 from .weights import unloaded, without_quantization
 
 
-# Fields that control how a model is constructed.
-_OF_MODELS = ("dtype", "model_revision", "attn_implementation", "model_init_kwargs")
-
 # Options of `from_pretrained` that act on weights: where they are, how they are packed, and where each goes.
 _OF_WEIGHTS = {
     *("device_map", "device_mesh", "distributed_config", "gguf_file", "max_memory", "quantization_config"),
@@ -29,16 +26,18 @@ def dry_run_model(args: GRPOConfig, model_config: ModelConfig, path: str) -> Non
     """Construct a model, a folder or an id on the Hub, without its weights, and the adapters on it."""
     options: Any = args.model_init_kwargs or {}
     named = given(model_config) | ({"model_init_kwargs": options} if options else {})
-    with blamed({name: value for name, value in named.items() if name in _OF_MODELS}):
+
+    def of(*beginnings: str) -> dict[str, Any]:
+        return {name: value for name, value in named.items() if name.startswith(beginnings)}
+
+    with blamed(of("dtype", "model_revision", "attn_implementation", "model_init_kwargs")):
         model = _empty_model(args, model_config, path, options)
     if model is None:
         return
     coefficient = args.router_aux_loss_coef
     if coefficient and not hasattr(model.config.get_text_config(), "output_router_logits"):
         raise ValueError(f"router_aux_loss_coef={coefficient} has no effect: the model has no experts. Remove it.")
-    with blamed(
-        {name: value for name, value in named.items() if name.startswith(("lora_", "use_dora", "use_rslora"))}
-    ):
+    with blamed(of("lora_", "use_dora", "use_rslora")):
         _check_adapters(model, model_config)
 
 
@@ -86,10 +85,8 @@ def _check_adapters(model: Any, model_config: ModelConfig) -> None:
     _check_targets(model, model_config)
     model = peft.get_peft_model(model, peft_config)
     if isinstance(model.get_output_embeddings(), peft.tuners.tuners_utils.BaseTunerLayer):
-        raise ValueError(
-            f"lora_target_modules={model_config.lora_target_modules!r} puts an adapter on the LM head, which TRL does "
-            "not train. Remove the head from `lora_target_modules`."
-        )
+        said = f"lora_target_modules={model_config.lora_target_modules!r} adapts the LM head, which TRL does not train"
+        raise ValueError(f"{said}. Remove the head from `lora_target_modules`.")
 
 
 def _check_targets(model: Any, model_config: ModelConfig) -> None:
