@@ -73,10 +73,8 @@ def read_json(path: Path, form: Form | None = None, *, linked: bool = False) -> 
     """
     Read a JSON file that holds a mapping; empty if there is no such file.
 
-    `linked`: whether the file may be a link, as in the folder of a model.
-
-    Raises:
-        `ValueError`: the file is not a mapping of this form. The message names the file and the place in it.
+    `linked`: whether the file may be a link, as in the folder of a model. A `ValueError` names file and place if the
+    file is not a mapping of this form.
     """
     content = _read(path, linked=linked, missing=b"{}")
     with _about(path):
@@ -95,8 +93,7 @@ def lines(path: Path, form: Form = ENTRY, *, longest: int = _LONGEST_STREAM) -> 
     """
     The lines of a JSONL file, gzipped if its name ends with `.gz`, up to a last line that a kill has cut short.
 
-    Raises:
-        `ValueError`: a line is not a mapping of this form. The message names the file and the line.
+    A `ValueError` names file and line if one is not a mapping of this form.
     """
     file = _opened(path, "rb")
     if file is None:
@@ -290,12 +287,7 @@ def rewind(path: Path, step: int) -> None:
 
 
 def inner_folder(folder: Path, name: str) -> Path:
-    """
-    A folder within a folder, created if there is none.
-
-    Raises:
-        `ValueError`: something else is there, such as a link to another folder.
-    """
+    """A folder within a folder, created if there is none; a `ValueError` if a link or something else is there."""
     path = folder / name
     with suppress(FileExistsError):
         path.mkdir(parents=True)
