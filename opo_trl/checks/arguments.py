@@ -73,6 +73,9 @@ def dry_run_arguments(args: Any) -> None:
     for dry_run, reads in _DRY_RUNS.items():
         with blamed({name: getattr(set_[name], "value", set_[name]) for name in reads if name in set_}):
             dry_run(args)
+    if args.hub_model_id is not None:
+        with blamed({"hub_model_id": args.hub_model_id}):
+            validate_repo_id(args.hub_model_id)
     _check_trackers(args.report_to)
     for key in (args.fsdp_config or {}).keys() - FSDP_OPTIONS:
         fix = f"Remove it, or set one of {', '.join(sorted(FSDP_OPTIONS))}"
@@ -141,18 +144,12 @@ def _check_checkpointing(args: Any) -> None:
     checkpoint(torch.square, torch.ones(1, requires_grad=True), **{"use_reentrant": False, **of_pytorch})
 
 
-def _check_repository(args: Any) -> None:
-    if args.hub_model_id is not None:
-        validate_repo_id(args.hub_model_id)
-
-
-# What is constructed or checked → the fields that it reads.
+# What is constructed → the fields that it reads.
 _DRY_RUNS = {
     _check_optimizer: ("optim", "optim_args"),
     _check_schedule: ("lr_scheduler_type", "lr_scheduler_kwargs"),
     dry_run_generation: ("generation_kwargs", "cache_implementation", "transformers_continuous_batching_config"),
     _check_checkpointing: ("gradient_checkpointing_kwargs",),
-    _check_repository: ("hub_model_id",),
 }
 
 
@@ -161,9 +158,8 @@ def _check_trackers(names: Any) -> None:
         try:
             get_reporting_integration_callbacks([name])[0]()
         except Exception as error:
-            raise ValueError(
-                f"report_to={name!r} cannot be used: {error} Set `report_to` to another, or to none alone."
-            ) from error
+            said = f"report_to={name!r} cannot be used: {str(error).rstrip('.')}"
+            raise ValueError(f"{said}. Set `report_to` to another, or to none alone.") from error
     folder = os.environ.get("TENSORBOARD_LOGGING_DIR")
     if "tensorboard" in names and folder and os.environ.get("RANK", "0") == "0":
         paths.check_folder("TENSORBOARD_LOGGING_DIR", folder)

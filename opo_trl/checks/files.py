@@ -205,10 +205,11 @@ def _check_form(content: Any, form: Form, place: str) -> None:
     if isinstance(form, list):
         for number, element in enumerate(content):
             _check_form(element, form[0], f"{place}[{number}]")
-    for name, inner in form.items() if isinstance(form, Mapping) else ():
+    forms: Mapping[str, Any] = form if isinstance(form, Mapping) else {}
+    for name, inner in forms.items():
         key = name.removesuffix("?")
         if name == "*":
-            for other in content.keys() - form.keys():
+            for other in content.keys() - forms.keys():
                 _check_form(content[other], inner, f"{place}.{quoted(other)}")
         elif key == name and key not in content:
             raise ValueError(f"{place or 'it'} has no {name!r}")

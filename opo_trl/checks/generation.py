@@ -23,7 +23,7 @@ _ALWAYS = ("temperature", "max_new_tokens", "max_tokens")
 
 # Key → its only value: TRL samples one completion per row, and beams or guidance would not sample from the policy's
 # distribution.
-_FIXED_KEYS = {"do_sample": True, "return_dict_in_generate": False}
+_FIXED_KEYS: dict[str, Any] = {"do_sample": True, "return_dict_in_generate": False}
 _FIXED_KEYS |= dict.fromkeys(("num_return_sequences", "n", "num_beams", "guidance_scale"), 1)
 
 # Options of `GenerationConfig` without effect here: `max_new_tokens` overrides the first, Transformers has moved

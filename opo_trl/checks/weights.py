@@ -40,8 +40,7 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
     a layer that the configuration leaves out, and an attention from the Hub that only the configuration names.
 
     Args:
-        field (`str`): field that names the model.
-        path (`str`): folder or id on the Hub.
+        field, path (`str`): field that names the model, and its folder or id on the Hub.
         options (`Mapping`): the options of `from_pretrained` that training uses, `model_init_kwargs`.
         scores (`bool`): whether it is a reward model. Another is of the class that its configuration names.
 
@@ -142,25 +141,24 @@ def check_finite(accelerator: Accelerator | None, *models: Any) -> None:
             found = cast(Tensor, accelerator.reduce(found.to(accelerator.device), "sum"))
         broken = [name for name, processes in zip(weights, found.tolist(), strict=True) if processes]
         if broken:
-            field, name = "model" if model is models[0] else "reward_funcs", get_config_model_id(model.config)
-            fix = "Use another checkpoint."
-            raise ValueError(f"{field}={name!r}: {_named(broken)} has NaN or infinite values. {fix}")
+            field = "model" if model is models[0] else "reward_funcs"
+            name = get_config_model_id(cast(Any, model).config)
+            raise ValueError(f"{field}={name!r}: {_named(broken)} has NaN or infinite values. Use another checkpoint.")
 
 
 def _fix(path: str) -> str:
     """What to do about files of weights that cannot be read, of which safetensors' own message names none."""
-    if not any(Path(path).glob("*.safetensors")) and any(Path(path).glob("pytorch_model*.bin")):
-        return (
-            "There are pickled weights, which could run code. Convert them to safetensors, or set "
-            "`model_init_kwargs: {use_safetensors: false}` if you trust them."
-        )
-    for file in Path(path).glob("*.safetensors"):
+    files = [*Path(path).glob("*.safetensors")]
+    for file in files:
         try:
             with safe_open(file, "pt"):
                 pass
         except (OSError, SafetensorError):
             return f"{file.name} is truncated, or not a file. Restore it."
-    return "Restore the files, or name a complete model."
+    if files or not any(Path(path).glob("pytorch_model*.bin")):
+        return "Restore the files, or name a complete model."
+    fix = "Convert them to safetensors, or set `model_init_kwargs: {use_safetensors: false}` if you trust them."
+    return f"There are pickled weights, which could run code. {fix}"
 
 
 def _is_broken(weight: Tensor) -> bool:
