@@ -29,12 +29,7 @@ def check_numbers(environment: Mapping[str, str]) -> None:
 
 
 def check_installed(asked: str, *packages: str, install: str, otherwise: str = "") -> None:
-    """
-    Check that the packages are installed that what is `asked` for needs.
-
-    Raises:
-        `ImportError`: some are not.
-    """
+    """Check that the packages are installed that what is `asked` for needs; otherwise raise an `ImportError`."""
     if missing := [package for package in packages if find_spec(package) is None]:
         are = "is" if len(missing) == 1 else "are"
         raise ImportError(

@@ -221,18 +221,14 @@ def _check_form(content: Any, form: Form, place: str) -> None:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """
-    Replace a file, or create it: whenever the process is stopped, it is the old file or the complete new one.
-
-    A link of that name is replaced, and what it points to stays as it is.
-    """
+    """Replace a file, or create it. A link of that name is replaced, and what it points to stays as it is."""
     with replacing(path) as file:
         file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends, unless it fails."""
+    """A new file that takes the place of `path` when the block ends: stopped at any time, old or new is complete."""
     part = path.with_name(f"_{path.name[:100]}.{secrets.token_hex(4)}.part")  # with "_": not pushed to the Hub
     with _writing(path):
         try:
