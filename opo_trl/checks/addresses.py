@@ -7,11 +7,7 @@ from .ranges import require
 
 
 def check_url(name: str, url: str) -> str:
-    """
-    Check the address of a server, to which routes such as `/health` are appended.
-
-    Returns it without a slash at its end, which some servers do not take twice in a row.
-    """
+    """Check the address of a server; returns it without a slash at its end, so that `/health` can be appended."""
     require(_fits(url), name, without_secrets(url), "an address such as http://localhost:8000, without a query")
     return url.rstrip("/")
 

@@ -33,8 +33,8 @@ _STEPS = 10_000  # stands in for the unknown length of a run
 _TEXTS = {"stop", "bad_words", "stop_strings"}
 _SWITCHES = {"true", "false", "yes", "no", "on", "off"}
 
-# Optimizers that are constructed from a model.
-_OF_A_MODEL = ("galore", "apollo", "lomo")
+# Optimizers that take any option, the first three of them constructed from a model.
+_TAKE_ANY = ("galore", "apollo", "lomo", "rmsprop_")
 
 # Optimizer → the keys of `optim_args` that it reads; Transformers ignores others silently.
 OPTIM_ARGS: Mapping[str, Collection[str]] = {
@@ -67,32 +67,19 @@ FSDP_OPTIONS = {
 def dry_run_arguments(args: Any) -> None:
     """Construct small versions of what a run constructs from its configuration, and reject what has no effect."""
     set_ = given(args)
-
-    def of(*names: str) -> Mapping[str, Any]:
-        return {name: getattr(set_[name], "value", set_[name]) for name in names if name in set_}
-
     for name in _OPTIONS:
         if getattr(args, name) is not None:
             _check_options(name, getattr(args, name))
-    with blamed(of("optim_args")):
-        _check_optim_args(args)
-    with blamed(of("optim_args") or of("optim")):
-        _check_optimizer(args)
-    with blamed(of("lr_scheduler_kwargs") or of("lr_scheduler_type")):
-        _check_schedule(args)
+    for dry_run, reads in _DRY_RUNS.items():
+        with blamed({name: getattr(set_[name], "value", set_[name]) for name in reads if name in set_}):
+            dry_run(args)
+    if args.hub_model_id is not None:
+        with blamed({"hub_model_id": args.hub_model_id}):
+            validate_repo_id(args.hub_model_id)
     _check_trackers(args.report_to)
-    with blamed(of("generation_kwargs", "cache_implementation", "transformers_continuous_batching_config")):
-        dry_run_generation(args)
-    with blamed(of("gradient_checkpointing_kwargs")):
-        options: Any = args.gradient_checkpointing_kwargs or {}
-        of_pytorch = {name: value for name, value in options.items() if name not in _OWN_CHECKPOINTING}
-        checkpoint(torch.square, torch.ones(1, requires_grad=True), **{"use_reentrant": False, **of_pytorch})
     for key in (args.fsdp_config or {}).keys() - FSDP_OPTIONS:
         fix = f"Remove it, or set one of {', '.join(sorted(FSDP_OPTIONS))}"
         reject("fsdp_config", args.fsdp_config, key, "has no effect", fix)
-    if args.hub_model_id is not None:
-        with blamed(of("hub_model_id")):
-            validate_repo_id(args.hub_model_id)
     lasting = args.dataloader_persistent_workers
     wanted = "false, or `dataloader_num_workers` to a positive number"
     require(not lasting or args.dataloader_num_workers > 0, "dataloader_persistent_workers", lasting, wanted)
@@ -113,22 +100,19 @@ def _check_options(field: str, options: Any) -> None:
             reject(field, options, key, "must be finite", "Set it to a finite number")
 
 
-def _check_optim_args(args: Any) -> None:
-    asked, name = args.optim_args, args.optim.value
-    if not asked or any(part in name for part in _OF_A_MODEL) or name.startswith("rmsprop_"):  # which take any
-        return
-    for key, value in (pair.split("=") for pair in asked.replace(" ", "").split(",")):
+def _check_optimizer(args: Any) -> None:
+    asked, name = args.optim_args or "", args.optim.value
+    takes_any = any(part in name for part in _TAKE_ANY)
+    pairs = asked.replace(" ", "").split(",") if asked and not takes_any else []
+    for key, value in (pair.split("=") for pair in pairs):
         if value.lower().lstrip("+-") in ("nan", "inf", "infinity"):
             raise ValueError(f"optim_args={asked!r}: {key!r} must be finite. Set it to a finite number.")
         if key not in OPTIM_ARGS.get(name, ()):
             raise ValueError(f"optim_args={asked!r}: {key!r} has no effect on {name}. Remove {key!r}.")
-
-
-def _check_optimizer(args: Any) -> None:
     try:
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
     except ValueError as error:
-        if any(part in args.optim.value for part in _OF_A_MODEL) and "need to pass a" in str(error):
+        if takes_any and "need to pass a" in str(error):
             return  # there is no model yet
         raise
     kind([torch.nn.Parameter(torch.ones(2, 2))], **options)
@@ -143,13 +127,8 @@ def _check_schedule(args: Any) -> None:
             reject(field, options, key, "is below 0", "Set it to 0 or more")
     steps = args.max_steps if args.max_steps > 0 else _STEPS
     warmup = args.get_warmup_steps(steps)
-    schedule: Any = get_scheduler(
-        name,
-        optimizer=torch.optim.SGD([torch.ones(1)], lr=args.learning_rate),
-        num_warmup_steps=warmup,
-        num_training_steps=steps,
-        scheduler_specific_kwargs=options,
-    )
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=args.learning_rate)
+    schedule: Any = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=options)
     for step in (0, 1, warmup, steps // 2, steps - 1, steps):
         for factor in getattr(schedule, "lr_lambdas", ()):  # absent from a schedule that follows a metric
             if not 0 <= factor(step) <= 1 + 1e-6:
@@ -159,16 +138,28 @@ def _check_schedule(args: Any) -> None:
                 )
 
 
+def _check_checkpointing(args: Any) -> None:
+    options: Any = args.gradient_checkpointing_kwargs or {}
+    of_pytorch = {name: value for name, value in options.items() if name not in _OWN_CHECKPOINTING}
+    checkpoint(torch.square, torch.ones(1, requires_grad=True), **{"use_reentrant": False, **of_pytorch})
+
+
+# What is constructed → the fields that it reads.
+_DRY_RUNS = {
+    _check_optimizer: ("optim", "optim_args"),
+    _check_schedule: ("lr_scheduler_type", "lr_scheduler_kwargs"),
+    dry_run_generation: ("generation_kwargs", "cache_implementation", "transformers_continuous_batching_config"),
+    _check_checkpointing: ("gradient_checkpointing_kwargs",),
+}
+
+
 def _check_trackers(names: Any) -> None:
     for name in names:
-        if name == "none":
-            raise ValueError(f"report_to={names!r} contains none and others. Remove none, or the others.")
         try:
-            get_reporting_integration_callbacks(name)[0]()
+            get_reporting_integration_callbacks([name])[0]()
         except Exception as error:
-            raise ValueError(
-                f"report_to={name!r} cannot be used: {error} Set `report_to` to another, or to none."
-            ) from error
+            said = f"report_to={name!r} cannot be used: {str(error).rstrip('.')}"
+            raise ValueError(f"{said}. Set `report_to` to another, or to none alone.") from error
     folder = os.environ.get("TENSORBOARD_LOGGING_DIR")
     if "tensorboard" in names and folder and os.environ.get("RANK", "0") == "0":
         paths.check_folder("TENSORBOARD_LOGGING_DIR", folder)

@@ -3,7 +3,7 @@
 import os
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,22 +34,18 @@ def check_own(device: torch.device) -> None:
         return
     # Otherwise accelerate would name it by the process's index on the machine.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
-    state: Any = PartialState
-    state.wait_for_everyone = _wait
+    cast(Any, PartialState).wait_for_everyone = _wait
     # Not every launcher tells how many processes there are on the machine.
     processes, rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-    if processes == 1:
-        return
     local = range(dist.get_rank() - rank, dist.get_rank() - rank + processes)
-    if local.stop > dist.get_world_size():
+    if processes == 1 or local.stop > dist.get_world_size():
         return
     mine = str(getattr(torch.cuda.get_device_properties(0), "uuid", rank))
-    found: list[Any] = [mine]
+    found: list[Any] = [None] * processes
     # Over Gloo, because NCCL fails where processes share a device; among the processes of this machine only, because
     # another one may be launched otherwise. Where Gloo finds no network, NCCL tells.
     with suppress(RuntimeError):
         group = dist.new_group(local, timeout=timedelta(minutes=2), backend="gloo", use_local_synchronization=True)
-        found = [None] * processes
         dist.all_gather_object(found, mine, group=group)
     if found.count(mine) > 1:
         raise _too_many(processes, "devices: several see the same one")
@@ -61,10 +57,8 @@ def _wait(state: PartialState) -> None:
 
 
 def _too_many(processes: int, devices: str) -> ValueError:
-    return ValueError(
-        f"num_processes={processes} on this machine is more than its {devices}. Launch at most one process per "
-        "device, or set `use_cpu` to true."
-    )
+    said = f"num_processes={processes} on this machine is more than its {devices}"
+    return ValueError(f"{said}. Launch at most one process per device, or set `use_cpu` to true.")
 
 
 def use_one(args: Any) -> None:
@@ -75,8 +69,7 @@ def use_one(args: Any) -> None:
     if args.n_gpu < 2:
         return
     options = {"device_map": {"": 0}, **(args.model_init_kwargs or {})}
-    wanted = options["device_map"]
-    if isinstance(wanted, str) and wanted in ("auto", "balanced", "balanced_low_0", "sequential"):
+    if options["device_map"] in ("auto", "balanced", "balanced_low_0", "sequential"):
         raise ValueError(
             f"model_init_kwargs={quoted(options)} would split the model over the {args.n_gpu} devices that this "
             "process sees, and a loss cannot be computed on several. Remove `device_map`: the model is then trained "
@@ -89,24 +82,22 @@ def check_whole(model: Any) -> None:
     """Check that a loaded model is not split over devices."""
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()} - {"cpu", "disk"}
     if len(devices) > 1:
-        raise ValueError(
-            f"The model is split over the devices {', '.join(sorted(devices))}, and a loss cannot be computed on "
-            "several. Load it without `device_map`."
-        )
+        said = f"The model is split over the devices {', '.join(sorted(devices))}, so a loss cannot be computed"
+        raise ValueError(f"{said}. Load it without `device_map`.")
 
 
 def check_placed(trainer: Any) -> None:
     """Check that a trainer's model is on its device, where it can generate; otherwise raise a `RuntimeError`."""
     model, device = trainer.model, trainer.accelerator.device
     if trainer.is_deepspeed_enabled:
-        missing = None if trainer.deepspeed is not None else "DeepSpeed has not taken the model over"
+        ready, missing = trainer.deepspeed is not None, "DeepSpeed has not taken the model over"
     elif trainer.is_fsdp_enabled:
-        sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
-        missing = None if sharded else "FSDP has not sharded the model"
+        ready = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+        missing = "FSDP has not sharded the model"
     else:
-        here = trainer.is_model_parallel or next(model.parameters()).device.type == device.type
-        missing = None if here else f"the model is not on {device}"
-    if missing is not None:
+        ready = trainer.is_model_parallel or next(model.parameters()).device.type == device.type
+        missing = f"the model is not on {device}"
+    if not ready:
         raise RuntimeError(
             f"Nothing can be generated yet: {missing}, which `train()` does. Call `evaluate` after `train()`, or "
             "during it: from a callback's `on_train_begin` for the accuracy before the first step."

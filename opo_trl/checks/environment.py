@@ -19,24 +19,17 @@ def check_numbers(environment: Mapping[str, str]) -> None:
     for name in _INTEGERS:
         value = environment.get(name)
         if value is not None and not re.fullmatch(r"\s*[-+]?[0-9]{1,18}\s*", value):
-            raise ValueError(
-                f"The environment variable {name}={value!r} is not a whole number. `unset {name}`, or set it to one."
-            )
+            raise ValueError(f"The variable {name}={value!r} is not a whole number. `unset {name}`, or set it to one.")
     rank, processes = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     if not 0 <= rank < processes:
         raise ValueError(
-            f"The environment variable RANK={rank} does not fit WORLD_SIZE={processes}: it must be from 0 to "
-            f"{processes - 1}. Unset both, or start with `opo-trl train` or `accelerate launch`, which set them."
+            f"The variable RANK={rank} does not fit WORLD_SIZE={processes}: it must be from 0 to {processes - 1}. "
+            "Unset both, or start with `opo-trl train` or `accelerate launch`, which set them."
         )
 
 
 def check_installed(asked: str, *packages: str, install: str, otherwise: str = "") -> None:
-    """
-    Check that the packages are installed that what is `asked` for needs.
-
-    Raises:
-        `ImportError`: some are not.
-    """
+    """Check that the packages are installed that what is `asked` for needs; otherwise raise an `ImportError`."""
     if missing := [package for package in packages if find_spec(package) is None]:
         are = "is" if len(missing) == 1 else "are"
         raise ImportError(

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from .text import printable, quoted
 
@@ -51,6 +51,8 @@ STEP = Kind("a whole number, 0 or more", lambda value: type(value) is int and 0 
 SHARE = Kind("a number from 0 to 1", lambda value: _is_number(value) and not (value < 0 or value > 1))
 COUNT = Kind("a whole number, 1 or more", lambda value: type(value) is int and 0 < value < 2**53)
 TEXT = Kind("text", lambda value: isinstance(value, str))
+_LIST = Kind("a list", lambda value: isinstance(value, list))
+_MAPPING = Kind("a mapping", lambda value: isinstance(value, dict))
 
 # What a file has to look like: a kind; a list with the form of its elements; or a mapping of names to forms, where
 # "name?" may be missing or null, and "*" stands for all other names.
@@ -71,10 +73,8 @@ def read_json(path: Path, form: Form | None = None, *, linked: bool = False) -> 
     """
     Read a JSON file that holds a mapping; empty if there is no such file.
 
-    `linked`: whether the file may be a link, as in the folder of a model.
-
-    Raises:
-        `ValueError`: the file is not a mapping of this form. The message names the file and the place in it.
+    `linked`: whether the file may be a link, as in the folder of a model. A `ValueError` names file and place if the
+    file is not a mapping of this form.
     """
     content = _read(path, linked=linked, missing=b"{}")
     with _about(path):
@@ -93,20 +93,17 @@ def lines(path: Path, form: Form = ENTRY, *, longest: int = _LONGEST_STREAM) -> 
     """
     The lines of a JSONL file, gzipped if its name ends with `.gz`, up to a last line that a kill has cut short.
 
-    Raises:
-        `ValueError`: a line is not a mapping of this form. The message names the file and the line.
+    A `ValueError` names file and line if one is not a mapping of this form.
     """
-    file = _opened(path, os.O_RDONLY)
+    file = _opened(path, "rb")
     if file is None:
         return
     with file, _about(path):
         source: Any = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
-        number = total = 0
-        while raw := source.readline(_LONGEST_LINE + 1):
-            number, total = number + 1, total + len(raw)
+        for number, raw in enumerate(iter(lambda: source.readline(_LONGEST_LINE + 1), b""), 1):
             if len(raw) > _LONGEST_LINE:
                 raise ValueError(f"line {number} is longer than {_LONGEST_LINE:,} bytes, the most that are read")
-            if total > longest:
+            if source.tell() > longest:
                 raise ValueError(f"there are more than {longest:,} bytes in it, the most that are read")
             if not raw.strip():
                 continue
@@ -130,7 +127,7 @@ def _is_cut_short(raw: bytes, error: ValueError) -> bool:
 
 def tail(path: Path, size: int = 2**16) -> str:
     """The last bytes of a text file, decoded; empty if there is none."""
-    file = _opened(path, os.O_RDONLY)
+    file = _opened(path, "rb")
     if file is None:
         return ""
     with file:
@@ -139,7 +136,7 @@ def tail(path: Path, size: int = 2**16) -> str:
 
 
 def _read(path: Path, *, linked: bool = False, missing: bytes = b"") -> bytes:
-    file = _opened(path, os.O_RDONLY, linked=linked)
+    file = _opened(path, "rb", linked=linked)
     if file is None:
         return missing
     with file:
@@ -149,25 +146,23 @@ def _read(path: Path, *, linked: bool = False, missing: bytes = b"") -> bytes:
     return content
 
 
-def _opened(path: Path, flags: int, *, linked: bool = False) -> BinaryIO | None:
+def _opened(path: Path, mode: Literal["rb", "ab"], *, linked: bool = False) -> BinaryIO | None:
     """Open a regular file; `None` if there is none to read."""
-    other = ValueError(f"{_named(path)} is a link, or not a regular file. Put the file itself there, or remove it.")
-    follow = 0 if linked else os.O_NOFOLLOW
+    # A pipe does not make this wait for its other end.
+    more = os.O_NONBLOCK | (0 if linked else os.O_NOFOLLOW)
     try:
-        # A pipe does not make this wait for its other end.
-        descriptor = os.open(path, flags | follow | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        file = open(path, mode, opener=lambda name, flags: os.open(name, flags | more, 0o666))  # noqa: SIM115
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()
     except (FileNotFoundError, NotADirectoryError):
-        if flags & os.O_CREAT:
-            raise
-        return None
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a pipe or socket without another end
-            raise other from None
+        if mode == "rb":
+            return None
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise other
-    return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "ab")
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):  # a link; a pipe, a socket; a folder
+            raise
+    raise ValueError(f"{_named(path)} is a link, or not a regular file. Put the file itself there, or remove it.")
 
 
 @contextmanager
@@ -194,8 +189,6 @@ def _parse(content: bytes, form: Form) -> dict[str, Any]:
             raise RecursionError
     except RecursionError:
         raise ValueError(f"lists and mappings are nested more than {_DEPTH} deep") from None
-    if not isinstance(parsed, dict):
-        raise ValueError(f"it is {quoted(parsed)}, not a mapping")
     _check_form(parsed, form, "")
     return parsed
 
@@ -206,55 +199,36 @@ def _depth(content: Any) -> int:
 
 
 def _check_form(content: Any, form: Form, place: str) -> None:
-    if isinstance(form, Kind):
-        if not form.fits(content):
-            raise ValueError(f"{place} is {quoted(content)}, not {form.says}")
-    elif isinstance(form, list):
-        if not isinstance(content, list):
-            raise ValueError(f"{place} is {quoted(content)}, not a list")
+    kind = form if isinstance(form, Kind) else _LIST if isinstance(form, list) else _MAPPING
+    if not kind.fits(content):
+        raise ValueError(f"{place or 'it'} is {quoted(content)}, not {kind.says}")
+    if isinstance(form, list):
         for number, element in enumerate(content):
             _check_form(element, form[0], f"{place}[{number}]")
-    else:
-        if not isinstance(content, dict):
-            raise ValueError(f"{place} is {quoted(content)}, not a mapping")
-        for name, inner in form.items():
-            value = content.get(name.removesuffix("?"))
-            if name == "*":
-                for other in content.keys() - form.keys():
-                    _check_form(content[other], inner, f"{place}.{quoted(other)}")
-            elif value is None and name.removesuffix("?") not in content and not name.endswith("?"):
-                raise ValueError(f"{place or 'it'} has no {name!r}")
-            elif value is not None or not name.endswith("?"):
-                _check_form(value, inner, f"{place}.{name.removesuffix('?')}".lstrip("."))
-
-
-def check_form(path: Path, content: Any, form: Form) -> None:
-    """
-    Check what was read from a file once more, where more is needed of it.
-
-    Raises:
-        `ValueError`: it is not of this form. The message names the file and the place in it.
-    """
-    with _about(path):
-        _check_form(content, form, "")
+    forms: Mapping[str, Any] = form if isinstance(form, Mapping) else {}
+    for name, inner in forms.items():
+        key = name.removesuffix("?")
+        if name == "*":
+            for other in content.keys() - forms.keys():
+                _check_form(content[other], inner, f"{place}.{quoted(other)}")
+        elif key == name and key not in content:
+            raise ValueError(f"{place or 'it'} has no {name!r}")
+        elif key == name or content.get(key) is not None:
+            _check_form(content[key], inner, f"{place}.{key}".lstrip("."))
 
 
 # Writing
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """
-    Replace a file, or create it: whenever the process is stopped, it is the old file or the complete new one.
-
-    A link of that name is replaced, and what it points to stays as it is.
-    """
+    """Replace a file, or create it. A link of that name is replaced, and what it points to stays as it is."""
     with replacing(path) as file:
         file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends, unless it fails."""
+    """A new file that takes the place of `path` when the block ends: stopped at any time, old or new is complete."""
     part = path.with_name(f"_{path.name[:100]}.{secrets.token_hex(4)}.part")  # with "_": not pushed to the Hub
     with _writing(path):
         try:
@@ -297,7 +271,7 @@ def _line(entry: Mapping[str, Any]) -> bytes:
 
 def open_to_append(path: Path) -> BinaryIO:
     """Open a file at its end, or create it."""
-    file = _opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    file = _opened(path, "ab")
     assert file is not None
     return file
 
@@ -310,12 +284,7 @@ def rewind(path: Path, step: int) -> None:
 
 
 def inner_folder(folder: Path, name: str) -> Path:
-    """
-    A folder within a folder, created if there is none.
-
-    Raises:
-        `ValueError`: something else is there, such as a link to another folder.
-    """
+    """A folder within a folder, created if there is none; a `ValueError` if a link or something else is there."""
     path = folder / name
     with suppress(FileExistsError):
         path.mkdir(parents=True)

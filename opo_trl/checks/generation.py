@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from transformers import GenerationConfig
+from transformers.generation import ContinuousBatchingConfig
 from trl import GRPOConfig
 
 from ..fields import Range
@@ -22,14 +23,8 @@ _ALWAYS = ("temperature", "max_new_tokens", "max_tokens")
 
 # Key → its only value: TRL samples one completion per row, and beams or guidance would not sample from the policy's
 # distribution.
-_FIXED_KEYS = {
-    "do_sample": True,
-    "num_return_sequences": 1,
-    "n": 1,
-    "return_dict_in_generate": False,
-    "num_beams": 1,
-    "guidance_scale": 1,
-}
+_FIXED_KEYS: dict[str, Any] = {"do_sample": True, "return_dict_in_generate": False}
+_FIXED_KEYS |= dict.fromkeys(("num_return_sequences", "n", "num_beams", "guidance_scale"), 1)
 
 # Options of `GenerationConfig` without effect here: `max_new_tokens` overrides the first, Transformers has moved
 # others to the Hub, and the rest describe outputs that TRL does not request.
@@ -76,8 +71,6 @@ def dry_run_generation(args: GRPOConfig) -> None:
             # TRL turns these into an object first.
             SamplingParams(**{key: value for key, value in options.items() if key != "structured_outputs"})
     if args.use_transformers_continuous_batching:
-        from transformers.generation import ContinuousBatchingConfig
-
         batching: Any = args.transformers_continuous_batching_config or {}
         ContinuousBatchingConfig(**batching)
 
@@ -92,7 +85,7 @@ def _problem(args: GRPOConfig, key: str, value: Any) -> tuple[str, str] | None:
             return "belongs to assisted generation, which takes one prompt at a time", remove
         if key in _UNREAD_KEYS or key not in vars(GenerationConfig()):
             return "has no effect: it is not an option of GenerationConfig", remove
-    if key in _FIXED_KEYS and value not in (_FIXED_KEYS[key], None):
+    if value not in (None, _FIXED_KEYS.get(key, value)):
         return f"must be {_FIXED_KEYS[key]!r}: TRL samples one completion per row", remove
     if field is not None and value != (asked := getattr(args, field)):
         default = next(f.default for f in fields(GRPOConfig) if f.name == field)
@@ -118,8 +111,8 @@ def check_tokens(args: GRPOConfig, vocabulary: int | None, of_model: Mapping[str
         of_model (`Mapping`): entries of generation_config.json.
     """
     options: Any = args.generation_kwargs or {}
-    for key in of_model.keys() & _FIXED_KEYS.keys() - options.keys() - {"do_sample"}:  # TRL sets that
-        if of_model[key] not in (_FIXED_KEYS[key], None):
+    for key in _FIXED_KEYS.keys() - options.keys() - {"do_sample"}:  # TRL sets that
+        if of_model.get(key) not in (_FIXED_KEYS[key], None):
             raise ValueError(
                 f"generation_config.json of the model sets {key}={of_model[key]!r}: TRL samples one completion per "
                 f"row. Set `generation_kwargs: {{{key}: {_FIXED_KEYS[key]!r}}}`, or remove it there."
@@ -128,10 +121,8 @@ def check_tokens(args: GRPOConfig, vocabulary: int | None, of_model: Mapping[str
         return
     read = {key: value for key, value in of_model.items() if key not in _OF_TOKENIZER} | options
     for key, token in _tokens(read):
-        if (isinstance(token, int) and 0 <= token < vocabulary) or (key, token) == (
-            "eos_token_id",
-            -1,
-        ):  # ends nothing
+        is_known = isinstance(token, int) and 0 <= token < vocabulary
+        if is_known or (key, token) == ("eos_token_id", -1):  # which ends nothing
             continue
         problem = f"contains {token!r}, which is not a token of the model"
         if key in options:

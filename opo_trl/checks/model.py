@@ -15,9 +15,6 @@ from .ranges import reject
 from .weights import unloaded, without_quantization
 
 
-# Fields that control how a model is constructed.
-_OF_MODELS = ("dtype", "model_revision", "attn_implementation", "model_init_kwargs")
-
 # Options of `from_pretrained` that act on weights: where they are, how they are packed, and where each goes.
 _OF_WEIGHTS = {
     *("device_map", "device_mesh", "distributed_config", "gguf_file", "max_memory", "quantization_config"),
@@ -29,16 +26,18 @@ def dry_run_model(args: GRPOConfig, model_config: ModelConfig, path: str) -> Non
     """Construct a model, a folder or an id on the Hub, without its weights, and the adapters on it."""
     options: Any = args.model_init_kwargs or {}
     named = given(model_config) | ({"model_init_kwargs": options} if options else {})
-    with blamed({name: value for name, value in named.items() if name in _OF_MODELS}):
+
+    def of(*beginnings: str) -> dict[str, Any]:
+        return {name: value for name, value in named.items() if name.startswith(beginnings)}
+
+    with blamed(of("dtype", "model_revision", "attn_implementation", "model_init_kwargs")):
         model = _empty_model(args, model_config, path, options)
     if model is None:
         return
     coefficient = args.router_aux_loss_coef
     if coefficient and not hasattr(model.config.get_text_config(), "output_router_logits"):
         raise ValueError(f"router_aux_loss_coef={coefficient} has no effect: the model has no experts. Remove it.")
-    with blamed(
-        {name: value for name, value in named.items() if name.startswith(("lora_", "use_dora", "use_rslora"))}
-    ):
+    with blamed(of("lora_", "use_dora", "use_rslora")):
         _check_adapters(model, model_config)
 
 
@@ -69,13 +68,11 @@ def _empty_model(args: Any, model_config: ModelConfig, path: str, options: Mappi
 
 def _check_device_map(device_map: Any) -> None:
     places = check_and_set_device_map(device_map)
+    here = torch.accelerator.current_accelerator()
     for place in places.values() if isinstance(places, Mapping) else ():
         device = torch.device("cpu" if place == "disk" else place)
-        here = torch.accelerator.current_accelerator()
-        known = (
-            here is not None and device.type == here.type and (device.index or 0) < torch.accelerator.device_count()
-        )
-        if not known and device.type not in ("cpu", "meta"):
+        number = torch.accelerator.device_count() if here is not None and device.type == here.type else 0
+        if device.type not in ("cpu", "meta") and (device.index or 0) >= number:
             raise ValueError(f"There is no device {str(place)!r} on this machine.")
 
 
@@ -88,32 +85,25 @@ def _check_adapters(model: Any, model_config: ModelConfig) -> None:
     _check_targets(model, model_config)
     model = peft.get_peft_model(model, peft_config)
     if isinstance(model.get_output_embeddings(), peft.tuners.tuners_utils.BaseTunerLayer):
-        raise ValueError(
-            f"lora_target_modules={model_config.lora_target_modules!r} puts an adapter on the LM head, which TRL does "
-            "not train. Remove the head from `lora_target_modules`."
-        )
+        said = f"lora_target_modules={model_config.lora_target_modules!r} adapts the LM head, which TRL does not train"
+        raise ValueError(f"{said}. Remove the head from `lora_target_modules`.")
 
 
 def _check_targets(model: Any, model_config: ModelConfig) -> None:
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    for name, parts in (
-        ("lora_target_modules", modules),
-        ("lora_modules_to_save", modules),
-        ("lora_target_parameters", parameters),
-    ):
-        wanted = getattr(model_config, name)
+    linear = {path.rpartition(".")[2] for path, module in modules.items() if isinstance(module, torch.nn.Linear)}
+    for name in ("lora_target_modules", "lora_modules_to_save", "lora_target_parameters"):
+        wanted, parts = getattr(model_config, name), parameters if name == "lora_target_parameters" else modules
         names = wanted if isinstance(wanted, list) else []  # a string is a pattern or "all-linear"
         absent = [part for part in names if not any(path == part or path.endswith(f".{part}") for path in parts)]
-        if not absent:
-            continue
-        linear = {path.rpartition(".")[2] for path, module in modules.items() if isinstance(module, torch.nn.Linear)}
         said = (
             f"{name}={wanted!r}: {', '.join(map(repr, absent))} matches nothing in the model, whose linear layers are "
             f"{', '.join(sorted(linear))}. Set `{name}` to names in the model."
         )
-        if len(absent) == len(wanted):
+        if absent and len(absent) == len(names):
             raise ValueError(said)
-        warnings.warn(said, stacklevel=2)  # the list may serve several architectures
+        if absent:
+            warnings.warn(said, stacklevel=2)  # the list may serve several architectures
     target = model_config.lora_target_modules
     if isinstance(target, str) and any(path.endswith(f".{target}") for path in modules):
         raise ValueError(

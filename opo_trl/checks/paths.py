@@ -15,24 +15,21 @@ _EFFECTIVE = os.access in os.supports_effective_ids
 
 def check_name(field: str, value: Any) -> None:
     """Check that a path is a possible name: not empty, not too long, and UTF-8 without a NUL."""
-    if value is None or not isinstance(value, str | os.PathLike):
+    if not isinstance(value, str | os.PathLike):
         return
     text = os.fspath(value)
-    shown = repr(text if len(text) <= 100 else f"{text[:100]}…")
-    if not text.strip():
-        raise ValueError(f"{field}={shown} is empty. Set `{field}` to a path, or leave it out.")
-    if "\0" in text:
-        raise ValueError(f"{field}={shown} contains a NUL character, which no path can. Remove it from `{field}`.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # it could not be saved in the run folder
-        raise ValueError(f"{field}={shown} is not valid UTF-8. Set `{field}` to another path.") from error
-    longest = max(len(os.fsencode(part)) for part in text.split(os.sep))
-    if longest > _LONGEST_NAME or len(os.fsencode(os.path.abspath(text))) > _LONGEST_PATH:
-        raise ValueError(
-            f"{field}={shown} is too long: a name may have {_LONGEST_NAME} bytes, a path {_LONGEST_PATH}. "
-            f"Shorten `{field}`."
-        )
+    content = os.path.abspath(text).encode(errors="replace")
+    is_long = len(content) > _LONGEST_PATH or max(map(len, content.split(b"/"))) > _LONGEST_NAME
+    problems = {
+        "is empty. Set `{}` to a path, or leave it out": not text.strip(),
+        "contains a NUL character, which no path can. Remove it from `{}`": "\0" in text,
+        # It could not be saved in the run folder.
+        "is not valid UTF-8. Set `{}` to another path": text != text.encode(errors="replace").decode(),
+        f"is too long: a name may have {_LONGEST_NAME} bytes, a path {_LONGEST_PATH}. Shorten `{{}}`": is_long,
+    }
+    for problem in (problem for problem, holds in problems.items() if holds):
+        shown = repr(text if len(text) <= 100 else f"{text[:100]}…")
+        raise ValueError(f"{field}={shown} {problem.format(field)}.")
 
 
 def is_local(name: str) -> bool:

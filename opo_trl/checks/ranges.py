@@ -140,11 +140,9 @@ def problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
             fits = value in allowed
         if not fits:
             found[name] = not_allowed(name, value, _wanted(allowed, value))
-    for name, words in choices(kind).items():
-        if (value := values.get(name, words[0])) not in words:
-            found[name] = not_allowed(name, value, f"one of {', '.join(words)}")
-    for name, words in CHOICES.items():
-        value = values.get(name, words[0]) if name in hints(kind) else words[0]
+    inherited = {name: words for name, words in CHOICES.items() if name in hints(kind)}
+    for name, words in (choices(kind) | inherited).items():
+        value = values.get(name, words[0])
         known = any(value is word or (isinstance(value, str) and value == word) for word in words)
         if not known and not (name == "scale_rewards" and str(value).lower() in SCALES):
             named = [word for word in words if isinstance(word, str)]

@@ -38,11 +38,9 @@ def mask(content: Any, name: str = "") -> Any:
         return {key: mask(value, str(key)) for key, value in content.items()}
     if isinstance(content, list | tuple):
         return type(content)(mask(value, name) for value in content)
-    if type(content) not in (str, int):  # nor an `Enum`
-        return content
-    if content != "" and _is_secret(name, str(content)):
+    if type(content) in (str, int) and content != "" and _is_secret(name, str(content)):
         return _marker(name)
-    if type(content) is int:
+    if type(content) is not str:  # such as an `Enum`
         return content
     return mask_text(content) if content.startswith("{") else _mask_addresses(content)
 
@@ -80,7 +78,7 @@ class Masked:
         return other
 
     def __deepcopy__(self, memo):
-        memo[id(self)] = other = object.__new__(type(self))
+        memo[id(self)] = other = copy.copy(self)
         vars(other).update(copy.deepcopy(vars(self), memo))
         return other
 

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal
 
 import yaml
 
+from .paths import readable
+
 
 # How a field is read: text as written, a switch that may also be yes, no, on or off, or by the look of the value.
 Kind = Literal["text", "switch", "plain"]
@@ -114,15 +116,11 @@ def read(path: str | Path, kind_of: Callable[[str], Kind]) -> dict[str, Any]:
     `kind_of` gives the [`Kind`] of a field's value and of everything nested in it. Messages name the line.
     """
     named = f"config={str(path)!r}"
-    try:
+    with readable("config", path):
         if Path(path).stat().st_size > _MOST_BYTES:
             raise ValueError(f"{named} has more than {_MOST_BYTES:,} bytes, so it is no recipe. Pass a recipe.")
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"{named} cannot be read: {error}. Pass the path of a recipe.") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{named} is not valid YAML: {error}. Fix the file.") from error
-    return _read(named, text, kind_of, "no `field: value` lines. Write one field per line.")
+        content = Path(path).read_bytes()
+    return _read(named, content, kind_of, "no `field: value` lines. Write one field per line.")
 
 
 def read_mapping(field: str, text: str) -> dict[str, Any]:
@@ -138,10 +136,10 @@ def read_mappings(field: str, value: Any) -> Any:
     return read_mapping(field, value) if isinstance(value, str) and value.startswith("{") else value
 
 
-def _read(named: str, text: str, kind_of: Callable[[str], Kind], otherwise: str) -> dict[str, Any]:
+def _read(named: str, content: str | bytes, kind_of: Callable[[str], Kind], otherwise: str) -> dict[str, Any]:
     fields = {}
     try:
-        loader = _Loader(text)
+        loader = _Loader(content if isinstance(content, str) else content.decode("utf-8-sig"))
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise _Rejected(otherwise)

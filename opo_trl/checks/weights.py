@@ -25,6 +25,7 @@ _SOURCE = (
     *("revision", "cache_dir", "token", "subfolder", "variant", "local_files_only", "use_safetensors"),
     *("trust_remote_code", "key_mapping"),
 )
+_RESTORE = "Restore the files, or correct config.json."
 
 
 def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: bool = False) -> Any:
@@ -39,19 +40,17 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
     a layer that the configuration leaves out, and an attention from the Hub that only the configuration names.
 
     Args:
-        field (`str`): field that names the model, for the message.
-        path (`str`): folder or id on the Hub.
+        field, path (`str`): field that names the model, and its folder or id on the Hub.
         options (`Mapping`): the options of `from_pretrained` that training uses, `model_init_kwargs`.
         scores (`bool`): whether it is a reward model. Another is of the class that its configuration names.
 
     Returns:
-        [`~transformers.PreTrainedModel`]: the model on the `meta` device; `None` if its files cannot be compared.
+        The model on the `meta` device; `None` if its files cannot be compared.
     """
     if "gguf_file" in options:  # such a file describes itself
         return None
-    config, _ = AutoConfig.from_pretrained(
-        path, return_unused_kwargs=True, **{**options, **({"num_labels": 1} if scores else {})}
-    )
+    labels = {"num_labels": 1} if scores else {}
+    config, _ = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **{**options, **labels})
     if "attn_implementation" not in options:
         _check_attention(field, path, config)
     kind: Any = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
@@ -64,17 +63,16 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
         try:
             model, info = kind.from_pretrained(path, config=config, attn_implementation="eager", **how, **source)
         except Exception as error:
-            failed = re.findall(r"^(.+?) +\| CONVERSION", report.getvalue(), re.MULTILINE)
+            failed = re.findall(r"^(.+?) +\| \S*CONVERSION", report.getvalue(), re.MULTILINE)
             if not failed:
                 said = f"{field}={path!r} has no weights that can be read: {str(error).rstrip('.')}"
                 raise ValueError(f"{said}. {_fix(path)}") from error
             if packed:  # some cannot be unpacked without their data
                 return None
-            raise ValueError(
-                f"{field}={path!r}: its files lack tensors that {kind.__name__} merges, or hold them in different "
-                f"shapes: {_named(failed)}. Restore the files, or correct config.json."
-            ) from error
-    unexpected, parameters = sorted(info["unexpected_keys"]), dict(model.named_parameters())
+            what = f"its files lack tensors that {kind.__name__} merges, or hold them in other shapes"
+            raise ValueError(f"{field}={path!r}: {what}: {_named(failed)}. {_RESTORE}") from error
+    parameters, known = dict(model.named_parameters()), {_of_any_layer(name) for name in model.state_dict()}
+    unexpected = sorted(info["unexpected_keys"])
     # Packed weights have names of their own next to where the plain one would be.
     elsewhere = {name[: dot.start()] for name in unexpected for dot in re.finditer(r"\.", name)} if packed else set()
     missing = [
@@ -83,19 +81,16 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
         if name in elsewhere or name.rpartition(".")[0] not in elsewhere
     ]
     if missing:
+        what = f"its files lack {_named(missing)}, which Transformers would initialize at random"
+        raise ValueError(f"{field}={path!r}: {what}. {_RESTORE}")
+    if info["mismatched_keys"] and not (packed or options.get("ignore_mismatched_sizes")):
+        name, saved, wanted = min(info["mismatched_keys"])
+        set_ = {name: options[name] for name in options.keys() & config.to_dict().keys() - {"dtype"}}
         raise ValueError(
-            f"{field}={path!r}: its files lack {_named(missing)}, which Transformers would initialize at random. "
-            "Restore the files, or correct config.json."
+            f"{field}={path!r}{f' with model_init_kwargs={set_!r}' if set_ else ''}: {name} has the shape "
+            f"{tuple(saved)} in its files, but {tuple(wanted)} in the model. Correct "
+            f"{'`model_init_kwargs`' if set_ else 'config.json'}."
         )
-    if not (packed or options.get("ignore_mismatched_sizes")):
-        for name, saved, wanted in sorted(info["mismatched_keys"]):
-            of_config = {name: options[name] for name in options.keys() & config.to_dict().keys() - {"dtype"}}
-            raise ValueError(
-                f"{field}={path!r}{f' with model_init_kwargs={of_config!r}' if of_config else ''}: {name} has the "
-                f"shape {tuple(saved)} in its files, but {tuple(wanted)} in the model. Correct "
-                f"{'`model_init_kwargs`' if of_config else 'config.json'}."
-            )
-    known = {_of_any_layer(name) for name in model.state_dict()}
     dropped = [name for name in unexpected if _of_any_layer(name) in known]
     # Layers for predicting several tokens count on from the last one.
     may_drop = "num_hidden_layers" in options or getattr(config.get_text_config(), "num_nextn_predict_layers", None)
@@ -129,9 +124,8 @@ def check_adapter(field: str, path: str, base: Any) -> None:
         raise ValueError(f"{field}={path!r}: the adapter does not fit its base model: {error}") from error
     for names, what in ((loaded.missing_keys, "lacks"), (loaded.unexpected_keys, "has for another model")):
         if names:
-            raise ValueError(
-                f"{field}={path!r}: the adapter {what} {_named(names)}. Restore its files, or set its own base model."
-            )
+            fix = "Restore its files, or set its own base model."
+            raise ValueError(f"{field}={path!r}: the adapter {what} {_named(names)}. {fix}")
 
 
 def check_finite(accelerator: Accelerator | None, *models: Any) -> None:
@@ -147,27 +141,24 @@ def check_finite(accelerator: Accelerator | None, *models: Any) -> None:
             found = cast(Tensor, accelerator.reduce(found.to(accelerator.device), "sum"))
         broken = [name for name, processes in zip(weights, found.tolist(), strict=True) if processes]
         if broken:
+            field = "model" if model is models[0] else "reward_funcs"
             name = get_config_model_id(cast(Any, model).config)
-            raise ValueError(
-                f"{'model' if model is models[0] else 'reward_funcs'}={name!r}: {_named(broken)} has NaN or infinite "
-                "values. Use another checkpoint."
-            )
+            raise ValueError(f"{field}={name!r}: {_named(broken)} has NaN or infinite values. Use another checkpoint.")
 
 
 def _fix(path: str) -> str:
     """What to do about files of weights that cannot be read, of which safetensors' own message names none."""
-    if not any(Path(path).glob("*.safetensors")) and any(Path(path).glob("pytorch_model*.bin")):
-        return (
-            "There are pickled weights, which could run code. Convert them to safetensors, or set "
-            "`model_init_kwargs: {use_safetensors: false}` if you trust them."
-        )
-    for file in Path(path).glob("*.safetensors"):
+    files = [*Path(path).glob("*.safetensors")]
+    for file in files:
         try:
             with safe_open(file, "pt"):
                 pass
         except (OSError, SafetensorError):
             return f"{file.name} is truncated, or not a file. Restore it."
-    return "Restore the files, or name a complete model."
+    if files or not any(Path(path).glob("pytorch_model*.bin")):
+        return "Restore the files, or name a complete model."
+    fix = "Convert them to safetensors, or set `model_init_kwargs: {use_safetensors: false}` if you trust them."
+    return f"There are pickled weights, which could run code. {fix}"
 
 
 def _is_broken(weight: Tensor) -> bool:

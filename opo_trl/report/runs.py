@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checks.files import COUNT, STEP, TEXT, check_form
+from ..checks.files import COUNT, STEP, TEXT, read_json
 from ..checks.text import one_line
 from ..fields import DATA, INHERITED, MODEL, SAMPLING, deciding
 from ..methods import DEFAULT, by_trainer, config_classes
@@ -81,7 +81,7 @@ def read_run(folder: Path) -> Run:
     if not settings or not log:
         missing = LOG if settings else SETTINGS
         raise ValueError(f"The run {str(folder)!r} lacks {missing}, or it is empty. Restore it, or repeat the run.")
-    check_form(folder / SETTINGS, settings, _NEEDED)
+    read_json(folder / SETTINGS, _NEEDED)  # once more, for what only a comparison needs
     place = folder.resolve()
     return Run(
         label=one_line(place.parent.name if re.fullmatch(r"seed-\d+", place.name) else place.name),

@@ -90,7 +90,7 @@ def config(**given) -> OPOConfig:
             ["dataloader_persistent_workers=True", "`dataloader_num_workers`"],
         ),
         ({"hub_model_id": "a/b/c"}, ["hub_model_id='a/b/c'", "namespace/repo_name"]),
-        ({"report_to": ["tensorboard", "none"]}, ["report_to=['tensorboard', 'none']", "Remove none"]),
+        ({"report_to": ["tensorboard", "none"]}, ["report_to='none' cannot be used", "to none alone"]),
         # Options that contradict a field or are out of range
         ({"generation_kwargs": {"temperature": 0.5}}, ["contradicts temperature=1.0", "Set `temperature` to 0.5"]),
         ({"generation_kwargs": {"max_new_tokens": 9}}, ["contradicts max_completion_length=512"]),

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.utils import loading_report
 
 from opo_trl.checks.weights import check_adapter, check_weights
 from opo_trl.data.models import EMBEDDED_MODELS
@@ -128,6 +129,13 @@ def test_incomplete_model_is_rejected_by_the_names_of_its_tensors(
         assert text in str(error.value)
     assert "\n" not in str(error.value)
     assert capfd.readouterr().err == ""  # neither a table nor a progress bar
+
+
+def test_merged_tensors_are_named_in_a_terminal_too(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading_report, "_style", lambda text, color: f"\x1b[35m{text}\x1b[0m")
+    path = damage(models["experts"], tmp_path / "model", lambda name: name == f"{EXPERT}up_proj.weight")
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.gate_up_proj\. Restore"):
+        check_weights("model", path, {})
 
 
 def test_merged_scales_of_packed_weights_have_names_of_their_own(models, tmp_path):

@@ -238,7 +238,7 @@ RECIPES = [
     ),
     Case(
         "recipe in another encoding",
-        ["config='recipe.yaml'", "not valid YAML", "Fix the file"],
+        ["config='recipe.yaml'", "not valid YAML", "'utf-8' codec", "Fix it"],
         change=write("recipe.yaml", "output_dir: é".encode("latin-1")),
     ),
     Case("misspelt key", ["alhpa=0.4", "Did you mean `alpha`?"], {"alhpa": 0.4}),
