@@ -83,8 +83,7 @@ def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
 
 
 def _judge(diagnostic: Diagnostic, log: Sequence[Entry]) -> Verdict | None:
-    logged = {name for row in log for name in row}
-    metric = next((name for name in diagnostic.metrics if name in logged), "")
+    metric = next((name for name in diagnostic.metrics.split() if any(name in row for row in log)), "")
     points = finite(log, metric, lambda row: not diagnostic.off_policy or off_policy(row))
     if not points:
         return None
@@ -93,12 +92,11 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Entry]) -> Verdict | None:
     found = facts([y for _, y in points], [y for _, y in on_policy], max(generated, default=math.nan))
     value = found[diagnostic.fact]
     if math.isnan(value):
-        return Verdict(metric, f"{diagnostic.name}: too little in this log for a verdict.", None, "", points)
-    beyond = diagnostic.low if diagnostic.low and value < diagnostic.low.limit else None
-    beyond = diagnostic.high if diagnostic.high and value > diagnostic.high.limit else beyond
-    said = (beyond or diagnostic).says.format_map(found)
-    remedy = beyond.remedy if beyond else ""
-    return Verdict(metric, f"{diagnostic.name} {said}.", not beyond, remedy, points)
+        return Verdict(metric, f"Too little in this log for a verdict on `{metric}`.", None, "", points)
+    side = "<" if value < diagnostic.low else ">" if value > diagnostic.high else ""
+    meaning, remedy = diagnostic.advice(side)
+    said = f"{diagnostic.sentence(found)}: {meaning}" if side else diagnostic.sentence(found)
+    return Verdict(metric, f"{said}.", not side, remedy, points)
 
 
 def _validation(log: Sequence[Entry]) -> Verdict | None:
@@ -154,13 +152,14 @@ class Fired:
 
 def fired(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Fired]:
     """The watches that fired, replayed on the log, each at its first firing."""
-    watches = [Watch(text) for text in settings.get("watches") or []]
-    first = [(watch, next((row for row in log if watch.fires(row)), None)) for watch in watches]
-    return [Fired(watch.text, row["step"], row[watch.metric], _remedy(watch, settings)) for watch, row in first if row]
-
-
-def _remedy(watch: Watch, settings: Mapping[str, Any]) -> str:
-    of_metric = [diagnostic for diagnostic in diagnostics(settings) if watch.metric in diagnostic.metrics]
-    bounds = [diagnostic.low if "<" in watch.text else diagnostic.high for diagnostic in of_metric]
-    otherwise = f"Look at `{watch.metric}` in `log.jsonl`, and at the diagnostics above that changed with it."
-    return next((bound.remedy for bound in bounds if bound), otherwise)
+    found = []
+    for watch in map(Watch, settings.get("watches") or []):
+        row = next((row for row in log if watch.fires(row)), None)
+        if row is None:
+            continue
+        side = "<" if "<" in watch.text else ">"
+        own = [diagnostic for diagnostic in diagnostics(settings) if watch.metric in diagnostic.metrics.split()]
+        otherwise = f"Look at `{watch.metric}` in `log.jsonl`, and at the diagnostics above that changed with it."
+        remedy = next(filter(None, (diagnostic.advice(side)[1] for diagnostic in own)), otherwise)
+        found.append(Fired(watch.text, row["step"], row[watch.metric], remedy))
+    return found
