@@ -115,11 +115,8 @@ def colors(comparison: Comparison) -> list[str]:
         method = method_of(runs[0].settings)
         if method and method.color not in found.values():
             found[label] = method.color
-    for place, label in enumerate(comparison.methods):
-        palette = _COLORS[place % len(_COLORS) :] + _COLORS
-        free = (color for color in palette if color not in found.values())
-        found.setdefault(label, next(free, palette[0]))
-    return [found[label] for label in comparison.methods]
+    free = cycle([color for color in _COLORS if color not in found.values()] or _COLORS)
+    return [found.get(label) or next(free) for label in comparison.methods]
 
 
 def _plot(axis: Axes, label: str, runs: list[Points], color: str, linestyle: str, smoothed: bool) -> str:

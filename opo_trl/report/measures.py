@@ -10,6 +10,7 @@ import numpy as np
 from ..metrics.log import number
 from .intervals import Difference, Estimate, estimate, paired_difference
 from .log import Points, finite
+from .run_folder import by_decoding
 from .runs import Run, completions_per_optimizer_step, has_budget_of_completions, optimizer_steps_per_rollout
 
 
@@ -201,11 +202,10 @@ def wall_time(run: Run) -> float | None:
 def accuracies(run: Run) -> Values:
     """Accuracy after training on each reported level, greedy and sampled, and pass@k if it was measured."""
     values: Values = {}
-    for level, by_decoding in run.summary["after"].items():
-        for decoding, result in by_decoding.items():
-            values[f"{level}, {decoding}"] = result["accuracy"]
-            passed = result.get("pass_at") or {}
-            values |= {f"{level}, pass@{k}": value for k, value in passed.items() if k != "1"}
+    for name, result in by_decoding(run.summary["after"]).items():
+        values[name] = result["accuracy"]
+        level, passed = name.rpartition(", ")[0], result.get("pass_at") or {}
+        values |= {f"{level}, pass@{k}": value for k, value in passed.items() if k != "1"}
     return values
 
 

@@ -259,6 +259,11 @@ def read_summary(folder: Path, *, linked: bool = False) -> dict[str, Any]:
     return {name: value for name, value in summary.items() if value is not None}
 
 
+def by_decoding(accuracies: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The accuracies of a summary before or after training by level and decoding, such as `"Level 3, greedy"`."""
+    return {f"{level}, {way}": result for level, results in accuracies.items() for way, result in results.items()}
+
+
 def read_environment(folder: Path) -> dict[str, Any]:
     """What a run was made with; empty if it is not known."""
     return files.read_json(folder / ENVIRONMENT, {"devices?": [files.TEXT], "packages?": {}})

@@ -117,17 +117,15 @@ def _conclusion(verdicts: Sequence[Verdict]) -> str:
 
 def _accuracies(summary: dict[str, Any]) -> dict[str, Any]:
     """A table with a row per level and decoding, and one for pass@k with the largest k."""
-    before, after = summary.get("before", {}), summary.get("after", {})
+    before, after = (run_folder.by_decoding(summary.get(time, {})) for time in ("before", "after"))
     rows = []
-    for level, by_decoding in {**after, **before}.items():
-        for decoding, shown in by_decoding.items():
-            both = [known.get(level, {}).get(decoding) for known in (before, after)]
-            rows.append([f"{level}, {decoding}", *map(interval, both)])
-            if shown.get("pass_at"):
-                k = max(shown["pass_at"], key=lambda k: (len(k), k))
-                passed = [(result or {}).get("pass_at") or {} for result in both]
-                shares = [f"{values[k]:.1%}" if k in values else "–" for values in passed]
-                rows.append([f"{level}, {decoding}, pass@{k}", *shares])
+    for name, shown in {**after, **before}.items():
+        both = [before.get(name), after.get(name)]
+        rows.append([name, *map(interval, both)])
+        if shown.get("pass_at"):
+            k = max(shown["pass_at"], key=lambda k: (len(k), k))
+            passed = [(result or {}).get("pass_at") or {} for result in both]
+            rows.append([f"{name}, pass@{k}", *(f"{values[k]:.1%}" if k in values else "–" for values in passed)])
     return table(["accuracy [95 % interval]", "before", "after"], rows)
 
 
