@@ -67,7 +67,7 @@ _SENTENCES = {
     "truncated": "Truncated completions were {last:.0%} at the end",
     "entropy": "Entropy per token went from {first:.2g} to {last:.2g} nats",
     "gradient": "Gradient norm went from {first:.3g} to {last:.3g}",
-    "pull-back": "Gradient norm of off-policy steps was {over_on_policy:.3g} times that of on-policy steps",
+    "pull-back": "Gradient norm of off-policy steps was {over_on_policy:.2g} times that of on-policy steps",
     "escort": "Escort effective sample size stayed at {median:.1f} of {of}",
     "χ²": "χ² to the behaviour policy in off-policy steps was {median:.2g}, with a bound of {of:g}",
     "kept": "Probability kept by the completions trained on changed by {median:+z.0%} in off-policy steps",

@@ -3,7 +3,6 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,38 +26,29 @@ _COST = {"steps to 80 %": 0, "completions to 80 %": 0, "wall time (s)": 0, "toke
 DECIMALS: dict[str, int | None] = {**_REWARD, **_POLICY, **_COST}
 
 
-@dataclass(frozen=True)
 class Comparison:
-    """All measures of the runs of some methods."""
+    """
+    All measures of the runs of some methods, given by label; the first method is the baseline.
 
-    methods: dict[str, list[Run]]  # by label: the baseline first, the others sorted
-    values: dict[str, Values]  # name of a run → measure → value
-    target: float  # smoothed reward that "steps to 80 %" waits for
+    Attributes:
+        target (`float`): smoothed reward that "steps to 80 %" waits for.
+        values (`dict[str, Values]`): name of a run → measure → value.
+        over_completions (`bool`): whether the runs share an axis of completions, their budget, or of optimizer steps.
+        unit (`str`), window (`float`): unit of that axis, and how much of it "final" covers.
+    """
 
-    @property
-    def baseline(self) -> str:
-        """Label of the method that the others are compared with."""
-        return next(iter(self.methods))
-
-    @property
-    def over_completions(self) -> bool:
-        """Whether the budget of the runs, and so the axis that they share, is in completions, not optimizer steps."""
-        return has_budget_of_completions(self.methods[self.baseline][0].settings)
-
-    @property
-    def unit(self) -> str:
-        """Unit of that axis."""
-        return "completions" if self.over_completions else "optimizer steps"
-
-    @property
-    def window(self) -> float:
-        """How much of that axis "final" covers."""
-        return _window(self.methods[self.baseline][0])
+    def __init__(self, methods: dict[str, list[Run]]):
+        runs = [run for members in methods.values() for run in members]
+        self.methods, self.baseline, self.target = methods, runs[0].label, reward_target(methods)
+        self.values = {run.name: measure(run, self.target) for run in runs}
+        self.over_completions = has_budget_of_completions(runs[0].settings)
+        self.unit = "completions" if self.over_completions else "optimizer steps"
+        self.window = _window(runs[0])
 
     def estimate(self, label: str, measure: str) -> Estimate | None:
         """Mean over the method's seeds; `None` unless all of them have a value."""
         values = [self.values[run.name].get(measure) for run in self.methods[label]]
-        return None if any(value is None for value in values) else estimate(values)
+        return None if None in values else estimate(values)
 
     def count(self, label: str, measure: str) -> int:
         """Number of the method's runs that have a value."""
@@ -67,9 +57,8 @@ class Comparison:
     def difference(self, label: str, measure: str) -> Difference | None:
         """Difference from the baseline on common seeds; `None` without common seeds, or if a value is missing."""
         pairs = [[self.values[run.name].get(measure) for run in pair] for pair in self.pairs(label)]
-        if not pairs or any(value is None for pair in pairs for value in pair):
-            return None
-        return paired_difference(*zip(*pairs, strict=True))
+        complete = pairs and all(None not in pair for pair in pairs)
+        return paired_difference(*zip(*pairs, strict=True)) if complete else None
 
     def pairs(self, label: str) -> list[tuple[Run, Run]]:
         """The method's runs, each with the baseline's run of the same seed."""
@@ -88,13 +77,6 @@ class Comparison:
         }
         kept = {title: [name for name in measures if name in present] for title, measures in tables.items()}
         return {title: measures for title, measures in kept.items() if measures}
-
-
-def compare(methods: dict[str, list[Run]]) -> Comparison:
-    """Measure every run; the first method is the baseline."""
-    runs = [run for members in methods.values() for run in members]
-    target = reward_target(methods)
-    return Comparison(methods, {run.name: measure(run, target) for run in runs}, target)
 
 
 def measure(run: Run, target: float) -> Values:

@@ -51,33 +51,26 @@ _PACKAGES = (
     *("peft", "deepspeed", "vllm", "math-verify", "matplotlib", "bitsandbytes"),
 )
 
-# What each of them becomes when it is written: never absent, and never deleted.
+# Never deleted, and so never absent: the next run replaces them.
 _DESCRIPTION = (RECIPE, SETTINGS, ENVIRONMENT, REQUIREMENTS)
 
 # All else that a run writes into its folder, and all that overwriting deletes: paths in the folder.
-_WRITTEN = re.compile(
-    "|".join(
-        (
-            r"_.+\.[0-9a-f]{8}\.part",  # of a file that was being written
-            r"plan\.txt|log\.jsonl|completions\.jsonl|summary\.json|evaluation\.(json|md)|report\.html",
-            r"figures/(training|passes|time|accuracy)\.(png|svg)",
-            r"completions/completions_\d+\.parquet",
-            r"skipped_step_\d+\.pt",
-            r"_?checkpoint-\d+",  # with all that is in it
-            # Transformers, PEFT and TRL
-            r"(config|generation_config|adapter_config|trainer_state|(all|train|eval)_results)\.json",
-            r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?",
-            r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|merges\.txt|vocab\.txt",
-            r"(tokenizer|spiece)\.model|chat_template\.(jinja|json)|(processor|preprocessor)_config\.json",
-            r"training_args\.bin|README\.md",
-            # DeepSpeed, TensorBoard and CodeCarbon
-            r"global_step\d+|latest|zero_to_fp32\.py|runs/.+/events\.out\.tfevents\..+|emissions\.csv",
-        )
-    )
+_WRITTEN = (
+    r"_.+\.[0-9a-f]{8}\.part",  # of a file that was being written
+    r"plan\.txt|log\.jsonl|completions\.jsonl|summary\.json|evaluation\.(json|md)|report\.html",
+    r"figures/(training|passes|time|accuracy)\.(png|svg)|completions/completions_\d+\.parquet",
+    r"skipped_step_\d+\.pt|_?checkpoint-\d+",  # a checkpoint with all that is in it
+    # Transformers, PEFT and TRL
+    r"(config|generation_config|adapter_config|trainer_state|(all|train|eval)_results)\.json",
+    r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?",
+    r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|merges\.txt|vocab\.txt",
+    r"(tokenizer|spiece)\.model|chat_template\.(jinja|json)|(processor|preprocessor)_config\.json",
+    r"training_args\.bin|README\.md",
+    # DeepSpeed, TensorBoard and CodeCarbon
+    r"global_step\d+|latest|zero_to_fp32\.py|runs/.+/events\.out\.tfevents\..+|emissions\.csv",
 )
 _SHOWN = 8  # names of files that stay
 _FOLDERS = ("figures", TRL_COMPLETIONS, "runs")  # of which only what `_WRITTEN` names is deleted
-_OWNER = re.compile(r"process \d+ on .+")  # what a run writes into its lock
 
 
 def is_run(folder: Path) -> bool:
@@ -88,9 +81,8 @@ def is_run(folder: Path) -> bool:
 def is_claimed(folder: Path) -> bool:
     """Whether a run has claimed this folder. Only this program writes such a lock, first of all and for good."""
     lock = folder / LOCK
-    if lock.is_symlink() or not lock.is_file():
-        return False
-    return any(_OWNER.fullmatch(line) for line in files.tail(lock).splitlines())
+    is_file = lock.is_file() and not lock.is_symlink()
+    return is_file and re.search(r"^process \d+ on .+$", files.tail(lock), re.MULTILINE) is not None
 
 
 def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
@@ -155,7 +147,7 @@ def _delete_run(folder: Path) -> None:
     within = [folder / name for name in _FOLDERS if not (folder / name).is_symlink()]
     below = [path for place in within for path in place.rglob("*")]
     for path in [*folder.iterdir(), *below]:
-        if not _WRITTEN.fullmatch(path.relative_to(folder).as_posix()):
+        if not re.fullmatch("|".join(_WRITTEN), path.relative_to(folder).as_posix()):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -226,10 +218,9 @@ _SETTINGS_FORM = {
     **dict.fromkeys(("num_generations?", "max_completion_length?", "per_device_eval_batch_size?"), files.COUNT),
     **{f"{name}?": files.COUNT for name in ROLLOUT},
 }
-_MEASURED = {"accuracy": files.SHARE, "low": files.SHARE, "high": files.SHARE, "pass_at?": {"*": files.SHARE}}
+_MEASURED = {"*": {"*": {**dict.fromkeys(("accuracy", "low", "high"), files.SHARE), "pass_at?": {"*": files.SHARE}}}}
 _SUMMARY_FORM = {
-    "before?": {"*": {"*": _MEASURED}},
-    "after?": {"*": {"*": _MEASURED}},
+    **dict.fromkeys(("before?", "after?"), _MEASURED),
     "optimizer_steps?": files.STEP,
     "train_seconds?": files.NUMBER,
 }
@@ -240,7 +231,7 @@ _COMPLETIONS_FORM = {**files.ENTRY, "prompt": _SAID, "completion": _SAID, "rewar
 _LOG_FORM = {
     **files.ENTRY,
     **dict.fromkeys(("reward?", "entropy?", "grad_norm?", "step_time?", "num_tokens?"), _METRIC),
-    **dict.fromkeys((f"validation/{name}?" for name in ("accuracy", "low", "high")), files.SHARE),
+    **dict.fromkeys(("validation/accuracy?", "validation/low?", "validation/high?"), files.SHARE),
 }
 
 
