@@ -22,8 +22,7 @@ from matplotlib.ticker import MaxNLocator
 from ..checks import files
 from ..checks.files import inner_folder
 from ..checks.text import one_line
-from ..metrics.log import PHASES, Entry, number
-from .log import Points, finite, off_policy, seconds_by_phase, validations
+from ..metrics.log import PHASES, Entry, Points, finite, number, off_policy, seconds_by_phase, validations
 from .run_folder import LOG, by_decoding, read_log, read_summary
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ..metrics.log import number
+from ..metrics.log import Points, finite, number
 from .intervals import Difference, Estimate, estimate, paired_difference
-from .log import Points, finite
 from .run_folder import by_decoding
 from .runs import Run, completions_per_optimizer_step, has_budget_of_completions, optimizer_steps_per_rollout
 

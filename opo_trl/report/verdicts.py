@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from ..metrics.log import Entry, Watch
+from ..metrics.log import Entry, Points, Watch, finite, off_policy, seconds_by_phase, validations
 from .diagnostics import Diagnostic, diagnostics
 from .intervals import t_quantile
-from .log import Points, finite, off_policy, seconds_by_phase, validations
 
 
 _FEWEST_OF_A_TREND = 6  # entries
