@@ -73,16 +73,17 @@ def describe(folder: Path) -> dict[str, Any]:
     log, settings = run_folder.read_log(folder), run_folder.read_settings(folder)
     summary = run_folder.read_summary(folder)
     verdicts, watches = judge(log, settings), fired(log, settings)
+    said = [_method(settings), _progress(log, settings, summary), _conclusion(verdicts)]
     return {
         "name": folder.resolve().name,
-        "summary": [_method(settings), _progress(log, settings, summary), _conclusion(verdicts)],
+        "summary": [*said, *(watch.sentence for watch in watches)],
         "plan": read_text(folder / run_folder.PLAN),
         "accuracies": _accuracies(summary),
         "evaluation": _evaluation(folder),
         "figures": _figures(folder) if log else {},
         "captions": _CAPTIONS,
         "verdicts": [{"said": verdict, "curve": _spark(verdict.points)} for verdict in verdicts],
-        "watches": watches,
+        "beyond": [*watches, *(verdict for verdict in verdicts if verdict.remedy)],
         "watching": settings.get("watches") or [],
         "samples": samples(folder),
         "versions": versions([run_folder.read_environment(folder)]),
@@ -155,10 +156,10 @@ def _spark(points: Sequence[tuple[float, float]]) -> str:
     if len(points) < 2:
         return ""
     width, height, margin = _SPARK
-    size = -(-len(points) // width)
-    means = [np.mean([value for _, value in points[i : i + size]]) for i in range(0, len(points), size)]
-    low, high = min(means), max(means)
-    places = np.interp(means, [low, high], [height - margin, margin]) if high > low else [height / 2] * len(means)
+    parts = np.array_split([value for _, value in points], min(len(points), width))
+    means = np.array([part.mean() for part in parts])
+    middle, span = (means.max() + means.min()) / 2, np.ptp(means) or 1
+    places = height / 2 - (means - middle) / span * (height - 2 * margin)
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(np.linspace(0, width, len(means)), places, strict=True))
 
 

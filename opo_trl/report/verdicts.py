@@ -104,17 +104,15 @@ def _validation(log: Sequence[Entry]) -> Verdict | None:
     if len(rows) < 2:
         return None
     first, last = rows[0], rows[-1]
+    rose, fell = last["validation/low"] > first["validation/high"], last["validation/high"] < first["validation/low"]
+    verb, undecided = "rose" if rose else "fell" if fell else "went", "" if rose or fell else _UNDECIDED
     shown = "{validation/accuracy:.1%} [{validation/low:.1%}, {validation/high:.1%}]"
-    change = f"from {shown.format_map(first)} to {shown.format_map(last)}"
-    said, healthy, remedy = f"went {change}: the intervals overlap, so there is no verdict.", None, ""
-    if last["validation/low"] > first["validation/high"]:
-        said, healthy = f"rose {change}.", True
-    elif last["validation/high"] < first["validation/low"]:
-        said, healthy, remedy = f"fell {change}.", False, _CHEATED
+    said = f"Validation accuracy {verb} from {shown.format_map(first)} to {shown.format_map(last)}{undecided}."
     points = finite(rows, "validation/accuracy")
-    return Verdict("validation/accuracy", f"Validation accuracy {said}", healthy, remedy, points)
+    return Verdict("validation/accuracy", said, rose if rose or fell else None, _CHEATED if fell else "", points)
 
 
+_UNDECIDED = ": the intervals overlap, so there is no verdict"
 _CHEATED = (
     "If the reward rose, the policy earns it by something other than correct answers: read the completions and "
     "fix the reward. Otherwise lower `learning_rate`."
@@ -139,17 +137,7 @@ def _slowest_phase(log: Sequence[Entry]) -> Verdict | None:
     return Verdict(f"opo/time/{phase}", said, None, "", points)
 
 
-@dataclass(frozen=True)
-class Fired:
-    """A watch that fired: its text, the optimizer step and value, and what to try."""
-
-    text: str
-    step: int
-    value: float
-    remedy: str
-
-
-def fired(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Fired]:
+def fired(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     """The watches that fired, replayed on the log, each at its first firing."""
     found = []
     for watch in map(Watch, settings.get("watches") or []):
@@ -160,5 +148,6 @@ def fired(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Fired]:
         own = [diagnostic for diagnostic in diagnostics(settings) if watch.metric in diagnostic.metrics.split()]
         otherwise = f"Look at `{watch.metric}` in `log.jsonl`, and at the diagnostics above that changed with it."
         remedy = next(filter(None, (diagnostic.advice(side)[1] for diagnostic in own)), otherwise)
-        found.append(Fired(watch.text, row["step"], row[watch.metric], remedy))
+        said = f"Watch “{watch.text}” fired in step {row['step']}, at {row[watch.metric]:.4g}."
+        found.append(Verdict(watch.metric, said, False, remedy, []))
     return found

@@ -234,9 +234,9 @@ def test_fired_watches_are_replayed_with_the_remedy_of_their_side():
     log = scripted(entropy=at_end(0.05, 0.001), opo__frac_clamped=at_end(0.05, 0.1))
     watches = ["warn if entropy < 0.002", "warn if entropy > 1", "stop if opo/frac_clamped > 0.1", "warn if x > 1"]
     found = fired(log, SETTINGS | {"watches": [*watches, "warn if completions/generated > 500"]})
-    assert [(each.text, each.step, each.value) for each in found] == [
-        ("warn if entropy < 0.002", 23, 0.001),
-        ("warn if completions/generated > 500", 5, log[5]["completions/generated"]),
+    assert [each.sentence for each in found] == [
+        "Watch “warn if entropy < 0.002” fired in step 23, at 0.001.",
+        "Watch “warn if completions/generated > 500” fired in step 5, at 769.2.",
     ]
     assert "entropy_coef" in found[0].remedy
     assert "`completions/generated`" in found[1].remedy
