@@ -18,12 +18,10 @@ _HEADLINES = ("final reward", "validation accuracy")  # of the summary
 
 def write_report(comparison: Comparison, output: Path, command: str) -> list[Path]:
     """
-    Write `report.html`, `report.md` and `figures/`; returns the paths of the first two.
-
-    The same runs give the same bytes: no date, no path, no random order. `command` reproduces the report.
+    Write `report.html`, `report.md` and `figures/`; returns the paths of the first two. `command` makes the same bytes
+    of the same runs: there is no date, no path and no random order.
     """
-    figures = draw(comparison, output)
-    content = {**describe(comparison), "figures": figures, "command": command}
+    content = {**describe(comparison), "figures": draw(comparison, output), "command": command}
     paths = [output / "report.html", output / "report.md"]
     for path in paths:
         write(path, render(f"comparison{path.suffix}.j2", content))
@@ -31,12 +29,7 @@ def write_report(comparison: Comparison, output: Path, command: str) -> list[Pat
 
 
 def check_output(output: Path) -> None:
-    """
-    Check that a report replaces at most an earlier one.
-
-    Raises:
-        `ValueError`: the folder has a report of something else, such as that of a run.
-    """
+    """A `ValueError` if a report would replace something else than an earlier one, such as that of a run."""
     for name, heading in (("report.html", "<title>Comparison: "), ("report.md", "# Comparison: ")):
         if (output / name).exists() and heading not in read_text(output / name):
             raise ValueError(

@@ -53,10 +53,8 @@ CURVES = (
 
 def draw(comparison: Comparison, folder: Path) -> list[dict[str, Any]]:
     """
-    Draw every curve that some run has logged into `figures/` in a folder; the same runs give the same PNG files.
-
-    Returns:
-        `list[dict]`: name, title, caption, and content of the PNG file of each.
+    Draw every curve that some run has logged into `figures/` in a folder, the same runs always as the same PNG files.
+    Returns name, title, caption and content of each.
     """
     plt.switch_backend("Agg")  # files only: no display is needed
     folder = inner_folder(folder, "figures")

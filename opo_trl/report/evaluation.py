@@ -20,12 +20,7 @@ EVALUATION, EVALUATION_TABLE = "evaluation.json", "evaluation.md"
 
 
 def read_evaluation(folder: Path) -> dict[str, Any]:
-    """
-    Read `evaluation.json`; empty if there is none.
-
-    Raises:
-        `ValueError`: it is not the file that [`write_evaluation`] writes.
-    """
+    """`evaluation.json`; empty if there is none. A `ValueError` if it is not what [`write_evaluation`] writes."""
     path = folder / EVALUATION
     content = read_json(path)
     try:

@@ -62,12 +62,9 @@ def draw_run(folder: Path) -> dict[Path, bytes]:
     """
     Draw the figures of a run into its `figures/`, as PNG and SVG; returns the files with their contents.
 
-    They are `training.*` (reward, validation accuracy, entropy, gradient norm, χ² and gradient response efficiency by
-    optimizer step), `passes.*` (target fit by pass over a rollout, if there are several), `time.*` (seconds per
-    optimizer step, by phase) and `accuracy.*` (before and after, with 95 % intervals).
-
-    Raises:
-        `ValueError`: the folder has no log.
+    They are `training.*` (six metrics by optimizer step), `passes.*` (target fit by pass over a rollout, if there are
+    several), `time.*` (seconds per optimizer step, by phase) and `accuracy.*` (before and after, with 95 % intervals).
+    A `ValueError` if the folder has no log.
     """
     log = read_log(folder)
     if not log:

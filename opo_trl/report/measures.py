@@ -26,20 +26,14 @@ DECIMALS: dict[str, int | None] = {**_REWARD, **_POLICY, **_COST}
 
 
 class Comparison:
-    """
-    All measures of the runs of some methods, given by label; the first method is the baseline.
-
-    Attributes:
-        target (`float`): smoothed reward that "steps to 80 %" waits for.
-        values (`dict[str, Values]`): name of a run → measure → value.
-        over_completions (`bool`): whether the runs share an axis of completions, their budget, or of optimizer steps.
-        unit (`str`), window (`float`): unit of that axis, and how much of it "final" covers.
-    """
+    """All measures of the runs of some methods, given by label; the first method is the baseline."""
 
     def __init__(self, methods: dict[str, list[Run]]):
         runs = [run for members in methods.values() for run in members]
-        self.methods, self.baseline, self.target = methods, runs[0].label, reward_target(methods)
+        self.methods, self.baseline = methods, runs[0].label
+        self.target = reward_target(methods)  # the smoothed reward that "steps to 80 %" waits for
         self.values = {run.name: measure(run, self.target) for run in runs}
+        # The axis that the runs share is their budget: completions, or optimizer steps; "final" covers a window of it.
         self.over_completions = has_budget_of_completions(runs[0].settings)
         self.unit = "completions" if self.over_completions else "optimizer steps"
         self.window = _window(runs[0])
@@ -112,10 +106,7 @@ def series(run: Run, key: str) -> Points:
 
 def reward(run: Run) -> Points:
     """
-    Mean over each rollout of the first reward function, which decides what counts as solved.
-
-    Raises:
-        `ValueError`: the log has no such entry.
+    Mean over each rollout of the first reward function, which decides what counts as solved; a `ValueError` without.
     """
     key = reward_key(run)
     points = series(run, key)
@@ -172,11 +163,8 @@ def seconds(run: Run) -> Points:
 
 
 def wall_time(run: Run) -> float | None:
-    """
-    Seconds of training, including validation. A resumed run has measured only its last part; the seconds of all steps
-    are then a lower bound.
-    """
-    measured = [run.summary.get("train_seconds"), *(total for _, total in seconds(run)[-1:])]
+    """Seconds of training with validation. A resumed run has timed its last part: at least those of all steps."""
+    measured = run.summary.get("train_seconds"), _last(seconds(run))
     return max((value for value in measured if value is not None), default=None)
 
 
@@ -197,7 +185,7 @@ def final(points: Points, run: Run) -> float | None:
 
 
 def mean(points: Points) -> float | None:
-    """Mean of the values; `None` if there are none."""
+    """Mean of the values, if there are any."""
     return float(np.mean([value for _, value in points])) if points else None
 
 

@@ -38,12 +38,7 @@ _SPARK = 100, 24, 2  # width, height and margin of a small curve
 
 
 def write_report(folder: Path) -> Path:
-    """
-    Write the `report.html` of a run, finished or not, and its figures; returns its path.
-
-    Raises:
-        `ValueError`: the folder does not contain a run.
-    """
+    """Write the `report.html` of a run, finished or not, and its figures. A `ValueError` if the folder has no run."""
     if not run_folder.is_run(folder):
         raise ValueError(
             f"{str(folder)!r} contains no {run_folder.RECIPE} with its {run_folder.SETTINGS}, so it is not a run. "
@@ -55,11 +50,7 @@ def write_report(folder: Path) -> Path:
 
 
 def write_or_say_why(folder: Path) -> None:
-    """
-    Write the report of a run whose results are in its folder by now, and print its path.
-
-    Whatever is wrong with the report, it neither ends the run nor hides how that ended.
-    """
+    """Write the report of a run and print its path: whatever is wrong with it does not hide how the run ended."""
     try:
         print(f"Report: {write_report(folder)}", flush=True)
     except Exception as error:
@@ -101,7 +92,7 @@ def _method(settings: dict[str, Any]) -> str:
 def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, Any]) -> str:
     step = log[-1]["step"] if log else 0
     if "after" in summary:
-        seconds = f" in {summary['train_seconds']:,.0f} seconds" if summary.get("train_seconds") is not None else ""
+        seconds = f" in {summary['train_seconds']:,.0f} seconds" if "train_seconds" in summary else ""
         return f"Finished: {summary.get('optimizer_steps') or step:,} optimizer steps{seconds}."
     wanted = f" of {settings['max_steps']:,}" if (settings.get("max_steps") or 0) > 0 else ""
     return f"Not finished when this was written: {step:,}{wanted} optimizer steps. `opo-trl report` updates it."
@@ -187,10 +178,8 @@ def _cut(text: str) -> str:
 
 def _text(content: Any) -> str:
     """A prompt or completion, which may be messages."""
-    if isinstance(content, str):
-        return content
     parts = []
-    for message in content:
+    for message in [{"content": content}] if isinstance(content, str) else content:
         said, calls = message.get("content") or "", message.get("tool_calls")
         parts.append(f"→ {said}" if message.get("role") == "tool" else str(said))
         parts += map(_call, calls if isinstance(calls, list) else [])

@@ -72,10 +72,8 @@ def trend(values: Sequence[float]) -> tuple[float, float]:
 
 def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     """
-    Verdicts on a run, from the lines of its `log.jsonl` and its settings.
-
-    Returns:
-        `list[Verdict]`: one for each diagnostic that was logged, one for the validation, and the slowest phase.
+    Verdicts on a run, from the lines of its `log.jsonl` and its settings: one for each diagnostic that was logged, one
+    for the validation, and the slowest phase.
     """
     found = [_judge(diagnostic, log) for diagnostic in diagnostics(settings)]
     return [verdict for verdict in (*found, _validation(log), _slowest_phase(log)) if verdict is not None]
