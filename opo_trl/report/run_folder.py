@@ -80,41 +80,32 @@ def is_run(folder: Path) -> bool:
 
 def is_claimed(folder: Path) -> bool:
     """Whether a run has claimed this folder. Only this program writes such a lock, first of all and for good."""
-    lock = folder / LOCK
-    is_file = lock.is_file() and not lock.is_symlink()
-    return is_file and re.search(r"^process \d+ on .+$", files.tail(lock), re.MULTILINE) is not None
+    lock, owner = folder / LOCK, re.compile(r"^process \d+ on .+$", re.MULTILINE)
+    return lock.is_file() and not lock.is_symlink() and owner.search(files.tail(lock)) is not None
 
 
 def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """
-    Check that a run may write into a folder, without writing or deleting anything.
+    A `ValueError` if another run writes into a folder, its content would be overwritten, or it is not writable.
 
     `resume`: the run in this folder is resumed, so its files stay. `overwrite`: an earlier run there may be deleted.
-
-    Raises:
-        `ValueError`: another run writes into the folder, its content would be overwritten, or it is not writable.
     """
     paths.check_folder("output_dir", folder)
     if (folder / LOCK).exists():
         _lock(folder, fcntl.LOCK_SH).close()  # shared: all processes of this run check at the same time
+    wrong, instead = "", "Choose another `output_dir`"
     if resume:
         foreign = [name for name in (*_DESCRIPTION, PLAN, LOG, COMPLETIONS, SUMMARY) if (folder / name).exists()]
         if foreign and not (is_run(folder) or is_claimed(folder)):
-            raise ValueError(
-                f"output_dir={str(folder)!r} is not a run of this program, and its {', '.join(foreign)} would be "
-                "overwritten. Choose another `output_dir`."
-            )
+            wrong = f"is not a run of this program, and its {', '.join(foreign)} would be overwritten. {instead}."
     elif folder.exists() and any(not _is_from_startup(entry) for entry in folder.iterdir()):
         if not overwrite:
-            raise ValueError(
-                f"output_dir={str(folder)!r} is not empty. Choose another `output_dir`, continue that run with "
-                "`--resume_from_checkpoint last`, or delete it with `--overwrite`."
-            )
-        if not is_claimed(folder):
-            raise ValueError(
-                f"output_dir={str(folder)!r} is not empty and not a run of this program, which would have left its "
-                f"{LOCK} there, so it will not be deleted. Choose another `output_dir`."
-            )
+            continued = "continue that run with `--resume_from_checkpoint last`, or delete it with `--overwrite`"
+            wrong = f"is not empty. {instead}, {continued}."
+        elif not is_claimed(folder):
+            wrong = f"is not empty and not a run of this program (no {LOCK}), so it will not be deleted. {instead}."
+    if wrong:
+        raise ValueError(f"output_dir={str(folder)!r} {wrong}")
 
 
 def _is_from_startup(entry: Path) -> bool:
@@ -126,10 +117,8 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
     """
     Create the folder of a run, or delete the run in it, after [`check`], and lock it against other runs.
 
-    Only what a run writes is deleted; whatever else is in the folder stays, and is named in a line of the log.
-
-    Returns:
-        `IO[str]`: the open lock file. The folder stays locked until it is closed, or this process ends for any reason.
+    Only what a run writes is deleted; whatever else is in the folder stays, and is named in a line of the log. The
+    folder stays locked until the returned file is closed, or this process ends for any reason.
     """
     check(folder, resume=resume, overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)
