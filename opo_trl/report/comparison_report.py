@@ -7,7 +7,7 @@ from typing import Any
 from ..checks.files import read_text, write
 from .curves import draw
 from .intervals import Interval
-from .measures import DECIMALS, SHARE, WINDOW, Comparison
+from .measures import DECIMALS, WINDOW, Comparison
 from .pages import render, table, versions
 from .runs import what_differs
 
@@ -58,7 +58,6 @@ def describe(comparison: Comparison) -> dict[str, Any]:
         "tables": means,
         "differences": differences,
         "target": f"{target:.3f}" if math.isfinite(target) else None,
-        "share": f"{SHARE:.0%}".replace("%", " %"),
         "window": WINDOW,
         "settings": table(["setting", *methods], what_differs(methods)),
         "seeds": table(["method", "seed", *measures], [[run.label, str(run.seed), *cells[run.name]] for run in runs]),

@@ -25,12 +25,6 @@ from .verdicts import Verdict, fired, judge
 
 REPORT = "report.html"
 
-_CAPTIONS = {
-    "training": "Thin: every entry of the log. Thick: moving mean over a tenth of the run.",
-    "passes": "How much of the change that the target asks for has happened, by pass over a rollout.",
-    "time": "Mean seconds per optimizer step, by phase.",
-    "accuracy": "Accuracy before and after training, with 95 % intervals.",
-}
 _PROMPTS, _TIMES = 4, 5  # how many prompts to show, and how many validations of each
 _LONGEST = 2000  # characters of a prompt or completion
 _MOST_ROWS = 50  # of a prompt that is validated several times
@@ -44,9 +38,8 @@ def write_report(folder: Path) -> Path:
             f"{str(folder)!r} contains no {run_folder.RECIPE} with its {run_folder.SETTINGS}, so it is not a run. "
             "Pass the folder of a run."
         )
-    path = folder / REPORT
-    write(path, render("report.html.j2", describe(folder)))
-    return path
+    write(folder / REPORT, render("report.html.j2", describe(folder)))
+    return folder / REPORT
 
 
 def write_or_say_why(folder: Path) -> None:
@@ -72,8 +65,8 @@ def describe(folder: Path) -> dict[str, Any]:
         "accuracies": _accuracies(summary),
         "evaluation": _evaluation(folder),
         "figures": _figures(folder) if log else {},
-        "captions": _CAPTIONS,
-        "verdicts": [{"said": verdict, "curve": _spark(verdict.points)} for verdict in verdicts],
+        "verdicts": verdicts,
+        "spark": _spark,
         "beyond": [*watches, *(verdict for verdict in verdicts if verdict.remedy)],
         "watching": settings.get("watches") or [],
         "samples": samples(folder),
@@ -143,9 +136,7 @@ def _figures(folder: Path) -> dict[str, bytes] | None:
 
 
 def _spark(points: Sequence[tuple[float, float]]) -> str:
-    """Points of an SVG polyline, with values averaged to at most its width in points; empty for fewer than two."""
-    if len(points) < 2:
-        return ""
+    """Points of an SVG polyline, with values averaged to at most its width in points."""
     width, height, margin = _SPARK
     parts = np.array_split([value for _, value in points], min(len(points), width))
     means = np.array([part.mean() for part in parts])
