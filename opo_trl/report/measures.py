@@ -185,7 +185,6 @@ def final(points: Points, run: Run) -> float | None:
 
 
 def mean(points: Points) -> float | None:
-    """Mean of the values, if there are any."""
     return float(np.mean([value for _, value in points])) if points else None
 
 

@@ -54,7 +54,6 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run in this folder is finished."""
     return "after" in read_summary(folder)
 
 
@@ -118,14 +117,11 @@ def has_budget_of_completions(settings: Settings) -> bool:
 
 
 def completions_per_optimizer_step(settings: Settings) -> float:
-    """Completions of an optimizer step."""
     return settings["generation_batch_size"] / optimizer_steps_per_rollout({**settings, "num_iterations": 1})
 
 
 def optimizer_steps_per_rollout(settings: Settings) -> float:
-    """Optimizer steps per rollout."""
-    micro_steps = settings["steps_per_generation"] * settings["num_iterations"]
-    return micro_steps / settings["gradient_accumulation_steps"]
+    return settings["steps_per_generation"] * settings["num_iterations"] / settings["gradient_accumulation_steps"]
 
 
 def check_comparable(settings: Mapping[str, Settings]) -> None:
