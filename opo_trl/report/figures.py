@@ -70,8 +70,8 @@ def draw_run(folder: Path) -> dict[Path, bytes]:
     if not log:
         raise ValueError(f"{str(folder / LOG)!r} does not exist or is empty. Pass the folder of a run.")
     plt.switch_backend("Agg")  # files only: no display is needed
-    summary, written = read_summary(folder), {}
-    into = inner_folder(folder, "figures")
+    summary, into = read_summary(folder), inner_folder(folder, "figures")
+    written: dict[Path, bytes] = {}
     with style():
         figures = {"training": _panels([*_PANELS], log, (11, 5.5))}
         if len(fits := fits_by_pass(log)) > 1:
