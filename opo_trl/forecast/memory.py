@@ -46,6 +46,8 @@ _TILE = (4096, 32768)
 # Architectures with the layers that `_layer` counts; the tests compare them op by op.
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
+_Head = tuple[float, float, float]
+
 
 @dataclass(frozen=True)
 class Decoder:
@@ -177,23 +179,17 @@ def memory_plan(
     awake, asleep = {"vLLM": vllm}, {"vLLM": vllm * (_ASLEEP if vllm_sleeps else 1)}
     plan: dict[str, dict[str, float]] = {"generation": held | awake, "optimizer step": held | step | asleep}
     if shape is not None:
-        length = prompt + completion
+        length, full = prompt + completion, trained >= shape.layers * shape.layer_weights
+        copies = not split and c < (w if full else b)  # sharded weights come gathered, in the dtype of the products
+        scored = rows * (completion if fused_kernels else max(length - 1, 0))
         if sharding == "zero3":
             update["gathered weights"] = min(1, live / parameters) * total
         elif sharding == "fsdp2":
             update["gathered weights"] = c * ((2 - shape.tied) * shape.embedding + 3 * shape.layer_weights)
-        for moment, components in _activations(
-            shape,
-            precision,
-            rows=rows,
-            length=length,
-            scored=rows * completion if fused_kernels else rows * max(length - 1, 0),
-            full=trained >= shape.layers * shape.layer_weights,
-            split=split,
-            checkpointing=checkpointing,
-            fused_kernels=fused_kernels,
-        ).items():
-            plan[moment] = held | update | asleep | components
+        head = _head(shape, precision, rows * length, scored, full=full, fused=fused_kernels)
+        how = {"full": full, "copies": copies, "checkpointing": checkpointing}
+        activations = _activations(shape, precision, rows, length, head, **how)
+        plan |= {moment: held | update | asleep | components for moment, components in activations.items()}
         plan["generation"]["KV cache"] = 2 * shape.layers * shape.key * w * generated_rows * length
     if sharding == "zero3" and generated_rows:
         plan["generation"]["gathered weights"] = total  # `ds3_gather_for_generation`
@@ -224,27 +220,16 @@ def _states(
 
 
 def _activations(
-    d: Decoder,
-    p: Precision,
-    *,
-    rows: int,
-    length: int,
-    scored: int,
-    full: bool,
-    split: bool,
-    checkpointing: bool,
-    fused_kernels: bool,
+    d: Decoder, p: Precision, rows: int, length: int, head: _Head, *, full: bool, copies: bool, checkpointing: bool
 ) -> dict[str, dict[str, float]]:
     """
     What an update adds to the states, at the LM head and in the layers.
 
-    `full`: all weights are trained, not adapters. `split`: weights come gathered, in the dtype of the products.
-    `scored`: number of tokens that the LM head sees.
+    `full`: all weights are trained, not adapters. `copies`: every linear layer keeps a cast of its input.
     """
     tokens, w, c = rows * length, p.weights, p.compute
-    copies = not split and c < (w if full else p.trained)
-    kept, in_use = _layer(d, p, length=length, full=full, copies=copies)
-    forward, backward, pending = _head(d, p, tokens=tokens, scored=scored, full=full, fused_kernels=fused_kernels)
+    kept, in_use = _layer(d, p, length, full=full, copies=copies)
+    forward, backward, pending = head
     # Casts of float32 weights under autocast live as long as the forward pass, or as the activations that it keeps.
     casts = c * d.layer_weights if copies and full else 0
     mask = float(rows * length**2 if d.attention == "sdpa" else 0)
@@ -264,12 +249,8 @@ def _activations(
     }
 
 
-def _layer(d: Decoder, p: Precision, *, length: int, full: bool, copies: bool) -> tuple[float, float]:
-    """
-    Bytes per token that one layer keeps for its backward pass, and those in use besides at the peak of that pass.
-
-    `copies`: every linear layer keeps a cast of its input.
-    """
+def _layer(d: Decoder, p: Precision, length: int, *, full: bool, copies: bool) -> tuple[float, float]:
+    """Bytes per token that one layer keeps for its backward pass, and those in use besides at its peak."""
     w, c = p.weights, p.compute
     # The input of both norms in float32: a copy of it, or the residual stream itself.
     norms = 8 * d.hidden
@@ -292,12 +273,10 @@ def _layer(d: Decoder, p: Precision, *, length: int, full: bool, copies: bool) -
     return norms + normalized + outputs + heads + attention + scores + mlp, in_use
 
 
-def _head(
-    d: Decoder, p: Precision, *, tokens: int, scored: int, full: bool, fused_kernels: bool
-) -> tuple[float, float, float]:
+def _head(d: Decoder, p: Precision, tokens: int, scored: int, *, full: bool, fused: bool) -> _Head:
     """
-    Bytes of the final norm and TRL's fused LM head in the forward pass and at the peak of the backward pass, and of
-    the gradient that a tied head holds until the embedding adds its own.
+    Bytes of the final norm and TRL's fused LM head, which sees `scored` tokens, in the forward pass and at the peak of
+    the backward pass, and of the gradient that a tied head holds until the embedding adds its own.
     """
     w, c = p.weights, p.compute
     norm = (4 + (w if full else 0)) * d.hidden * tokens + w * d.hidden * scored
@@ -308,7 +287,7 @@ def _head(
     gradients = 4 * (d.hidden * scored + weight)  # summed in float32, then cast
     cast = w * (d.hidden * scored + weight) if w < 4 else 0
     # Without Triton, torch ops on the tile leave seven float32 copies and a mask.
-    unfused = 0 if fused_kernels else 29 * chunk * width
+    unfused = 0 if fused else 29 * chunk * width
     pending = w * weight if d.tied else 0
     forward = norm + tile + weight_tile
     return forward, forward + gradients + max(cast, unfused), pending

@@ -21,6 +21,8 @@ def training_plan(trainer: Any) -> str:
 
     A subject that cannot be described is left out with a warning: a plan never ends a run.
     """
+    args = trainer.args
+    idle = args.device.type == "cuda" and args.world_size == 1 and torch.cuda.device_count() > 1
     subjects = {
         "rollout": _rollout,
         **({"tools": _tools} if trainer.tools or trainer.environment_factories else {}),
@@ -28,7 +30,7 @@ def training_plan(trainer: Any) -> str:
         "policy": _policy,
         "objective": lambda trainer: (trainer.policy_objective or trainer.args).describe_objective(),
         "memory": _memory,
-        **({"devices": _devices} if _leaves_devices_idle(trainer.args) else {}),
+        **({"devices": _devices} if idle else {}),
     }
     lines = {name: _described(trainer, name, describe) for name, describe in subjects.items()}
     return "\n".join([f"{trainer._name} training plan", *(f"  {name:<10} {text}" for name, text in lines.items())])
@@ -40,10 +42,6 @@ def _described(trainer: Any, name: str, describe: Callable[[Any], str]) -> str:
     except Exception as error:  # nothing in a model's configuration can be relied on, and this is only printed
         logger.warning(f"The plan has no line for {name}: {type(error).__name__}: {error}")
         return "unknown"
-
-
-def _leaves_devices_idle(args: Any) -> bool:
-    return args.device.type == "cuda" and args.world_size == 1 and torch.cuda.device_count() > 1
 
 
 def _devices(trainer: Any) -> str:
@@ -70,19 +68,16 @@ def _tools(trainer: Any) -> str:
     factories = (trainer.environment_factories or {}).values()
     kinds = dict.fromkeys(getattr(factory, "__name__", type(factory).__name__) for factory in factories)
     limit, length = trainer.args.max_tool_calling_iterations, trainer.args.max_completion_length
-    turns = "" if limit is None else f" in at most {limit} turns of a conversation"
+    turns = "any number of turns" if limit is None else f"at most {limit} turns of a conversation"
     made_by = f" (environment: {', '.join(kinds)})" if kinds else ""
-    budget = "calls and results count as completion tokens" + (
-        f", of which there are at most {length:,}" if length else ""
-    )
-    return f"{names}{made_by}; the model may call them{turns or ' in any number of turns'}; {budget}"
+    budget = f", of which there are at most {length:,}" if length else ""
+    calls = f"the model may call them in {turns}; calls and results count as completion tokens{budget}"
+    return f"{names}{made_by}; {calls}"
 
 
 def _policy(trainer: Any) -> str:
-    text = trainer.args.describe_policy()
-    return (
-        text if trainer.policy_objective is None or trainer.policy_objective.is_regression else text.partition(":")[0]
-    )
+    text, objective = trainer.args.describe_policy(), trainer.policy_objective
+    return text if objective is None or objective.is_regression else text.partition(":")[0]
 
 
 def _updates(trainer: Any) -> str:
@@ -111,14 +106,7 @@ def _reuse(args: Any) -> str:
     )
 
 
-_SHARDING = {
-    "none": "not sharded",
-    "ddp": "DDP",
-    "zero1": "ZeRO-1",
-    "zero2": "ZeRO-2",
-    "zero3": "ZeRO-3",
-    "fsdp2": "FSDP",
-}
+_SHARDING = {"none": "not sharded", "ddp": "DDP", "fsdp2": "FSDP"} | {f"zero{n}": f"ZeRO-{n}" for n in (1, 2, 3)}
 
 
 def _memory(trainer: Any) -> str:

@@ -20,7 +20,7 @@ from ..checks.errors import report_error, under_way
 from ..checks.files import inner_folder
 from ..checks.secrets import mask_words
 from ..methods import BASELINE
-from ..report.measures import compare
+from ..report.measures import Comparison
 from ..report.runs import Run, by_label, check_comparable, check_same_method, find_runs, read_run
 from .jobs import OWN_FIELDS, Job, check_earlier_run, failure, run_missing
 from .words import overrides
@@ -77,7 +77,7 @@ def _compare(arguments: argparse.Namespace, fields: list[str]) -> int:
         runs = [*own, *(read_run(job.folder) for job in jobs)]
         _check(runs)
         methods = order(runs, arguments.baseline)
-        print(*write_report(compare(methods), arguments.output, command(arguments, fields)), sep="\n")
+        print(*write_report(Comparison(methods), arguments.output, command(arguments, fields)), sep="\n")
     return 0
 
 

@@ -1,15 +1,18 @@
-"""The entries of a log, and bounds on them."""
+"""The entries of a log, the points of a curve in them, and bounds on them."""
 
 import math
 import operator
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 
 Entry = Mapping[str, Any]
+Points = list[tuple[float, float]]  # optimizer step and value
 
 # Phases of an optimizer step, in this order. `anchor` is every forward pass without a gradient, including a reference
 # model's; `sync` hands the weights to vLLM; `update` is the rest: forward and backward passes, the exchange of
@@ -28,6 +31,29 @@ def number(entry: Entry, name: str) -> float:
     """A value of a log entry; NaN if it is missing, not a number, or `None`, which TRL logs if all values were NaN."""
     value: Any = entry.get(name)
     return float(value) if isinstance(value, int | float) and abs(value) < _TOO_LARGE else math.nan
+
+
+def off_policy(entry: Entry) -> bool:
+    """Whether the policy had moved since its rollout; until then χ² and similar metrics are 0 by construction."""
+    return number(entry, "opo/off_policy_steps") > 0
+
+
+def finite(log: Sequence[Entry], name: str, chosen: Callable[[Entry], bool] = lambda entry: True) -> Points:
+    """Optimizer step and value of a metric, in the chosen entries that have a finite number for it."""
+    found = [(entry["step"], number(entry, name)) for entry in log if chosen(entry)]
+    return [(step, value) for step, value in found if math.isfinite(value)]
+
+
+def validations(log: Sequence[Entry]) -> list[Entry]:
+    """The entries that have an accuracy on the validation problems, with its interval."""
+    names = ("accuracy", "low", "high")
+    return [row for row in log if all(math.isfinite(number(row, f"validation/{name}")) for name in names)]
+
+
+def seconds_by_phase(log: Sequence[Entry]) -> dict[str, float]:
+    """Mean seconds per optimizer step by phase, over all steps, whether they generate or not; 0 if not logged."""
+    points = {phase: finite(log, f"opo/time/{phase}") for phase in PHASES}
+    return {phase: float(np.mean([value for _, value in found])) if found else 0.0 for phase, found in points.items()}
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 from ..checks.files import read_text, write
 from .curves import draw
 from .intervals import Interval
-from .measures import DECIMALS, SHARE, WINDOW, Comparison
+from .measures import DECIMALS, WINDOW, Comparison
 from .pages import render, table, versions
 from .runs import what_differs
 
@@ -18,12 +18,10 @@ _HEADLINES = ("final reward", "validation accuracy")  # of the summary
 
 def write_report(comparison: Comparison, output: Path, command: str) -> list[Path]:
     """
-    Write `report.html`, `report.md` and `figures/`; returns the paths of the first two.
-
-    The same runs give the same bytes: no date, no path, no random order. `command` reproduces the report.
+    Write `report.html`, `report.md` and `figures/`; returns the paths of the first two. `command` makes the same bytes
+    of the same runs: there is no date, no path and no random order.
     """
-    figures = draw(comparison, output)
-    content = {**describe(comparison), "figures": figures, "command": command}
+    content = {**describe(comparison), "figures": draw(comparison, output), "command": command}
     paths = [output / "report.html", output / "report.md"]
     for path in paths:
         write(path, render(f"comparison{path.suffix}.j2", content))
@@ -31,12 +29,7 @@ def write_report(comparison: Comparison, output: Path, command: str) -> list[Pat
 
 
 def check_output(output: Path) -> None:
-    """
-    Check that a report replaces at most an earlier one.
-
-    Raises:
-        `ValueError`: the folder has a report of something else, such as that of a run.
-    """
+    """A `ValueError` if a report would replace something else than an earlier one, such as that of a run."""
     for name, heading in (("report.html", "<title>Comparison: "), ("report.md", "# Comparison: ")):
         if (output / name).exists() and heading not in read_text(output / name):
             raise ValueError(
@@ -48,31 +41,23 @@ def check_output(output: Path) -> None:
 def describe(comparison: Comparison) -> dict[str, Any]:
     """What the templates show."""
     methods, target, tables = comparison.methods, comparison.target, comparison.tables()
-    others = [*methods][1:]
-    measures = [measure for names in tables.values() for measure in names]
     of_differences = ["measure", "method", "difference", "95 % paired t", "95 % bootstrap", "pairs", "verdict"]
+    means, differences = [], []
+    for title, names in tables.items():
+        rows = [[label, *(_estimate(comparison, label, name) for name in names)] for label in methods]
+        means.append(table(["method", *names], rows, title))
+        pairs = [(name, label) for name in names for label in [*methods][1:]]
+        differences.append(table(of_differences, [_difference_row(comparison, *pair) for pair in pairs], title))
+    measures = [name for names in tables.values() for name in names]
     runs = [run for members in methods.values() for run in members]
     cells = {run.name: [number(comparison.values[run.name].get(name), name) for name in measures] for run in runs}
     return {
         "comparison": comparison,
         "methods": list(methods),
         "summary": [_sentence(comparison, label) for label in methods],
-        "tables": [
-            table(
-                ["method", *names],
-                [[label, *(_estimate(comparison, label, name) for name in names)] for label in methods],
-                title,
-            )
-            for title, names in tables.items()
-        ],
-        "differences": [
-            table(
-                of_differences, [_difference_row(comparison, name, label) for name in names for label in others], title
-            )
-            for title, names in tables.items()
-        ],
+        "tables": means,
+        "differences": differences,
         "target": f"{target:.3f}" if math.isfinite(target) else None,
-        "share": f"{SHARE:.0%}".replace("%", " %"),
         "window": WINDOW,
         "settings": table(["setting", *methods], what_differs(methods)),
         "seeds": table(["method", "seed", *measures], [[run.label, str(run.seed), *cells[run.name]] for run in runs]),
@@ -84,24 +69,19 @@ def _sentence(comparison: Comparison, label: str) -> str:
     """A method's headline measures in words, with the differences from the baseline."""
     parts = []
     for measure in _HEADLINES:
-        own = comparison.estimate(label, measure)
+        own, found = comparison.estimate(label, measure), comparison.difference(label, measure)
         if own is None:
             continue
-        text = f"{measure} {number(own.mean, measure)}{_bracket(own.interval, measure)}"
-        found = comparison.difference(label, measure) if label != comparison.baseline else None
-        if found is not None:
-            mean, interval = found.estimate.mean, found.estimate.interval
-            by = number(mean, measure, signed=True) + _bracket(interval, measure, signed=True)
-            text += f"; differs from {comparison.baseline} by {by}: {found.verdict}"
-        parts.append(text)
+        parts.append(f"{measure} {number(own.mean, measure)}{_bracket(own.interval, measure)}")
+        if found is not None and label != comparison.baseline:
+            by = number(found.estimate.mean, measure, True) + _bracket(found.estimate.interval, measure, True)
+            parts.append(f"differs from {comparison.baseline} by {by}: {found.verdict}")
     count = len(comparison.methods[label])
     return f"{label} ({count} {'seed' if count == 1 else 'seeds'}): {'; '.join(parts)}."
 
 
 def _bracket(interval: Interval | None, measure: str, signed: bool = False) -> str:
-    if interval is None:
-        return ""
-    return f" [{', '.join(number(bound, measure, signed) for bound in interval)}]"
+    return f" [{', '.join(number(bound, measure, signed) for bound in interval)}]" if interval is not None else ""
 
 
 def number(value: float | None, measure: str, signed: bool = False) -> str:
@@ -130,7 +110,6 @@ def _difference_row(comparison: Comparison, measure: str, label: str) -> list[st
     found = comparison.difference(label, measure)
     if found is None:
         return [measure, label, *[NOTHING] * 5]
-    both = found.estimate.interval, found.bootstrap
+    mean, both = number(found.estimate.mean, measure, signed=True), (found.estimate.interval, found.bootstrap)
     intervals = [_bracket(each, measure, signed=True).strip() or NOTHING for each in both]
-    mean = number(found.estimate.mean, measure, signed=True)
     return [measure, label, mean, *intervals, str(found.estimate.n), found.verdict]

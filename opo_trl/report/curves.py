@@ -13,9 +13,9 @@ from matplotlib.ticker import PercentFormatter
 
 from ..checks.files import inner_folder
 from ..methods import method_of
+from ..metrics.log import Points
 from .figures import legible, style, write
 from .intervals import estimate
-from .log import Points
 from .measures import WINDOW, Comparison, clock, completions, efficiency, reward, seconds, series, smooth
 from .runs import Run
 
@@ -33,18 +33,9 @@ class Curve:
     name: str
     title: str
     points: Callable[[Run], Points]
-    x_label: str | None = None  # if the points are not by optimizer step
+    over: Callable[[Run], Points] | None = None  # what it is drawn over at each step, if not over the run's clock
+    x_label: str = ""
     smoothed: bool = True  # whether to draw the mean of each value and the nine before it
-
-
-def _reward_over(x: Callable[[Run], Points]) -> Callable[[Run], Points]:
-    """The reward against another quantity that grows with the steps."""
-
-    def points(run: Run) -> Points:
-        at_step = dict(x(run))
-        return [(at_step[step], value) for step, value in reward(run) if step in at_step]
-
-    return points
 
 
 _GENERATED = "completions generated"
@@ -55,17 +46,15 @@ CURVES = (
     Curve("gradient_response_efficiency", "Gradient response efficiency", efficiency),
     Curve("entropy", "Entropy per token (nats)", lambda run: series(run, "entropy")),
     Curve("completion_length", "Completion length (tokens)", lambda run: series(run, "completions/mean_length")),
-    Curve("reward_over_completions", f"Reward against {_GENERATED}", _reward_over(completions), _GENERATED),
-    Curve("reward_over_time", "Reward against time", _reward_over(seconds), "seconds of training steps"),
+    Curve("reward_over_completions", f"Reward against {_GENERATED}", reward, completions, _GENERATED),
+    Curve("reward_over_time", "Reward against time", reward, seconds, "seconds of training steps"),
 )
 
 
 def draw(comparison: Comparison, folder: Path) -> list[dict[str, Any]]:
     """
-    Draw every curve that some run has logged into `figures/` in a folder; the same runs give the same PNG files.
-
-    Returns:
-        `list[dict]`: name, title, caption, and content of the PNG file of each.
+    Draw every curve that some run has logged into `figures/` in a folder, the same runs always as the same PNG files.
+    Returns name, title, caption and content of each.
     """
     plt.switch_backend("Agg")  # files only: no display is needed
     folder = inner_folder(folder, "figures")
@@ -94,17 +83,12 @@ def _draw(curve: Curve, comparison: Comparison, path: Path) -> dict[str, Any] | 
 
 
 def _points(curve: Curve, run: Run) -> Points:
-    """
-    The points of a curve over the clock of the run.
-
-    Several optimizer steps on the same completions make one point: their mean, and of a validation the last.
-    """
-    if curve.x_label is not None:
-        return curve.points(run)
-    at = clock(run)
+    """The points of a curve. Steps on the same completions make one: their mean, or the last of a validation."""
+    at = dict(curve.over(run)).get if curve.over else clock(run)
     found: dict[float, list[float]] = {}
     for step, value in curve.points(run):
         found.setdefault(at(step), []).append(value)
+    found.pop(None, None)
     return [(x, float(np.mean(values)) if curve.smoothed else values[-1]) for x, values in found.items()]
 
 
@@ -115,11 +99,8 @@ def colors(comparison: Comparison) -> list[str]:
         method = method_of(runs[0].settings)
         if method and method.color not in found.values():
             found[label] = method.color
-    for place, label in enumerate(comparison.methods):
-        palette = _COLORS[place % len(_COLORS) :] + _COLORS
-        free = (color for color in palette if color not in found.values())
-        found.setdefault(label, next(free, palette[0]))
-    return [found[label] for label in comparison.methods]
+    free = cycle([color for color in _COLORS if color not in found.values()] or _COLORS)
+    return [found.get(label) or next(free) for label in comparison.methods]
 
 
 def _plot(axis: Axes, label: str, runs: list[Points], color: str, linestyle: str, smoothed: bool) -> str:

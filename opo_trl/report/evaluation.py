@@ -20,12 +20,7 @@ EVALUATION, EVALUATION_TABLE = "evaluation.json", "evaluation.md"
 
 
 def read_evaluation(folder: Path) -> dict[str, Any]:
-    """
-    Read `evaluation.json`; empty if there is none.
-
-    Raises:
-        `ValueError`: it is not the file that [`write_evaluation`] writes.
-    """
+    """`evaluation.json`; empty if there is none. A `ValueError` if it is not what [`write_evaluation`] writes."""
     path = folder / EVALUATION
     content = read_json(path)
     try:
@@ -55,8 +50,9 @@ def described(content: Mapping[str, Any]) -> dict[str, Any]:
     for name, task in content["tasks"].items():
         rows += _rows(name, task)
         sentences.append(_how(name, task))
-        if "agreement" in task:
-            sentences.append(_agreement(name, task["agreement"]))
+        if agreed := task.get("agreement"):
+            same = f"{agreed['same']} of {agreed['problems']} problems the same verdict"
+            sentences.append(f"{name}: lm-eval ({_metric(agreed)}) and our reward give {same}.")
     head = ["task", "measured by", "prompt", "decoding", "problems", "score [95 % interval]"]
     return {"table": table(head, rows), "sentences": sentences}
 
@@ -76,10 +72,8 @@ def markdown(content: Mapping[str, Any]) -> str:
 def _rows(name: str, task: Mapping[str, Any]) -> list[list[str]]:
     settings, is_chat = task["settings"], task["settings"]["prompt_style"] == "chat"
     theirs = f"{settings['num_fewshot']}-shot, {'chat template' if is_chat else 'plain'}"
-    found = [
-        (f"lm-eval: {_metric(score)}", theirs, settings["lm_eval_decoding"], score["problems"], score)
-        for score in task["lm_eval"]
-    ]
+    decoding = settings["lm_eval_decoding"]
+    found = [(f"lm-eval: {_metric(score)}", theirs, decoding, score["problems"], score) for score in task["lm_eval"]]
     if "opo_trl" in task:
         ours, problems, sampled = task["opo_trl"], settings["problems"], f"{settings['samples']} sampled"
         prompt = f"chat template{', instruction' if settings['instruction'] else ''}" if is_chat else "plain"
@@ -89,12 +83,12 @@ def _rows(name: str, task: Mapping[str, Any]) -> list[list[str]]:
 
 
 def interval(score: Mapping[str, Any] | None) -> str:
-    """A score in a table, with its interval if it has one."""
+    """A score or accuracy in a table, with its interval if it has one."""
     if score is None:
         return "–"
-    if score["low"] is None:
-        return f"{score['score']:.4g}"
     value = score["score"] if "score" in score else score["accuracy"]
+    if score["low"] is None:
+        return f"{value:.4g}"
     return f"{value:.1%} [{score['low']:.1%}, {score['high']:.1%}]"
 
 
@@ -113,11 +107,6 @@ def _how(name: str, task: Mapping[str, Any]) -> str:
         if settings["prompt_style"] == "chat" and settings.get(field):
             said += f", our {what} “{settings[field]}”"
     return f"{said}, our samples at temperature {settings['sampling']['temperature']:g}."
-
-
-def _agreement(name: str, agreement: Mapping[str, Any]) -> str:
-    same = f"{agreement['same']} of {agreement['problems']} problems the same verdict"
-    return f"{name}: lm-eval ({_metric(agreement)}) and our reward give {same}."
 
 
 def _metric(score: Mapping[str, Any]) -> str:

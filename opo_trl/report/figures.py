@@ -6,7 +6,7 @@ Figures of a run, drawn from its log alone.
 
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -22,41 +22,30 @@ from matplotlib.ticker import MaxNLocator
 from ..checks import files
 from ..checks.files import inner_folder
 from ..checks.text import one_line
-from ..metrics.log import Entry, number
-from .log import Points, finite, off_policy, seconds_by_phase, validations
-from .run_folder import LOG, read_log, read_summary
+from ..metrics.log import PHASES, Entry, Points, finite, number, off_policy, seconds_by_phase, validations
+from .run_folder import LOG, by_decoding, read_log, read_summary
 
 
 # Fixed identifiers and no date: the same log gives the same file.
 STYLE: Any = {"svg.hashsalt": "opo_trl", "figure.dpi": 120, "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 _COLOR, _SECOND = "#1f5fa8", "#c8552d"
+_PHASE_COLORS = dict(zip(PHASES, ("#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#009e73"), strict=True))
 
-_PHASE_COLORS = {
-    "generate": "#0072b2",
-    "score": "#56b4e9",
-    "anchor": "#e69f00",
-    "update": "#d55e00",
-    "sync": "#009e73",
+# Metric → title of its panel.
+_VALIDATION, _CHI2 = "validation/accuracy", "opo/chi2"
+_PANELS = {
+    "reward": "training reward (mean of a rollout)",
+    _VALIDATION: "validation accuracy, 95 % interval",
+    "entropy": "entropy per token (nats)",
+    "grad_norm": "gradient norm",
+    _CHI2: "χ², off-policy steps",
+    "opo/gradient_response_efficiency": "gradient response efficiency",
 }
-
-# Title, metric, which entries of the log it is read from.
-_Panel = tuple[str, str, Callable[[Entry], bool]]
-_VALIDATION = "validation/accuracy"
-_PANELS: tuple[_Panel, ...] = (
-    ("training reward (mean of a rollout)", "reward", lambda row: True),
-    ("validation accuracy, 95 % interval", _VALIDATION, lambda row: True),
-    ("entropy per token (nats)", "entropy", lambda row: True),
-    ("gradient norm", "grad_norm", lambda row: True),
-    ("χ², off-policy steps", "opo/chi2", off_policy),
-    ("gradient response efficiency", "opo/gradient_response_efficiency", lambda row: True),
-)
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """
-    Our style alone: no `matplotlibrc`, which may lie in the current folder, and no formulas in the texts of others.
-    """
+    """Our style alone: no `matplotlibrc`, which may be in the current folder, and no formulas in texts of others."""
     with plt.rc_context():
         matplotlib.rcdefaults()
         plt.rcParams.update({**STYLE, "text.parse_math": False})
@@ -73,32 +62,28 @@ def draw_run(folder: Path) -> dict[Path, bytes]:
     """
     Draw the figures of a run into its `figures/`, as PNG and SVG; returns the files with their contents.
 
-    They are `training.*` (reward, validation accuracy, entropy, gradient norm, χ² and gradient response efficiency by
-    optimizer step), `passes.*` (target fit by pass over a rollout, if there are several), `time.*` (seconds per
-    optimizer step, by phase) and `accuracy.*` (before and after, with 95 % intervals).
-
-    Raises:
-        `ValueError`: the folder has no log.
+    They are `training.*` (six metrics by optimizer step), `passes.*` (target fit by pass over a rollout, if there are
+    several), `time.*` (seconds per optimizer step, by phase) and `accuracy.*` (before and after, with 95 % intervals).
+    A `ValueError` if the folder has no log.
     """
     log = read_log(folder)
     if not log:
         raise ValueError(f"{str(folder / LOG)!r} does not exist or is empty. Pass the folder of a run.")
     plt.switch_backend("Agg")  # files only: no display is needed
+    summary, into = read_summary(folder), inner_folder(folder, "figures")
+    written: dict[Path, bytes] = {}
     with style():
-        figures = {"training": _panels(_PANELS, log, (11, 5.5))}
+        figures = {"training": _panels([*_PANELS], log, (11, 5.5))}
         if len(fits := fits_by_pass(log)) > 1:
             figures["passes"] = _passes_figure(fits)
         if finite(log, "opo/time/update"):
             figures["time"] = _time_figure(log)
-        summary = read_summary(folder)
         if summary.get("after"):
             figures["accuracy"] = _accuracy_figure(summary)
-        into = inner_folder(folder, "figures")
-        paths = [(into / f"{name}{suffix}", figure) for name, figure in figures.items() for suffix in (".png", ".svg")]
-        written = {path: write(figure, path) for path, figure in paths}
-        for figure in figures.values():
+        for name, figure in figures.items():
+            written |= {path: write(figure, path) for path in (into / f"{name}.png", into / f"{name}.svg")}
             plt.close(figure)
-        return written
+    return written
 
 
 def write(figure: Figure, path: Path, **metadata: str | None) -> bytes:
@@ -118,19 +103,23 @@ def draw_progress(log: Sequence[Entry], max_steps: int) -> Figure:
     `log` holds the entries so far, such as a trainer's `state.log_history`. The caller closes the figure.
     """
     with style():
-        figure = _panels([panel for panel in _PANELS if panel[1] not in ("grad_norm", _VALIDATION)], log, (9, 5))
+        figure = _panels([metric for metric in _PANELS if metric not in ("grad_norm", _VALIDATION)], log, (9, 5))
         plt.setp(figure.axes, xlim=(0, max_steps))
     return figure
 
 
-def _panels(panels: Sequence[_Panel], log: Sequence[Entry], size: tuple[float, float]) -> Figure:
-    figure, axes = plt.subplots(2, len(panels) // 2, figsize=size, layout="constrained")
-    for axis, (title, metric, chosen) in zip(axes.flat, panels, strict=True):
-        axis.set_title(title)
-        if metric == _VALIDATION:
-            _validation_curve(axis, log)
+def _panels(metrics: Sequence[str], log: Sequence[Entry], size: tuple[float, float]) -> Figure:
+    figure, axes = plt.subplots(2, len(metrics) // 2, figsize=size, layout="constrained")
+    for axis, metric in zip(axes.flat, metrics, strict=True):
+        axis.set_title(_PANELS[metric])
+        entries = validations(log) if metric == _VALIDATION else log
+        points = finite(entries, metric, off_policy if metric == _CHI2 else lambda entry: True)
+        if not points:
+            axis.text(0.5, 0.5, "not logged in this run", ha="center", va="center", transform=axis.transAxes)
+        elif metric == _VALIDATION:
+            _validation_curve(axis, entries)
         else:
-            _curve(axis, finite(log, metric, chosen))
+            _curve(axis, points)
     for axis in axes[-1]:
         axis.set_xlabel("optimizer step")
     return figure
@@ -138,8 +127,6 @@ def _panels(panels: Sequence[_Panel], log: Sequence[Entry], size: tuple[float, f
 
 def _curve(axis: Axes, points: Points):
     """Every value, and the moving mean over a tenth of the run."""
-    if not points:
-        return _say_not_logged(axis)
     steps, values = np.array(points, dtype=float).T
     axis.plot(steps, values, color=_COLOR, alpha=0.35, linewidth=0.8)
     window = max(len(values) // 10, 1)
@@ -149,10 +136,7 @@ def _curve(axis: Axes, points: Points):
         axis.legend(loc="best", frameon=False)
 
 
-def _validation_curve(axis: Axes, log: Sequence[Entry]):
-    rows = validations(log)
-    if not rows:
-        return _say_not_logged(axis)
+def _validation_curve(axis: Axes, rows: Sequence[Entry]):
     steps = [row["step"] for row in rows]
     low, accuracy, high = ([number(row, f"validation/{name}") for row in rows] for name in ("low", "accuracy", "high"))
     axis.fill_between(steps, low, high, color=_SECOND, alpha=0.2, linewidth=0)
@@ -193,25 +177,17 @@ def _time_figure(log: Sequence[Entry]) -> Figure:
     return figure
 
 
-def _say_not_logged(axis: Axes):
-    axis.text(0.5, 0.5, "not logged in this run", ha="center", va="center", transform=axis.transAxes)
-
-
 def _accuracy_figure(summary: dict[str, Any]) -> Figure:
-    before = summary.get("before", {})  # a resumed run may report on other levels
-    rows = [
-        (level, way) for level, by_way in summary["after"].items() for way in by_way if way in before.get(level, {})
-    ]
-    figure, axis = plt.subplots(figsize=(7, 1.2 + 0.55 * len(rows)), layout="constrained")
-    for time, offset, color in (("before", -0.17, "#8a8a8a"), ("after", 0.17, _COLOR)):
-        results = [summary[time][level][decoding] for level, decoding in rows]
-        accuracy = np.array([result["accuracy"] for result in results])
-        low, high = ([result[bound] for result in results] for bound in ("low", "high"))
-        places = np.arange(len(rows)) + offset
-        axis.barh(places, accuracy, height=0.3, color=color, label=time)
+    before, after = by_decoding(summary.get("before", {})), by_decoding(summary["after"])
+    names = [name for name in after if name in before]  # a resumed run may report on other levels
+    figure, axis = plt.subplots(figsize=(7, 1.2 + 0.55 * len(names)), layout="constrained")
+    for label, results, offset, color in (("before", before, -0.17, "#8a8a8a"), ("after", after, 0.17, _COLOR)):
+        low, accuracy, high = (np.array([results[name][key] for name in names]) for key in ("low", "accuracy", "high"))
+        places = np.arange(len(names)) + offset
+        axis.barh(places, accuracy, height=0.3, color=color, label=label)
         errors = np.maximum([accuracy - low, high - accuracy], 0)  # an interval may be wrong
         axis.errorbar(accuracy, places, xerr=errors, fmt="none", ecolor="black", elinewidth=1, capsize=2)
-    axis.set_yticks(range(len(rows)), [legible(f"{level}, {decoding}") for level, decoding in rows])
+    axis.set_yticks(range(len(names)), [*map(legible, names)])
     axis.set(xlim=(0, 1), xlabel="accuracy (95 % Wilson interval)")
     axis.invert_yaxis()
     figure.legend(loc="outside upper right", ncols=2, frameon=False)

@@ -9,7 +9,7 @@ from scipy import stats
 
 
 CONFIDENCE = 0.95
-EXACT_RESAMPLES = 50_000  # up to 6 seeds
+EXACT_RESAMPLES = 50_000  # all n^n of up to 6 seeds; otherwise they are drawn with a fixed seed
 RANDOM_RESAMPLES = 20_000
 
 Interval = tuple[float, float]
@@ -26,20 +26,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference:
-    """
-    The mean of paired differences with its paired t interval, which decides the verdict; and the percentile interval
-    of the paired bootstrap, `None` for a single pair.
-    """
+    """The mean of paired differences, with two intervals."""
 
-    estimate: Estimate
-    bootstrap: Interval | None
+    estimate: Estimate  # with the paired t interval, which decides the verdict
+    bootstrap: Interval | None  # of the paired bootstrap; `None` for a single pair
 
     @property
     def verdict(self) -> str:
         """`"higher"` or `"lower"` if the t interval excludes 0, otherwise `"undecided"`."""
-        if self.estimate.interval is None:
-            return "undecided"
-        low, high = self.estimate.interval
+        low, high = self.estimate.interval or (0, 0)
         return "higher" if low > 0 else "lower" if high < 0 else "undecided"
 
 
@@ -67,8 +62,7 @@ def bootstrap_interval(values: Sequence[float]) -> Interval | None:
     """
     Percentile interval (2.5 % to 97.5 %) of the mean over resamples with replacement; `None` for a single value.
 
-    Enumerates all n^n resamples if there are at most 50,000; otherwise draws 20,000 with a fixed seed.
-    `scipy.stats.bootstrap` always draws, so that with few seeds its bounds would depend on the draw.
+    Of few values it is that of all resamples: `scipy.stats.bootstrap` draws, and its bounds would depend on the draw.
     """
     n = len(values)
     if n < 2:

@@ -3,13 +3,12 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from ..metrics.log import number
+from ..metrics.log import Points, finite, number
 from .intervals import Difference, Estimate, estimate, paired_difference
-from .log import Points, finite
+from .run_folder import by_decoding
 from .runs import Run, completions_per_optimizer_step, has_budget_of_completions, optimizer_steps_per_rollout
 
 
@@ -26,38 +25,23 @@ _COST = {"steps to 80 %": 0, "completions to 80 %": 0, "wall time (s)": 0, "toke
 DECIMALS: dict[str, int | None] = {**_REWARD, **_POLICY, **_COST}
 
 
-@dataclass(frozen=True)
 class Comparison:
-    """All measures of the runs of some methods."""
+    """All measures of the runs of some methods, given by label; the first method is the baseline."""
 
-    methods: dict[str, list[Run]]  # by label: the baseline first, the others sorted
-    values: dict[str, Values]  # name of a run → measure → value
-    target: float  # smoothed reward that "steps to 80 %" waits for
-
-    @property
-    def baseline(self) -> str:
-        """Label of the method that the others are compared with."""
-        return next(iter(self.methods))
-
-    @property
-    def over_completions(self) -> bool:
-        """Whether the budget of the runs, and so the axis that they share, is in completions, not optimizer steps."""
-        return has_budget_of_completions(self.methods[self.baseline][0].settings)
-
-    @property
-    def unit(self) -> str:
-        """Unit of that axis."""
-        return "completions" if self.over_completions else "optimizer steps"
-
-    @property
-    def window(self) -> float:
-        """How much of that axis "final" covers."""
-        return _window(self.methods[self.baseline][0])
+    def __init__(self, methods: dict[str, list[Run]]):
+        runs = [run for members in methods.values() for run in members]
+        self.methods, self.baseline = methods, runs[0].label
+        self.target = reward_target(methods)  # the smoothed reward that "steps to 80 %" waits for
+        self.values = {run.name: measure(run, self.target) for run in runs}
+        # The axis that the runs share is their budget: completions, or optimizer steps; "final" covers a window of it.
+        self.over_completions = has_budget_of_completions(runs[0].settings)
+        self.unit = "completions" if self.over_completions else "optimizer steps"
+        self.window = _window(runs[0])
 
     def estimate(self, label: str, measure: str) -> Estimate | None:
         """Mean over the method's seeds; `None` unless all of them have a value."""
         values = [self.values[run.name].get(measure) for run in self.methods[label]]
-        return None if any(value is None for value in values) else estimate(values)
+        return None if None in values else estimate(values)
 
     def count(self, label: str, measure: str) -> int:
         """Number of the method's runs that have a value."""
@@ -66,9 +50,8 @@ class Comparison:
     def difference(self, label: str, measure: str) -> Difference | None:
         """Difference from the baseline on common seeds; `None` without common seeds, or if a value is missing."""
         pairs = [[self.values[run.name].get(measure) for run in pair] for pair in self.pairs(label)]
-        if not pairs or any(value is None for pair in pairs for value in pair):
-            return None
-        return paired_difference(*zip(*pairs, strict=True))
+        complete = pairs and all(None not in pair for pair in pairs)
+        return paired_difference(*zip(*pairs, strict=True)) if complete else None
 
     def pairs(self, label: str) -> list[tuple[Run, Run]]:
         """The method's runs, each with the baseline's run of the same seed."""
@@ -87,13 +70,6 @@ class Comparison:
         }
         kept = {title: [name for name in measures if name in present] for title, measures in tables.items()}
         return {title: measures for title, measures in kept.items() if measures}
-
-
-def compare(methods: dict[str, list[Run]]) -> Comparison:
-    """Measure every run; the first method is the baseline."""
-    runs = [run for members in methods.values() for run in members]
-    target = reward_target(methods)
-    return Comparison(methods, {run.name: measure(run, target) for run in runs}, target)
 
 
 def measure(run: Run, target: float) -> Values:
@@ -130,10 +106,7 @@ def series(run: Run, key: str) -> Points:
 
 def reward(run: Run) -> Points:
     """
-    Mean over each rollout of the first reward function, which decides what counts as solved.
-
-    Raises:
-        `ValueError`: the log has no such entry.
+    Mean over each rollout of the first reward function, which decides what counts as solved; a `ValueError` without.
     """
     key = reward_key(run)
     points = series(run, key)
@@ -190,22 +163,18 @@ def seconds(run: Run) -> Points:
 
 
 def wall_time(run: Run) -> float | None:
-    """
-    Seconds of training, including validation. A resumed run has measured only its last part; the seconds of all steps
-    are then a lower bound.
-    """
-    measured = [run.summary.get("train_seconds"), *(total for _, total in seconds(run)[-1:])]
+    """Seconds of training with validation. A resumed run has timed its last part: at least those of all steps."""
+    measured = run.summary.get("train_seconds"), _last(seconds(run))
     return max((value for value in measured if value is not None), default=None)
 
 
 def accuracies(run: Run) -> Values:
     """Accuracy after training on each reported level, greedy and sampled, and pass@k if it was measured."""
     values: Values = {}
-    for level, by_decoding in run.summary["after"].items():
-        for decoding, result in by_decoding.items():
-            values[f"{level}, {decoding}"] = result["accuracy"]
-            passed = result.get("pass_at") or {}
-            values |= {f"{level}, pass@{k}": value for k, value in passed.items() if k != "1"}
+    for name, result in by_decoding(run.summary["after"]).items():
+        values[name] = result["accuracy"]
+        level, passed = name.rpartition(", ")[0], result.get("pass_at") or {}
+        values |= {f"{level}, pass@{k}": value for k, value in passed.items() if k != "1"}
     return values
 
 
@@ -216,7 +185,6 @@ def final(points: Points, run: Run) -> float | None:
 
 
 def mean(points: Points) -> float | None:
-    """Mean of the values; `None` if there are none."""
     return float(np.mean([value for _, value in points])) if points else None
 
 

@@ -51,33 +51,26 @@ _PACKAGES = (
     *("peft", "deepspeed", "vllm", "math-verify", "matplotlib", "bitsandbytes"),
 )
 
-# What each of them becomes when it is written: never absent, and never deleted.
+# Never deleted, and so never absent: the next run replaces them.
 _DESCRIPTION = (RECIPE, SETTINGS, ENVIRONMENT, REQUIREMENTS)
 
 # All else that a run writes into its folder, and all that overwriting deletes: paths in the folder.
-_WRITTEN = re.compile(
-    "|".join(
-        (
-            r"_.+\.[0-9a-f]{8}\.part",  # of a file that was being written
-            r"plan\.txt|log\.jsonl|completions\.jsonl|summary\.json|evaluation\.(json|md)|report\.html",
-            r"figures/(training|passes|time|accuracy)\.(png|svg)",
-            r"completions/completions_\d+\.parquet",
-            r"skipped_step_\d+\.pt",
-            r"_?checkpoint-\d+",  # with all that is in it
-            # Transformers, PEFT and TRL
-            r"(config|generation_config|adapter_config|trainer_state|(all|train|eval)_results)\.json",
-            r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?",
-            r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|merges\.txt|vocab\.txt",
-            r"(tokenizer|spiece)\.model|chat_template\.(jinja|json)|(processor|preprocessor)_config\.json",
-            r"training_args\.bin|README\.md",
-            # DeepSpeed, TensorBoard and CodeCarbon
-            r"global_step\d+|latest|zero_to_fp32\.py|runs/.+/events\.out\.tfevents\..+|emissions\.csv",
-        )
-    )
+_WRITTEN = (
+    r"_.+\.[0-9a-f]{8}\.part",  # of a file that was being written
+    r"plan\.txt|log\.jsonl|completions\.jsonl|summary\.json|evaluation\.(json|md)|report\.html",
+    r"figures/(training|passes|time|accuracy)\.(png|svg)|completions/completions_\d+\.parquet",
+    r"skipped_step_\d+\.pt|_?checkpoint-\d+",  # a checkpoint with all that is in it
+    # Transformers, PEFT and TRL
+    r"(config|generation_config|adapter_config|trainer_state|(all|train|eval)_results)\.json",
+    r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?",
+    r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|merges\.txt|vocab\.txt",
+    r"(tokenizer|spiece)\.model|chat_template\.(jinja|json)|(processor|preprocessor)_config\.json",
+    r"training_args\.bin|README\.md",
+    # DeepSpeed, TensorBoard and CodeCarbon
+    r"global_step\d+|latest|zero_to_fp32\.py|runs/.+/events\.out\.tfevents\..+|emissions\.csv",
 )
 _SHOWN = 8  # names of files that stay
 _FOLDERS = ("figures", TRL_COMPLETIONS, "runs")  # of which only what `_WRITTEN` names is deleted
-_OWNER = re.compile(r"process \d+ on .+")  # what a run writes into its lock
 
 
 def is_run(folder: Path) -> bool:
@@ -87,42 +80,32 @@ def is_run(folder: Path) -> bool:
 
 def is_claimed(folder: Path) -> bool:
     """Whether a run has claimed this folder. Only this program writes such a lock, first of all and for good."""
-    lock = folder / LOCK
-    if lock.is_symlink() or not lock.is_file():
-        return False
-    return any(_OWNER.fullmatch(line) for line in files.tail(lock).splitlines())
+    lock, owner = folder / LOCK, re.compile(r"^process \d+ on .+$", re.MULTILINE)
+    return lock.is_file() and not lock.is_symlink() and owner.search(files.tail(lock)) is not None
 
 
 def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """
-    Check that a run may write into a folder, without writing or deleting anything.
+    A `ValueError` if another run writes into a folder, its content would be overwritten, or it is not writable.
 
     `resume`: the run in this folder is resumed, so its files stay. `overwrite`: an earlier run there may be deleted.
-
-    Raises:
-        `ValueError`: another run writes into the folder, its content would be overwritten, or it is not writable.
     """
     paths.check_folder("output_dir", folder)
     if (folder / LOCK).exists():
         _lock(folder, fcntl.LOCK_SH).close()  # shared: all processes of this run check at the same time
+    wrong, instead = "", "Choose another `output_dir`"
     if resume:
         foreign = [name for name in (*_DESCRIPTION, PLAN, LOG, COMPLETIONS, SUMMARY) if (folder / name).exists()]
         if foreign and not (is_run(folder) or is_claimed(folder)):
-            raise ValueError(
-                f"output_dir={str(folder)!r} is not a run of this program, and its {', '.join(foreign)} would be "
-                "overwritten. Choose another `output_dir`."
-            )
+            wrong = f"is not a run of this program, and its {', '.join(foreign)} would be overwritten. {instead}."
     elif folder.exists() and any(not _is_from_startup(entry) for entry in folder.iterdir()):
         if not overwrite:
-            raise ValueError(
-                f"output_dir={str(folder)!r} is not empty. Choose another `output_dir`, continue that run with "
-                "`--resume_from_checkpoint last`, or delete it with `--overwrite`."
-            )
-        if not is_claimed(folder):
-            raise ValueError(
-                f"output_dir={str(folder)!r} is not empty and not a run of this program, which would have left its "
-                f"{LOCK} there, so it will not be deleted. Choose another `output_dir`."
-            )
+            continued = "continue that run with `--resume_from_checkpoint last`, or delete it with `--overwrite`"
+            wrong = f"is not empty. {instead}, {continued}."
+        elif not is_claimed(folder):
+            wrong = f"is not empty and not a run of this program (no {LOCK}), so it will not be deleted. {instead}."
+    if wrong:
+        raise ValueError(f"output_dir={str(folder)!r} {wrong}")
 
 
 def _is_from_startup(entry: Path) -> bool:
@@ -134,10 +117,8 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
     """
     Create the folder of a run, or delete the run in it, after [`check`], and lock it against other runs.
 
-    Only what a run writes is deleted; whatever else is in the folder stays, and is named in a line of the log.
-
-    Returns:
-        `IO[str]`: the open lock file. The folder stays locked until it is closed, or this process ends for any reason.
+    Only what a run writes is deleted; whatever else is in the folder stays, and is named in a line of the log. The
+    folder stays locked until the returned file is closed, or this process ends for any reason.
     """
     check(folder, resume=resume, overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +136,7 @@ def _delete_run(folder: Path) -> None:
     within = [folder / name for name in _FOLDERS if not (folder / name).is_symlink()]
     below = [path for place in within for path in place.rglob("*")]
     for path in [*folder.iterdir(), *below]:
-        if not _WRITTEN.fullmatch(path.relative_to(folder).as_posix()):
+        if not re.fullmatch("|".join(_WRITTEN), path.relative_to(folder).as_posix()):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -226,10 +207,9 @@ _SETTINGS_FORM = {
     **dict.fromkeys(("num_generations?", "max_completion_length?", "per_device_eval_batch_size?"), files.COUNT),
     **{f"{name}?": files.COUNT for name in ROLLOUT},
 }
-_MEASURED = {"accuracy": files.SHARE, "low": files.SHARE, "high": files.SHARE, "pass_at?": {"*": files.SHARE}}
+_MEASURED = {"*": {"*": {**dict.fromkeys(("accuracy", "low", "high"), files.SHARE), "pass_at?": {"*": files.SHARE}}}}
 _SUMMARY_FORM = {
-    "before?": {"*": {"*": _MEASURED}},
-    "after?": {"*": {"*": _MEASURED}},
+    **dict.fromkeys(("before?", "after?"), _MEASURED),
     "optimizer_steps?": files.STEP,
     "train_seconds?": files.NUMBER,
 }
@@ -240,7 +220,7 @@ _COMPLETIONS_FORM = {**files.ENTRY, "prompt": _SAID, "completion": _SAID, "rewar
 _LOG_FORM = {
     **files.ENTRY,
     **dict.fromkeys(("reward?", "entropy?", "grad_norm?", "step_time?", "num_tokens?"), _METRIC),
-    **dict.fromkeys((f"validation/{name}?" for name in ("accuracy", "low", "high")), files.SHARE),
+    **dict.fromkeys(("validation/accuracy?", "validation/low?", "validation/high?"), files.SHARE),
 }
 
 
@@ -257,6 +237,11 @@ def read_summary(folder: Path, *, linked: bool = False) -> dict[str, Any]:
     """The accuracies of a run; empty if there are none."""
     summary = files.read_json(folder / SUMMARY, _SUMMARY_FORM, linked=linked)
     return {name: value for name, value in summary.items() if value is not None}
+
+
+def by_decoding(accuracies: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The accuracies of a summary before or after training by level and decoding, such as `"Level 3, greedy"`."""
+    return {f"{level}, {way}": result for level, results in accuracies.items() for way, result in results.items()}
 
 
 def read_environment(folder: Path) -> dict[str, Any]:

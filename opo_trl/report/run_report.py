@@ -25,12 +25,6 @@ from .verdicts import Verdict, fired, judge
 
 REPORT = "report.html"
 
-_CAPTIONS = {
-    "training": "Thin: every entry of the log. Thick: moving mean over a tenth of the run.",
-    "passes": "How much of the change that the target asks for has happened, by pass over a rollout.",
-    "time": "Mean seconds per optimizer step, by phase.",
-    "accuracy": "Accuracy before and after training, with 95 % intervals.",
-}
 _PROMPTS, _TIMES = 4, 5  # how many prompts to show, and how many validations of each
 _LONGEST = 2000  # characters of a prompt or completion
 _MOST_ROWS = 50  # of a prompt that is validated several times
@@ -38,28 +32,18 @@ _SPARK = 100, 24, 2  # width, height and margin of a small curve
 
 
 def write_report(folder: Path) -> Path:
-    """
-    Write the `report.html` of a run, finished or not, and its figures; returns its path.
-
-    Raises:
-        `ValueError`: the folder does not contain a run.
-    """
+    """Write the `report.html` of a run, finished or not, and its figures. A `ValueError` if the folder has no run."""
     if not run_folder.is_run(folder):
         raise ValueError(
             f"{str(folder)!r} contains no {run_folder.RECIPE} with its {run_folder.SETTINGS}, so it is not a run. "
             "Pass the folder of a run."
         )
-    path = folder / REPORT
-    write(path, render("report.html.j2", describe(folder)))
-    return path
+    write(folder / REPORT, render("report.html.j2", describe(folder)))
+    return folder / REPORT
 
 
 def write_or_say_why(folder: Path) -> None:
-    """
-    Write the report of a run whose results are in its folder by now, and print its path.
-
-    Whatever is wrong with the report, it neither ends the run nor hides how that ended.
-    """
+    """Write the report of a run and print its path: whatever is wrong with it does not hide how the run ended."""
     try:
         print(f"Report: {write_report(folder)}", flush=True)
     except Exception as error:
@@ -73,16 +57,17 @@ def describe(folder: Path) -> dict[str, Any]:
     log, settings = run_folder.read_log(folder), run_folder.read_settings(folder)
     summary = run_folder.read_summary(folder)
     verdicts, watches = judge(log, settings), fired(log, settings)
+    said = [_method(settings), _progress(log, settings, summary), _conclusion(verdicts)]
     return {
         "name": folder.resolve().name,
-        "summary": [_method(settings), _progress(log, settings, summary), _conclusion(verdicts)],
+        "summary": [*said, *(watch.sentence for watch in watches)],
         "plan": read_text(folder / run_folder.PLAN),
         "accuracies": _accuracies(summary),
         "evaluation": _evaluation(folder),
         "figures": _figures(folder) if log else {},
-        "captions": _CAPTIONS,
-        "verdicts": [{"said": verdict, "curve": _spark(verdict.points)} for verdict in verdicts],
-        "watches": watches,
+        "verdicts": verdicts,
+        "spark": _spark,
+        "beyond": [*watches, *(verdict for verdict in verdicts if verdict.remedy)],
         "watching": settings.get("watches") or [],
         "samples": samples(folder),
         "versions": versions([run_folder.read_environment(folder)]),
@@ -100,7 +85,7 @@ def _method(settings: dict[str, Any]) -> str:
 def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, Any]) -> str:
     step = log[-1]["step"] if log else 0
     if "after" in summary:
-        seconds = f" in {summary['train_seconds']:,.0f} seconds" if summary.get("train_seconds") is not None else ""
+        seconds = f" in {summary['train_seconds']:,.0f} seconds" if "train_seconds" in summary else ""
         return f"Finished: {summary.get('optimizer_steps') or step:,} optimizer steps{seconds}."
     wanted = f" of {settings['max_steps']:,}" if (settings.get("max_steps") or 0) > 0 else ""
     return f"Not finished when this was written: {step:,}{wanted} optimizer steps. `opo-trl report` updates it."
@@ -117,17 +102,15 @@ def _conclusion(verdicts: Sequence[Verdict]) -> str:
 
 def _accuracies(summary: dict[str, Any]) -> dict[str, Any]:
     """A table with a row per level and decoding, and one for pass@k with the largest k."""
-    before, after = summary.get("before", {}), summary.get("after", {})
+    before, after = (run_folder.by_decoding(summary.get(time, {})) for time in ("before", "after"))
     rows = []
-    for level, by_decoding in {**after, **before}.items():
-        for decoding, shown in by_decoding.items():
-            both = [known.get(level, {}).get(decoding) for known in (before, after)]
-            rows.append([f"{level}, {decoding}", *map(interval, both)])
-            if shown.get("pass_at"):
-                k = max(shown["pass_at"], key=lambda k: (len(k), k))
-                passed = [(result or {}).get("pass_at") or {} for result in both]
-                shares = [f"{values[k]:.1%}" if k in values else "–" for values in passed]
-                rows.append([f"{level}, {decoding}, pass@{k}", *shares])
+    for name, shown in {**after, **before}.items():
+        both = [before.get(name), after.get(name)]
+        rows.append([name, *map(interval, both)])
+        if shown.get("pass_at"):
+            k = max(shown["pass_at"], key=lambda k: (len(k), k))
+            passed = [(result or {}).get("pass_at") or {} for result in both]
+            rows.append([f"{name}, pass@{k}", *(f"{values[k]:.1%}" if k in values else "–" for values in passed)])
     return table(["accuracy [95 % interval]", "before", "after"], rows)
 
 
@@ -153,14 +136,12 @@ def _figures(folder: Path) -> dict[str, bytes] | None:
 
 
 def _spark(points: Sequence[tuple[float, float]]) -> str:
-    """Points of an SVG polyline, with values averaged to at most its width in points; empty for fewer than two."""
-    if len(points) < 2:
-        return ""
+    """Points of an SVG polyline, with values averaged to at most its width in points."""
     width, height, margin = _SPARK
-    size = -(-len(points) // width)
-    means = [np.mean([value for _, value in points[i : i + size]]) for i in range(0, len(points), size)]
-    low, high = min(means), max(means)
-    places = np.interp(means, [low, high], [height - margin, margin]) if high > low else [height / 2] * len(means)
+    parts = np.array_split([value for _, value in points], min(len(points), width))
+    means = np.array([part.mean() for part in parts])
+    middle, span = (means.max() + means.min()) / 2, np.ptp(means) or 1
+    places = height / 2 - (means - middle) / span * (height - 2 * margin)
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(np.linspace(0, width, len(means)), places, strict=True))
 
 
@@ -188,10 +169,8 @@ def _cut(text: str) -> str:
 
 def _text(content: Any) -> str:
     """A prompt or completion, which may be messages."""
-    if isinstance(content, str):
-        return content
     parts = []
-    for message in content:
+    for message in [{"content": content}] if isinstance(content, str) else content:
         said, calls = message.get("content") or "", message.get("tool_calls")
         parts.append(f"→ {said}" if message.get("role") == "tool" else str(said))
         parts += map(_call, calls if isinstance(calls, list) else [])

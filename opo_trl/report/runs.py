@@ -17,7 +17,6 @@ from .run_folder import LOG, RECIPE, ROLLOUT, SETTINGS, is_run, read_environment
 Settings = Mapping[str, Any]
 
 MODEL_PREFIX = "lora_"
-
 _DEFINING_PREFIXES = (MODEL_PREFIX, "validation_", "report_")
 
 # Where a run is written, how it is shown and how it is launched: not part of the method.
@@ -31,13 +30,9 @@ _NEEDED = {"seed": STEP, "reward_funcs": [TEXT], **dict.fromkeys(ROLLOUT, COUNT)
 
 @dataclass(frozen=True)
 class Run:
-    """
-    A finished run, with the content of its files.
+    """A finished run, with the content of its files."""
 
-    The label of a folder `LABEL/seed-N` is `LABEL`, of any other its name.
-    """
-
-    label: str
+    label: str  # `LABEL` in a folder `LABEL/seed-N`, otherwise the folder's name
     seed: int
     settings: Settings
     environment: Settings = field(repr=False)
@@ -51,12 +46,7 @@ class Run:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """
-    Folders of the runs in a folder: the folder itself, or those below it at any depth.
-
-    Raises:
-        `ValueError`: there are none.
-    """
+    """Folders of the runs in a folder: itself, or those below it at any depth. A `ValueError` if there are none."""
     folders = [folder] if is_run(folder) else sorted(path.parent for path in folder.rglob(RECIPE))
     if not folders:
         raise ValueError(f"{str(folder)!r} contains no run: no {RECIPE} in it or below. Pass the folder of a run.")
@@ -64,17 +54,11 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run in this folder is finished."""
     return "after" in read_summary(folder)
 
 
 def read_run(folder: Path) -> Run:
-    """
-    Read a finished run; its log may be gzipped (`log.jsonl.gz`).
-
-    Raises:
-        `ValueError`: the run is not finished, or lacks its settings or log.
-    """
+    """Read a finished run. A `ValueError` if it is not finished, or its settings or log are missing."""
     if not is_finished(folder):
         raise ValueError(f"The run {str(folder)!r} is not finished. Let it finish (`--resume_from_checkpoint auto`).")
     settings, log = read_settings(folder), read_log(folder)
@@ -105,26 +89,20 @@ def fields_deciding(*topics: str) -> tuple[str, ...]:
 
 def kept_on_resume() -> tuple[str, ...]:
     """
-    Fields that a run keeps when it resumes from a checkpoint.
-
-    The others may change: the length of the run, what it saves, logs, validates and reports, and how it is executed.
-    The optimizer's may not: a checkpoint restores the state of optimizer and scheduler, which would hide a new value.
+    Fields that a run keeps when it resumes from a checkpoint: all but its length, what it saves, logs, validates and
+    reports, and how it is executed. A checkpoint restores optimizer and scheduler, which would hide new values.
     """
     return (*fields_deciding(*INHERITED), "seed")
 
 
 def defining_settings(settings: Settings) -> dict[str, Any]:
-    """
-    Data, budget, base model and reward: runs that differ here answer different questions.
-
-    Where the budget is a number of completions, what a method makes of them is its own: passes and optimizer steps.
-    """
+    """Data, budget, base model and reward: runs that differ here answer different questions."""
     prefixed = [key for key in settings if key.startswith(_DEFINING_PREFIXES) and key != "report_to"]
     defining = (*fields_deciding(DATA, MODEL, SAMPLING), "max_completions", *sorted(prefixed))
     values = {key: settings.get(key) for key in defining}
-    if not has_budget_of_completions(settings):
+    if not has_budget_of_completions(settings):  # otherwise the number of steps and passes is the method's own
         values["max_steps"] = steps = settings.get("max_steps")
-        if steps is None or steps <= 0:  # otherwise the number of epochs has no effect
+        if steps is None or steps <= 0:  # otherwise epochs have no effect
             values["num_train_epochs"] = settings.get("num_train_epochs")
         values["optimizer steps per rollout"] = optimizer_steps_per_rollout(settings)
     values["completions per optimizer step"] = completions_per_optimizer_step(settings)
@@ -139,23 +117,15 @@ def has_budget_of_completions(settings: Settings) -> bool:
 
 
 def completions_per_optimizer_step(settings: Settings) -> float:
-    """Completions of an optimizer step."""
     return settings["generation_batch_size"] / optimizer_steps_per_rollout({**settings, "num_iterations": 1})
 
 
 def optimizer_steps_per_rollout(settings: Settings) -> float:
-    """Optimizer steps per rollout."""
-    micro_steps = settings["steps_per_generation"] * settings["num_iterations"]
-    return micro_steps / settings["gradient_accumulation_steps"]
+    return settings["steps_per_generation"] * settings["num_iterations"] / settings["gradient_accumulation_steps"]
 
 
 def check_comparable(settings: Mapping[str, Settings]) -> None:
-    """
-    Reject runs that differ in data, budget, base model or reward, given their resolved settings by name.
-
-    Raises:
-        `ValueError`: runs differ in a defining setting; the message lists each with its values.
-    """
+    """Reject runs that differ in a defining setting, given their resolved settings by name, with a `ValueError`."""
     if lines := _differing({name: defining_settings(own) for name, own in settings.items()}):
         raise ValueError(
             "These runs are not comparable: they differ in data, budget, base model, reward or validation:\n"
@@ -164,20 +134,13 @@ def check_comparable(settings: Mapping[str, Settings]) -> None:
 
 
 def check_same_method(runs: Sequence[Run]) -> None:
-    """
-    Reject runs of one label that differ in more than the seed.
-
-    Raises:
-        `ValueError`: runs of the same label differ in a setting, or share a seed.
-    """
+    """Reject runs of one label that differ in more than the seed, or share it, with a `ValueError`."""
     for label, members in by_label(runs).items():
         if lines := _differing({run.name: method_settings(run.settings) for run in members}):
             raise ValueError(f"Runs of {label!r} differ in more than the seed:\n{lines}\nGive them different names.")
         seeds = [run.seed for run in members]
         if len(set(seeds)) < len(seeds):
-            raise ValueError(
-                f"{label!r} has several runs of one seed: {sorted(seeds)}. Give one of them another name."
-            )
+            raise ValueError(f"{label!r} has several runs of one seed: {seeds}. Give one of them another name.")
 
 
 def _differing(values: Mapping[str, Settings]) -> str:
@@ -210,20 +173,17 @@ def what_differs(methods: Mapping[str, list[Run]]) -> list[list[str]]:
     """Settings in which methods differ: name and values; `–` if a method has no such field, or does not use it."""
     settings = [{"trainer": DEFAULT, **method_settings(runs[0].settings)} for runs in methods.values()]
     if len({own["trainer"] for own in settings}) > 1:
-        settings = [_without_unused(own) for own in settings]
+        for own in settings:  # such as the fields of GRPO's losses in OPO
+            method = by_trainer().get(own["trainer"])
+            own |= dict.fromkeys(method.config_class.unused_fields if method else ())
     keys = sorted({key for own in settings for key in own})
-    rows = [[key, *("–" if own.get(key) is None else _shown(own[key]) for own in settings)] for key in keys]
+    rows = [[key, *(_shown(own.get(key)) for own in settings)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def _without_unused(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings less inherited fields that the method does not use, such as those of GRPO's losses in OPO."""
-    method = by_trainer().get(settings["trainer"])
-    unused = method.config_class.unused_fields if method else ()
-    return {key: value for key, value in settings.items() if key not in unused}
-
-
 def _shown(value: Any) -> str:
+    if value is None:
+        return "–"
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) and math.isfinite(value) else str(value)

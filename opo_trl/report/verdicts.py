@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from ..metrics.log import Entry, Watch
+from ..metrics.log import Entry, Points, Watch, finite, off_policy, seconds_by_phase, validations
 from .diagnostics import Diagnostic, diagnostics
 from .intervals import t_quantile
-from .log import Points, finite, off_policy, seconds_by_phase, validations
 
 
 _FEWEST_OF_A_TREND = 6  # entries
@@ -73,18 +72,15 @@ def trend(values: Sequence[float]) -> tuple[float, float]:
 
 def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     """
-    Verdicts on a run, from the lines of its `log.jsonl` and its settings.
-
-    Returns:
-        `list[Verdict]`: one for each diagnostic that was logged, one for the validation, and the slowest phase.
+    Verdicts on a run, from the lines of its `log.jsonl` and its settings: one for each diagnostic that was logged, one
+    for the validation, and the slowest phase.
     """
     found = [_judge(diagnostic, log) for diagnostic in diagnostics(settings)]
     return [verdict for verdict in (*found, _validation(log), _slowest_phase(log)) if verdict is not None]
 
 
 def _judge(diagnostic: Diagnostic, log: Sequence[Entry]) -> Verdict | None:
-    logged = {name for row in log for name in row}
-    metric = next((name for name in diagnostic.metrics if name in logged), "")
+    metric = next((name for name in diagnostic.metrics.split() if any(name in row for row in log)), "")
     points = finite(log, metric, lambda row: not diagnostic.off_policy or off_policy(row))
     if not points:
         return None
@@ -93,12 +89,11 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Entry]) -> Verdict | None:
     found = facts([y for _, y in points], [y for _, y in on_policy], max(generated, default=math.nan))
     value = found[diagnostic.fact]
     if math.isnan(value):
-        return Verdict(metric, f"{diagnostic.name}: too little in this log for a verdict.", None, "", points)
-    beyond = diagnostic.low if diagnostic.low and value < diagnostic.low.limit else None
-    beyond = diagnostic.high if diagnostic.high and value > diagnostic.high.limit else beyond
-    said = (beyond or diagnostic).says.format_map(found)
-    remedy = beyond.remedy if beyond else ""
-    return Verdict(metric, f"{diagnostic.name} {said}.", not beyond, remedy, points)
+        return Verdict(metric, f"Too little in this log for a verdict on `{metric}`.", None, "", points)
+    side = "<" if value < diagnostic.low else ">" if value > diagnostic.high else ""
+    meaning, remedy = diagnostic.advice(side)
+    said = f"{diagnostic.sentence(found)}: {meaning}" if side else diagnostic.sentence(found)
+    return Verdict(metric, f"{said}.", not side, remedy, points)
 
 
 def _validation(log: Sequence[Entry]) -> Verdict | None:
@@ -107,17 +102,15 @@ def _validation(log: Sequence[Entry]) -> Verdict | None:
     if len(rows) < 2:
         return None
     first, last = rows[0], rows[-1]
+    rose, fell = last["validation/low"] > first["validation/high"], last["validation/high"] < first["validation/low"]
+    verb, undecided = "rose" if rose else "fell" if fell else "went", "" if rose or fell else _UNDECIDED
     shown = "{validation/accuracy:.1%} [{validation/low:.1%}, {validation/high:.1%}]"
-    change = f"from {shown.format_map(first)} to {shown.format_map(last)}"
-    said, healthy, remedy = f"went {change}: the intervals overlap, so there is no verdict.", None, ""
-    if last["validation/low"] > first["validation/high"]:
-        said, healthy = f"rose {change}.", True
-    elif last["validation/high"] < first["validation/low"]:
-        said, healthy, remedy = f"fell {change}.", False, _CHEATED
+    said = f"Validation accuracy {verb} from {shown.format_map(first)} to {shown.format_map(last)}{undecided}."
     points = finite(rows, "validation/accuracy")
-    return Verdict("validation/accuracy", f"Validation accuracy {said}", healthy, remedy, points)
+    return Verdict("validation/accuracy", said, rose if rose or fell else None, _CHEATED if fell else "", points)
 
 
+_UNDECIDED = ": the intervals overlap, so there is no verdict"
 _CHEATED = (
     "If the reward rose, the policy earns it by something other than correct answers: read the completions and "
     "fix the reward. Otherwise lower `learning_rate`."
@@ -142,25 +135,17 @@ def _slowest_phase(log: Sequence[Entry]) -> Verdict | None:
     return Verdict(f"opo/time/{phase}", said, None, "", points)
 
 
-@dataclass(frozen=True)
-class Fired:
-    """A watch that fired: its text, the optimizer step and value, and what to try."""
-
-    text: str
-    step: int
-    value: float
-    remedy: str
-
-
-def fired(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Fired]:
+def fired(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     """The watches that fired, replayed on the log, each at its first firing."""
-    watches = [Watch(text) for text in settings.get("watches") or []]
-    first = [(watch, next((row for row in log if watch.fires(row)), None)) for watch in watches]
-    return [Fired(watch.text, row["step"], row[watch.metric], _remedy(watch, settings)) for watch, row in first if row]
-
-
-def _remedy(watch: Watch, settings: Mapping[str, Any]) -> str:
-    of_metric = [diagnostic for diagnostic in diagnostics(settings) if watch.metric in diagnostic.metrics]
-    bounds = [diagnostic.low if "<" in watch.text else diagnostic.high for diagnostic in of_metric]
-    otherwise = f"Look at `{watch.metric}` in `log.jsonl`, and at the diagnostics above that changed with it."
-    return next((bound.remedy for bound in bounds if bound), otherwise)
+    found = []
+    for watch in map(Watch, settings.get("watches") or []):
+        row = next((row for row in log if watch.fires(row)), None)
+        if row is None:
+            continue
+        side = "<" if "<" in watch.text else ">"
+        own = [diagnostic for diagnostic in diagnostics(settings) if watch.metric in diagnostic.metrics.split()]
+        otherwise = f"Look at `{watch.metric}` in `log.jsonl`, and at the diagnostics above that changed with it."
+        remedy = next(filter(None, (diagnostic.advice(side)[1] for diagnostic in own)), otherwise)
+        said = f"Watch “{watch.text}” fired in step {row['step']}, at {row[watch.metric]:.4g}."
+        found.append(Verdict(watch.metric, said, False, remedy, []))
+    return found

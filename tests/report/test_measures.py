@@ -5,7 +5,7 @@ import pytest
 
 from opo_trl.report.comparison_report import number
 from opo_trl.report.curves import CURVES, _points, band, on_common_grid
-from opo_trl.report.measures import compare, completions, first_step_at, reward, seconds, smooth, wall_time
+from opo_trl.report.measures import Comparison, completions, first_step_at, reward, seconds, smooth, wall_time
 from opo_trl.report.runs import Run, by_label
 
 
@@ -20,7 +20,7 @@ def rewards(values, every: int = 1) -> list[dict]:
 
 
 def measured(*runs: Run):
-    return compare(by_label(runs))
+    return Comparison(by_label(runs))
 
 
 def test_final_reward_is_the_mean_of_the_last_twenty_steps():
