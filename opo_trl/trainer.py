@@ -198,11 +198,8 @@ class OPOTrainer(RolloutTrainer):
 
     def _token_logps(self, model, inputs: Mapping[str, Any], **options):
         """Per-token log-probabilities, entropies and auxiliary loss, through TRL's fused language-model head."""
-        if "opo_source" in inputs:
-            placed = {name: inputs[name] for name in ("opo_source", "opo_segment")}
-            model = shared_prompts.SharedPrompts(model, **placed)
         return self._get_per_token_logps_and_entropies(
-            model,
+            shared_prompts.model_for(model, inputs),
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
             inputs["completion_ids"].size(1),
@@ -217,10 +214,10 @@ class OPOTrainer(RolloutTrainer):
             self._anchor_deferred = False
             return None, None, None
         model = packing.Packed(model) if self.args.padding_free else model
-        logps = partial(super()._get_per_token_logps_and_entropies, model)
+        logps = super()._get_per_token_logps_and_entropies
         if batch_size is not None and self.args.plan_micro_batches:
             logps = partial(self._planner.score, logps)
-        return logps(input_ids, attention_mask, logits_to_keep, batch_size, **options)
+        return logps(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
 
     # 2. The target joins the rollout
 

@@ -78,7 +78,7 @@ class Planner:
         read = self._read_samples(steps, skippable)
         return (self._parts(rows, read[:, number]) for number, rows in enumerate(steps))
 
-    def score(self, logps: Callable, input_ids, attention_mask, logits_to_keep, batch_size, **options):
+    def score(self, logps: Callable, model, input_ids, attention_mask, logits_to_keep, batch_size, **options):
         """
         Score a rollout by `logps`, TRL's pass over samples, in parts as in training: all at once, it would be wider
         and need more memory.
@@ -88,19 +88,22 @@ class Planner:
             rows[f"prompt_{name}"] = table[:, :-logits_to_keep]
             rows[f"completion_{name}"] = table[:, -logits_to_keep:]
         images = any(options.get(name) is not None for name in MULTIMODAL_KEYS)
-        read = self._of_all_processes(pad(row_lengths(rows), (0, 1), value=float(images)))
+        lengths = pad(row_lengths(rows), (0, 1), value=float(images))
+        read = self._of_all_processes(torch.cat([lengths, shared_prompts.hashes(rows)[:, None]], dim=1))
         # If any process has images, none makes parts: under ZeRO-3 or FSDP the pass of each is a collective call.
         if read[..., 2].any():
-            return logps(input_ids, attention_mask, logits_to_keep, batch_size, **options)
-        tokens, lengths, limits = rows["completion_ids"], read[..., :2], self._limits(batch_size)
-        n_parts = max(best_number(each, **limits) for each in lengths)
+            return logps(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
+        tokens, limits = rows["completion_ids"], self._limits(batch_size)
+        of_processes = [(each[:, :2], self._prompts(each[:, 3])) for each in read]
+        n_parts = max(best_number(*each, **limits) for each in of_processes)
         results = [torch.zeros_like(tokens, dtype=torch.float32) for _ in range(2)]
         rows["row"] = torch.arange(len(tokens), device=tokens.device)
-        own, order = lengths[self.accelerator.process_index], np.arange(len(tokens))
-        for part in parts_of_rows(rows, own, order, n_parts, multiple=self.multiple, **limits):
+        (own, prompts), order = of_processes[self.accelerator.process_index], np.arange(len(tokens))
+        for part in parts_of_rows(rows, own, order, n_parts, prompts=prompts, multiple=self.multiple, **limits):
             width = part["completion_ids"].size(1)
             ids, mask = (torch.cat([part[f"{text}_{name}"] for text in _TEXTS], dim=1) for name in ("ids", "mask"))
-            for result, values in zip(results, logps(ids, mask, width, **options)[:2], strict=True):
+            called = shared_prompts.model_for(model, part)
+            for result, values in zip(results, logps(called, ids, mask, width, **options)[:2], strict=True):
                 if values is not None:
                     result[part["row"], :width] = values.float()
         return results[0], results[1] if options.get("compute_entropy") else None, None
@@ -136,7 +139,7 @@ class Planner:
         # Every process makes as many parts as the one that needs the most: ZeRO and FSDP communicate in every pass,
         # and a process with fewer passes than the others would leave them waiting forever.
         of_processes = [
-            (own, skips, None if self.shares is None or layouts[0] < 0 else Prompts(of_sample, self.shares))
+            (own, skips, None if layouts[0] < 0 else self._prompts(of_sample))
             for own, skips, of_sample in zip(lengths, skippable, prompts, strict=True)
         ]
         n_parts = max(
@@ -148,6 +151,9 @@ class Planner:
         parts = parts_of_rows(rows, lengths, kept, n_parts, prompts=shared, multiple=self.multiple, **limits)
         parts[-1]["opo_skipped"] = take_rows({"valid": rows["opo_valid"]}, skipped)["valid"]  # in the step's metrics
         return parts
+
+    def _prompts(self, of_sample: np.ndarray) -> Prompts | None:
+        return None if self.shares is None else Prompts(of_sample, self.shares)
 
     def _of_all_processes(self, numbers: Tensor) -> np.ndarray:
         """Integers of each process, read by one gather and one copy to the host: `[processes, …]`."""

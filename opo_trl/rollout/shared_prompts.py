@@ -79,6 +79,12 @@ def arrange(
     return {"opo_source": source, "opo_segment": segment}
 
 
+def model_for(model: Any, rows: Mapping[str, Any]) -> Any:
+    """How a model computes rows: prompts once, where [`arrange`] has placed their tokens."""
+    placed = {name: rows[name] for name in ("opo_source", "opo_segment") if name in rows}
+    return SharedPrompts(model, **placed) if placed else model
+
+
 class SharedPrompts:
     """
     A model with TRL's fused head, called as TRL calls it, that computes samples as [`arrange`] has placed them.
