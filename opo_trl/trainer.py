@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -103,7 +103,7 @@ class OPOTrainer(RolloutTrainer):
     pad_to_multiple_of: int | None
     _saved_numbers = (*RolloutTrainer._saved_numbers, "_drive_metrics", "_low_ess_rollouts")
 
-    @takes_what_grpo_takes(OPOConfig)
+    @takes_what_grpo_takes
     def __init__(self, model, reward_funcs=None, args: OPOConfig | None = None, *further, **named):
         super().__init__(model, reward_funcs, args, *further, **named)
         if self.args.padding_free:
@@ -111,7 +111,6 @@ class OPOTrainer(RolloutTrainer):
         self.policy_objective = self.objective_class(self.args)
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
         self._low_ess_rollouts = 0  # in a row
-        self._scored: Tensor | None = None  # advantages of the current rollout; NaN for invalid samples
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per part
         self._pending: deque[dict[str, Any]] = deque()  # parts of the current micro-step that are left
         self._anchor_is_own = False  # whether the rollout's behaviour policy is the policy that its samples come from
@@ -160,22 +159,6 @@ class OPOTrainer(RolloutTrainer):
         self._early_logps = None
         return logps
 
-    def _keep_for_reuse(self, rollout: dict[str, Any], logps: Tensor | None) -> None:
-        """
-        Store the behaviour policy's log-probabilities `[B, T]` in a rollout over which passes are made once the policy
-        has moved. Each has other micro-batches, so there is no shape in which a log-ratio would be free of rounding.
-        """
-        moves = self._mode == "train" and self.num_iterations > 1 and not self.args.is_on_policy
-        if moves and "old_per_token_logps" not in rollout:
-            if logps is None:
-                logps, _ = self._anchor_pass(rollout, batch_size=self.args.per_device_train_batch_size)
-            rollout["old_per_token_logps"] = logps
-
-    def _anchor_logps(self, inputs: Mapping[str, Any], logps: Tensor) -> Tensor:
-        """Log-probabilities `[B, T]` under the behaviour policy: those stored, otherwise the policy's own, `logps`."""
-        stored = inputs.get("old_per_token_logps")
-        return logps.detach() if stored is None else stored
-
     @torch.no_grad()
     def _anchor_pass(self, rows: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies `[B, T]` of the completions' tokens under the current policy."""
@@ -212,9 +195,13 @@ class OPOTrainer(RolloutTrainer):
     def _finish_rollout(self, rollout: dict[str, Any]) -> dict[str, Any]:
         # The parent's would gather the advantages once more than `_targets`.
         logps, entropies = self._logps_of_rollout(rollout), None
+        anchor_pass = partial(self._anchor_pass, rollout, batch_size=self.args.per_device_train_batch_size)
         if (self.policy_objective.reads_logps and logps is None) or self.top_entropy_quantile < 1.0:
-            logps, entropies = self._anchor_pass(rollout, batch_size=self.args.per_device_train_batch_size)
-        self._keep_for_reuse(rollout, logps)
+            logps, entropies = anchor_pass()
+        moves = self._mode == "train" and self.num_iterations > 1 and not self.args.is_on_policy
+        if moves and "old_per_token_logps" not in rollout:
+            # Each pass has other micro-batches, so there is no shape in which a log-ratio would be free of rounding.
+            rollout["old_per_token_logps"] = anchor_pass()[0] if logps is None else logps
         rollout.update(self._targets(rollout, logps))
         if entropies is not None and self.top_entropy_quantile < 1.0:
             # TRL computes the threshold per micro-batch; the rollout's does not depend on how it is cut.
@@ -244,7 +231,6 @@ class OPOTrainer(RolloutTrainer):
             if "escort/ess" in metrics:
                 self._low_ess_rollouts = count_low_ess(self._low_ess_rollouts, metrics["escort/ess"], args)
             self._advantage_range = (advantages.max().float() - advantages.min().float()).item()
-            self._scored = advantages.where(valid, torch.nan)
         # The log-ratio of a completion is a sum over its tokens, and so is its gradient: a constant of the rollout
         # makes the norm comparable with that of GRPO, whose loss is a mean over tokens.
         scale = 1 / length[valid].mean() if args.log_ratio_reduction == "sum" and valid.any() else torch.tensor(1.0)
@@ -253,14 +239,8 @@ class OPOTrainer(RolloutTrainer):
         own = own_samples(rollout, {n: column.expand_as(target) for n, column in columns.items()}, self.accelerator)
         return {**own, "opo_valid": own["opo_valid"].bool()}
 
-    def _scored_advantages(self, rollout: Mapping[str, Any]) -> Tensor:
-        return cast(Tensor, self._scored)
-
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """
-        Tokens of `mask`, bool `[B, T]`, whose entropy is at least the `threshold` quantile over all processes, as in
-        TRL's method. A rollout may have more than the 2^24 tokens that `torch.quantile` allows.
-        """
+        """As in TRL, which takes the `threshold` quantile by `torch.quantile`: that allows 2^24 tokens."""
         return high_values(entropies, mask.bool(), threshold, self.accelerator)
 
     # 3. The parts of a micro-step
@@ -392,7 +372,8 @@ class OPOTrainer(RolloutTrainer):
         """The samples of a micro-batch as the objective sees them; `logps` are those of their tokens, `[B, T]`."""
         # Without a token that counts, an invalid sample has no log-ratio, no KL term and no entropy bonus.
         mask = completion_tokens(inputs) & inputs["opo_valid"].unsqueeze(1)
-        anchor = self._anchor_logps(inputs, logps)
+        # Where the behaviour policy's are not stored, it is the policy itself.
+        anchor = inputs.get("old_per_token_logps", logps.detach())
         weights = torch.ones_like(inputs["opo_target"])
         if "importance_sampling_ratio" in inputs:
             ratio = inputs["importance_sampling_ratio"]  # `[B, 1]` in TRL's modes of sequences, `[B, T]` of tokens

@@ -15,8 +15,6 @@ import torch
 from accelerate.utils import send_to_device
 
 from ..fields import DATA, OBJECTIVE, REWARDS, SAMPLING, deciding
-from ..metrics.log import Watch
-from ..metrics.watches import Watches
 from . import checkpoint
 from .frozen_base import local_part
 
@@ -64,7 +62,6 @@ def state_of(trainer: Any) -> dict[str, Any]:
                 "parts": {name: part.state_dict() for name, part in _parts(trainer).items()},
                 "metrics": trainer._metrics,
                 "logs": logs if trainer.log_completions else {},
-                "watches": {watch.text: watch.state() for watch in _watches(trainer)},
             },
             default=_plain,
         ),
@@ -97,19 +94,11 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
                 logs[name][column].extend(values)
         else:
             logs[name].extend(kept)
-    for watch in _watches(trainer):
-        if watch.text in plain["watches"]:
-            watch.restore(plain["watches"][watch.text])
 
 
 def _parts(trainer: Any) -> dict[str, Any]:
-    parts: dict[str, Any] = {"skipped": trainer._skipped, "reward_failures": trainer._reward_failures}
+    parts = {"skipped": trainer._skipped, "reward_failures": trainer._reward_failures, "watches": trainer._watches}
     return parts | ({"prompts": trainer._prompt_stream} if trainer.args.max_sampling_rounds > 1 else {})
-
-
-def _watches(trainer: Any) -> list[Watch]:
-    found = [callback.watches for callback in trainer.callback_handler.callbacks if isinstance(callback, Watches)]
-    return [watch for watches in found for watch in watches]
 
 
 def _plain(value: Any) -> Any:
@@ -161,48 +150,39 @@ def check_resumable(trainer: Any, folder: str) -> None:
         return
     state = checkpoint.load_state(place, trainer.accelerator.process_index)
     saved, own = json.loads(state["plain"])["settings"], settings(trainer)
-    max_staleness = trainer.args.max_staleness
-    inside, replays = state["position"] > 0, bool(max_staleness and state["replay"])
+    inside, replays = state["position"] > 0, bool(trainer.args.max_staleness and state["replay"])
     if replays and not inside:
         _check_replays(trainer, folder, state["replay"], saved["processes"])
     for name in own:
-        there, here = (f"{name}={each.get(name)!r:.200}" for each in (saved, own))
         if saved.get(name) == own[name]:
             continue
         if name in STATE:
-            raise ValueError(
-                f"{folder!r} was saved with {there}, but this run has {here}. Set {there}, or start from its "
-                "weights: set the model (`model_name_or_path`) to this folder."
-            )
-        if inside:
-            raise ValueError(
-                f"{folder!r} was saved in the middle of a rollout with {there}, but this run has {here}. Set "
-                f"{there}, or resume from a checkpoint at the end of a rollout."
-            )
-        if replays and name not in ("processes", *CUT):
-            raise ValueError(
-                f"{folder!r} holds earlier rollouts for max_staleness={max_staleness}, made with {there}, but this "
-                f"run has {here}. Set {there}, or `max_staleness` to 0."
-            )
+            how, instead = "", "start from its weights: set the model (`model_name_or_path`) to this folder"
+        elif inside:
+            how, instead = "in the middle of a rollout ", "resume from a checkpoint at the end of a rollout"
+        elif replays and name not in ("processes", *CUT):
+            how, instead = "with earlier rollouts, made ", "set `max_staleness` to 0"
+        else:
+            continue
+        there, here = (f"{name}={each.get(name)!r:.200}" for each in (saved, own))
+        raise ValueError(
+            f"{folder!r} was saved {how}with {there}, but this run has {here}. Set {there}, or {instead}."
+        )
     if trainer.args.sync_ref_model:
         MovingReference(trainer).check(place, saved["processes"])
 
 
 def _check_replays(trainer: Any, folder: str, replay: Mapping[str, Any], processes: int) -> None:
     """Check that earlier rollouts in a checkpoint have as many samples per process, and groups, as this run's."""
-    args = trainer.args
+    args, own_processes = trainer.args, trainer.accelerator.num_processes
     samples, groups = len(replay["rollouts"][-1]["advantages"]), len(replay["useful"][-1])
-    saved = {"processes": processes, "samples": samples, "group": samples * processes // groups}
-    own = {
-        "processes": trainer.accelerator.num_processes,
-        "samples": args.per_device_train_batch_size * args.steps_per_generation,
-        "group": trainer.num_generations,
-    }
+    saved = (samples, processes, samples * processes // groups)
+    own = (args.per_device_train_batch_size * args.steps_per_generation, own_processes, trainer.num_generations)
     if saved != own:
-        described = "{samples} samples on each of {processes} processes in groups of {group}"
+        described = "{} samples on each of {} processes in groups of {}"
         raise ValueError(
             f"{folder!r} holds earlier rollouts for max_staleness={args.max_staleness}, of "
-            f"{described.format(**saved)}, but this run has {described.format(**own)}. Resume with the processes, "
+            f"{described.format(*saved)}, but this run has {described.format(*own)}. Resume with the processes, "
             "batch sizes and `num_generations` that it was saved with, or set `max_staleness` to 0."
         )
 
@@ -232,12 +212,7 @@ class MovingReference:
         self._shard = trainer.accelerator.process_index if self.is_sharded else None
 
     def check(self, folder: Path, saved: int) -> None:
-        """
-        Check that a checkpoint of this many processes holds the model in this run's shards.
-
-        Raises:
-            `ValueError`: it holds another form.
-        """
+        """Check that a checkpoint of this many processes holds the model in this run's shards."""
         same = saved == self.processes or not self.is_sharded
         if not same or not checkpoint.reference_file(folder, self._shard).exists():
             raise ValueError(

@@ -166,6 +166,13 @@ class EpochSampler(RepeatSampler):
 
     epoch = 0
 
+    @classmethod
+    def of(cls, sampler: RepeatSampler) -> "EpochSampler":
+        """A sampler of the same prompts."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(sampler))
+        return made
+
     def __iter__(self) -> Iterator[int]:
         if self.shuffle:
             self.generator.manual_seed(self.seed)
@@ -231,22 +238,15 @@ def permutations(n_prompts: int, *, seed: int, shuffle: bool = True) -> Order:
     return order
 
 
-def epochs_of_sampler(sampler: Iterable[int], *, rollout: int, repeats: int, num_generations: int) -> Order:
+def epochs_of_sampler(sampler: Iterable[int], args: RolloutConfig) -> Order:
     """
-    The order of a custom sampler, from a subclass that overrides `_get_train_sampler`.
+    The order of a custom sampler, from a subclass that overrides `_get_train_sampler`, for all processes together.
 
-    Args:
-        sampler (`Iterable[int]`):
-            Indices, repeated as [`~trl.trainer.utils.RepeatSampler`] repeats them. It is iterated once per epoch;
-            the epoch of an [`EpochSampler`] is set first. A resumed run sees the same prompts if a new sampler yields
-            the same epochs.
-        rollout (`int`), repeats (`int`), num_generations (`int`):
-            Completions of a rollout; how often the sampler gives its indices; how often an index occurs in it.
-
-    Returns:
-        `Callable[[int], Sequence[int]]`: to be called on all processes. It raises `ValueError` if an epoch of the
-        sampler does not fill a rollout.
+    It repeats its indices as [`~trl.trainer.utils.RepeatSampler`] does, and is iterated once per epoch; the epoch of
+    an [`EpochSampler`] is set first. A resumed run sees the same prompts if a new sampler yields the same epochs. The
+    order raises `ValueError` if an epoch does not fill a rollout.
     """
+    rollout, num_generations = args.generation_batch_size, args.num_generations
     orders: list[list[int]] = []
 
     def order(epoch: int) -> list[int]:
@@ -254,7 +254,7 @@ def epochs_of_sampler(sampler: Iterable[int], *, rollout: int, repeats: int, num
             if isinstance(sampler, EpochSampler):
                 sampler.epoch = len(orders)
             indices = list(sampler)
-            starts = range(0, len(indices) - rollout + 1, rollout * repeats)
+            starts = range(0, len(indices) - rollout + 1, rollout * args.micro_steps_per_rollout)
             prompts = [i for start in starts for i in indices[start : start + rollout : num_generations]]
             prompts = broadcast_object_list([prompts])[0]  # a custom sampler may differ between processes
             if not prompts:

@@ -64,13 +64,7 @@ def _finite(rewards: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
 
 
 class RewardFailures:
-    """
-    Counts completions that isolated rewards fail to score, and ends a run that has too many.
-
-    Args:
-        args ([`RolloutConfig`]): with `max_reward_failure_rate`.
-        accelerator ([`~accelerate.Accelerator`]): the trainer's.
-    """
+    """Counts completions that isolated rewards fail to score, and ends a run with too many."""
 
     def __init__(self, args: RolloutConfig, accelerator: Accelerator):
         self.args, self.accelerator = args, accelerator
@@ -78,12 +72,7 @@ class RewardFailures:
         self.rate = 0.0  # moving average, over all processes
 
     def count(self, rewards: Sequence[Any], n_completions: int) -> None:
-        """
-        Count the failures of a round of generation, of those `rewards` that are isolated.
-
-        Raises:
-            [`RewardError`]: `max_reward_failure_rate` is exceeded.
-        """
+        """Count the failures of isolated `rewards` in a round of generation; `RewardError` if there are too many."""
         isolated = [reward for reward in rewards if isinstance(reward, CountingReward)]
         if not isolated:
             return
@@ -108,9 +97,9 @@ class RewardFailures:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, for [`~RewardFailures.load_state_dict`]."""
+        """Numbers for `load_state_dict`."""
         return {"counts": self.counts, "rate": self.rate}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of [`~RewardFailures.state_dict`]."""
+        """Resume from what `state_dict` returned."""
         self.counts, self.rate = dict(state["counts"]), state["rate"]

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.optimization import GreedyLR
 
 
@@ -18,26 +18,15 @@ logger = get_logger(__name__)
 
 
 class SkippedSteps:
-    """
-    Counts steps whose gradient is not finite, and ends the run after too many in a row.
+    """Counts steps whose gradient is not finite, and ends the run after too many in a row (`max_skipped_steps`)."""
 
-    Args:
-        args ([`~transformers.TrainingArguments`]): with `max_skipped_steps`.
-        accelerator ([`~accelerate.Accelerator`]): the trainer's.
-    """
-
-    def __init__(self, args: TrainingArguments, accelerator: Accelerator):
-        self.args: Any = args
-        self.accelerator = accelerator
+    def __init__(self, args: Any, accelerator: Accelerator):
+        self.args, self.accelerator = args, accelerator
         self.total = self.in_a_row = 0
         self._schedule_due = False  # whether the learning rate may have missed a skipped step
 
     def check(self, model: Any, norm: Any, *, step: int, micro_batches: Sequence[Any]) -> Any:
-        """
-        Drop the gradient of a `step` if it is not finite.
-
-        Returns its `norm` for the log. `micro_batches` are this process's samples of the step.
-        """
+        """Drop the gradient of a `step` if it is not finite, and keep its samples; returns its `norm` for the log."""
         # The norm is over all processes, so they agree. DeepSpeed has already skipped the step, and kept another norm.
         if self.accelerator.state.deepspeed_plugin is not None:
             skipped = self.accelerator.optimizer_step_was_skipped
@@ -61,12 +50,7 @@ class SkippedSteps:
 
     @contextmanager
     def end_of_step(self, trainer: Trainer) -> Iterator[None]:
-        """
-        Log and save a step inside this context.
-
-        Raises:
-            `RuntimeError`: too many steps in a row have been skipped; it comes after the step is logged and saved.
-        """
+        """Log and save a step inside this context, which then raises a `RuntimeError` if too many were skipped."""
         self._step_schedule(trainer.lr_scheduler)  # after the step's learning rate was read, and before it is saved
         too_many = self.in_a_row >= self.args.max_skipped_steps
         if too_many:
@@ -92,9 +76,9 @@ class SkippedSteps:
             getattr(scheduler, "scheduler", scheduler).step()  # unwraps that of DeepSpeed
 
     def state_dict(self) -> dict[str, int]:
-        """Numbers, for [`~SkippedSteps.load_state_dict`]."""
+        """Numbers for `load_state_dict`."""
         return {"total": self.total, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume from a state of [`~SkippedSteps.state_dict`]."""
+        """Resume from what `state_dict` returned."""
         self.total, self.in_a_row = state["total"], state["in_a_row"]

@@ -16,7 +16,7 @@ A comparison thus changes nothing but the loss. This trainer adds to TRL's:
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -56,17 +56,12 @@ from .vllm_server import watched, without_password
 trl_contract.check()
 
 
-def takes_what_grpo_takes(config_class: type[RolloutConfig]) -> Callable[[Callable], Callable]:
-    """Give an `__init__` that passes its arguments on the signature of the installed [`~trl.GRPOTrainer`]."""
-
-    def decorate(init: Callable) -> Callable:
-        parent = inspect.signature(GRPOTrainer.__init__)
-        own = {"args": parent.parameters["args"].replace(annotation=config_class | None)}
-        shown: Any = init
-        shown.__signature__ = parent.replace(parameters=[*{**parent.parameters, **own}.values()])
-        return init
-
-    return decorate
+def takes_what_grpo_takes(init: Any) -> Any:
+    """Show an `__init__` that passes its arguments on with the parameters of GRPOTrainer's and its own `args`."""
+    parent, own = (inspect.signature(each) for each in (GRPOTrainer.__init__, init))
+    shown = {**parent.parameters, "args": own.parameters["args"]}
+    init.__signature__ = parent.replace(parameters=[*shown.values()])
+    return init
 
 
 class RolloutTrainer(GRPOTrainer):
@@ -109,7 +104,7 @@ class RolloutTrainer(GRPOTrainer):
 
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
-    @takes_what_grpo_takes(RolloutConfig)
+    @takes_what_grpo_takes
     def __init__(self, model, reward_funcs=None, args: RolloutConfig | None = None, *further, **named):
         trl_contract.check_replaced()
         args = self._checked_args(model, args, quantized=named.get("quantization_config") is not None)
@@ -127,20 +122,16 @@ class RolloutTrainer(GRPOTrainer):
         self.log_multimodal = self.log_multimodal and self.log_completions
         self._window_start: int | None = None  # micro-step with which the accumulation window began
         self._batches_of_step: list[Any] = []  # micro-batches of that window so far, of any number of rollouts
-        self._replay = ReplayBuffer(
-            max_staleness=args.max_staleness,
-            num_generations=self.num_generations,
-            seed=args.seed,
-            process=self.accelerator.process_index,
-        )
+        process = self.accelerator.process_index
+        self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=process)
         self._advantage_range = 0.0  # of the current rollout, over all processes
         self._completions_generated = 0  # for training, over all processes
         self._reward_failures = RewardFailures(args, self.accelerator)
         self._skipped = SkippedSteps(args, self.accelerator)
         self._ratio_sums: Tensor | None = None  # of the optimizer step: Σ r, Σ r² and number, r = π/π_k
-        self._clock = StepClock(self.accelerator.device)
+        self._clock, self._watches = StepClock(self.accelerator.device), Watches(args.watches)
         self.add_callback(self._clock)
-        self.add_callback(Watches(args.watches))
+        self.add_callback(self._watches)
         if args.use_vllm:
             engine: Any = self.vllm_generation
             engine.sync_weights = self._clock.phase("sync")(FrozenBase(self.model)(engine.sync_weights))
@@ -203,12 +194,7 @@ class RolloutTrainer(GRPOTrainer):
         return training_plan(self)
 
     def check_resumable(self, folder: str) -> None:
-        """
-        Check that this run can resume a checkpoint ([`position.check_resumable`]).
-
-        Raises:
-            `ValueError`: names the field that differs, or says how to start from the weights.
-        """
+        """Check that this run can resume a checkpoint, as [`position.check_resumable`]."""
         position.check_resumable(self, folder)
 
     def _run_epoch(self, **named):
@@ -225,15 +211,7 @@ class RolloutTrainer(GRPOTrainer):
     # 1. The order of the prompts, and the optimizer step that a completion serves
 
     def _get_train_sampler(self, dataset=None):
-        sampler = super()._get_train_sampler(dataset)
-        self._sampler = EpochSampler(
-            sampler.data_source,
-            mini_repeat_count=sampler.mini_repeat_count,
-            batch_size=sampler.batch_size,
-            repeat_count=sampler.repeat_count,
-            shuffle=sampler.shuffle,
-            seed=sampler.seed,
-        )
+        self._sampler = EpochSampler.of(super()._get_train_sampler(dataset))
         return self._sampler
 
     @cached_property
@@ -244,13 +222,7 @@ class RolloutTrainer(GRPOTrainer):
             return PromptStream(permutations(len(dataset), seed=args.seed, shuffle=self.shuffle_dataset))
         of_data_loader, sampler = self._sampler, self._get_train_sampler(dataset)
         self._sampler = of_data_loader
-        order = epochs_of_sampler(
-            sampler,
-            rollout=args.generation_batch_size,
-            repeats=args.micro_steps_per_rollout,
-            num_generations=self.num_generations,
-        )
-        return PromptStream(order)
+        return PromptStream(epochs_of_sampler(sampler, args))
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         # Called once per accumulation window. An epoch ends with a short one, so `_step` cannot tell windows apart.
@@ -284,16 +256,7 @@ class RolloutTrainer(GRPOTrainer):
             rows = self._rows_of_pass(index, passed)
             if passed + 1 == args.num_iterations and not args.max_staleness:
                 self._replay.clear()  # what no pass draws from should not take memory, least of all images
-            steps = rows_of_steps(
-                rows,
-                steps_per_generation=args.steps_per_generation,
-                gradient_accumulation_steps=args.gradient_accumulation_steps,
-                seed=args.seed,
-                index=index,
-                passed=passed,
-                process=self.accelerator.process_index,
-                processes=self.accelerator.num_processes,
-            )
+            steps = rows_of_steps(rows, args, self.accelerator, index=index, passed=passed)
             has_moved = passed > 0 and "old_per_token_logps" in rows  # since these log-probabilities
             self._buffered_inputs = self._micro_batches(steps, 0 if has_moved else until_update)
         if args.num_iterations > 1:
@@ -382,8 +345,8 @@ class RolloutTrainer(GRPOTrainer):
         if self._mode == "eval" or self.args.max_sampling_rounds == 1:
             rollout = self._generate_once(inputs)
         else:
-            self._dynamic_sampling.reward_weights = self.reward_weights  # a callback may have changed them
-            rollout, metrics = self._dynamic_sampling.fill(self._generate_round, len(inputs))
+            fill = self._dynamic_sampling.fill
+            rollout, metrics = fill(self._generate_round, len(inputs), self.reward_weights)
             for name, value in metrics.items():
                 self._metrics["train"][f"dynamic_sampling/{name}"].append(value)
         trl_contract.check_rollout(rollout)
@@ -407,13 +370,8 @@ class RolloutTrainer(GRPOTrainer):
 
     @cached_property
     def _dynamic_sampling(self) -> DynamicSampling:
-        return DynamicSampling(
-            stream=self._prompt_stream,
-            accelerator=self.accelerator,
-            num_generations=self.num_generations,
-            max_rounds=self.args.max_sampling_rounds,
-            reward_weights=self.reward_weights,
-        )
+        rounds = self.args.max_sampling_rounds
+        return DynamicSampling(self._prompt_stream, self.accelerator, self.num_generations, rounds)
 
     def _generate_round(self, prompts: list[int], first: bool) -> dict[str, Any]:
         """

@@ -71,9 +71,9 @@ def test_format_of_the_state(run: Path):
     assert state.keys() == {"rollout", "position", "replay", "buffer", "pending_loss", "plain"}
     assert (state["rollout"], state["position"], len(state["replay"]["rollouts"])) == (0, 2, 1)
     plain = json.loads(state["plain"])
-    assert plain.keys() == {"settings", "numbers", "parts", "metrics", "logs", "watches"}
+    assert plain.keys() == {"settings", "numbers", "parts", "metrics", "logs"}
     assert plain["numbers"]["_completions_generated"] == 8
-    assert plain["parts"].keys() == {"skipped", "reward_failures"}
+    assert plain["parts"].keys() == {"skipped", "reward_failures", "watches"}
 
 
 def test_a_checkpoint_that_lacks_any_of_its_files_is_not_complete(copy: Path):
@@ -120,7 +120,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(copy: Path, 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "null", "{}", '{"files": []}', '{"files": {}, "crc32": {"optimizer.pt": 1}}', "[" * 99999, "\xff"],
+    ["", "[]", "null", "{}", '{"files": []}', '{"files": {"optimizer.pt": 1}}', "[" * 99999, "\xff"],
     ids=lambda content: content[:40],
 )
 def test_a_damaged_manifest_is_named(copy: Path, content: str):
@@ -144,7 +144,7 @@ def test_a_file_that_was_replaced_is_named(copy: Path, instead: str):
         path.write_bytes({"nothing": b"", "more": kept + b"0"}.get(instead, kept))
     if instead == "changed number":  # in the manifest
         content = json.loads(manifest.read_text())
-        content["crc32"]["optimizer.pt"] += 1
+        content["files"]["optimizer.pt"]["crc32"] += 1
         manifest.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"optimizer\.pt"):
         resolve(str(path.parent), str(copy))
