@@ -249,7 +249,7 @@ class OPOTrainer(RolloutTrainer):
     def _planner(self) -> Planner:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
         sharded = zero_stage >= 2 or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
-        return Planner(self.args, self.accelerator, multiple=self.pad_to_multiple_of, communicates=sharded)
+        return Planner(self.args, self.accelerator, self.pad_to_multiple_of, communicates=sharded)
 
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
         """One entry per micro-step: the parts that pass through the model, one after the other."""

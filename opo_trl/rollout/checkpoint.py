@@ -1,14 +1,10 @@
 """
 The files that exact resumption adds to a checkpoint, and which checkpoint a run can be resumed from.
 
-For each process a checkpoint holds the rest of its rollout, the position in it, and what the next log entry will
-report. A resumed run is thus bitwise identical to an uninterrupted one.
-
 Two files mark a complete checkpoint: `manifest.json`, written when the last process is done, lists all files so far
 with their sizes and checksums; `trainer_state.json` is what Transformers writes last, and the manifest then lists it,
 too. A checkpoint that a kill cut short lacks one of them, or a file of the manifest. Only complete checkpoints are
-resumed, and only if no file has changed since it was written: before a resumption the checkpoint is read once for its
-checksums.
+resumed, and only if no file has changed: before a resumption the checkpoint is read once for its checksums.
 
 Checkpoints of other trainers, and those saved with `save_only_model`, have no manifest but do have
 `trainer_state.json`. Named by their path, they resume as in Transformers; they are never chosen automatically.
@@ -79,11 +75,8 @@ def finalize(folder: Path) -> None:
 
 def finish(folder: Path, limit: int | None, best: str | None) -> None:
     """
-    Once Transformers has written its state, add that to the manifest; then delete older checkpoints ([`rotate`]), and
-    what [`make_way`] kept.
-
-    The manifest is replaced as a whole, so a kill cannot cut it short. Earlier saves that were killed may have kept
-    a checkpoint, too.
+    Once Transformers has written its state, add that to the manifest, which is replaced as a whole; then delete older
+    checkpoints ([`rotate`]), and what [`make_way`] kept, now or before a kill.
     """
     if (folder / MANIFEST).exists():  # not with `save_only_model`
         _add([folder / TRAINER_STATE_NAME], folder, _read_json(folder / MANIFEST)["files"])
@@ -324,9 +317,8 @@ def _named(wanted: str, output_dir: str) -> str:
     if lacks := lacking(folder):
         logger.warning_once(
             f"resume_from_checkpoint={wanted!r} holds no {', no '.join(lacks)}, because another trainer or "
-            "`save_only_model` saved it. As in Transformers, training resumes with its weights at its optimizer step "
-            "and starts the rest afresh, so the run will differ from an uninterrupted one. To begin at step 0 with "
-            "its weights, set the model (`model_name_or_path`) to this folder."
+            "`save_only_model` saved it. Training resumes with its weights at its optimizer step, and starts the rest "
+            "afresh. To begin at step 0, set the model (`model_name_or_path`) to this folder."
         )
     why = _defect(folder, None if lacks else fault(folder))
     if why is None:

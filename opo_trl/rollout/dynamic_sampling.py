@@ -6,8 +6,7 @@ such place is offered to new prompts, in at most `max_sampling_rounds` rounds of
 
 1. The first round generates for as many prompts as the rollout has places.
 2. Each further round generates for as many prompts as there are places left, so that no useful group is discarded.
-   (If their completions do not divide evenly among the processes, the round is a few prompts larger; surplus groups
-   go back into the stream.)
+   If their completions do not divide evenly among the processes, there are a few more; surplus groups go back.
 3. After the last round, places that are still left keep their zero-variance group.
 
 All processes see the same rewards and make the same decisions.
@@ -68,7 +67,13 @@ class DynamicSampling:
             stream.give_back([positions[group] for group in unused])
             rollout = self._replace(rollout, further, places[: len(used)], used)
             places = places[len(used) :]
-        self._warn(rounds, len(places), n_prompts)
+        if places and not self._warned:
+            self._warned = True
+            logger.warning(
+                f"After {rounds} rounds of generation (max_sampling_rounds={self.max_rounds}), {len(places)} of "
+                f"{n_prompts} groups still have zero variance and stay in the rollout. From now on, only "
+                "`dynamic_sampling/frac_without_spread` counts them."
+            )
         return rollout, {
             "rounds": rounds,
             "frac_replaced": (first - len(places)) / n_prompts,
@@ -117,15 +122,6 @@ class DynamicSampling:
     def _samples(self, groups: list[int]) -> np.ndarray:
         n = self.num_generations
         return np.array([group * n + i for group in groups for i in range(n)], dtype=int)
-
-    def _warn(self, rounds: int, left: int, n_prompts: int) -> None:
-        if left and not self._warned:
-            self._warned = True
-            logger.warning(
-                f"After {rounds} rounds of generation (max_sampling_rounds={self.max_rounds}), {left} of {n_prompts} "
-                "groups still have zero variance; they stay in the rollout without moving the policy. "
-                "`dynamic_sampling/frac_without_spread` counts them from now on, without further warnings."
-            )
 
 
 def _check(rollout: Rollout) -> None:

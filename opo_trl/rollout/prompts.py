@@ -1,7 +1,6 @@
 """
 Which prompt comes next: a function of the seed and of the position in the run.
 
-Transformers and TRL draw it from random states that depend on the number of processes and are lost on resumption.
 [`EpochSampler`] orders the prompts of the data loader. Dynamic sampling takes more of them than the data loader
 offers, so it draws from a [`PromptStream`].
 """
@@ -39,28 +38,19 @@ def check_enough_prompts(available: int, args: RolloutConfig, described: str = "
     """
     Check that a dataset fills one rollout. TRL's sampler drops an incomplete one, and would train for zero steps.
     `described` says for the message where its prompts are from, and which part is held out.
-
-    Raises:
-        `ValueError`: names how many prompts are needed.
     """
     needed = args.generation_batch_size // args.num_generations
-    described = f" ({described})" if described else ""
     if available < needed:
+        described = f" ({described})" if described else ""
         raise ValueError(
             f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations} needs "
-            f"{needed} prompts for one rollout, but the dataset has {available}{described}. "
-            f"Provide at least {needed}, or lower `per_device_train_batch_size`, `steps_per_generation` or "
-            "`gradient_accumulation_steps`."
+            f"{needed} prompts for one rollout, but the dataset has {available}{described}. Provide at least {needed} "
+            "or lower `per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps`."
         )
 
 
 def check_datasets(trainer_class: type, *positional: Any, **named: Any) -> None:
-    """
-    Check the columns of the datasets that a trainer is made with; the arguments are those of TRL's class.
-
-    Raises:
-        `ValueError`: names the dataset, the column and what to do.
-    """
+    """Check the columns of the datasets that a trainer is made with; the arguments are those of TRL's class."""
     try:
         given = inspect.signature(trainer_class).bind_partial(*positional, **named).arguments
     except TypeError:  # TRL's own constructor, which is called next, says what is wrong
@@ -79,12 +69,7 @@ def check_datasets(trainer_class: type, *positional: Any, **named: Any) -> None:
 
 
 def check_train_dataset(trainer: GRPOTrainer) -> None:
-    """
-    Check that a trainer's dataset fits its configuration and its model.
-
-    Raises:
-        `ValueError`: names the field or the column, and what to do.
-    """
+    """Check that a trainer's dataset fits its configuration and its model."""
     args, dataset = cast(RolloutConfig, trainer.args), trainer.train_dataset
     if isinstance(dataset, Dataset):
         check_enough_prompts(len(dataset), args)
@@ -112,17 +97,9 @@ def check_columns(data: Any, named: str, *, rename: str = _RENAME, needs_prompt:
     Check the columns of a trainer's dataset, as far as they are known, and the type of its prompts.
 
     Args:
-        data (`Dataset` or `IterableDataset`):
-            The dataset. Of a stream, nothing is read.
-        named (`str`):
-            What an error calls it.
-        rename (`str`, *optional*):
-            How to rename a column, with `{old}` and `{new}`; by default in Python.
-        needs_prompt (`bool`, *optional*, defaults to `True`):
-            Whether each row must have a prompt. An environment may ask without one.
-
-    Raises:
-        `ValueError`: names the column, and what to do.
+        data (`Dataset` or `IterableDataset`): of a stream, nothing is read.
+        named (`str`), rename (`str`): for errors, the name of the dataset, and how to rename a column.
+        needs_prompt (`bool`): whether each row must have a prompt. An environment may ask without one.
     """
     names, features = data.column_names, data.features
     if names is None or (isinstance(data, Dataset) and data.format["type"] == "custom"):
@@ -155,16 +132,9 @@ def check_columns(data: Any, named: str, *, rename: str = _RENAME, needs_prompt:
 
 
 class EpochSampler(RepeatSampler):
-    """
-    TRL's RepeatSampler, resumable at any epoch.
+    """TRL's RepeatSampler, which would begin with the first epoch's order when a run is resumed in a later one."""
 
-    TRL's own starts again with the first epoch's order when a run is resumed in a later one.
-
-    Attributes:
-        epoch (`int`): epoch of the next iteration, from 0.
-    """
-
-    epoch = 0
+    epoch = 0  # of the next iteration
 
     @classmethod
     def of(cls, sampler: RepeatSampler) -> "EpochSampler":
@@ -182,19 +152,13 @@ class EpochSampler(RepeatSampler):
 
 
 class PromptStream:
-    """
-    Endless sequence of prompts, epoch after epoch. Each epoch has every prompt once, however many a rollout takes.
-
-    Attributes:
-        position (`int`): position of the next prompt that was never drawn.
-        returned (`list[int]`): heap of the positions that were given back; they are drawn first.
-    """
+    """Endless sequence of prompts, epoch after epoch. Each has every prompt once, however many a rollout takes."""
 
     def __init__(self, order: Order):
         self._order = order
         self.n_prompts = len(order(0))
-        self.position = 0
-        self.returned: list[int] = []
+        self.position = 0  # of the next prompt that was never drawn
+        self.returned: list[int] = []  # heap of the positions that were given back; they are drawn first
 
     def draw(self, count: int) -> list[int]:
         """Take the next `count` positions."""
@@ -219,11 +183,11 @@ class PromptStream:
         return (self.position - len(self.returned)) / self.n_prompts
 
     def state_dict(self) -> dict[str, Any]:
-        """The current position, as JSON keeps it."""
+        """The current position, for `load_state_dict`."""
         return {"position": self.position, "returned": self.returned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume at a position of [`~PromptStream.state_dict`]."""
+        """Resume at what `state_dict` returned."""
         self.position, self.returned = state["position"], state["returned"]
 
 

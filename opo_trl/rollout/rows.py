@@ -1,8 +1,5 @@
 """
-Which optimizer step a completion serves, and how the samples of a rollout are split.
-
-The step is a function of the seed and of the position in the run. TRL draws it from random states that depend on the
-number of processes and are lost on resumption.
+Which optimizer step a completion serves, a function of seed and position in the run; and how samples are split.
 
 Nothing here makes the host wait for a GPU, except where it reads the numbers of a rollout (`gather_samples`).
 """
@@ -33,9 +30,8 @@ def optimizer_step_of_rows(n_rows: int, n_steps: int, *, seed: int, rollout: int
     Choose the optimizer step, in `0 … n_steps − 1`, of each sample of a rollout, over all processes: `[n_rows]`.
 
     Every `n_steps` consecutive samples go to different steps. Each process holds consecutive samples, so it has as
-    many for each step, however many processes there are; and the completions of a prompt are spread evenly.
-    `n_rows` is a multiple of `n_steps`; `rollout` is the number of the rollout in the run, `passed` that of the passes
-    over it so far, both from 0.
+    many for each step, however many processes there are; and the completions of a prompt are spread evenly. `rollout`
+    is the number of the rollout in the run, `passed` that of the passes over it so far.
     """
     # The steps are permuted within each block: a permutation of all samples could give a process more samples of a
     # step than its micro-batches have places for. Seeded by the rollout, the generator has no state to save, and all
@@ -50,13 +46,12 @@ def rows_of_steps(
     """
     Split this process's samples of a rollout by optimizer step, the same number for each.
 
-    The samples, TRL's tensors and lists, are in the order of the prompts. Where `gradient_accumulation_steps` does not
-    divide `steps_per_generation`, samples stay together in the longest runs of micro-batches that divide both. `index`
-    is the number of the rollout in the run, `passed` that of the passes over it so far.
+    The samples, TRL's tensors and lists, are in the order of the prompts. `index` is the number of the rollout in the
+    run, `passed` that of the passes over it so far.
     """
     n_local, process = len(rollout["completion_ids"]), accelerator.process_index
-    # Optimizer steps of the rollout. Where they do not divide it, windows of accumulation begin at every multiple of
-    # the gcd, so only runs of that length serve a single step.
+    # Where steps do not divide the rollout, windows of accumulation begin at every multiple of the gcd, so only runs
+    # of that length serve a single step.
     n_steps = args.steps_per_generation // math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
     # Drawn for the samples of all processes, so that the result does not depend on how many there are.
     n_rows = n_local * accelerator.num_processes
@@ -199,14 +194,9 @@ def gather_samples(
     Gather the inputs of a rollout's target, in complete groups, by one collective call.
 
     On the host and in float64: N numbers cost nothing there, and the target is the same on every device. `logps` are
-    the log-probabilities of tokens under the behaviour policy, `[B, T]`; `None` counts as 0.
-
-    Returns:
-        `tuple[torch.Tensor, ...]`: advantages, number of tokens that count, log-probability of the completion, summed
-        and per token, `[N]` each; rewards, `[N, number of reward functions]`.
-
-    Raises:
-        `ValueError`: the advantages are not one number per sample.
+    the log-probabilities of tokens under the behaviour policy, `[B, T]`; `None` counts as 0. Returns advantages,
+    number of tokens that count, log-probability of the completion, summed and per token, `[N]` each; rewards, `[N,
+    number of reward functions]`.
     """
     advantages = rollout["advantages"]
     if advantages.ndim != 1:

@@ -35,10 +35,7 @@ def temporarily(holder: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[torch.Tensor]]:
-    """
-    Record the rewards over all processes, as the outermost `_calculate_rewards` returns them: a subclass may change
-    what `super()` returned, or never call it.
-    """
+    """Record the rewards over all processes, as the outermost override of `_calculate_rewards` returns them."""
     outermost = trainer._calculate_rewards
     recorded: list[torch.Tensor] = []
 
@@ -85,10 +82,9 @@ class RewardFailures:
         limit = self.args.max_reward_failure_rate
         if self.rate > limit:
             raise RewardError(
-                f"max_reward_failure_rate={limit} is exceeded: {self.rate:.1%} of the completions of about the last "
-                f"{1 / _FAILURE_WEIGHT:.0f} rounds of generation could not be scored, {timeouts} of {n_scores} in the "
-                f"last one by running out of time and {errors} by errors. The warnings above say why: fix the reward "
-                "function, give it more time or memory, or raise `max_reward_failure_rate`."
+                f"max_reward_failure_rate={limit} is exceeded: {self.rate:.1%} of the latest completions could not be "
+                f"scored; of {n_scores} in the last round, {timeouts} by running out of time and {errors} by errors. "
+                "The warnings above say why: fix the reward function, give it more time or memory, or raise the limit."
             )
 
     def take(self) -> dict[str, float]:

@@ -42,10 +42,7 @@ class SkippedSteps:
         kept = Path(self.args.output_dir) / f"skipped_step_{self.accelerator.process_index}.pt"
         kept.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"step": step, "micro_batches": micro_batches}, kept)
-        logger.warning(
-            f"Step {step} is skipped: its gradient is not finite. Its samples are kept in {str(kept)!r}, those of "
-            "other processes next to it."
-        )
+        logger.warning(f"Step {step} is skipped: its gradient is not finite. Its samples are kept in {str(kept)!r}.")
         return math.nan
 
     @contextmanager
@@ -58,18 +55,13 @@ class SkippedSteps:
         yield
         if too_many:
             raise RuntimeError(
-                f"max_skipped_steps={self.args.max_skipped_steps} is reached: that many optimizer steps in a row had "
-                f"a gradient that is not finite. The checkpoint of step {trainer.state.global_step} has the weights "
-                "from before them. Look at the samples in `skipped_step_*.pt`; a lower `learning_rate`, or bfloat16 "
-                "instead of float16, often helps."
+                f"max_skipped_steps={self.args.max_skipped_steps} is reached: that many gradients in a row were not "
+                f"finite. The checkpoint of step {trainer.state.global_step} has the weights from before them. Look "
+                "at the samples in `skipped_step_*.pt`; lower `learning_rate`, or use bfloat16 instead of float16."
             )
 
     def _step_schedule(self, scheduler: Any) -> None:
-        """
-        Advance the learning rate's schedule over a skipped step.
-
-        Transformers does, except where a gradient scaler (float16) or DeepSpeed reports that it has skipped the step.
-        """
+        """Advance the schedule over a skipped step, as Transformers does without gradient scaler and DeepSpeed."""
         held = self._schedule_due and self.accelerator.optimizer_step_was_skipped
         self._schedule_due = False
         if held and not isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):
