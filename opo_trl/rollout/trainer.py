@@ -475,8 +475,8 @@ class RolloutTrainer(GRPOTrainer):
             del own[name]
         super().log(logs, start_time)
 
-    def create_model_card(self, *inputs, **named):
-        super().create_model_card(*inputs, **wording.card_options(named))
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        super().create_model_card(model_name, wording.if_on_the_hub(dataset_name), tags)
         wording.name_model(self)
 
     # 4. A checkpoint: saving and loading, in the order of Transformers
