@@ -1,14 +1,12 @@
 """
 `OPOTrainer`: TRL's `GRPOTrainer` with the objective of Orthogonalized Policy Optimization.
 
-TRL owns generation, rewards, sharding, the optimizer and checkpoints. [`RolloutTrainer`] makes rollouts and
-checkpoints. This module adds, in the order of a step:
+[`RolloutTrainer`] makes rollouts and checkpoints. This module adds, in the order of a step:
 
 1. `_generate_once`: TRL's pass over the rollout, for the behaviour policy's log-probabilities, is left out: only some
    samples need them, and in the shape of their micro-batch.
-2. `_finish_rollout`: once per rollout, over all processes and while its groups are still complete, the objective makes
-   a target of each sample's advantage. The target then travels with its sample. It sees what the outermost override of
-   `_generate_and_score_completions` returned.
+2. `_finish_rollout`: once per rollout, over all processes and after overrides of `_generate_and_score_completions`,
+   the objective makes a target of each sample's advantage. The target then travels with its sample.
 3. `_micro_batches`: a [`Planner`] cuts the samples of each optimizer step into parts; those of off-policy steps get
    the behaviour policy's log-probabilities. `training_step` passes parts through `compute_loss`, one after the other.
 4. `_sample_losses`: the objective's loss of each sample, and what TRL's options add. The loss is a plain sum over
@@ -123,9 +121,8 @@ class OPOTrainer(RolloutTrainer):
         if config.is_on_policy and self.policy_objective.is_regression:
             logger.warning(
                 f"Every rollout serves a single optimizer step (steps_per_generation={config.steps_per_generation}, "
-                f"gradient_accumulation_steps={config.gradient_accumulation_steps}), so the log-ratio is always 0 and "
-                "the χ² term (`mu`, `chi2_radius`) has no effect: this is REINFORCE with escort weights. For "
-                f"off-policy steps, end this run and set {config.off_policy_fields}."
+                f"gradient_accumulation_steps={config.gradient_accumulation_steps}), so the χ² term has no effect: "
+                f"this is REINFORCE with escort weights. For off-policy steps, set {config.off_policy_fields}."
             )
         return super().train(*args, **kwargs)
 
@@ -147,10 +144,8 @@ class OPOTrainer(RolloutTrainer):
 
     def _logps_of_rollout(self, rollout: dict[str, Any]) -> Tensor | None:
         """
-        Take the log-probabilities `[B, T]` of TRL's pass out of a rollout, or read those that an override has set.
-
-        TRL's are good enough for escort weights, but not for a log-ratio: in bfloat16 they differ from those of the
-        same sample in a micro-batch of another shape. An override's are the user's choice, and stay.
+        Take the log-probabilities `[B, T]` of TRL's pass out of a rollout: they are good enough for escort weights,
+        but in bfloat16 not for a log-ratio in micro-batches of another shape. Those that an override has set stay.
         """
         logps = rollout.get("old_per_token_logps")
         self._anchor_is_own = logps is self._early_logps
@@ -264,10 +259,9 @@ class OPOTrainer(RolloutTrainer):
         planned = []
         for rows, policy, parts in zip(steps, on_policy, self._planner.parts(steps, skippable), strict=True):
             if not policy and "old_per_token_logps" not in rows:
-                # Now, because the policy is still the behaviour policy; a step before the next update needs no pass,
-                # as the policy's own log-probabilities are the same. Part by part, because in bfloat16 a sample has
-                # the same log-probabilities only in a micro-batch of the same shape: any other would leave a
-                # log-ratio that is only rounding.
+                # Now, because the policy is still the behaviour policy; a step before the next update needs no pass.
+                # Part by part, because in bfloat16 a sample has the same log-probabilities only in a micro-batch of
+                # the same shape: any other would leave a log-ratio that is only rounding.
                 for part in parts:
                     part["old_per_token_logps"], _ = self._anchor_pass(part)
             # The last micro-step of an optimizer step gets at least one part: its backward pass is the one in which
@@ -286,10 +280,7 @@ class OPOTrainer(RolloutTrainer):
         return self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"]) & (idle and own and skips)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """
-        Train on a micro-step, part by part: each call of `compute_loss` sees one mapping of tensors, as in any trainer
-        of Transformers, and its gradient is added to those before. Returns the sum of their losses.
-        """
+        """Train on a micro-step, part by part: each is one call of `compute_loss`. Returns the sum of their losses."""
         began = time.perf_counter()
         model.train()  # so that `_buffered` generates for training
         if callable(getattr(self.optimizer, "train", None)):

@@ -1,8 +1,7 @@
 """
 The position in a run: what a checkpoint holds of it for each process, and which run can take it up.
 
-Seed and checkpoint determine the position exactly, so a resumed run is bitwise identical to an uninterrupted one.
-The `trainer` of these functions is a `RolloutTrainer`.
+A resumed run is bitwise identical to an uninterrupted one. The `trainer` of these functions is a `RolloutTrainer`.
 """
 
 import json
@@ -38,10 +37,8 @@ STATE = ("optim", "sync_ref_model")
 
 def state_of(trainer: Any) -> dict[str, Any]:
     """
-    What this process needs to resume exactly, besides weights, optimizer, schedule and random states.
-
-    Returns:
-        `dict[str, Any]`: tensors, numbers and text, which `torch.load` reads with `weights_only=True`.
+    What this process needs to resume exactly, besides weights, optimizer, schedule and random states: tensors, numbers
+    and text, which `torch.load` reads with `weights_only=True`.
     """
     args, logs = trainer.args, trainer._logs
     rollout, position = divmod(trainer._step, args.micro_steps_per_rollout)
@@ -139,10 +136,7 @@ def check_resumable(trainer: Any, folder: str) -> None:
     """
     Check that a trainer's run can resume a checkpoint: inside a rollout, or with earlier rollouts that it replays,
     only if it would make and cut them in the same way; a moving reference model only in as many shards; and weights
-    alone only in a form that this run's sharding can load.
-
-    Raises:
-        `ValueError`: names the field that differs, or says how to start from the weights.
+    alone only in a form that this run's sharding can load. A `ValueError` names the field that differs.
     """
     place = Path(folder)
     if checkpoint.lacking(place) is not None:
@@ -199,10 +193,7 @@ def _check_loads(trainer: Any, folder: Path) -> None:
 
 
 class MovingReference:
-    """
-    A reference model that follows the policy (`sync_ref_model`), which the base model cannot restore: this process's
-    shard of it, or all of it.
-    """
+    """A reference model that follows the policy (`sync_ref_model`): this process's shard of it, or all of it."""
 
     def __init__(self, trainer: Any):
         parameters = [*trainer.ref_model.parameters()]

@@ -5,12 +5,11 @@
 A comparison thus changes nothing but the loss. This trainer adds to TRL's:
 
 1. The order of the prompts, and the optimizer step that a completion serves, are functions of the seed (`prompts`,
-   `rows`).
+   `rows`). A step whose gradient is not finite is skipped, and its samples are kept (`skipped_steps`).
 2. Dynamic sampling replaces zero-variance groups (`dynamic_sampling`), as DAPO does. Unscored completions are counted,
    and end the run when there are too many (`scored`).
 3. The time of a step is logged by phase (`step_clock`), and bounds on logged metrics can be watched (`watches`).
-4. A step whose gradient is not finite is skipped, and its samples are kept (`skipped_steps`).
-5. A checkpoint holds all that the rest of the run depends on, including the current rollout (`position`).
+4. A checkpoint holds all that the rest of the run depends on, including the current rollout (`position`).
 """
 
 import inspect
@@ -283,10 +282,7 @@ class RolloutTrainer(GRPOTrainer):
         return self.accelerator.gather(rollout["advantages"].where(counts, torch.nan))
 
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
-        """
-        One entry per micro-step, from the samples of each optimizer step of a pass. The policy moves after
-        `until_update`; 0 if it has moved already.
-        """
+        """One entry per micro-step, from the samples of each optimizer step. The policy moves after `until_update`."""
         n_batches = self.args.steps_per_generation // len(steps)
         return [batch for rows in steps for batch in micro_batches(rows, n_batches)]
 
@@ -353,10 +349,7 @@ class RolloutTrainer(GRPOTrainer):
         return rollout
 
     def _rollout(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
-        """
-        A complete rollout, on the device. An override may leave entries on the host, where processes cannot gather
-        them, nor replay put them together with those of a checkpoint.
-        """
+        """A complete rollout, on the device, where processes can gather also what an override has left on the host."""
         device = self.accelerator.device
         rollout = send_to_device(self._generate_and_score_completions(generation_batch), device)
         return send_to_device(self._finish_rollout(rollout), device)
@@ -374,23 +367,15 @@ class RolloutTrainer(GRPOTrainer):
         return DynamicSampling(self._prompt_stream, self.accelerator, self.num_generations, rounds)
 
     def _generate_round(self, prompts: list[int], first: bool) -> dict[str, Any]:
-        """
-        A round of dynamic sampling. Only the first one counts in the metrics: its prompts are those of a rollout
-        without dynamic sampling.
-        """
+        """A round of dynamic sampling, for these prompts of the dataset."""
         dataset = cast(Dataset, self.train_dataset)
-        with nullcontext() if first else self._keep_metrics():
-            return self._generate_once([dict(dataset[index]) for index in prompts])
-
-    @contextmanager
-    def _keep_metrics(self) -> Iterator[None]:
-        """Keep the training metrics as they are, except for the counts of tokens and completions."""
-        kept = self._metrics["train"]
-        self._metrics["train"] = defaultdict(list)
-        yield
-        counts = {name: self._metrics["train"][name] for name in ("num_tokens", "completions/generated")}
-        self._metrics["train"] = kept
-        kept.update(counts)
+        metrics = self._metrics["train"] if first else defaultdict(list)
+        with temporarily(self, _metrics={**self._metrics, "train": metrics}):
+            rollout = self._generate_once([dict(dataset[index]) for index in prompts])
+        # Other metrics are those of the first round, whose prompts are those of a rollout without dynamic sampling.
+        for name in ("num_tokens", "completions/generated"):
+            self._metrics["train"][name] = metrics[name]
+        return rollout
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
