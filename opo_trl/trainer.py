@@ -124,6 +124,7 @@ class OPOTrainer(RolloutTrainer):
                 f"gradient_accumulation_steps={config.gradient_accumulation_steps}), so the χ² term has no effect: "
                 f"this is REINFORCE with escort weights. For off-policy steps, set {config.off_policy_fields}."
             )
+        self._reports = []  # an earlier call may have ended inside an optimizer step
         return super().train(*args, **kwargs)
 
     # 1. The behaviour policy's log-probabilities

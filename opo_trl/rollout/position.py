@@ -104,13 +104,13 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def has_spent_budget(trainer: Any, folder: str | None) -> bool:
+def has_spent_budget(trainer: Any, folder: Path) -> bool:
     """Whether a checkpoint ends a run that has generated `max_completions`."""
     limit = trainer.args.max_completions
-    if limit is None or folder is None or checkpoint.lacking(Path(folder)) is not None:
+    if limit is None or checkpoint.lacking(folder) is not None:
         return False
-    state = checkpoint.load_state(Path(folder), trainer.accelerator.process_index)
-    return state["position"] == 0 and json.loads(state["plain"])["numbers"]["_completions_generated"] >= limit
+    state = checkpoint.load_state(folder, trainer.accelerator.process_index)
+    return state["position"] == 0 and json.loads(state["plain"])["numbers"]["completions_generated"] >= limit
 
 
 # Which run can resume

@@ -95,12 +95,13 @@ class RolloutTrainer(GRPOTrainer):
     # The trainer's own numbers, and dictionaries of numbers, that a checkpoint holds besides those of its parts.
     _saved_numbers: tuple[str, ...] = (
         "_advantage_range",
-        "_completions_generated",
+        "completions_generated",
         "_globalstep_last_logged",
         "entropy_coef",
         "_last_world_entropy",
     )
 
+    _is_spent = False  # whether the run is resumed from a checkpoint that spends `max_completions`
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
     @takes_what_grpo_takes
@@ -124,7 +125,7 @@ class RolloutTrainer(GRPOTrainer):
         process = self.accelerator.process_index
         self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=process)
         self._advantage_range = 0.0  # of the current rollout, over all processes
-        self._completions_generated = 0  # for training, over all processes
+        self.completions_generated = 0  # for training so far, over all processes
         self._reward_failures = RewardFailures(args, self.accelerator)
         self._skipped = SkippedSteps(args, self.accelerator)
         self._ratio_sums: Tensor | None = None  # of the optimizer step: Σ r, Σ r² and number, r = π/π_k
@@ -176,9 +177,11 @@ class RolloutTrainer(GRPOTrainer):
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         if found is not None:
             self.check_resumable(found)
-        else:  # an earlier call may have ended inside a rollout
-            self._step, self._buffered_inputs, self._completions_generated = 0, None, 0
-            self._replay.clear()
+        self._is_spent = found is not None and position.has_spent_budget(self, Path(found))
+        # An earlier call may have ended inside a rollout, or an optimizer step.
+        self._step, self._buffered_inputs, self.completions_generated, self._ratio_sums = 0, None, 0, None
+        self._replay.clear()
+        self._metrics["train"].clear()
         if self.accelerator.is_main_process:
             # Not in a callback: DeepSpeed and FSDP allocate before the first one, and may run out of memory.
             print(printable(self.plan), flush=True)
@@ -197,10 +200,8 @@ class RolloutTrainer(GRPOTrainer):
         position.check_resumable(self, folder)
 
     def _run_epoch(self, **named):
-        # Resumed from the last step's checkpoint, Transformers would train one step more. The checkpoint is read only
-        # at the beginning: later, rotation may have deleted it.
-        begins_with = named["resume_from_checkpoint"] if named["epoch"] == named["epochs_trained"] else None
-        if self.state.global_step >= self.state.max_steps or position.has_spent_budget(self, begins_with):
+        # Resumed from the last step's checkpoint, Transformers would train one step more.
+        if self.state.global_step >= self.state.max_steps or self._is_spent:
             self.control.should_training_stop = True
             return
         if self._sampler is not None:
@@ -287,11 +288,6 @@ class RolloutTrainer(GRPOTrainer):
         return [batch for rows in steps for batch in micro_batches(rows, n_batches)]
 
     @property
-    def completions_generated(self) -> int:
-        """Completions generated for training so far, over all processes."""
-        return self._completions_generated
-
-    @property
     def rollout_is_used_up(self) -> bool:
         """Whether the next micro-step needs a new rollout."""
         return self._step % self.args.micro_steps_per_rollout == 0
@@ -303,7 +299,7 @@ class RolloutTrainer(GRPOTrainer):
 
     def _maybe_log_save_evaluate(self, *args, **named):
         limit = self.args.max_completions
-        spent = limit is not None and self.rollout_is_used_up and self._completions_generated >= limit
+        spent = limit is not None and self.rollout_is_used_up and self.completions_generated >= limit
         if spent and not self.control.should_training_stop:  # at the end of the epoch it is set, and all is saved
             self._end_as_at_max_steps()
         with self._skipped.end_of_step(self):
@@ -388,8 +384,8 @@ class RolloutTrainer(GRPOTrainer):
         n_local = len(rollout["advantages"])
         rollout["rewards_per_func"] = rewards[self.accelerator.process_index * n_local :][:n_local]
         if self._mode == "train":
-            self._completions_generated += len(rewards)
-            self._metrics["train"]["completions/generated"] = [self._completions_generated]
+            self.completions_generated += len(rewards)
+            self._metrics["train"]["completions/generated"] = [self.completions_generated]
         return rollout
 
     def _tool_call_loop(self, *inputs, **options):
