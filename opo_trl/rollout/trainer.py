@@ -280,7 +280,9 @@ class RolloutTrainer(GRPOTrainer):
         counts = completion_tokens(rollout).any(dim=1)
         if "rewards_per_func" in rollout:  # a rollout that an override made from scratch may have none
             counts = counts & ~rollout["rewards_per_func"].isnan().all(dim=1)
-        return self.accelerator.gather(rollout["advantages"].where(counts, torch.nan))
+        advantages = rollout["advantages"]  # of an override, perhaps per token
+        counts = counts.view(-1, *[1] * (advantages.ndim - 1))
+        return self.accelerator.gather(advantages.where(counts, torch.nan))
 
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
         """One entry per micro-step, from the samples of each optimizer step. The policy moves after `until_update`."""
