@@ -1,14 +1,12 @@
 """
 `OPOTrainer`: TRL's `GRPOTrainer` with the objective of Orthogonalized Policy Optimization.
 
-TRL owns generation, rewards, sharding, the optimizer and checkpoints. [`RolloutTrainer`] makes rollouts and
-checkpoints. This module adds, in the order of a step:
+[`RolloutTrainer`] makes rollouts and checkpoints. This module adds, in the order of a step:
 
 1. `_generate_once`: TRL's pass over the rollout, for the behaviour policy's log-probabilities, is left out: only some
    samples need them, and in the shape of their micro-batch.
-2. `_finish_rollout`: once per rollout, over all processes and while its groups are still complete, the objective makes
-   a target of each sample's advantage. The target then travels with its sample. It sees what the outermost override of
-   `_generate_and_score_completions` returned.
+2. `_finish_rollout`: once per rollout, over all processes and after overrides of `_generate_and_score_completions`,
+   the objective makes a target of each sample's advantage. The target then travels with its sample.
 3. `_micro_batches`: a [`Planner`] cuts the samples of each optimizer step into parts; those of off-policy steps get
    the behaviour policy's log-probabilities. `training_step` passes parts through `compute_loss`, one after the other.
 4. `_sample_losses`: the objective's loss of each sample, and what TRL's options add. The loss is a plain sum over
@@ -22,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -104,7 +102,7 @@ class OPOTrainer(RolloutTrainer):
     pad_to_multiple_of: int | None
     _saved_numbers = (*RolloutTrainer._saved_numbers, "_drive_metrics", "_low_ess_rollouts")
 
-    @takes_what_grpo_takes(OPOConfig)
+    @takes_what_grpo_takes
     def __init__(self, model, reward_funcs=None, args: OPOConfig | None = None, *further, **named):
         super().__init__(model, reward_funcs, args, *further, **named)
         if self.args.padding_free:
@@ -115,7 +113,6 @@ class OPOTrainer(RolloutTrainer):
         super()._begin()
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
         self._low_ess_rollouts = 0  # in a row
-        self._scored: Tensor | None = None  # advantages of the current rollout; NaN for invalid samples
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per part
         self._pending: deque[dict[str, Any]] = deque()  # parts of the current micro-step that are left
         self._anchor_is_own = False  # whether the rollout's behaviour policy is the policy that its samples come from
@@ -128,9 +125,8 @@ class OPOTrainer(RolloutTrainer):
         if config.is_on_policy and self.policy_objective.is_regression:
             logger.warning(
                 f"Every rollout serves a single optimizer step (steps_per_generation={config.steps_per_generation}, "
-                f"gradient_accumulation_steps={config.gradient_accumulation_steps}), so the log-ratio is always 0 and "
-                "the χ² term (`mu`, `chi2_radius`) has no effect: this is REINFORCE with escort weights. For "
-                f"off-policy steps, end this run and set {config.off_policy_fields}."
+                f"gradient_accumulation_steps={config.gradient_accumulation_steps}), so the χ² term has no effect: "
+                f"this is REINFORCE with escort weights. For off-policy steps, set {config.off_policy_fields}."
             )
         return super().train(*args, **kwargs)
 
@@ -160,10 +156,8 @@ class OPOTrainer(RolloutTrainer):
 
     def _logps_of_rollout(self, rollout: dict[str, Any]) -> Tensor | None:
         """
-        Take the log-probabilities `[B, T]` of TRL's pass out of a rollout, or read those that an override has set.
-
-        TRL's are good enough for escort weights, but not for a log-ratio: in bfloat16 they differ from those of the
-        same sample in a micro-batch of another shape. An override's are the user's choice, and stay.
+        Take the log-probabilities `[B, T]` of TRL's pass out of a rollout: they are good enough for escort weights,
+        but in bfloat16 not for a log-ratio in micro-batches of another shape. Those that an override has set stay.
         """
         logps = rollout.get("old_per_token_logps")
         self._anchor_is_own = logps is self._early_logps
@@ -171,22 +165,6 @@ class OPOTrainer(RolloutTrainer):
             rollout.pop("old_per_token_logps", None)
         self._early_logps = None
         return logps
-
-    def _keep_for_reuse(self, rollout: dict[str, Any], logps: Tensor | None) -> None:
-        """
-        Store the behaviour policy's log-probabilities `[B, T]` in a rollout over which passes are made once the policy
-        has moved. Each has other micro-batches, so there is no shape in which a log-ratio would be free of rounding.
-        """
-        moves = self._mode == "train" and self.num_iterations > 1 and not self.args.is_on_policy
-        if moves and "old_per_token_logps" not in rollout:
-            if logps is None:
-                logps, _ = self._anchor_pass(rollout, batch_size=self.args.per_device_train_batch_size)
-            rollout["old_per_token_logps"] = logps
-
-    def _anchor_logps(self, inputs: Mapping[str, Any], logps: Tensor) -> Tensor:
-        """Log-probabilities `[B, T]` under the behaviour policy: those stored, otherwise the policy's own, `logps`."""
-        stored = inputs.get("old_per_token_logps")
-        return logps.detach() if stored is None else stored
 
     @torch.no_grad()
     def _anchor_pass(self, rows: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
@@ -224,9 +202,13 @@ class OPOTrainer(RolloutTrainer):
     def _finish_rollout(self, rollout: dict[str, Any]) -> dict[str, Any]:
         # Not the parent's: `_targets` gathers the advantages, and takes their range from them.
         logps, entropies = self._logps_of_rollout(rollout), None
+        anchor_pass = partial(self._anchor_pass, rollout, batch_size=self.args.per_device_train_batch_size)
         if (self.policy_objective.reads_logps and logps is None) or self.top_entropy_quantile < 1.0:
-            logps, entropies = self._anchor_pass(rollout, batch_size=self.args.per_device_train_batch_size)
-        self._keep_for_reuse(rollout, logps)
+            logps, entropies = anchor_pass()
+        moves = self._mode == "train" and self.num_iterations > 1 and not self.args.is_on_policy
+        if moves and "old_per_token_logps" not in rollout:
+            # Each pass has other micro-batches, so there is no shape in which a log-ratio would be free of rounding.
+            rollout["old_per_token_logps"] = anchor_pass()[0] if logps is None else logps
         rollout.update(self._targets(rollout, logps))
         if entropies is not None and self.top_entropy_quantile < 1.0:
             # TRL computes the threshold per micro-batch; the rollout's does not depend on how it is cut.
@@ -256,7 +238,6 @@ class OPOTrainer(RolloutTrainer):
             if "escort/ess" in metrics:
                 self._low_ess_rollouts = count_low_ess(self._low_ess_rollouts, metrics["escort/ess"], args)
             self._advantage_range = (advantages.max().float() - advantages.min().float()).item()
-            self._scored = advantages.where(valid, torch.nan)
         # The log-ratio of a completion is a sum over its tokens, and so is its gradient: a constant of the rollout
         # makes the norm comparable with that of GRPO, whose loss is a mean over tokens.
         scale = 1 / length[valid].mean() if args.log_ratio_reduction == "sum" and valid.any() else torch.tensor(1.0)
@@ -265,14 +246,8 @@ class OPOTrainer(RolloutTrainer):
         own = own_samples(rollout, {n: column.expand_as(target) for n, column in columns.items()}, self.accelerator)
         return {**own, "opo_valid": own["opo_valid"].bool()}
 
-    def _scored_advantages(self, rollout: Mapping[str, Any]) -> Tensor:
-        return cast(Tensor, self._scored)
-
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """
-        Tokens of `mask`, bool `[B, T]`, whose entropy is at least the `threshold` quantile over all processes, as in
-        TRL's method. A rollout may have more than the 2^24 tokens that `torch.quantile` allows.
-        """
+        """As in TRL, which takes the `threshold` quantile by `torch.quantile`: that allows 2^24 tokens."""
         return high_values(entropies, mask.bool(), threshold, self.accelerator)
 
     # 3. The parts of a micro-step
@@ -283,13 +258,8 @@ class OPOTrainer(RolloutTrainer):
         sharded = zero_stage >= 2 or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
         model = self.accelerator.unwrap_model(self.model)
         shares = not (self.args.padding_free or self.aux_loss_enabled) and shared_prompts.is_possible(model)
-        return Planner(
-            self.args,
-            self.accelerator,
-            multiple=self.pad_to_multiple_of,
-            communicates=sharded,
-            shares=model.config.hidden_size if shares else None,
-        )
+        shared = model.config.hidden_size if shares else None
+        return Planner(self.args, self.accelerator, self.pad_to_multiple_of, communicates=sharded, shares=shared)
 
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
         """One entry per micro-step: the parts that pass through the model, one after the other."""
@@ -304,10 +274,9 @@ class OPOTrainer(RolloutTrainer):
         planned = []
         for rows, policy, parts in zip(steps, on_policy, self._planner.parts(steps, skippable), strict=True):
             if not policy and "old_per_token_logps" not in rows:
-                # Now, because the policy is still the behaviour policy; a step before the next update needs no pass,
-                # as the policy's own log-probabilities are the same. Part by part, because in bfloat16 a sample has
-                # the same log-probabilities only in a micro-batch of the same shape: any other would leave a
-                # log-ratio that is only rounding.
+                # Now, because the policy is still the behaviour policy; a step before the next update needs no pass.
+                # Part by part, because in bfloat16 a sample has the same log-probabilities only in a micro-batch of
+                # the same shape: any other would leave a log-ratio that is only rounding.
                 for part in parts:
                     part["old_per_token_logps"], _ = self._anchor_pass(part)
             # The last micro-step of an optimizer step gets at least one part: its backward pass is the one in which
@@ -319,7 +288,7 @@ class OPOTrainer(RolloutTrainer):
         """Samples, bool `[B]`, that can be skipped: with zero gradient while the policy is the behaviour policy."""
         idle = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
         # A subclass with a loss of its own may give every sample a gradient.
-        names = ("compute_loss", "_compute_loss", "_sample_losses", "_samples", "_token_logps", "_anchor_logps")
+        names = ("compute_loss", "_compute_loss", "_sample_losses", "_samples", "_token_logps")
         own = all(getattr(getattr(self, name), "__func__", None) is getattr(OPOTrainer, name) for name in names)
         # Log-probabilities of an override may be those of another policy.
         skips = self.args.skip_inert_rows and on_policy and "old_per_token_logps" not in rows
@@ -328,10 +297,7 @@ class OPOTrainer(RolloutTrainer):
         return found & (idle and own and skips)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """
-        Train on a micro-step, part by part: each call of `compute_loss` sees one mapping of tensors, as in any trainer
-        of Transformers, and its gradient is added to those before. Returns the sum of their losses.
-        """
+        """Train on a micro-step, part by part: each is one call of `compute_loss`. Returns the sum of their losses."""
         began = time.perf_counter()
         model.train()  # so that `_buffered` generates for training
         if callable(getattr(self.optimizer, "train", None)):
@@ -414,7 +380,8 @@ class OPOTrainer(RolloutTrainer):
         """The samples of a micro-batch as the objective sees them; `logps` are those of their tokens, `[B, T]`."""
         # Without a token that counts, an invalid sample has no log-ratio, no KL term and no entropy bonus.
         mask = completion_tokens(inputs) & inputs["opo_valid"].unsqueeze(1)
-        anchor = self._anchor_logps(inputs, logps)
+        # Where the behaviour policy's are not stored, it is the policy itself.
+        anchor = inputs.get("old_per_token_logps", logps.detach())
         weights = torch.ones_like(inputs["opo_target"])
         if "importance_sampling_ratio" in inputs:
             ratio = inputs["importance_sampling_ratio"]  # `[B, 1]` in TRL's modes of sequences, `[B, T]` of tokens

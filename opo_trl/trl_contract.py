@@ -59,6 +59,7 @@ CONTRACT: Contract = {
         **dict.fromkeys(("_logs", "_metrics", "_pending_extra_logs", "_pending_metrics")),
         # A checkpoint
         "_save_checkpoint": ("model", "trial"),
+        "create_model_card": ("model_name", "dataset_name", "tags"),
     },
     "transformers.Trainer": {
         "train": ("resume_from_checkpoint",),
@@ -75,7 +76,6 @@ CONTRACT: Contract = {
         "_load_rng_state": ("checkpoint",),
         "_load_optimizer_and_scheduler": ("checkpoint",),
         "_issue_warnings_after_load": ("load_result",),
-        "create_model_card": (),
         **dict.fromkeys(("_globalstep_last_logged", "_total_loss_scalar", "_tr_loss")),
     },
     "transformers.TrainerCallback": dict.fromkeys(
@@ -147,6 +147,7 @@ ASYNC_CONTRACT: Contract = {
         "eos_token_ids": None,
         # Which prompts have been trained
         "_save_checkpoint": ("model", "trial"),
+        "create_model_card": ("model_name", "dataset_name", "tags"),
         **dict.fromkeys(("_trained_groups", "_groups_before_resume", "_epoch_stop_groups", "_last_groups_trained")),
     },
     _ASYNC: {"get_peak_flops_per_device": None},

@@ -196,7 +196,7 @@ def state_of(trainer: GRPOTrainer) -> dict:
         "_logs",
         "_pending_metrics",
         "_pending_extra_logs",
-        "_completions_generated",
+        "completions_generated",
     )
     records += ("_drive_metrics", "_reports", "num_generations_eval", "_step")
     kept = {name: copy.deepcopy(vars(trainer)[name]) for name in records if name in vars(trainer)}
@@ -331,11 +331,11 @@ def test_evaluation_of_transformers_is_not_taken_for_training(tiny_model, tmp_pa
     settings = {"per_device_eval_batch_size": 4, "num_generations_eval": 2, "max_steps": 1}
     trainer = make_trainer(tiny_model, str(tmp_path), reward_funcs=even_tokens, **settings, **options)
     trainer.train()
-    before = (trainer.state.num_input_tokens_seen, trainer._completions_generated, dict(trainer._metrics["train"]))
+    before = (trainer.state.num_input_tokens_seen, trainer.completions_generated, dict(trainer._metrics["train"]))
     trainer.evaluate(PROBLEMS.select(range(4)))
     logged = {"eval_loss", "eval_completions/mean_length", "eval_reward", "eval_opo/mu"}
     assert logged <= trainer.state.log_history[-1].keys()
-    after = (trainer.state.num_input_tokens_seen, trainer._completions_generated, dict(trainer._metrics["train"]))
+    after = (trainer.state.num_input_tokens_seen, trainer.completions_generated, dict(trainer._metrics["train"]))
     assert after == before
     assert not trainer.model.training
     assert trainer._reports == []

@@ -631,7 +631,7 @@ def test_model_card_names_the_method(tiny_model, tmp_path):
 def test_model_card_links_only_to_what_is_on_the_hub(tiny_model, tmp_path, model, dataset, says):
     trainer = make_trainer(tiny_model, tmp_path)
     trainer.model.config._name_or_path = model
-    trainer.create_model_card(model_name="tiny", dataset_name=dataset)
+    trainer.create_model_card("tiny", dataset)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     for text in says:
         assert text in card

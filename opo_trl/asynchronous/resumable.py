@@ -145,8 +145,8 @@ class ResumableAsyncTrainer(AsyncGRPOTrainer):
             self._metrics["train"]["opo/skipped_steps"].append(self._skipped.total)
         super().log(logs, start_time)
 
-    def create_model_card(self, *inputs, **named):
-        super().create_model_card(*inputs, **wording.card_options(named))
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        super().create_model_card(model_name, wording.if_on_the_hub(dataset_name), tags)
         wording.name_model(self)
 
     def _issue_warnings_after_load(self, load_result):

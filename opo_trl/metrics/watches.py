@@ -45,6 +45,16 @@ class Watches(TrainerCallback):
                     watch.recent.clear()
                     watch.fired = False
 
+    def state_dict(self) -> dict[str, Any]:
+        """Text of each watch → its state, for [`~Watches.load_state_dict`]."""
+        return {watch.text: watch.state() for watch in self.watches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume the watches that a state of [`~Watches.state_dict`] has."""
+        for watch in self.watches:
+            if watch.text in state:
+                watch.restore(state[watch.text])
+
     def _fires(self, watch: Watch, logs: Mapping[str, Any]) -> bool:
         if watch.metric in logs:
             watch.without = -1

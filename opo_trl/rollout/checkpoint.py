@@ -1,14 +1,10 @@
 """
 The files that exact resumption adds to a checkpoint, and which checkpoint a run can be resumed from.
 
-For each process a checkpoint holds the rest of its rollout, the position in it, and what the next log entry will
-report. A resumed run is thus bitwise identical to an uninterrupted one.
-
 Two files mark a complete checkpoint: `manifest.json`, written when the last process is done, lists all files so far
 with their sizes and checksums; `trainer_state.json` is what Transformers writes last, and the manifest then lists it,
 too. A checkpoint that a kill cut short lacks one of them, or a file of the manifest. Only complete checkpoints are
-resumed, and only if no file has changed since it was written: before a resumption the checkpoint is read once for its
-checksums.
+resumed, and only if no file has changed: before a resumption the checkpoint is read once for its checksums.
 
 Checkpoints of other trainers, and those saved with `save_only_model`, have no manifest but do have
 `trainer_state.json`. Named by their path, they resume as in Transformers; they are never chosen automatically.
@@ -74,39 +70,37 @@ def load_state(folder: Path, process: int) -> dict[str, Any]:
 
 def finalize(folder: Path) -> None:
     """Write the manifest of a checkpoint, once every process has written its part."""
-    _add([path for path in sorted(folder.rglob("*")) if path.is_file()], folder, {"files": {}, "crc32": {}})
+    _add(_files(folder), folder, {})
 
 
 def finish(folder: Path, limit: int | None, best: str | None) -> None:
     """
-    Once Transformers has written its state, add that to the manifest; then delete older checkpoints ([`rotate`]), and
-    what [`make_way`] kept.
-
-    The manifest is replaced as a whole, so a kill cannot cut it short. Earlier saves that were killed may have kept
-    a checkpoint, too.
+    Once Transformers has written its state, add that to the manifest, which is replaced as a whole; then delete older
+    checkpoints ([`rotate`]), and what [`make_way`] kept, now or before a kill.
     """
     if (folder / MANIFEST).exists():  # not with `save_only_model`
-        _add([folder / TRAINER_STATE_NAME], folder, _read_json(folder / MANIFEST))
+        _add([folder / TRAINER_STATE_NAME], folder, _read_json(folder / MANIFEST)["files"])
     rotate(folder.parent, limit, best)
     for path in _sorted(folder.parent, REPLACED_PREFIX):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _add(paths: list[Path], folder: Path, manifest: dict[str, dict[str, int]]) -> None:
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    manifest["files"] |= {name: path.stat().st_size for name, path in zip(names, paths, strict=True)}
-    manifest["crc32"] |= dict(zip(names, _checksums(paths), strict=True))
+def _add(paths: list[Path], folder: Path, listed: dict[str, dict[str, int]]) -> None:
+    for path, checksum in zip(paths, _checksums(paths), strict=True):
+        listed[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "crc32": checksum}
     part = folder / f"{MANIFEST}.part"
-    part.write_text(json.dumps(manifest, indent=2))
+    part.write_text(json.dumps({"files": listed}, indent=2))
     os.replace(part, folder / MANIFEST)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def make_way(folder: Path) -> None:
     """
-    Empty the place of a checkpoint. A finished one of the same step is kept next to it until the new one is finished.
-
-    A step is saved twice if something other than the schedule also asks for it, such as a watch at the end of an
-    epoch. Older checkpoints may be gone by then, so a kill during the second save must not cost the first.
+    Empty the place of a checkpoint. A finished one of the same step, as of a watch that fires at the end of an epoch,
+    is kept next to it until the new one is finished: older ones may be gone, and a kill must not cost the last.
     """
     if finished(folder):
         kept = replaced(folder)
@@ -164,7 +158,7 @@ def rotate(run: Path, limit: int | None, best: str | None) -> None:
 
 
 def _sorted(run: str | Path, prefix: str, *, use_mtime: bool = False) -> list[str]:
-    """Folders named `prefix`, a hyphen and a step, from old to new."""
+    """Folders named by `prefix` and a step, from old to new."""
     found = sort_checkpoints(str(run), prefix, use_mtime)
     return [path for path in found if re.fullmatch(rf"{prefix}-\d+", Path(path).name)]
 
@@ -181,17 +175,15 @@ def fault(folder: Path) -> str | None:
             f"it holds no {', no '.join(lacks)}, because another trainer or `save_only_model` saved it; to resume "
             "without, pass its path"
         )
-    read = {}
     for name in (MANIFEST, TRAINER_STATE_NAME):
         try:
-            read[name] = _read_json(folder / name)
+            content = _read_json(folder / name)
+            if name == MANIFEST:
+                sizes = {listed: int(entry["size"]) for listed, entry in content["files"].items()}
         except FileNotFoundError:
             return f"it has no {name}: writing was cut short"
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
             return f"its {name} is cut short or damaged ({type(error).__name__})"
-    if not _is_manifest(read[MANIFEST]):
-        return f"its {MANIFEST} is damaged"
-    sizes = read[MANIFEST]["files"]
     if missing := [name for name in sizes if not (folder / name).is_file()]:
         return f"it lacks {', '.join(missing)}"
     if resized := [name for name, size in sizes.items() if (folder / name).stat().st_size != size]:
@@ -199,25 +191,19 @@ def fault(folder: Path) -> str | None:
     return None
 
 
-def _is_manifest(content: Any) -> bool:
-    tables = [content.get("files"), content.get("crc32", {})] if isinstance(content, dict) else [None]
-    numbers = all(isinstance(table, dict) and {*map(type, table.values())} <= {int} for table in tables)
-    return numbers and tables[0].keys() >= tables[1].keys()
-
-
 def damage(folder: Path) -> str | None:
     """Which files of a finished checkpoint are damaged: all of them are read, once as long as none changes."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return _damage(folder, tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths))
+    stats = [(path, path.stat()) for path in _files(folder)]
+    return _damage(folder, tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats))
 
 
 @functools.lru_cache(maxsize=16)
 def _damage(folder: Path, files: tuple[tuple[Path, int, int], ...]) -> str | None:
     try:
         if (folder / MANIFEST).exists():
-            wanted = _read_json(folder / MANIFEST).get("crc32", {})
-            found = _checksums(folder / name for name in wanted)
-            changed = [name for name, checksum in zip(wanted, found, strict=True) if checksum != wanted[name]]
+            listed = _read_json(folder / MANIFEST)["files"]
+            found = _checksums(folder / name for name in listed)
+            changed = [name for name, own in zip(listed, found, strict=True) if own != listed[name].get("crc32")]
             differs = f"not what {MANIFEST} lists"
         else:
             changed = [str(path.relative_to(folder)) for path, _, _ in files if not _is_readable(path)]
@@ -247,13 +233,11 @@ def _is_readable(path: Path) -> bool:
 
 def lacking(folder: Path) -> list[str] | None:
     """
-    What a finished checkpoint of another trainer, or one saved with `save_only_model`, does not hold.
+    What a finished checkpoint of another trainer, or one saved with `save_only_model`, does not hold, and so starts
+    afresh when it is resumed; `None` for any other folder.
 
     A checkpoint of this trainer that was cut short is not mistaken for one: every trainer writes `trainer_state.json`
     last, and this one writes its rollout states and the manifest before.
-
-    Returns:
-        `list[str]` or `None`: what starts afresh when it is resumed; `None` for any other folder.
     """
     if (folder / MANIFEST).exists() or any(folder.glob("rollout_state_*")):
         return None
@@ -272,31 +256,23 @@ def finished(folder: Path) -> bool:
 
 def last_complete(output_dir: str) -> str | None:
     """Folder of a run's last complete checkpoint, if it has one."""
-    return next((path for path in reversed(_checkpoints(output_dir)) if fault(Path(path)) is None), None)
+    return next((path for path in _latest_first(output_dir) if fault(Path(path)) is None), None)
 
 
-def _checkpoints(output_dir: str) -> list[str]:
-    """Folders of a run's checkpoints by step; one that is being replaced stands before its replacement."""
-
-    def step(path: str) -> int:
-        return int(path.rpartition("-")[2])
-
-    return sorted([*_sorted(output_dir, REPLACED_PREFIX), *_sorted(output_dir, PREFIX_CHECKPOINT_DIR)], key=step)
+def _latest_first(output_dir: str) -> list[str]:
+    """Folders of a run's checkpoints by step; one that is being replaced comes after its replacement."""
+    found = [*_sorted(output_dir, REPLACED_PREFIX), *_sorted(output_dir, PREFIX_CHECKPOINT_DIR)]
+    return sorted(found, key=lambda path: int(path.rpartition("-")[2]))[::-1]
 
 
 def resolve(wanted: str | bool | None, output_dir: str) -> str | None:
     """
-    Find the checkpoint to resume from.
+    Find the checkpoint to resume from; `None` to start from the beginning.
 
     Args:
         wanted (`str` or `bool`, *optional*):
             Folder of a checkpoint, complete or as [`lacking`] describes; `"last"` or `True`: the last complete one of
-            the run; `"auto"`: the same, but the run starts from the beginning if it has none.
-        output_dir (`str`):
-            Folder of the run.
-
-    Returns:
-        `str` or `None`: folder of a checkpoint; `None` to start from the beginning.
+            the run in `output_dir`; `"auto"`: the same, but the run starts from the beginning if it has none.
 
     Raises:
         `ValueError`: the wanted checkpoint is not complete, or there is none. The message names the last complete one.
@@ -321,7 +297,7 @@ def _last_intact(output_dir: str) -> tuple[str | None, dict[str, str]]:
     """The last checkpoint without a fault or damage, if there is one, and why each later one is skipped."""
     skipped: dict[str, str] = {}
     # The main process's list: on a network file system, another process may not see the same folders yet.
-    for path in broadcast_object_list([_checkpoints(output_dir)])[0][::-1]:
+    for path in broadcast_object_list([_latest_first(output_dir)])[0]:
         why = _defect(Path(path), fault(Path(path)))
         if why is None:
             return path, skipped
@@ -338,13 +314,11 @@ def _defect(folder: Path, why: str | None) -> str | None:
 
 def _named(wanted: str, output_dir: str) -> str:
     folder = Path(wanted)
-    lacks = lacking(folder)
-    if lacks:
+    if lacks := lacking(folder):
         logger.warning_once(
             f"resume_from_checkpoint={wanted!r} holds no {', no '.join(lacks)}, because another trainer or "
-            "`save_only_model` saved it. As in Transformers, training resumes with its weights at its optimizer step "
-            "and starts the rest afresh, so the run will differ from an uninterrupted one. To begin at step 0 with "
-            "its weights, set the model (`model_name_or_path`) to this folder."
+            "`save_only_model` saved it. Training resumes with its weights at its optimizer step, and starts the rest "
+            "afresh. To begin at step 0, set the model (`model_name_or_path`) to this folder."
         )
     why = _defect(folder, None if lacks else fault(folder))
     if why is None:

@@ -28,13 +28,7 @@ class NoRoom(RuntimeError):
 
 
 def check_room(trainer: Any, run: Path) -> None:
-    """
-    Check on all processes together that a checkpoint fits, and wait for each other. `run` is created if it does not
-    exist.
-
-    Raises:
-        `NoRoom`: on every process, if it does not fit.
-    """
+    """Check on all processes together that a checkpoint fits into the folder `run`: otherwise all raise `NoRoom`."""
     run.mkdir(parents=True, exist_ok=True)
     expected = expected_bytes(trainer, run) if trainer.args.should_save else 0
     missing = max(expected - shutil.disk_usage(run).free, 0)
@@ -44,10 +38,7 @@ def check_room(trainer: Any, run: Path) -> None:
 
 
 def expected_bytes(trainer: Any, run: Path) -> int:
-    """
-    Size of a checkpoint: that of the run's last one without its rollout, whose size varies, or what this process will
-    write at least.
-    """
+    """Size of a checkpoint: of the last one less its rollout, which varies, or at least what this process writes."""
     last = None if trainer.args.save_only_model else last_complete(str(run))
     if last is None:
         return _least_bytes(trainer)
@@ -97,12 +88,10 @@ def give_up(trainer: Any, folder: Path, error: BaseException) -> None:
         logger.warning(f"{message} Training continues (`save_failure: continue`).")
         return
     full = missing or isinstance(error, NoRoom) or any(text in str(error) for text in _FULL)
+    fix = "Make room (`save_total_limit` keeps fewer checkpoints)" if full else "Look for a quota or limit on files"
     raise RuntimeError(
-        f"{message} "
-        + ("Make room" if full else "There is enough room: look for a quota, or a limit on the size of files,")
-        + " and resume with `--resume_from_checkpoint last`; "
-        + ("keep fewer checkpoints (`save_total_limit`); " if full else "")
-        + "or let training continue without this one (`save_failure: continue`)."
+        f"{message} {fix}, and resume with `--resume_from_checkpoint last`; or let training continue without this "
+        "checkpoint (`save_failure: continue`)."
     ) from error
 
 

@@ -6,8 +6,7 @@ such place is offered to new prompts, in at most `max_sampling_rounds` rounds of
 
 1. The first round generates for as many prompts as the rollout has places.
 2. Each further round generates for as many prompts as there are places left, so that no useful group is discarded.
-   (If their completions do not divide evenly among the processes, the round is a few prompts larger; surplus groups
-   go back into the stream.)
+   If their completions do not divide evenly among the processes, there are a few more; surplus groups go back.
 3. After the last round, places that are still left keep their zero-variance group.
 
 All processes see the same rewards and make the same decisions.
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from ..trl_contract import MULTIMODAL_KEYS
 from .prompts import PromptStream
-from .rows import completion_tokens, concatenate, exchange_rows, layout, take_rows, to_width
+from .rows import completion_tokens, concatenate, exchange_rows, have_spread, layout, take_rows, to_width
 
 
 logger = get_logger(__name__)
@@ -41,40 +40,40 @@ class DynamicSampling:
     accelerator: Accelerator
     num_generations: int
     max_rounds: int  # of generation for a rollout, at least 1
-    reward_weights: Tensor  # of each reward function
     _warned: bool = field(default=False, init=False)
 
-    def fill(self, generate: Callable[[list[int], bool], Rollout], n_local: int) -> tuple[Rollout, dict[str, float]]:
+    def fill(
+        self, generate: Callable[[list[int], bool], Rollout], n_local: int, reward_weights: Tensor
+    ) -> tuple[Rollout, dict[str, float]]:
         """
         Generate a rollout, and replace its zero-variance groups by groups of new prompts.
 
-        Args:
-            generate (`Callable[[list[int], bool], dict]`):
-                Generates and scores one completion for each of this process's prompt indices. The second argument is
-                whether this is the first round.
-            n_local (`int`):
-                Samples of this process.
-
-        Returns:
-            `tuple[dict[str, Any], dict[str, float]]`: the samples of this process, and what to log about the rounds.
+        `generate` makes and scores one completion for each of this process's `n_local` prompt indices; its second
+        argument is whether this is the first round. Returns the samples of this process, and metrics of the rounds.
         """
         stream = self.stream
         n_prompts = n_local * self.accelerator.num_processes // self.num_generations
         rollout = generate(self._local_prompts(stream.draw(n_prompts)), True)
         _check(rollout)
-        places = self._zero_variance(rollout)
+        places = self._zero_variance(rollout, reward_weights)
         first, rounds = len(places), 1
         while places and rounds < self.max_rounds:
             rounds += 1
             positions = stream.draw(self._divisible(len(places)))
             further = generate(self._local_prompts(positions), False)
-            useless = set(self._zero_variance(further))
+            useless = set(self._zero_variance(further, reward_weights))
             useful = [group for group in range(len(positions)) if group not in useless]
             used, unused = useful[: len(places)], useful[len(places) :]
             stream.give_back([positions[group] for group in unused])
             rollout = self._replace(rollout, further, places[: len(used)], used)
             places = places[len(used) :]
-        self._warn(rounds, len(places), n_prompts)
+        if places and not self._warned:
+            self._warned = True
+            logger.warning(
+                f"After {rounds} rounds of generation (max_sampling_rounds={self.max_rounds}), {len(places)} of "
+                f"{n_prompts} groups still have zero variance and stay in the rollout. From now on, only "
+                "`dynamic_sampling/frac_without_spread` counts them."
+            )
         return rollout, {
             "rounds": rounds,
             "frac_replaced": (first - len(places)) / n_prompts,
@@ -93,18 +92,14 @@ class DynamicSampling:
             n_prompts += 1
         return n_prompts
 
-    def _zero_variance(self, rollout: Rollout) -> list[int]:
+    def _zero_variance(self, rollout: Rollout, reward_weights: Tensor) -> list[int]:
         """Groups, over all processes, whose valid completions all have the same reward."""
         has_tokens = completion_tokens(rollout).any(dim=1, keepdim=True)
         table = self.accelerator.gather(torch.cat([rollout["rewards_per_func"], has_tokens], dim=1)).cpu().double()
         per_func, has_tokens = table[:, :-1], table[:, -1].bool()
-        rewards = (per_func * self.reward_weights.cpu().double()).nansum(dim=1)
-        valid = (has_tokens & ~per_func.isnan().all(dim=1)).view(-1, self.num_generations)
-        rewards = rewards.view_as(valid)
-        # Not a standard deviation near zero: its rounding errors would depend on the size of the rewards.
-        highest = rewards.masked_fill(~valid, -torch.inf).amax(dim=1)
-        lowest = rewards.masked_fill(~valid, torch.inf).amin(dim=1)
-        return (highest <= lowest).nonzero().flatten().tolist()
+        rewards = (per_func * reward_weights.cpu().double()).nansum(dim=1)
+        valid = has_tokens & ~per_func.isnan().all(dim=1)
+        return (~have_spread(rewards, valid, self.num_generations)).nonzero().flatten().tolist()
 
     def _replace(self, rollout: Rollout, further: Rollout, places: list[int], groups: list[int]) -> Rollout:
         """The rollout with `groups` of the `further` one in its `places`; both are numbered over all processes."""
@@ -127,15 +122,6 @@ class DynamicSampling:
     def _samples(self, groups: list[int]) -> np.ndarray:
         n = self.num_generations
         return np.array([group * n + i for group in groups for i in range(n)], dtype=int)
-
-    def _warn(self, rounds: int, left: int, n_prompts: int) -> None:
-        if left and not self._warned:
-            self._warned = True
-            logger.warning(
-                f"After {rounds} rounds of generation (max_sampling_rounds={self.max_rounds}), {left} of {n_prompts} "
-                "groups still have zero variance; they stay in the rollout without moving the policy. "
-                "`dynamic_sampling/frac_without_spread` counts them from now on, without further warnings."
-            )
 
 
 def _check(rollout: Rollout) -> None:

@@ -47,12 +47,7 @@ class Packed:
 
 
 def check(model: PreTrainedModel) -> None:
-    """
-    Check that samples can be packed for a model, and warn where that saves nothing.
-
-    Raises:
-        `ValueError`: the model takes images, or has layers that carry a state from token to token.
-    """
+    """Check that samples can be packed for a model, and warn where that saves nothing."""
     config = model.config.get_text_config()
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
     reason = None
@@ -67,7 +62,6 @@ def check(model: PreTrainedModel) -> None:
         )
     if not is_flash_attention_requested(config):
         logger.warning(
-            f"padding_free=True saves little or costs more with attn_implementation={config._attn_implementation!r}, "
-            "which also computes attention between the samples of a micro-batch. The gradient is the same. Set "
-            "`attn_implementation` to 'flash_attention_2', or leave `padding_free` out."
+            f"padding_free=True saves nothing with attn_implementation={config._attn_implementation!r}, which also "
+            "computes attention between samples. Set it to 'flash_attention_2', or leave `padding_free` out."
         )

@@ -7,6 +7,7 @@ provided that the loss is a sum over samples, divided by their number in the opt
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,41 +37,22 @@ from .rows import exchange_rows, layout, micro_batches, resize, take_rows, to_de
 _TEXTS = ("prompt", "completion")
 
 
+@dataclass(frozen=True)
 class Planner:
-    """
-    Cuts the samples of optimizer steps, and rollouts that are scored, into parts. It has no state.
+    """Cuts the samples of optimizer steps, and rollouts that are scored, into parts. It has no state."""
 
-    Args:
-        args ([`OPOConfig`]): configuration of the trainer.
-        accelerator (`Accelerator`): of the trainer.
-        multiple (`int`, *optional*): of which the columns of prompts and of completions are multiples.
-        communicates (`bool`): whether processes communicate in every pass, as under ZeRO-2, ZeRO-3 and FSDP.
-        shares (`int`, *optional*): hidden size of a model that can compute a prompt once for all its completions.
-    """
-
-    def __init__(
-        self,
-        args: OPOConfig,
-        accelerator: Accelerator,
-        *,
-        multiple: int | None,
-        communicates: bool,
-        shares: int | None = None,
-    ):
-        self.args = args
-        self.accelerator = accelerator
-        self.multiple = multiple
-        self.communicates = communicates
-        self.shares = shares
+    args: OPOConfig
+    accelerator: Accelerator
+    multiple: int | None  # of which the columns of prompts and of completions are multiples
+    communicates: bool  # whether processes communicate in every pass, as under ZeRO-2, ZeRO-3 and FSDP
+    shares: int | None = None  # hidden size of a model that can compute a prompt once for all its completions
 
     def parts(self, steps: Sequence[Rows], skippable: Iterable[Tensor]) -> Iterator[list[Rows]]:
         """
         The parts of each optimizer step of a pass over a rollout; the same number on every process.
 
-        Args:
-            steps: samples of each step. With `plan_micro_batches` they contain `opo_valid`, bool `[B]`, and the last
-                part holds that of the skipped samples as `opo_skipped`.
-            skippable: samples of each step that need not be computed, bool `[B]`; read with `plan_micro_batches`.
+        With `plan_micro_batches`, samples that need not be computed (`skippable`, bool `[B]` of each step) are left
+        out, and the last part holds their `opo_valid` as `opo_skipped`.
         """
         if not self.args.plan_micro_batches:
             n_batches = self.args.steps_per_generation // len(steps)
@@ -110,9 +92,9 @@ class Planner:
 
     def _read_samples(self, steps: Sequence[Rows], skippable: Iterable[Tensor]) -> np.ndarray:
         """
-        What planning needs to know of the samples of all processes, `[processes, steps, samples, 7]`, by one gather
-        and one copy to the host: lengths of prompt and completion, whether the sample can be skipped; of its process
-        the columns of prompts and of completions, and the layout of its entries; a number for its prompt.
+        Numbers of the samples of all processes, `[processes, steps, samples, 7]`, by one gather and one copy to the
+        host: lengths of prompt and completion, whether it can be skipped; of its process the columns of prompts and of
+        completions, and the layout of its entries; which prompt it has.
         """
         device = self.accelerator.device
         of_process = [[*(rows[f"{name}_mask"].size(1) for name in _TEXTS), layout(rows)] for rows in steps]

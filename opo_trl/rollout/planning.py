@@ -41,11 +41,7 @@ _WHOLE_WIDTH = {"token_type_ids", "mm_token_type_ids"}
 
 
 def row_lengths(rows: Mapping[str, Any]) -> torch.Tensor:
-    """
-    Columns that each sample needs, `[B, 2]`: of its prompt from the first token on, of its completion up to the last.
-
-    They include the gaps of a mask, where an override takes tokens out of the loss.
-    """
+    """Columns that each sample needs, `[B, 2]`: of its prompt from the first token, of its completion to the last."""
     masks = rows["prompt_mask"].flip(1), rows["completion_mask"]
     numbered = [mask.bool() * torch.arange(1, mask.size(1) + 1, device=mask.device) for mask in masks]
     return torch.stack([pad(numbers, (1, 0)).amax(dim=1) for numbers in numbered], dim=1)
@@ -90,11 +86,9 @@ def cut(lengths: np.ndarray, *, max_rows: int, max_tokens: int | None, pass_toke
         lengths (`np.ndarray`): tokens of prompts and of completions, `[B, 2]`, longest first.
         max_rows (`int`), max_tokens (`int`, *optional*): most samples of a part, and most tokens, with padding; a
             single longer sample is a part by itself.
-        pass_tokens (`float`, *optional*, defaults to `PASS_TOKENS`): what a part costs besides its tokens.
-            [`FEWEST_PASSES`] gives the fewest parts, and of these the cut with the least padding.
+        pass_tokens (`float`): cost of a part besides its tokens. [`FEWEST_PASSES`] gives the fewest parts.
 
-    Returns:
-        `list[int]`: where each part but the first begins.
+    Returns where each part but the first begins.
     """
     return _cheapest(_padded_tokens(lengths, max_rows, max_tokens), pass_tokens)[0]
 
@@ -115,10 +109,8 @@ def _cheapest(costs_of_parts: np.ndarray, pass_tokens: float) -> tuple[list[int]
 
 def split_further(lengths: np.ndarray, bounds: list[int], n_parts: int) -> list[int]:
     """
-    Split parts until there are `n_parts`, as on other processes, each time where it saves the most padding.
-
-    `lengths` are those of [`cut`], and `bounds` what it returns. Returns such bounds of at least `n_parts` parts, at
-    most one per row.
+    Split the parts with these `bounds`, of [`cut`], until there are `n_parts`, as on other processes: each time where
+    it saves the most padding.
     """
     bounds = list(bounds)
     edges = [0, *bounds, len(lengths)]
@@ -158,14 +150,10 @@ def _padded_tokens(lengths: np.ndarray, max_rows: int, max_tokens: int | None) -
 
 def partition(lengths: np.ndarray, zero_gradient: np.ndarray, n_processes: int) -> np.ndarray:
     """
-    Partition samples among processes: the same number each, with about the same number of tokens to compute.
+    Partition N samples among processes: the same number each, with about the same number of tokens to compute.
 
-    Args:
-        lengths (`np.ndarray`): tokens of prompts and of completions, `[N, 2]`; N is a multiple of `n_processes`.
-        zero_gradient (`np.ndarray`): samples that need not be computed, bool `[N]`.
-
-    Returns:
-        `np.ndarray`: the samples of each process, `[n_processes, N / n_processes]`.
+    `lengths` are tokens of prompts and of completions, `[N, 2]`; samples of `zero_gradient`, bool `[N]`, need not be
+    computed. Returns the samples of each process, `[n_processes, N / n_processes]`.
     """
     # The longest sample goes to the process with the fewest tokens (LPT scheduling); a full process takes no more.
     tokens = np.where(zero_gradient, 0, lengths.sum(axis=1))

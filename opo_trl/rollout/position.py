@@ -1,8 +1,7 @@
 """
 The position in a run: what a checkpoint holds of it for each process, and which run can take it up.
 
-Seed and checkpoint determine the position exactly, so a resumed run is bitwise identical to an uninterrupted one.
-The `trainer` of these functions is a `RolloutTrainer`.
+A resumed run is bitwise identical to an uninterrupted one. The `trainer` of these functions is a `RolloutTrainer`.
 """
 
 import json
@@ -16,8 +15,6 @@ from accelerate.utils import send_to_device
 
 from ..config import RolloutConfig
 from ..fields import DATA, OBJECTIVE, REWARDS, SAMPLING, deciding
-from ..metrics.log import Watch
-from ..metrics.watches import Watches
 from . import checkpoint
 from .frozen_base import local_part
 
@@ -41,10 +38,8 @@ STATE = ("optim", "sync_ref_model")
 
 def state_of(trainer: Any) -> dict[str, Any]:
     """
-    What this process needs to resume exactly, besides weights, optimizer, schedule and random states.
-
-    Returns:
-        `dict[str, Any]`: tensors, numbers and text, which `torch.load` reads with `weights_only=True`.
+    What this process needs to resume exactly, besides weights, optimizer, schedule and random states: tensors, numbers
+    and text, which `torch.load` reads with `weights_only=True`.
     """
     args, logs = trainer.args, trainer._logs
     rollout, position = divmod(trainer._step, args.micro_steps_per_rollout)
@@ -65,7 +60,6 @@ def state_of(trainer: Any) -> dict[str, Any]:
                 "parts": {name: part.state_dict() for name, part in _parts(trainer).items()},
                 "metrics": trainer._metrics,
                 "logs": logs if trainer.log_completions else {},
-                "watches": {watch.text: watch.state() for watch in _watches(trainer)},
             },
             default=_plain,
         ),
@@ -98,19 +92,11 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
                 logs[name][column].extend(values)
         else:
             logs[name].extend(kept)
-    for watch in _watches(trainer):
-        if watch.text in plain["watches"]:
-            watch.restore(plain["watches"][watch.text])
 
 
 def _parts(trainer: Any) -> dict[str, Any]:
-    parts: dict[str, Any] = {"skipped": trainer._skipped, "reward_failures": trainer._reward_failures}
+    parts = {"skipped": trainer._skipped, "reward_failures": trainer._reward_failures, "watches": trainer._watches}
     return parts | ({"prompts": trainer._prompt_stream} if trainer.args.max_sampling_rounds > 1 else {})
-
-
-def _watches(trainer: Any) -> list[Watch]:
-    found = [callback.watches for callback in trainer.callback_handler.callbacks if isinstance(callback, Watches)]
-    return [watch for watches in found for watch in watches]
 
 
 def _plain(value: Any) -> Any:
@@ -119,13 +105,13 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def has_spent_budget(trainer: Any, folder: str | None) -> bool:
+def has_spent_budget(trainer: Any, folder: Path) -> bool:
     """Whether a checkpoint ends a run that has generated `max_completions`."""
     limit = trainer.args.max_completions
-    if limit is None or folder is None or checkpoint.lacking(Path(folder)) is not None:
+    if limit is None or checkpoint.lacking(folder) is not None:
         return False
-    state = checkpoint.load_state(Path(folder), trainer.accelerator.process_index)
-    generated = json.loads(state["plain"])["numbers"]["_completions_generated"]
+    state = checkpoint.load_state(folder, trainer.accelerator.process_index)
+    generated = json.loads(state["plain"])["numbers"]["completions_generated"]
     return generated >= limit and needs_rollout(trainer.args, state["position"])
 
 
@@ -157,10 +143,7 @@ def check_resumable(trainer: Any, folder: str) -> None:
     """
     Check that a trainer's run can resume a checkpoint: inside a rollout, or with earlier rollouts that it replays,
     only if it would make and cut them in the same way; a moving reference model only in as many shards; and weights
-    alone only in a form that this run's sharding can load.
-
-    Raises:
-        `ValueError`: names the field that differs, or says how to start from the weights.
+    alone only in a form that this run's sharding can load. A `ValueError` names the field that differs.
     """
     place = Path(folder)
     if checkpoint.lacking(place) is not None:
@@ -168,48 +151,39 @@ def check_resumable(trainer: Any, folder: str) -> None:
         return
     state = checkpoint.load_state(place, trainer.accelerator.process_index)
     saved, own = json.loads(state["plain"])["settings"], settings(trainer)
-    max_staleness = trainer.args.max_staleness
-    inside, replays = state["position"] > 0, bool(max_staleness and state["replay"])
+    inside, replays = state["position"] > 0, bool(trainer.args.max_staleness and state["replay"])
     if replays and not inside:
         _check_replays(trainer, folder, state["replay"], saved["processes"])
     for name in own:
-        there, here = (f"{name}={each.get(name)!r:.200}" for each in (saved, own))
         if saved.get(name) == own[name]:
             continue
         if name in STATE:
-            raise ValueError(
-                f"{folder!r} was saved with {there}, but this run has {here}. Set {there}, or start from its "
-                "weights: set the model (`model_name_or_path`) to this folder."
-            )
-        if inside:
-            raise ValueError(
-                f"{folder!r} was saved in the middle of a rollout with {there}, but this run has {here}. Set "
-                f"{there}, or resume from a checkpoint at the end of a rollout."
-            )
-        if replays and name not in ("processes", *CUT):
-            raise ValueError(
-                f"{folder!r} holds earlier rollouts for max_staleness={max_staleness}, made with {there}, but this "
-                f"run has {here}. Set {there}, or `max_staleness` to 0."
-            )
+            how, instead = "", "start from its weights: set the model (`model_name_or_path`) to this folder"
+        elif inside:
+            how, instead = "in the middle of a rollout ", "resume from a checkpoint at the end of a rollout"
+        elif replays and name not in ("processes", *CUT):
+            how, instead = "with earlier rollouts, made ", "set `max_staleness` to 0"
+        else:
+            continue
+        there, here = (f"{name}={each.get(name)!r:.200}" for each in (saved, own))
+        raise ValueError(
+            f"{folder!r} was saved {how}with {there}, but this run has {here}. Set {there}, or {instead}."
+        )
     if trainer.args.sync_ref_model:
         MovingReference(trainer).check(place, saved["processes"])
 
 
 def _check_replays(trainer: Any, folder: str, replay: Mapping[str, Any], processes: int) -> None:
     """Check that earlier rollouts in a checkpoint have as many samples per process, and groups, as this run's."""
-    args = trainer.args
+    args, own_processes = trainer.args, trainer.accelerator.num_processes
     samples, groups = len(replay["rollouts"][-1]["advantages"]), len(replay["useful"][-1])
-    saved = {"processes": processes, "samples": samples, "group": samples * processes // groups}
-    own = {
-        "processes": trainer.accelerator.num_processes,
-        "samples": args.per_device_train_batch_size * args.steps_per_generation,
-        "group": trainer.num_generations,
-    }
+    saved = (samples, processes, samples * processes // groups)
+    own = (args.per_device_train_batch_size * args.steps_per_generation, own_processes, trainer.num_generations)
     if saved != own:
-        described = "{samples} samples on each of {processes} processes in groups of {group}"
+        described = "{} samples on each of {} processes in groups of {}"
         raise ValueError(
             f"{folder!r} holds earlier rollouts for max_staleness={args.max_staleness}, of "
-            f"{described.format(**saved)}, but this run has {described.format(**own)}. Resume with the processes, "
+            f"{described.format(*saved)}, but this run has {described.format(*own)}. Resume with the processes, "
             "batch sizes and `num_generations` that it was saved with, or set `max_staleness` to 0."
         )
 
@@ -226,10 +200,7 @@ def _check_loads(trainer: Any, folder: Path) -> None:
 
 
 class MovingReference:
-    """
-    A reference model that follows the policy (`sync_ref_model`), which the base model cannot restore: this process's
-    shard of it, or all of it.
-    """
+    """A reference model that follows the policy (`sync_ref_model`): this process's shard of it, or all of it."""
 
     def __init__(self, trainer: Any):
         parameters = [*trainer.ref_model.parameters()]
@@ -239,12 +210,7 @@ class MovingReference:
         self._shard = trainer.accelerator.process_index if self.is_sharded else None
 
     def check(self, folder: Path, saved: int) -> None:
-        """
-        Check that a checkpoint of this many processes holds the model in this run's shards.
-
-        Raises:
-            `ValueError`: it holds another form.
-        """
+        """Check that a checkpoint of this many processes holds the model in this run's shards."""
         same = saved == self.processes or not self.is_sharded
         if not same or not checkpoint.reference_file(folder, self._shard).exists():
             raise ValueError(

@@ -1,7 +1,6 @@
 """
 Which prompt comes next: a function of the seed and of the position in the run.
 
-Transformers and TRL draw it from random states that depend on the number of processes and are lost on resumption.
 [`EpochSampler`] orders the prompts of the data loader. Dynamic sampling takes more of them than the data loader
 offers, so it draws from a [`PromptStream`].
 """
@@ -39,28 +38,19 @@ def check_enough_prompts(available: int, args: RolloutConfig, described: str = "
     """
     Check that a dataset fills one rollout. TRL's sampler drops an incomplete one, and would train for zero steps.
     `described` says for the message where its prompts are from, and which part is held out.
-
-    Raises:
-        `ValueError`: names how many prompts are needed.
     """
     needed = args.generation_batch_size // args.num_generations
-    described = f" ({described})" if described else ""
     if available < needed:
+        described = f" ({described})" if described else ""
         raise ValueError(
             f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations} needs "
-            f"{needed} prompts for one rollout, but the dataset has {available}{described}. "
-            f"Provide at least {needed}, or lower `per_device_train_batch_size`, `steps_per_generation` or "
-            "`gradient_accumulation_steps`."
+            f"{needed} prompts for one rollout, but the dataset has {available}{described}. Provide at least {needed} "
+            "or lower `per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps`."
         )
 
 
 def check_datasets(trainer_class: type, *positional: Any, **named: Any) -> None:
-    """
-    Check the columns of the datasets that a trainer is made with; the arguments are those of TRL's class.
-
-    Raises:
-        `ValueError`: names the dataset, the column and what to do.
-    """
+    """Check the columns of the datasets that a trainer is made with; the arguments are those of TRL's class."""
     try:
         given = inspect.signature(trainer_class).bind_partial(*positional, **named).arguments
     except TypeError:  # TRL's own constructor, which is called next, says what is wrong
@@ -79,12 +69,7 @@ def check_datasets(trainer_class: type, *positional: Any, **named: Any) -> None:
 
 
 def check_train_dataset(trainer: GRPOTrainer) -> None:
-    """
-    Check that a trainer's dataset fits its configuration and its model.
-
-    Raises:
-        `ValueError`: names the field or the column, and what to do.
-    """
+    """Check that a trainer's dataset fits its configuration and its model."""
     args, dataset = cast(RolloutConfig, trainer.args), trainer.train_dataset
     if isinstance(dataset, Dataset):
         check_enough_prompts(len(dataset), args)
@@ -112,17 +97,9 @@ def check_columns(data: Any, named: str, *, rename: str = _RENAME, needs_prompt:
     Check the columns of a trainer's dataset, as far as they are known, and the type of its prompts.
 
     Args:
-        data (`Dataset` or `IterableDataset`):
-            The dataset. Of a stream, nothing is read.
-        named (`str`):
-            What an error calls it.
-        rename (`str`, *optional*):
-            How to rename a column, with `{old}` and `{new}`; by default in Python.
-        needs_prompt (`bool`, *optional*, defaults to `True`):
-            Whether each row must have a prompt. An environment may ask without one.
-
-    Raises:
-        `ValueError`: names the column, and what to do.
+        data (`Dataset` or `IterableDataset`): of a stream, nothing is read.
+        named (`str`), rename (`str`): for errors, the name of the dataset, and how to rename a column.
+        needs_prompt (`bool`): whether each row must have a prompt. An environment may ask without one.
     """
     names, features = data.column_names, data.features
     if names is None or (isinstance(data, Dataset) and data.format["type"] == "custom"):
@@ -155,16 +132,16 @@ def check_columns(data: Any, named: str, *, rename: str = _RENAME, needs_prompt:
 
 
 class EpochSampler(RepeatSampler):
-    """
-    TRL's RepeatSampler, resumable at any epoch.
+    """TRL's RepeatSampler, which would begin with the first epoch's order when a run is resumed in a later one."""
 
-    TRL's own starts again with the first epoch's order when a run is resumed in a later one.
+    epoch = 0  # of the next iteration
 
-    Attributes:
-        epoch (`int`): epoch of the next iteration, from 0.
-    """
-
-    epoch = 0
+    @classmethod
+    def of(cls, sampler: RepeatSampler) -> "EpochSampler":
+        """A sampler of the same prompts."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(sampler))
+        return made
 
     def __iter__(self) -> Iterator[int]:
         if self.shuffle:
@@ -175,19 +152,13 @@ class EpochSampler(RepeatSampler):
 
 
 class PromptStream:
-    """
-    Endless sequence of prompts, epoch after epoch. Each epoch has every prompt once, however many a rollout takes.
-
-    Attributes:
-        position (`int`): position of the next prompt that was never drawn.
-        returned (`list[int]`): heap of the positions that were given back; they are drawn first.
-    """
+    """Endless sequence of prompts, epoch after epoch. Each has every prompt once, however many a rollout takes."""
 
     def __init__(self, order: Order):
         self._order = order
         self.n_prompts = len(order(0))
-        self.position = 0
-        self.returned: list[int] = []
+        self.position = 0  # of the next prompt that was never drawn
+        self.returned: list[int] = []  # heap of the positions that were given back; they are drawn first
 
     def draw(self, count: int) -> list[int]:
         """Take the next `count` positions."""
@@ -212,11 +183,11 @@ class PromptStream:
         return (self.position - len(self.returned)) / self.n_prompts
 
     def state_dict(self) -> dict[str, Any]:
-        """The current position, as JSON keeps it."""
+        """The current position, for `load_state_dict`."""
         return {"position": self.position, "returned": self.returned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume at a position of [`~PromptStream.state_dict`]."""
+        """Resume at what `state_dict` returned."""
         self.position, self.returned = state["position"], state["returned"]
 
 
@@ -231,22 +202,15 @@ def permutations(n_prompts: int, *, seed: int, shuffle: bool = True) -> Order:
     return order
 
 
-def epochs_of_sampler(sampler: Iterable[int], *, rollout: int, repeats: int, num_generations: int) -> Order:
+def epochs_of_sampler(sampler: Iterable[int], args: RolloutConfig) -> Order:
     """
-    The order of a custom sampler, from a subclass that overrides `_get_train_sampler`.
+    The order of a custom sampler, from a subclass that overrides `_get_train_sampler`, for all processes together.
 
-    Args:
-        sampler (`Iterable[int]`):
-            Indices, repeated as [`~trl.trainer.utils.RepeatSampler`] repeats them. It is iterated once per epoch;
-            the epoch of an [`EpochSampler`] is set first. A resumed run sees the same prompts if a new sampler yields
-            the same epochs.
-        rollout (`int`), repeats (`int`), num_generations (`int`):
-            Completions of a rollout; how often the sampler gives its indices; how often an index occurs in it.
-
-    Returns:
-        `Callable[[int], Sequence[int]]`: to be called on all processes. It raises `ValueError` if an epoch of the
-        sampler does not fill a rollout.
+    It repeats its indices as [`~trl.trainer.utils.RepeatSampler`] does, and is iterated once per epoch; the epoch of
+    an [`EpochSampler`] is set first. A resumed run sees the same prompts if a new sampler yields the same epochs. The
+    order raises `ValueError` if an epoch does not fill a rollout.
     """
+    rollout, num_generations = args.generation_batch_size, args.num_generations
     orders: list[list[int]] = []
 
     def order(epoch: int) -> list[int]:
@@ -254,7 +218,7 @@ def epochs_of_sampler(sampler: Iterable[int], *, rollout: int, repeats: int, num
             if isinstance(sampler, EpochSampler):
                 sampler.epoch = len(orders)
             indices = list(sampler)
-            starts = range(0, len(indices) - rollout + 1, rollout * repeats)
+            starts = range(0, len(indices) - rollout + 1, rollout * args.micro_steps_per_rollout)
             prompts = [i for start in starts for i in indices[start : start + rollout : num_generations]]
             prompts = broadcast_object_list([prompts])[0]  # a custom sampler may differ between processes
             if not prompts:

@@ -9,34 +9,31 @@ as many samples of its own, and the same groups are drawn whatever the number of
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..trl_contract import MULTIMODAL_KEYS
-from .rows import concatenate, take_rows
+from .rows import concatenate, have_spread, take_rows
 
 
 Rows = dict[str, Any]
 
 
+@dataclass
 class ReplayBuffer:
-    """
-    The latest rollouts of this process, and of each which groups, over all processes, carry a learning signal.
+    """The latest rollouts of this process, and of each which groups, over all processes, carry a learning signal."""
 
-    Args:
-        max_staleness (`int`): rollouts that are kept besides the current one.
-        num_generations (`int`): group size.
-        seed (`int`): seed of the draws.
-        process (`int`): index of this process.
-    """
+    max_staleness: int  # rollouts that are kept besides the current one
+    num_generations: int
+    seed: int  # of the draws
+    process: int  # index of this process
 
-    def __init__(self, *, max_staleness: int, num_generations: int, seed: int, process: int):
-        self.max_staleness, self.num_generations = max_staleness, num_generations
-        self.seed, self.process = seed, process
-        self.rollouts: deque[Rows] = deque(maxlen=max_staleness + 1)  # the oldest first
-        self.useful: deque[list[bool]] = deque(maxlen=max_staleness + 1)
+    def __post_init__(self):
+        self.rollouts: deque[Rows] = deque(maxlen=self.max_staleness + 1)  # the oldest first
+        self.useful: deque[list[bool]] = deque(maxlen=self.max_staleness + 1)
 
     def add(self, rollout: Rows, advantages: torch.Tensor | None = None) -> None:
         """
@@ -47,10 +44,7 @@ class ReplayBuffer:
         if self.max_staleness:
             assert advantages is not None
             self._check_entries(rollout)
-            groups = advantages.view(-1, self.num_generations)
-            counts = groups.isfinite()
-            highest = groups.masked_fill(~counts, -torch.inf).amax(dim=1)
-            self.useful.append((highest > groups.masked_fill(~counts, torch.inf).amin(dim=1)).tolist())
+            self.useful.append(have_spread(advantages, advantages.isfinite(), self.num_generations).tolist())
         self.rollouts.append(rollout)
 
     def clear(self) -> None:

@@ -1,8 +1,5 @@
 """
-Which optimizer step a completion serves, and how the samples of a rollout are split.
-
-The step is a function of the seed and of the position in the run. TRL draws it from random states that depend on the
-number of processes and are lost on resumption.
+Which optimizer step a completion serves, a function of seed and position in the run; and how samples are split.
 
 Nothing here makes the host wait for a GPU, except where it reads the numbers of a rollout (`gather_samples`).
 """
@@ -17,8 +14,9 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.nn.functional import pad
-from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
+from ..config import RolloutConfig
 from ..objective import token_mean
 from ..trl_contract import MULTIMODAL_KEYS
 
@@ -32,9 +30,8 @@ def optimizer_step_of_rows(n_rows: int, n_steps: int, *, seed: int, rollout: int
     Choose the optimizer step, in `0 … n_steps − 1`, of each sample of a rollout, over all processes: `[n_rows]`.
 
     Every `n_steps` consecutive samples go to different steps. Each process holds consecutive samples, so it has as
-    many for each step, however many processes there are; and the completions of a prompt are spread evenly.
-    `n_rows` is a multiple of `n_steps`; `rollout` is the number of the rollout in the run, `passed` that of the passes
-    over it so far, both from 0.
+    many for each step, however many processes there are; and the completions of a prompt are spread evenly. `rollout`
+    is the number of the rollout in the run, `passed` that of the passes over it so far.
     """
     # The steps are permuted within each block: a permutation of all samples could give a process more samples of a
     # step than its micro-batches have places for. Seeded by the rollout, the generator has no state to save, and all
@@ -44,47 +41,47 @@ def optimizer_step_of_rows(n_rows: int, n_steps: int, *, seed: int, rollout: int
 
 
 def rows_of_steps(
-    rollout: Mapping[str, Any],
-    *,
-    steps_per_generation: int,
-    gradient_accumulation_steps: int,
-    seed: int,
-    index: int,
-    passed: int,
-    process: int,
-    processes: int,
+    rollout: Mapping[str, Any], args: RolloutConfig, accelerator: Accelerator, *, index: int, passed: int
 ) -> list[dict[str, Any]]:
     """
     Split this process's samples of a rollout by optimizer step, the same number for each.
 
-    The samples, TRL's tensors and lists, are in the order of the prompts. Where `gradient_accumulation_steps` does not
-    divide `steps_per_generation`, samples stay together in the longest runs of micro-batches that divide both. `index`
-    is the number of the rollout in the run, `passed` that of the passes over it so far.
+    The samples, TRL's tensors and lists, are in the order of the prompts. `index` is the number of the rollout in the
+    run, `passed` that of the passes over it so far.
     """
-    rows = split_pixel_values_by_grid(dict(rollout))
-    n_local = len(rows["completion_ids"])
-    # Optimizer steps of the rollout. Where they do not divide it, windows of accumulation begin at every multiple of
-    # the gcd, so only runs of that length serve a single step.
-    n_steps = steps_per_generation // math.gcd(steps_per_generation, gradient_accumulation_steps)
+    n_local, process = len(rollout["completion_ids"]), accelerator.process_index
+    # Where steps do not divide the rollout, windows of accumulation begin at every multiple of the gcd, so only runs
+    # of that length serve a single step.
+    n_steps = args.steps_per_generation // math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
     # Drawn for the samples of all processes, so that the result does not depend on how many there are.
-    step_of_row = optimizer_step_of_rows(n_local * processes, n_steps, seed=seed, rollout=index, passed=passed)
+    n_rows = n_local * accelerator.num_processes
+    step_of_row = optimizer_step_of_rows(n_rows, n_steps, seed=args.seed, rollout=index, passed=passed)
     # Every step has the same number of this process's samples, so equal slices of the sorted ones are the steps.
     # Stable: within a step, samples stay in the order of the prompts.
     order = np.argsort(step_of_row[process * n_local : (process + 1) * n_local], kind="stable")
-    steps: list[Any] = split_tensor_dict(_in_order(rows, order), n_steps)
-    return [unsplit_pixel_values_by_grid(step) for step in steps]
+    return [take_rows(rollout, of_step) for of_step in np.split(order, n_steps)]
 
 
 def micro_batches(rows: Mapping[str, Any], n_batches: int) -> list[dict[str, Any]]:
     """Cut the samples of an optimizer step into micro-batches of equal size, in their order."""
-    split: Any = split_pixel_values_by_grid(dict(rows))
-    batches: list[Any] = split_tensor_dict(split, n_batches)
-    return [unsplit_pixel_values_by_grid(batch) for batch in batches]
+    return [take_rows(rows, of_batch) for of_batch in np.split(np.arange(len(rows["completion_ids"])), n_batches)]
 
 
 def take_rows(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:
     """Some samples of a rollout, in a given order; values that are not per sample stay."""
-    return unsplit_pixel_values_by_grid(_in_order(split_pixel_values_by_grid(dict(rows)), order))
+    indices: dict[torch.device, torch.Tensor] = {}  # on the device: as an index, NumPy's would be copied per entry
+
+    def taken(value: Any) -> Any:
+        if isinstance(value, list):
+            return [value[i] for i in order]
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        if value.device not in indices:
+            indices[value.device] = to_device(torch.from_numpy(order), value.device)
+        return value[indices[value.device]]
+
+    split = split_pixel_values_by_grid(dict(rows))
+    return unsplit_pixel_values_by_grid({name: taken(value) for name, value in split.items()})
 
 
 def exchange_rows(rows: Mapping[str, Any], samples: np.ndarray, accelerator: Accelerator) -> dict[str, Any]:
@@ -163,25 +160,18 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _in_order(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:
-    indices: dict[torch.device, torch.Tensor] = {}  # on the device: as an index, NumPy's would be copied per entry
-
-    def taken(value: Any) -> Any:
-        if isinstance(value, list):
-            return [value[i] for i in order]
-        if not isinstance(value, torch.Tensor) or not value.ndim:
-            return value
-        if value.device not in indices:
-            indices[value.device] = to_device(torch.from_numpy(order), value.device)
-        return value[indices[value.device]]
-
-    return {name: taken(value) for name, value in rows.items()}
-
-
 def completion_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
     """Bool mask `[B, T]` of the tokens that the model wrote: no padding, no tool output, no truncated completion."""
     mask = inputs["completion_mask"].bool()
     return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
+
+
+def have_spread(values: torch.Tensor, counts: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """Groups with different `values`, `[N]`, among those that count (bool `[N]`): bool, `[N / num_generations]`."""
+    values, counts = values.view(-1, num_generations), counts.view(-1, num_generations)
+    # Not a standard deviation near zero: its rounding errors would depend on the size of the values.
+    highest = values.masked_fill(~counts, -torch.inf).amax(dim=1)
+    return highest > values.masked_fill(~counts, torch.inf).amin(dim=1)
 
 
 def high_values(values: torch.Tensor, keep: torch.Tensor, quantile: float, accelerator: Accelerator) -> torch.Tensor:
@@ -204,14 +194,9 @@ def gather_samples(
     Gather the inputs of a rollout's target, in complete groups, by one collective call.
 
     On the host and in float64: N numbers cost nothing there, and the target is the same on every device. `logps` are
-    the log-probabilities of tokens under the behaviour policy, `[B, T]`; `None` counts as 0.
-
-    Returns:
-        `tuple[torch.Tensor, ...]`: advantages, number of tokens that count, log-probability of the completion, summed
-        and per token, `[N]` each; rewards, `[N, number of reward functions]`.
-
-    Raises:
-        `ValueError`: the advantages are not one number per sample.
+    the log-probabilities of tokens under the behaviour policy, `[B, T]`; `None` counts as 0. Returns advantages,
+    number of tokens that count, log-probability of the completion, summed and per token, `[N]` each; rewards, `[N,
+    number of reward functions]`.
     """
     advantages = rollout["advantages"]
     if advantages.ndim != 1:

@@ -35,10 +35,7 @@ def temporarily(holder: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[torch.Tensor]]:
-    """
-    Record the rewards over all processes, as the outermost `_calculate_rewards` returns them: a subclass may change
-    what `super()` returned, or never call it.
-    """
+    """Record the rewards over all processes, as the outermost override of `_calculate_rewards` returns them."""
     outermost = trainer._calculate_rewards
     recorded: list[torch.Tensor] = []
 
@@ -64,13 +61,7 @@ def _finite(rewards: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
 
 
 class RewardFailures:
-    """
-    Counts completions that isolated rewards fail to score, and ends a run that has too many.
-
-    Args:
-        args ([`RolloutConfig`]): with `max_reward_failure_rate`.
-        accelerator ([`~accelerate.Accelerator`]): the trainer's.
-    """
+    """Counts completions that isolated rewards fail to score, and ends a run with too many."""
 
     def __init__(self, args: RolloutConfig, accelerator: Accelerator):
         self.args, self.accelerator = args, accelerator
@@ -78,12 +69,7 @@ class RewardFailures:
         self.rate = 0.0  # moving average, over all processes
 
     def count(self, rewards: Sequence[Any], n_completions: int) -> None:
-        """
-        Count the failures of a round of generation, of those `rewards` that are isolated.
-
-        Raises:
-            [`RewardError`]: `max_reward_failure_rate` is exceeded.
-        """
+        """Count the failures of isolated `rewards` in a round of generation; `RewardError` if there are too many."""
         isolated = [reward for reward in rewards if isinstance(reward, CountingReward)]
         if not isolated:
             return
@@ -96,10 +82,9 @@ class RewardFailures:
         limit = self.args.max_reward_failure_rate
         if self.rate > limit:
             raise RewardError(
-                f"max_reward_failure_rate={limit} is exceeded: {self.rate:.1%} of the completions of about the last "
-                f"{1 / _FAILURE_WEIGHT:.0f} rounds of generation could not be scored, {timeouts} of {n_scores} in the "
-                f"last one by running out of time and {errors} by errors. The warnings above say why: fix the reward "
-                "function, give it more time or memory, or raise `max_reward_failure_rate`."
+                f"max_reward_failure_rate={limit} is exceeded: {self.rate:.1%} of the latest completions could not be "
+                f"scored; of {n_scores} in the last round, {timeouts} by running out of time and {errors} by errors. "
+                "The warnings above say why: fix the reward function, give it more time or memory, or raise the limit."
             )
 
     def take(self) -> dict[str, float]:
@@ -108,9 +93,9 @@ class RewardFailures:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, for [`~RewardFailures.load_state_dict`]."""
+        """Numbers for `load_state_dict`."""
         return {"counts": self.counts, "rate": self.rate}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of [`~RewardFailures.state_dict`]."""
+        """Resume from what `state_dict` returned."""
         self.counts, self.rate = dict(state["counts"]), state["rate"]

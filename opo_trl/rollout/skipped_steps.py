@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.optimization import GreedyLR
 
 from .checkpoint import last_complete
@@ -20,26 +20,15 @@ logger = get_logger(__name__)
 
 
 class SkippedSteps:
-    """
-    Counts steps whose gradient is not finite, and ends the run after too many in a row.
+    """Counts steps whose gradient is not finite, and ends the run after too many in a row (`max_skipped_steps`)."""
 
-    Args:
-        args ([`~transformers.TrainingArguments`]): with `max_skipped_steps`.
-        accelerator ([`~accelerate.Accelerator`]): the trainer's.
-    """
-
-    def __init__(self, args: TrainingArguments, accelerator: Accelerator):
-        self.args: Any = args
-        self.accelerator = accelerator
+    def __init__(self, args: Any, accelerator: Accelerator):
+        self.args, self.accelerator = args, accelerator
         self.total = self.in_a_row = 0
         self._schedule_due = False  # whether the learning rate may have missed a skipped step
 
     def check(self, model: Any, norm: Any, *, step: int, micro_batches: Sequence[Any]) -> Any:
-        """
-        Drop the gradient of a `step` if it is not finite.
-
-        Returns its `norm` for the log. `micro_batches` are this process's samples of the step.
-        """
+        """Drop the gradient of a `step` if it is not finite, and keep its samples; returns its `norm` for the log."""
         # The norm is over all processes, so they agree. DeepSpeed has already skipped the step, and kept another norm.
         if self.accelerator.state.deepspeed_plugin is not None:
             skipped = self.accelerator.optimizer_step_was_skipped
@@ -55,20 +44,12 @@ class SkippedSteps:
         kept = Path(self.args.output_dir) / f"skipped_step_{self.accelerator.process_index}.pt"
         kept.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"step": step, "micro_batches": micro_batches}, kept)
-        logger.warning(
-            f"Step {step} is skipped: its gradient is not finite. Its samples are kept in {str(kept)!r}, those of "
-            "other processes next to it."
-        )
+        logger.warning(f"Step {step} is skipped: its gradient is not finite. Its samples are kept in {str(kept)!r}.")
         return math.nan
 
     @contextmanager
     def end_of_step(self, trainer: Trainer) -> Iterator[None]:
-        """
-        Log and save a step inside this context.
-
-        Raises:
-            `RuntimeError`: too many steps in a row have been skipped; it comes after the step is logged and saved.
-        """
+        """Log and save a step inside this context, which then raises a `RuntimeError` if too many were skipped."""
         self._step_schedule(trainer.lr_scheduler)  # after the step's learning rate was read, and before it is saved
         too_many = self.in_a_row >= self.args.max_skipped_steps
         if too_many:
@@ -77,27 +58,22 @@ class SkippedSteps:
         yield
         if too_many:
             raise RuntimeError(
-                f"max_skipped_steps={self.args.max_skipped_steps} is reached: that many optimizer steps in a row had "
-                f"a gradient that is not finite. The last complete checkpoint is "
-                f"{last_complete(self.args.output_dir)}. Look at the samples in `skipped_step_*.pt`; a lower "
-                "`learning_rate`, or bfloat16 instead of float16, often helps."
+                f"max_skipped_steps={self.args.max_skipped_steps} is reached: that many gradients in a row were not "
+                f"finite. The last complete checkpoint is {last_complete(self.args.output_dir)}. Look at the samples "
+                "in `skipped_step_*.pt`; lower `learning_rate`, or use bfloat16 instead of float16."
             )
 
     def _step_schedule(self, scheduler: Any) -> None:
-        """
-        Advance the learning rate's schedule over a skipped step.
-
-        Transformers does, except where a gradient scaler (float16) or DeepSpeed reports that it has skipped the step.
-        """
+        """Advance the schedule over a skipped step, as Transformers does without gradient scaler and DeepSpeed."""
         held = self._schedule_due and self.accelerator.optimizer_step_was_skipped
         self._schedule_due = False
         if held and not isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):
             getattr(scheduler, "scheduler", scheduler).step()  # unwraps that of DeepSpeed
 
     def state_dict(self) -> dict[str, int]:
-        """Numbers, for [`~SkippedSteps.load_state_dict`]."""
+        """Numbers for `load_state_dict`."""
         return {"total": self.total, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume from a state of [`~SkippedSteps.state_dict`]."""
+        """Resume from what `state_dict` returned."""
         self.total, self.in_a_row = state["total"], state["in_a_row"]

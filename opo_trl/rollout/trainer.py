@@ -5,18 +5,17 @@
 A comparison thus changes nothing but the loss. This trainer adds to TRL's:
 
 1. The order of the prompts, and the optimizer step that a completion serves, are functions of the seed (`prompts`,
-   `rows`).
+   `rows`). A step whose gradient is not finite is skipped, and its samples are kept (`skipped_steps`).
 2. Dynamic sampling replaces zero-variance groups (`dynamic_sampling`), as DAPO does. Unscored completions are counted,
    and end the run when there are too many (`scored`).
 3. The time of a step is logged by phase (`step_clock`), and bounds on logged metrics can be watched (`watches`).
-4. A step whose gradient is not finite is skipped, and its samples are kept (`skipped_steps`).
-5. A checkpoint holds all that the rest of the run depends on, including the current rollout (`position`).
+4. A checkpoint holds all that the rest of the run depends on, including the current rollout (`position`).
 """
 
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -56,17 +55,12 @@ from .vllm_server import watched, without_password
 trl_contract.check()
 
 
-def takes_what_grpo_takes(config_class: type[RolloutConfig]) -> Callable[[Callable], Callable]:
-    """Give an `__init__` that passes its arguments on the signature of the installed [`~trl.GRPOTrainer`]."""
-
-    def decorate(init: Callable) -> Callable:
-        parent = inspect.signature(GRPOTrainer.__init__)
-        own = {"args": parent.parameters["args"].replace(annotation=config_class | None)}
-        shown: Any = init
-        shown.__signature__ = parent.replace(parameters=[*{**parent.parameters, **own}.values()])
-        return init
-
-    return decorate
+def takes_what_grpo_takes(init: Any) -> Any:
+    """Show an `__init__` that passes its arguments on with the parameters of GRPOTrainer's and its own `args`."""
+    parent, own = (inspect.signature(each) for each in (GRPOTrainer.__init__, init))
+    shown = {**parent.parameters, "args": own.parameters["args"]}
+    init.__signature__ = parent.replace(parameters=[*shown.values()])
+    return init
 
 
 class RolloutTrainer(GRPOTrainer):
@@ -101,15 +95,16 @@ class RolloutTrainer(GRPOTrainer):
     # The trainer's own numbers, and dictionaries of numbers, that a checkpoint holds besides those of its parts.
     _saved_numbers: tuple[str, ...] = (
         "_advantage_range",
-        "_completions_generated",
+        "completions_generated",
         "_globalstep_last_logged",
         "entropy_coef",
         "_last_world_entropy",
     )
 
+    _is_spent = False  # whether the run is resumed from a checkpoint that spends `max_completions`
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
-    @takes_what_grpo_takes(RolloutConfig)
+    @takes_what_grpo_takes
     def __init__(self, model, reward_funcs=None, args: RolloutConfig | None = None, *further, **named):
         trl_contract.check_replaced()
         args = self._checked_args(model, args, quantized=named.get("quantization_config") is not None)
@@ -125,16 +120,12 @@ class RolloutTrainer(GRPOTrainer):
         # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
         # none. Without the table they are not needed.
         self.log_multimodal = self.log_multimodal and self.log_completions
-        self._replay = ReplayBuffer(
-            max_staleness=args.max_staleness,
-            num_generations=self.num_generations,
-            seed=args.seed,
-            process=self.accelerator.process_index,
-        )
+        process = self.accelerator.process_index
+        self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=process)
         self._begin()
-        self._clock = StepClock(self.accelerator.device)
+        self._clock, self._watches = StepClock(self.accelerator.device), Watches(args.watches)
         self.add_callback(self._clock)
-        self.add_callback(Watches(args.watches))
+        self.add_callback(self._watches)
         if args.use_vllm:
             engine: Any = self.vllm_generation
             engine.sync_weights = self._clock.phase("sync")(FrozenBase(self.model)(engine.sync_weights))
@@ -148,8 +139,9 @@ class RolloutTrainer(GRPOTrainer):
         self._window_start: int | None = None  # micro-step with which the accumulation window began
         self._batches_of_step: list[Any] = []  # micro-batches of that window so far, of any number of rollouts
         self._replay.clear()
+        self._metrics["train"].clear()
         self._advantage_range = 0.0  # of the current rollout, over all processes
-        self._completions_generated = 0  # for training, over all processes
+        self.completions_generated = 0  # for training so far, over all processes
         self._reward_failures = RewardFailures(self.args, self.accelerator)
         self._skipped = SkippedSteps(self.args, self.accelerator)
         self._ratio_sums: Tensor | None = None  # of the optimizer step: Σ r, Σ r² and number, r = π/π_k
@@ -194,6 +186,7 @@ class RolloutTrainer(GRPOTrainer):
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         if found is not None:
             self.check_resumable(found)
+        self._is_spent = found is not None and position.has_spent_budget(self, Path(found))
         self._begin()
         if self.accelerator.is_main_process:
             # Not in a callback: DeepSpeed and FSDP allocate before the first one, and may run out of memory.
@@ -209,19 +202,12 @@ class RolloutTrainer(GRPOTrainer):
         return training_plan(self)
 
     def check_resumable(self, folder: str) -> None:
-        """
-        Check that this run can resume a checkpoint ([`position.check_resumable`]).
-
-        Raises:
-            `ValueError`: names the field that differs, or says how to start from the weights.
-        """
+        """Check that this run can resume a checkpoint, as [`position.check_resumable`]."""
         position.check_resumable(self, folder)
 
     def _run_epoch(self, **named):
-        # Resumed from the last step's checkpoint, Transformers would train one step more. The checkpoint is read only
-        # at the beginning: later, rotation may have deleted it.
-        begins_with = named["resume_from_checkpoint"] if named["epoch"] == named["epochs_trained"] else None
-        if self.state.global_step >= self.state.max_steps or position.has_spent_budget(self, begins_with):
+        # Resumed from the last step's checkpoint, Transformers would train one step more.
+        if self.state.global_step >= self.state.max_steps or self._is_spent:
             self.control.should_training_stop = True
             return
         if self._sampler is not None:
@@ -231,15 +217,7 @@ class RolloutTrainer(GRPOTrainer):
     # 1. The order of the prompts, and the optimizer step that a completion serves
 
     def _get_train_sampler(self, dataset=None):
-        sampler = super()._get_train_sampler(dataset)
-        self._sampler = EpochSampler(
-            sampler.data_source,
-            mini_repeat_count=sampler.mini_repeat_count,
-            batch_size=sampler.batch_size,
-            repeat_count=sampler.repeat_count,
-            shuffle=sampler.shuffle,
-            seed=sampler.seed,
-        )
+        self._sampler = EpochSampler.of(super()._get_train_sampler(dataset))
         return self._sampler
 
     @cached_property
@@ -250,13 +228,7 @@ class RolloutTrainer(GRPOTrainer):
             return PromptStream(permutations(len(dataset), seed=args.seed, shuffle=self.shuffle_dataset))
         of_data_loader, sampler = self._sampler, self._get_train_sampler(dataset)
         self._sampler = of_data_loader
-        order = epochs_of_sampler(
-            sampler,
-            rollout=args.generation_batch_size,
-            repeats=args.micro_steps_per_rollout,
-            num_generations=self.num_generations,
-        )
-        return PromptStream(order)
+        return PromptStream(epochs_of_sampler(sampler, args))
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         # Called once per accumulation window. An epoch ends with a short one, so `_step` cannot tell windows apart.
@@ -290,16 +262,7 @@ class RolloutTrainer(GRPOTrainer):
             rows = self._rows_of_pass(index, passed)
             if passed + 1 == args.num_iterations and not args.max_staleness:
                 self._replay.clear()  # what no pass draws from should not take memory, least of all images
-            steps = rows_of_steps(
-                rows,
-                steps_per_generation=args.steps_per_generation,
-                gradient_accumulation_steps=args.gradient_accumulation_steps,
-                seed=args.seed,
-                index=index,
-                passed=passed,
-                process=self.accelerator.process_index,
-                processes=self.accelerator.num_processes,
-            )
+            steps = rows_of_steps(rows, args, self.accelerator, index=index, passed=passed)
             has_moved = passed > 0 and "old_per_token_logps" in rows  # since these log-probabilities
             self._buffered_inputs = self._micro_batches(steps, 0 if has_moved else until_update)
         if args.num_iterations > 1:
@@ -323,20 +286,14 @@ class RolloutTrainer(GRPOTrainer):
         counts = completion_tokens(rollout).any(dim=1)
         if "rewards_per_func" in rollout:  # a rollout that an override made from scratch may have none
             counts = counts & ~rollout["rewards_per_func"].isnan().all(dim=1)
-        return self.accelerator.gather(rollout["advantages"].where(counts, torch.nan))
+        advantages = rollout["advantages"]  # of an override, perhaps per token
+        counts = counts.view(-1, *[1] * (advantages.ndim - 1))
+        return self.accelerator.gather(advantages.where(counts, torch.nan))
 
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
-        """
-        One entry per micro-step, from the samples of each optimizer step of a pass. The policy moves after
-        `until_update`; 0 if it has moved already.
-        """
+        """One entry per micro-step, from the samples of each optimizer step. The policy moves after `until_update`."""
         n_batches = self.args.steps_per_generation // len(steps)
         return [batch for rows in steps for batch in micro_batches(rows, n_batches)]
-
-    @property
-    def completions_generated(self) -> int:
-        """Completions generated for training so far, over all processes."""
-        return self._completions_generated
 
     @property
     def rollout_is_used_up(self) -> bool:
@@ -350,7 +307,7 @@ class RolloutTrainer(GRPOTrainer):
 
     def _maybe_log_save_evaluate(self, *args, **named):
         limit = self.args.max_completions
-        spent = limit is not None and self.rollout_is_used_up and self._completions_generated >= limit
+        spent = limit is not None and self.rollout_is_used_up and self.completions_generated >= limit
         if spent and not self.control.should_training_stop:  # at the end of the epoch it is set, and all is saved
             self._end_as_at_max_steps()
         with self._skipped.end_of_step(self):
@@ -388,18 +345,15 @@ class RolloutTrainer(GRPOTrainer):
         if self._mode == "eval" or self.args.max_sampling_rounds == 1:
             rollout = self._generate_once(inputs)
         else:
-            self._dynamic_sampling.reward_weights = self.reward_weights  # a callback may have changed them
-            rollout, metrics = self._dynamic_sampling.fill(self._generate_round, len(inputs))
+            fill = self._dynamic_sampling.fill
+            rollout, metrics = fill(self._generate_round, len(inputs), self.reward_weights)
             for name, value in metrics.items():
                 self._metrics["train"][f"dynamic_sampling/{name}"].append(value)
         trl_contract.check_rollout(rollout)
         return rollout
 
     def _rollout(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
-        """
-        A complete rollout, on the device. An override may leave entries on the host, where processes cannot gather
-        them, nor replay put them together with those of a checkpoint.
-        """
+        """A complete rollout, on the device, where processes can gather also what an override has left on the host."""
         device = self.accelerator.device
         rollout = send_to_device(self._generate_and_score_completions(generation_batch), device)
         return send_to_device(self._finish_rollout(rollout), device)
@@ -413,32 +367,19 @@ class RolloutTrainer(GRPOTrainer):
 
     @cached_property
     def _dynamic_sampling(self) -> DynamicSampling:
-        return DynamicSampling(
-            stream=self._prompt_stream,
-            accelerator=self.accelerator,
-            num_generations=self.num_generations,
-            max_rounds=self.args.max_sampling_rounds,
-            reward_weights=self.reward_weights,
-        )
+        rounds = self.args.max_sampling_rounds
+        return DynamicSampling(self._prompt_stream, self.accelerator, self.num_generations, rounds)
 
     def _generate_round(self, prompts: list[int], first: bool) -> dict[str, Any]:
-        """
-        A round of dynamic sampling. Only the first one counts in the metrics: its prompts are those of a rollout
-        without dynamic sampling.
-        """
+        """A round of dynamic sampling, for these prompts of the dataset."""
         dataset = cast(Dataset, self.train_dataset)
-        with nullcontext() if first else self._keep_metrics():
-            return self._generate_once([dict(dataset[index]) for index in prompts])
-
-    @contextmanager
-    def _keep_metrics(self) -> Iterator[None]:
-        """Keep the training metrics as they are, except for the counts of tokens and completions."""
-        kept = self._metrics["train"]
-        self._metrics["train"] = defaultdict(list)
-        yield
-        counts = {name: self._metrics["train"][name] for name in ("num_tokens", "completions/generated")}
-        self._metrics["train"] = kept
-        kept.update(counts)
+        metrics = self._metrics["train"] if first else defaultdict(list)
+        with temporarily(self, _metrics={**self._metrics, "train": metrics}):
+            rollout = self._generate_once([dict(dataset[index]) for index in prompts])
+        # Other metrics are those of the first round, whose prompts are those of a rollout without dynamic sampling.
+        for name in ("num_tokens", "completions/generated"):
+            self._metrics["train"][name] = metrics[name]
+        return rollout
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
@@ -451,8 +392,8 @@ class RolloutTrainer(GRPOTrainer):
         n_local = len(rollout["advantages"])
         rollout["rewards_per_func"] = rewards[self.accelerator.process_index * n_local :][:n_local]
         if self._mode == "train":
-            self._completions_generated += len(rewards)
-            self._metrics["train"]["completions/generated"] = [self._completions_generated]
+            self.completions_generated += len(rewards)
+            self._metrics["train"]["completions/generated"] = [self.completions_generated]
         return rollout
 
     def _tool_call_loop(self, *inputs, **options):
@@ -523,8 +464,8 @@ class RolloutTrainer(GRPOTrainer):
             del own[name]
         super().log(logs, start_time)
 
-    def create_model_card(self, *inputs, **named):
-        super().create_model_card(*inputs, **wording.card_options(named))
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        super().create_model_card(model_name, wording.if_on_the_hub(dataset_name), tags)
         wording.name_model(self)
 
     # 4. A checkpoint: saving and loading, in the order of Transformers

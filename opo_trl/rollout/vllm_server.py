@@ -47,12 +47,7 @@ def wait(url: str, seconds: float, until: Callable[[int | str | None], bool] = i
 
 
 def wait_until_it_answers(url: str) -> None:
-    """
-    Wait until a server is healthy.
-
-    Raises:
-        `RuntimeError`: it has not been for two minutes.
-    """
+    """Wait until a server is healthy; a `RuntimeError` if it has not been for two minutes."""
     if not is_healthy(wait(url, PATIENCE)):
         raise RuntimeError(_message(url))
 
@@ -60,14 +55,11 @@ def wait_until_it_answers(url: str) -> None:
 @contextmanager
 def watched(url: str) -> Iterator[None]:
     """
-    Poll a server's health while this process waits for it.
+    Poll a server's health while this process waits for it; a `RuntimeError` if it cannot be reached any more.
 
     TRL's client sets no time limit, since nobody knows how long generation takes; and a broadcast of weights to a
     server that is gone never returns, in code that no exception reaches. So this process exits when the server has not
     answered for two minutes.
-
-    Raises:
-        `RuntimeError`: the code inside failed to reach the server; TRL's client tries for a minute.
     """
     done = threading.Event()
     threading.Thread(target=_watch, args=(url, done), daemon=True).start()

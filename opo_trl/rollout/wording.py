@@ -10,11 +10,10 @@ from trl.trainer.utils import get_config_model_id
 from ..data.models import EMBEDDED_MODELS
 
 
-def card_options(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of TRL's `create_model_card`, without a dataset that is not on the Hub, to which TRL would link."""
-    data = named.get("dataset_name") or ""
-    local = data.count("/") != 1 or data.startswith((".", "~", "/")) or Path(data).exists()
-    return {**named, "dataset_name": None} if local else dict(named)
+def if_on_the_hub(dataset: str | None) -> str | None:
+    """The name of a dataset, unless it is not one of the Hub, to which TRL's model card would link."""
+    data = dataset or ""
+    return None if data.count("/") != 1 or data.startswith((".", "~", "/")) or Path(data).exists() else data
 
 
 def name_model(trainer: Trainer) -> None:

@@ -8,6 +8,7 @@ Each case changes one thing in a small training run that works: the recipe `reci
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,13 +203,13 @@ def earlier_run(settings: dict[str, Any] | None = None, **files: bytes) -> Chang
 
     def change(folder: Path) -> None:
         run, content = folder / "run", {"model.safetensors": b"weights", "trainer_state.json": b"{}", **files}
-        sizes = {"model.safetensors": len(b"weights")}
+        listed = {"model.safetensors": {"size": len(b"weights"), "crc32": zlib.crc32(b"weights")}}
         write("run/_lock", "process 1 on host\n")(folder)
         write("run/recipe.yaml", "alpha: 0.4\n")(folder)
         write("run/settings.json", json.dumps(settings or {}))(folder)
         for name, part in content.items():
             write(f"run/checkpoint-1/{name}", part)(folder)
-        (run / "checkpoint-1" / "manifest.json").write_text(json.dumps({"files": sizes}))
+        (run / "checkpoint-1" / "manifest.json").write_text(json.dumps({"files": listed}))
 
     return change
 

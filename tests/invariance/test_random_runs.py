@@ -118,7 +118,7 @@ def compare_in_one_process(model: str, folder: Path, seed: int) -> list[str]:
 
     saved = folder / "whole" / f"checkpoint-{run_of(seed)[2]}"
     state = torch.load(saved / "rollout_state_0.pt", weights_only=True)
-    made = json.loads(state["plain"])["numbers"]["_completions_generated"]
+    made = json.loads(state["plain"])["numbers"]["completions_generated"]
     totals = itertools.accumulate(map(len, script.calls))
     calls = [call for call, total in zip(script.calls, totals, strict=True) if total <= made]
     resumed, _ = make(model, folder / "resumed", seed, calls=calls)

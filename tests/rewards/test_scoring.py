@@ -359,4 +359,4 @@ def test_processes_agree_on_the_end(tiny_model, tmp_path):
     assert launch(train_with_failing_scores, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
     ends = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
     assert ends[0] == ends[1]
-    assert "0 of 8 in the last one by running out of time and 4 by errors" in ends[0]
+    assert "of 8 in the last round, 0 by running out of time and 4 by errors" in ends[0]

@@ -17,6 +17,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from helpers import (
     PROMPTS,
+    Recording,
     RecordingBaseline,
     RecordingGRPO,
     RecordingOPO,
@@ -31,6 +32,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainingArguments
 
 from opo_trl import OPOConfig
+from opo_trl.rewards.errors import RewardError
 from opo_trl.rollout.checkpoint import (
     MANIFEST,
     damage,
@@ -71,9 +73,9 @@ def test_format_of_the_state(run: Path):
     assert state.keys() == {"rollout", "position", "replay", "buffer", "pending_loss", "plain"}
     assert (state["rollout"], state["position"], len(state["replay"]["rollouts"])) == (0, 2, 1)
     plain = json.loads(state["plain"])
-    assert plain.keys() == {"settings", "numbers", "parts", "metrics", "logs", "watches"}
-    assert plain["numbers"]["_completions_generated"] == 8
-    assert plain["parts"].keys() == {"skipped", "reward_failures"}
+    assert plain.keys() == {"settings", "numbers", "parts", "metrics", "logs"}
+    assert plain["numbers"]["completions_generated"] == 8
+    assert plain["parts"].keys() == {"skipped", "reward_failures", "watches"}
 
 
 def test_a_checkpoint_that_lacks_any_of_its_files_is_not_complete(copy: Path):
@@ -120,7 +122,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(copy: Path, 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "null", "{}", '{"files": []}', '{"files": {}, "crc32": {"optimizer.pt": 1}}', "[" * 99999, "\xff"],
+    ["", "[]", "null", "{}", '{"files": []}', '{"files": {"optimizer.pt": 1}}', "[" * 99999, "\xff"],
     ids=lambda content: content[:40],
 )
 def test_a_damaged_manifest_is_named(copy: Path, content: str):
@@ -144,7 +146,7 @@ def test_a_file_that_was_replaced_is_named(copy: Path, instead: str):
         path.write_bytes({"nothing": b"", "more": kept + b"0"}.get(instead, kept))
     if instead == "changed number":  # in the manifest
         content = json.loads(manifest.read_text())
-        content["crc32"]["optimizer.pt"] += 1
+        content["files"]["optimizer.pt"]["crc32"] += 1
         manifest.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"optimizer\.pt"):
         resolve(str(path.parent), str(copy))
@@ -241,6 +243,15 @@ def test_checkpoint_without_a_rollout_resumes_as_in_transformers(tiny_model: str
     (warning,) = [record.getMessage() for record in caplog.records if "holds no rollout" in record.getMessage()]
     assert ("no optimizer or learning-rate schedule, no random states" in warning) != with_optimizer
     assert "`model_name_or_path`" in warning
+
+
+def test_checkpoint_without_a_rollout_begins_a_new_one_although_the_trainer_is_inside_another(tiny_model, tmp_path):
+    options = {"steps_per_generation": 4, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    trainer = trained(tiny_model, tmp_path, **options)
+    assert not trainer.rollout_is_used_up
+    trainer.args.max_steps = 2
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert (len(trainer.steps), len(trainer.rollouts)) == (2, 2)
 
 
 @pytest.mark.parametrize("options", [{"trainer_class": RecordingGRPO}, {"save_only_model": True}], ids=str)
@@ -432,6 +443,33 @@ def test_every_field_that_decides_a_rollout_is_saved(run: Path):
     work = {"plan_micro_batches", "max_tokens_per_micro_batch", "skip_inert_rows", "padding_free"}
     bounds = {"max_completions", "max_reward_failure_rate", "max_skipped_steps", "watches", "save_failure"}
     assert fields - of_transformers - saved == work | bounds | set(NOT_IN_A_ROLLOUT.split())
+
+
+@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+def test_trainer_goes_on_from_its_checkpoint_after_an_error_inside_a_step(tiny_model, tmp_path, trainer_class):
+    def run(folder: str, fails_at: int) -> Recording:
+        calls = []
+
+        def reward(completion_ids, **kwargs):
+            calls.append(completion_ids)
+            if len(calls) == fails_at:
+                raise ConnectionError
+            return even_tokens(completion_ids)
+
+        options = {"steps_per_generation": 1, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+        arguments = {"reward_funcs": reward, "rollout_func": None}
+        return make_trainer(
+            tiny_model, tmp_path / folder, trainer_class=trainer_class, trainer_arguments=arguments, **options
+        )
+
+    whole = run("whole", 0)
+    whole.train()
+    failing = run("failing", 4)  # in the second of two rollouts of the second step
+    with pytest.raises(RewardError):
+        failing.train()
+    failing.train(resume_from_checkpoint="last")
+    assert [*map(without_times, logged(failing))] == [*map(without_times, logged(whole))]
+    assert all(tensor.equal(snapshot(whole.model)[name]) for name, tensor in snapshot(failing.model).items())
 
 
 def test_resuming_a_finished_run_trains_no_step(copy: Path, tiny_model: str):

@@ -336,10 +336,14 @@ def test_rollouts_with_other_entries_are_rejected():
         buffer().add({**rollout(3, 8), "tool_mask": torch.ones(8, 6)}, torch.zeros(8))
 
 
-def test_advantages_per_token_are_not_replayed():
-    per_token = {**rollout(0, 8), "advantages": torch.zeros(8, 3)}
-    with pytest.raises(ValueError, match=r"one advantage per completion, not advantages of shape \(8, 3\)"):
-        buffer(useful=()).add(per_token, torch.zeros(8, 3))
+def test_advantages_per_token_are_not_replayed(tiny_model, tmp_path):
+    class PerToken(RecordingBaseline):
+        def _generate_and_score_completions(self, inputs):
+            made = super()._generate_and_score_completions(inputs)
+            return made | {"advantages": made["advantages"].unsqueeze(1).expand(-1, 3)}
+
+    with pytest.raises(ValueError, match=r"one advantage per completion, not advantages of shape \(16, 3\)"):
+        trained(tiny_model, tmp_path, trainer_class=PerToken, max_staleness=1, **PASSES)
 
 
 def test_a_loaded_state_replaces_the_rollouts():

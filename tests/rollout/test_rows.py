@@ -1,5 +1,7 @@
 """Which optimizer step a completion serves."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -56,18 +58,15 @@ def rows(first: int, n: int) -> dict:
     }
 
 
+def steps_of(rollout: dict, steps_per_generation: int, accumulation: int, process=0, processes=1) -> list[dict]:
+    args = SimpleNamespace(steps_per_generation=steps_per_generation, gradient_accumulation_steps=accumulation, seed=3)
+    accelerator = SimpleNamespace(process_index=process, num_processes=processes)
+    return rows_of_steps(rollout, args, accelerator, index=5, passed=0)
+
+
 def cut(n_rows: int, process: int, processes: int, steps_per_generation: int, accumulation: int) -> list[dict]:
     n_local = n_rows // processes
-    steps = rows_of_steps(
-        rows(process * n_local, n_local),
-        steps_per_generation=steps_per_generation,
-        gradient_accumulation_steps=accumulation,
-        seed=3,
-        index=5,
-        passed=0,
-        process=process,
-        processes=processes,
-    )
+    steps = steps_of(rows(process * n_local, n_local), steps_per_generation, accumulation, process, processes)
     return [batch for step in steps for batch in micro_batches(step, steps_per_generation // len(steps))]
 
 
@@ -111,10 +110,7 @@ def test_images_stay_with_their_sample():
         "image_grid_thw": torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 1], [1, 3, 1]]),
         "pixel_values": torch.cat([torch.full((n, 2), row) for row, n in [(0, 2), (2, 4), (2, 1), (3, 3)]]).float(),
     }
-    steps = rows_of_steps(
-        batch, steps_per_generation=2, gradient_accumulation_steps=1, seed=0, index=0, passed=0, process=0, processes=1
-    )
-    for micro_batch in [*steps, *micro_batches(batch, 2), take_rows(batch, np.array([3, 0]))]:
+    for micro_batch in [*steps_of(batch, 2, 1), *micro_batches(batch, 2), take_rows(batch, np.array([3, 0]))]:
         grid, start = micro_batch["image_grid_thw"].prod(1).tolist(), 0
         assert micro_batch["num_images"] == [images[i] for i in micro_batch["row"]]
         owners = [i for i in micro_batch["row"].tolist() for _ in range(images[i])]
