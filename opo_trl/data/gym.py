@@ -42,10 +42,9 @@ def make_problems(
     Draw the problems of a task.
 
     Args:
-        name (`str`):
-            `"reasoning_gym/"` and the name of a task.
-        split (`str`):
-            `"train"` or `"test"`. They have different seeds, but may share problems in tasks with few.
+        name (`str`), split (`str`):
+            `"reasoning_gym/"` and the name of a task; `"train"` or `"test"`, which have different seeds, but may share
+            problems in tasks with few.
         levels (`list[str]`, *optional*):
             Levels of the task's curriculum, from `"0"`: all its attributes are set to this level, or to their highest.
             `None` for the task without its curriculum.
@@ -70,18 +69,10 @@ def make_problems(
                 f"dataset_settings={{{field}: {value!r}}} is not allowed. Set `{field}` to an integer from {least} to "
                 f"{TEST_SEED // 2 - 1:,}."
             )
-    seeded = dict(settings) | {"seed": seed + TEST_SEED * (split == "test")}
-    asked = [
-        [name.removeprefix(PREFIX), seeded, level] for level in dict.fromkeys([None] if levels is None else levels)
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=json.dumps(asked),
-        env={**os.environ, "PYTHONHASHSEED": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    task, seeded = name.removeprefix(PREFIX), {**settings, "seed": seed + TEST_SEED * (split == "test")}
+    asked = json.dumps([[task, seeded, level] for level in dict.fromkeys([None] if levels is None else levels)])
+    where: Any = {"env": {**os.environ, "PYTHONHASHSEED": "0"}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-m", __name__], input=asked, check=False, **where)
     if done.returncode:
         *_, message = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
         if message.endswith(_MISSING):
@@ -94,7 +85,7 @@ def make_problems(
 def gym_reward(completions: list[Any], task: list[str], entry: list[str], **columns: Any) -> list[float]:
     """
     Score of each final answer by its task's own scorer, `score_answer` of reasoning-gym, in `[0, 1]`: 1 for a right
-    one, and in many tasks a part of it for a near miss.
+    one, and in many tasks a part of it for a near miss. `task` and `entry` are columns of [`make_problems`].
 
     The answer is the text between the last `<answer>` and `</answer>` after the reasoning; without them, all of a
     plain completion, and none of a conversation. Reasoning that does not end has no answer. What makes the scorer
@@ -103,10 +94,6 @@ def gym_reward(completions: list[Any], task: list[str], entry: list[str], **colu
     Some scorers evaluate answers as Python. While they run, a process can neither write nor start anything, or connect
     to anything (`rewards.effects`); that is no sandbox, and they may still hang. So run it in an [`IsolatedReward`],
     as recipes do: its workers stay restricted after the first answer.
-
-    Args:
-        completions (`list`): strings, or conversations.
-        task (`list[str]`), entry (`list[str]`): columns of [`make_problems`].
     """
     scored = zip(completions, task, entry, strict=True)
     return [_score(_answer(completion), _scorer(key), ast.literal_eval(drawn)) for completion, key, drawn in scored]
@@ -152,12 +139,11 @@ def _dataset(task: str, settings: dict[str, Any], level: str | None) -> Any:
         raise ValueError(f"dataset_name='{PREFIX}{task}' does not exist. {hint}")
     dataset_class, config_class = DATASETS[task]
     names = [field.name for field in fields(config_class)]
-    for name in settings:
-        if name not in names:
-            raise ValueError(
-                f"dataset_settings={{{name}: {settings[name]!r}}} is not a setting of {task}. Its settings are "
-                f"{', '.join(names)}."
-            )
+    if unknown := [name for name in settings if name not in names]:
+        raise ValueError(
+            f"dataset_settings={{{unknown[0]}: {settings[unknown[0]]!r}}} is not a setting of {task}. Its settings "
+            f"are {', '.join(names)}."
+        )
     try:
         chosen = settings if level is None else _at_level(CURRICULA, task, settings, level)
         config = config_class(**chosen)
@@ -189,12 +175,11 @@ def _at_level(curricula: Mapping[str, Any], task: str, settings: dict[str, Any],
         for kind in ("field_name", "lower_field_name", "upper_field_name")
         if (name := getattr(attribute, kind, None))
     ]
-    for name in determined:
-        if name in settings:
-            raise ValueError(
-                f"dataset_settings={{{name}: {settings[name]!r}}} is a setting that the levels of {task} determine. "
-                "Remove it, or `levels`."
-            )
+    if twice := [name for name in determined if name in settings]:
+        raise ValueError(
+            f"dataset_settings={{{twice[0]}: {settings[twice[0]]!r}}} is a setting that the levels of {task} "
+            "determine. Remove it, or `levels`."
+        )
     return settings | {name: getattr(made, name) for name in determined}
 
 
