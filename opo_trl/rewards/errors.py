@@ -32,10 +32,7 @@ class CountingReward:
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """
-    Raise a [`RewardError`] that names a reward function for whatever is raised in this context, including
-    `SystemExit`, which would end a run without a word.
-    """
+    """Name a reward function if this context raises anything, even `SystemExit`, which would end a run silently."""
     try:
         yield
     except BaseException as error:

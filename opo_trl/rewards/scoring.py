@@ -70,9 +70,6 @@ class IsolatedReward(CountingReward):
     missing score as 0). A worker that exceeds the time limit is killed, even in native code, and replaced. One warning
     per call counts these completions and shows the first error.
 
-    TRL 1.16 calls a reward function once per rollout, after generation, with all completions of the process. So
-    completions are scored in parallel with each other, but not during generation.
-
     Args:
         reward (`Callable`):
             Reward function with TRL's signature that scores each completion independently: it is called with lists of
@@ -82,8 +79,7 @@ class IsolatedReward(CountingReward):
             Number of worker processes, at least 1. They start at the first call, and end with this process, with
             [`close`], or when this object is garbage-collected.
         timeout (`float`, *optional*, defaults to `30.0`):
-            Wall-clock limit per completion in seconds, positive. `accuracy_reward` itself gives up after at most 20
-            seconds of processor time, unless it hangs in native code.
+            Wall-clock limit per completion in seconds, positive.
         memory (`int`, *optional*, defaults to `2048`):
             Memory that a worker may allocate in MiB, at least 512: Linux's RLIMIT_DATA, which unlike the address space
             does not count the code of libraries. Ignored on macOS.
@@ -91,8 +87,7 @@ class IsolatedReward(CountingReward):
     Attributes:
         timeouts (`int`), errors (`int`):
             Completions of the last call that were not scored in time; and that raised, ran out of memory or ended
-            their worker. A worker that dies at once may count as a timeout, because the pool does not know yet which
-            completion it had.
+            their worker. A worker that dies at once may count as a timeout.
 
     Raises:
         `ValueError`: if a limit is out of range, or the function cannot be sent to a worker.
@@ -142,8 +137,7 @@ class IsolatedReward(CountingReward):
         # One completion per task: a failure then costs no other its score, and each has the same time limit.
         outcomes = list(self._outcomes([{name: [c[i]] for name, c in columns.items()} for i in range(n)]))
         errors = [outcome for outcome in outcomes if isinstance(outcome, str)]
-        self.timeouts = sum(outcome is _TIMED_OUT for outcome in outcomes)
-        self.errors = len(errors)
+        self.timeouts, self.errors = outcomes.count(_TIMED_OUT), len(errors)
         if self.timeouts or errors:
             first = f", the first with {errors[0].rstrip('.')}" if errors else ""
             logger.warning(
@@ -203,7 +197,7 @@ class IsolatedReward(CountingReward):
             context=context,
         )
         # Not `__del__`, which need not run at exit; workers would then outlive the run.
-        self._end = weakref.finalize(self, _stop, pool)
+        self._end = weakref.finalize(self, lambda: (pool.stop(), pool.join()))
         try:
             pool.schedule(_ready).result(START_LIMIT)  # a failing import raises here, not at every completion
         except (BrokenProcessPool, TimeoutError) as error:
@@ -239,11 +233,6 @@ class _Process(ForkServerProcess):
 
 class _Context(ForkServerContext):
     Process = _Process
-
-
-def _stop(pool: ProcessPool) -> None:
-    pool.stop()
-    pool.join()
 
 
 # In the workers
