@@ -6,11 +6,12 @@ been collated. That is wrong in both directions: a micro-batch is collated befor
 skips its prompts; and groups are finished out of order, or never, so that it trains those behind a gap again.
 """
 
+import functools
 import itertools
 import json
 import math
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,8 @@ _ROOM = 32  # for rows and micro-batches smaller than TRL expects
 
 class ResumableAsyncTrainer(AsyncGRPOTrainer):
     """
-    [`~trl.experimental.async_grpo.AsyncGRPOTrainer`] that resumes with the prompts that it has not trained.
-
-    Prompts of which a completion has been trained, in all of its passes, are skipped; completions that were on the way
-    are generated anew.
+    [`~trl.experimental.async_grpo.AsyncGRPOTrainer`] that skips, when it resumes, the prompts of which it has trained
+    a completion, in all of its passes. Completions that were on the way are generated anew.
     """
 
     args: AsyncOPOConfig
@@ -97,13 +96,12 @@ class ResumableAsyncTrainer(AsyncGRPOTrainer):
         inner = loader.base_dataloader
         collate = inner.collate_fn
         collate.groups_trained = set()  # TRL would take for trained what has been collated
-
-        def noted(examples: list) -> dict[str, Any]:
-            self._collated.append({sample["group_id"] for row in examples[0] for sample in row.samples})
-            return collate(examples)
-
-        inner.collate_fn = noted
+        inner.collate_fn = functools.partial(self._collate, collate)
         return loader
+
+    def _collate(self, collate: Callable[[list], dict[str, Any]], examples: list) -> dict[str, Any]:
+        self._collated.append({sample["group_id"] for row in examples[0] for sample in row.samples})
+        return collate(examples)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if not self._passes_left:

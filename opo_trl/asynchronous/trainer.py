@@ -2,13 +2,10 @@
 `AsyncOPOTrainer`: TRL's experimental `AsyncGRPOTrainer` with the objective of Orthogonalized Policy Optimization.
 
 A server generates while the trainer trains, so that completions are some versions of the policy old. TRL owns the
-server, the rollout worker, the synchronization of weights, packing and checkpoints. This module adds:
-
-1. `OPORolloutLoop` (`targets`) scores each group in the worker's process, and gives its samples their targets.
-2. `_collate` takes what the loss needs of a sample along to the process that trains on it.
-3. `compute_loss` sums the objective's losses. The loss is a plain sum over rows, divided by a
-   number of the optimizer step: it does not depend on how they are split into rows, micro-batches and processes.
-4. `_log_step` gathers the step's samples from all processes, once, and logs them under `opo/`.
+server, the rollout worker, the synchronization of weights, packing and checkpoints. `OPORolloutLoop` (`targets`) gives
+samples their targets in the worker's process; `_collate` takes them along to the process that trains; `compute_loss`
+sums the objective's losses over rows, divided by a number of the optimizer step, so that the sum does not depend on
+how samples are split into rows, micro-batches and processes.
 """
 
 import math
@@ -81,11 +78,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
     trainer.train()
     ```
 
-    Args:
-        model, reward_funcs, train_dataset, processing_class, ...:
-            As in [`~trl.experimental.async_grpo.AsyncGRPOTrainer`].
-        args ([`AsyncOPOConfig`], *optional*):
-            Configuration of the trainer. `None` takes the defaults, with an output folder named after the model.
+    `args` is an [`AsyncOPOConfig`], by default with an output folder named after the model; the rest is as in TRL.
 
     Raises:
         `TypeError`: `args` is a configuration of another trainer.
@@ -125,13 +118,12 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         self._frozen_base = nullcontext() if self._lora_sync else FrozenBase(self.model)
         self.policy_objective = self.objective_class(args)
         self._reports: list[Tensor] = []  # of the current optimizer step, one per micro-batch
+        worker: Any = self.rollout_worker
         if self.rollout_queue is not None:  # on the main process
             taken: Any = faults.Samples(self.rollout_queue, args, lambda: self.model_version)
             self.rollout_queue = taken
-        self._syncs = 0  # of weights, so far
-        self._synced_at = 0  # optimizer step
+        self._syncs, self._synced_at = 0, 0  # synchronizations of weights so far, and optimizer step of the last
         sent = self.objective_class(args.objective_fields)  # to the worker's process
-        worker: Any = self.rollout_worker
         if isinstance(worker, AsyncRolloutWorker):
             make_targets(worker, sent)
             faults.guard(worker, self.vllm_client, args.heartbeat_stale_after_s)
@@ -153,13 +145,6 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         self._synced_at = self.state.global_step
 
     # From the worker to the loss
-
-    def get_train_dataloader(self):
-        loader = super().get_train_dataloader()
-        inner = loader.base_dataloader
-        collate: Callable[[list], dict[str, Any]] = inner.collate_fn
-        inner.collate_fn = lambda examples: self._collate(collate, examples)
-        return loader
 
     def _collate(self, collate: Callable[[list], dict[str, Any]], examples: list) -> dict[str, Any]:
         """
@@ -183,12 +168,12 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
                 total += trained if self.args.log_ratio_reduction == "sum" else trained / tokens
         table, counts = torch.tensor(tables, dtype=torch.float64), [len(row.samples) for row in rows]
         padded = [pad(part, (0, 0, 0, max(counts) - len(part))) for part in table.split(counts)]
+        batch = super()._collate(collate, examples)
         # Each process gets its slice of what has an entry per process.
-        return {**collate(examples), "opo_rows": torch.stack(padded), "opo_total": torch.full((len(rows),), total)}
+        return {**batch, "opo_rows": torch.stack(padded), "opo_total": torch.full((len(rows),), total)}
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        # Of the whole optimizer step and all processes: TRL divides each micro-batch by its own number of tokens, so
-        # that the gradient depends on how samples are distributed over micro-batches.
+        # Of the whole optimizer step and all processes. TRL divides each micro-batch by its own number of tokens.
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         return batches, sum(batch["opo_total"][0] for batch in batches)
 
@@ -223,8 +208,8 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
 
     def _row_losses(self, logps: Tensor, behaviour: Tensor, row: Tensor, table: Tensor) -> Tensor:
         """
-        Loss of each row, `[B]`, from the log-probabilities of each trained token under the policy and the behaviour
-        policy, `[M]` each, the row it belongs to, `[M]`, and the rows' part of `_collate`'s table.
+        Loss of each row, `[B]`, from the log-probabilities of its trained tokens under the policy and the behaviour
+        policy, `[M]` each, their row, `[M]`, and `_collate`'s table.
 
         A conversation that TRL forks into several rows has the loss `Σ s · loss(Δ_r / s)`, with the share s of its
         trained tokens that is in a row, and the log-ratio Δ_r of the row: at Δ = 0 and at the target this has the
