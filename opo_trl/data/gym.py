@@ -145,8 +145,7 @@ def _dataset(task: str, settings: dict[str, Any], level: str | None) -> Any:
             f"are {', '.join(names)}."
         )
     try:
-        chosen = settings if level is None else _at_level(CURRICULA, task, settings, level)
-        config = config_class(**chosen)
+        config = config_class(**settings) if level is None else _at_level(CURRICULA, task, settings, level)
         if hasattr(config, "validate"):
             config.validate()
         return dataset_class(config=config)
@@ -157,8 +156,8 @@ def _dataset(task: str, settings: dict[str, Any], level: str | None) -> Any:
         ) from error
 
 
-def _at_level(curricula: Mapping[str, Any], task: str, settings: dict[str, Any], level: str) -> dict[str, Any]:
-    """The settings, with those that the curriculum determines."""
+def _at_level(curricula: Mapping[str, Any], task: str, settings: dict[str, Any], level: str) -> Any:
+    """The task's configuration, with the settings that its curriculum determines."""
     if task not in curricula:
         raise ValueError(f"levels={[level]}: {task} has no curriculum. Leave `levels` out.")
     curriculum = curricula[task]()
@@ -168,19 +167,14 @@ def _at_level(curricula: Mapping[str, Any], task: str, settings: dict[str, Any],
         raise ValueError(f"levels={[level]}: {task} has the levels 0 to {highest}. Set `levels` to some of them.")
     for attribute in attributes:
         curriculum.set_attr_level(attribute.name, min(int(level), len(attribute.levels) - 1))
-    made = curriculum.generate_configuration()
-    determined = [
-        name
-        for attribute in attributes
-        for kind in ("field_name", "lower_field_name", "upper_field_name")
-        if (name := getattr(attribute, kind, None))
-    ]
-    if twice := [name for name in determined if name in settings]:
-        raise ValueError(
-            f"dataset_settings={{{twice[0]}: {settings[twice[0]]!r}}} is a setting that the levels of {task} "
-            "determine. Remove it, or `levels`."
-        )
-    return settings | {name: getattr(made, name) for name in determined}
+    for attribute in attributes:
+        for name in ("field_name", "lower_field_name", "upper_field_name"):
+            if (twice := getattr(attribute, name, None)) in settings:
+                raise ValueError(
+                    f"dataset_settings={{{twice}: {settings[twice]!r}}} is a setting that the levels of {task} "
+                    "determine. Remove it, or `levels`."
+                )
+    return curriculum.generate_configuration(settings)
 
 
 def _draw(task: str, settings: dict[str, Any], level: str | None) -> Iterator[dict[str, Any]]:
