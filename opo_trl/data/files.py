@@ -37,15 +37,9 @@ def load_rows(dataset_name: str, dataset_config: str | None = None, split: str =
     """
     Load a split with all of its columns.
 
-    Args:
-        dataset_name (`str`):
-            A local file (`.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.csv` or `.tsv`; `split` is then ignored); a
-            local folder: with a file `{split}` of one of these endings, tried in this order, made by `save_to_disk`,
-            or copied from the Hub; or a dataset on the Hub.
-        dataset_config (`str`, *optional*):
-            Configuration of a dataset on the Hub, or of a copy.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split to load.
+    `dataset_name` is a local file (`.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.csv` or `.tsv`; `split` is then
+    ignored); a local folder: with a file `{split}` of one of these endings, tried in this order, made by
+    `save_to_disk`, or copied from the Hub; or a dataset on the Hub. `dataset_config` is for the Hub, or such a copy.
 
     Raises:
         `ValueError`: it does not exist, cannot be read or has no such split.
@@ -94,9 +88,8 @@ def local_file(name: str, split: str) -> Path | None:
             return path
         if path.is_dir():
             candidates = [path / f"{split}{ending}" for ending in _ENDINGS]
-            for candidate in candidates:
-                if candidate.is_file():
-                    return candidate
+            if found := next(filter(Path.is_file, candidates), None):
+                return found
             if any(path.glob("README.md")) or any(path.rglob("*-of-*")) or _saved(path):
                 return None  # the library's own
             raise ValueError(

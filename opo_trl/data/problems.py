@@ -135,12 +135,7 @@ def has_prompts(rows: Dataset, columns: Mapping[str, str]) -> bool:
 
 
 def as_problems(name: str, rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sources]:
-    """
-    The problems of a dataset, with [`COLUMNS`] only, and which of its columns they are.
-
-    Raises:
-        `ValueError`: it has no such column.
-    """
+    """The problems of a dataset, with [`COLUMNS`] only, and which of its columns they are."""
     if columns and name.startswith(gym.PREFIX):
         raise ValueError(f"columns={dict(columns)!r} has no effect with dataset_name={name!r}. Remove `columns`.")
     names = rows.column_names
@@ -173,9 +168,6 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
     A dot leads into a mapping, whose value becomes a further column. A solution from a column of another name is its
     final answer. A dataset without a column `solution`, which rewards read, gets one if it has final answers. A prompt
     from a column `messages` ends with its last user turn: what the assistant answers there is left out.
-
-    Raises:
-        `ValueError`: it has no such column, or already has one of the new names, or a prompt is unusable.
     """
     stored = rows.column_names
     if "prompt" not in {*stored, *columns} and _MESSAGES in stored:
@@ -256,8 +248,8 @@ def select(problems: Dataset, levels: Sequence[str] | None, fraction: float, see
     """The rows of some levels, and a fraction of those; see [`load_problems`]."""
     if levels is not None:
         stored = problems["level"] if "level" in problems.features else []
-        found = [level if level is None else str(level) for level in stored]
-        known = sorted(level for level in {*found} if level is not None)
+        found = [None if level is None else str(level) for level in stored]
+        known = sorted({*found} - {None})
         if not known:
             raise ValueError(
                 f"levels={levels!r}: the dataset has no levels. Leave `levels` out, or set `columns: {{level: …}}`."
@@ -305,15 +297,13 @@ def _values(rows: Dataset, path: str) -> list[Any]:
 def _as_text(values: list[Any]) -> list[Any]:
     """Numbers as text, also the only one of a list; all else unchanged."""
     single = [v[0] if isinstance(v, list) and len(v) == 1 else v for v in values]
-    return [str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v for v in single]
+    return [str(v) if type(v) in (int, float) else v for v in single]
 
 
 def boxed(answer: Any) -> Any:
     """
-    Put a box around a final answer: the text after `####`, or all of it.
-
-    If it is one number, it loses its thousands separators, for rewards that read numbers. Without `####`, `100,200`
-    may be a list: it remains as it is, and `accuracy_reward` accepts both readings.
+    Put a box around a final answer: the text after `####`, or all of it. One number loses its thousands separators,
+    but without `####`, `100,200` may be a list: it remains as it is, and `accuracy_reward` accepts both readings.
     """
     if not isinstance(answer, str) or find_boxes(answer):
         return answer

@@ -88,10 +88,7 @@ def _answer(row: dict[str, Any], in_boxes: bool) -> tuple[str, str]:
 def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
     """
     Drop the held-out problems that are also in the training set, ignoring white space. Both have a column `problem`
-    or, without it, `prompt`.
-
-    Raises:
-        `ValueError`: if no row is left.
+    or, without it, `prompt`. If no row is left, this raises a `ValueError`.
     """
     name = "problem" if "problem" in training.column_names else "prompt"
     seen = {without_space(problem) for problem in training[name]}
@@ -126,12 +123,11 @@ def tokenize_prompts(
                     f"{tokenizer.name_or_path!r}: {error}. Change the prompt, or the tokenizer's chat_template.jinja."
                 ) from error
         raise
-    for index, tokens in enumerate(ids):
-        if not tokens:
-            raise ValueError(
-                f"prompt: row {index} has no tokens with the tokenizer of {tokenizer.name_or_path!r}. Change the "
-                "prompt, or the tokenizer's chat_template.jinja."
-            )
+    if [] in ids:
+        raise ValueError(
+            f"prompt: row {ids.index([])} has no tokens with the tokenizer of {tokenizer.name_or_path!r}. Change the "
+            "prompt, or the tokenizer's chat_template.jinja."
+        )
     return ids
 
 
@@ -156,16 +152,13 @@ def drop_long_prompts(
     Drop the prompts that are longer than a limit. TRL neither truncates prompts nor limits their length.
 
     Args:
-        dataset (`Dataset`):
-            Rows with the column `prompt`, from [`to_prompts`].
-        tokenizer (`PreTrainedTokenizerBase`):
-            The trainer's tokenizer.
+        dataset (`Dataset`), tokenizer (`PreTrainedTokenizerBase`):
+            Rows with the column `prompt`, from [`to_prompts`], and the trainer's tokenizer.
         max_prompt_length (`int`):
             Longest prompt to keep, in tokens as the model gets it: with the chat template applied, including the start
             of the answer that the template adds.
         chat_template_kwargs (`dict[str, Any]`, *optional*):
-            The trainer's `chat_template_kwargs`, such as `{"enable_thinking": False}`, which adds four tokens to a
-            prompt of Qwen3.
+            The trainer's, such as `{"enable_thinking": False}`, which adds four tokens to a prompt of Qwen3.
 
     Raises:
         `ValueError`: if no row is left.

@@ -23,8 +23,8 @@ class RewardError(RuntimeError):
 
 class CountingReward:
     """
-    A reward that always returns numbers, and counts the completions of its last call that it could not score. Trainers
-    know [`IsolatedReward`] by this class, without importing what workers need.
+    A reward that always returns numbers, and counts what it could not score in its last call. Trainers know
+    [`IsolatedReward`] by this class, without importing what workers need.
     """
 
     timeouts = errors = 0

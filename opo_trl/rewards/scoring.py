@@ -6,11 +6,8 @@ worker, that costs one completion its score.
 
 Workers are forked from a fork server, a process that starts clean and imports the reward's module once. So they
 inherit neither threads nor CUDA from the training process, a killed worker is replaced in milliseconds, and all
-workers hash strings alike, which determines the order of sets. They never import the main script. Python has one fork
-server per process: if something else has started it before, workers also hold what that has imported.
-
-Nothing outlives the training process, however it ends: each worker has a guard, a process that ends the worker, and
-what the worker has started.
+workers hash strings alike, which determines the order of sets. They never import the main script. Each has a guard, a
+process that ends it and what it has started when the training process ends, however it does.
 """
 
 import functools
@@ -156,8 +153,7 @@ class IsolatedReward(CountingReward):
         for i in range(len(rows)):
             for tries in (1, 2):
                 try:
-                    # The pool enforces the timeout. Waiting is limited too, in case a worker never starts. Rows start
-                    # in this order, so this row is running by now or is the next.
+                    # The pool enforces the timeout; a worker may never start. Rows start in this order.
                     outcome = futures[i].result(self.timeout + START_LIMIT)
                 except ProcessExpired as error:
                     outcome = f"its worker ending with code {error.exitcode}"
@@ -199,7 +195,7 @@ class IsolatedReward(CountingReward):
         # Not `__del__`, which need not run at exit; workers would then outlive the run.
         self._end = weakref.finalize(self, lambda: (pool.stop(), pool.join()))
         try:
-            pool.schedule(_ready).result(START_LIMIT)  # a failing import raises here, not at every completion
+            pool.schedule(os.getpid).result(START_LIMIT)  # a failing import raises here, not at every completion
         except (BrokenProcessPool, TimeoutError) as error:
             self.close()
             raise RewardError(
@@ -235,11 +231,9 @@ class _Context(ForkServerContext):
     Process = _Process
 
 
-# In the workers
-#
-# Each limit is enforced where it also holds in native code, during which a worker runs no signal handlers of Python:
-# time by the pool in the training process, which kills the worker; memory by the kernel, so that an allocation fails
-# in the worker, before the out-of-memory killer chooses the trainer; orphans by the worker's guard.
+# In the workers. Each limit also holds in native code, during which a worker runs no signal handlers of Python: the
+# pool, in the training process, kills a worker that is late; the kernel lets an allocation fail in the worker, before
+# the out-of-memory killer chooses the trainer; the guard ends orphans.
 
 
 def _limit(trainer: int, memory: int, reward: Callable[..., Any]) -> None:
@@ -274,9 +268,6 @@ def _guard(worker: int, trainer: int) -> NoReturn:
                     os.kill(pid, signal.SIGKILL)
     finally:
         os._exit(0)
-
-
-def _ready() -> None: ...
 
 
 def _score(reward: Callable[..., Any], row: Row) -> float | str | None:
