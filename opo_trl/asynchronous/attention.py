@@ -6,7 +6,7 @@ TRL packs a micro-batch as a prefix tree, and attends along its paths with Flash
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -70,8 +70,8 @@ def _try_kernel(args: AsyncOPOConfig, dtype: Any) -> None:
 def in_pytorch(device: torch.device) -> Iterator[None]:
     """Build an `AsyncGRPOTrainer` whose attention is PyTorch's, on any device."""
     # TRL looks up what a GPU can do, for a metric, and knows those of CUDA only.
-    found = {} if device.type == "cuda" else {"get_peak_flops_per_device": lambda *_: None}
-    with temporarily(async_grpo_trainer, **found):
+    unknown = temporarily(async_grpo_trainer, get_peak_flops_per_device=lambda *_: None)
+    with nullcontext() if device.type == "cuda" else unknown:
         yield
     AttentionInterface.register(packing.TREE_ATTENTION, tree_attention)  # after the trainer has registered its own
 
