@@ -46,11 +46,8 @@ _MAY_PASS = (408, 425, 429)  # answers with which a server asks for another try
 
 def check_logprobs(client: VLLMClient, temperature: float) -> None:
     """
-    Check that a server reports the log-probabilities of what it samples from.
-
-    Raises:
-        `ValueError`: it does not; the message has the option that it needs.
-        `TimeoutError`: it does not answer within `vllm_server_timeout`.
+    Check that a server reports the log-probabilities of what it samples from. If it does not answer within
+    `vllm_server_timeout`, this raises a `TimeoutError`.
     """
     client.wait_for_server_ready()
     mode = client.get_server_info()["model_config"]["logprobs_mode"]
@@ -172,12 +169,7 @@ class Samples:
 
 @contextmanager
 def synchronizing(trainer: Any) -> Iterator[None]:
-    """
-    Watch the server while it is sent weights.
-
-    Raises:
-        `RuntimeError`: it does not answer, or does not take them.
-    """
+    """Watch the server while it is sent weights: a `RuntimeError` if it does not answer, or does not take them."""
     to_server = trainer._lora_sync or isinstance(trainer.weight_transfer, WeightTransferClient)
     if not to_server or not trainer.accelerator.is_main_process:
         yield

@@ -96,8 +96,7 @@ class GeneratesInProcess(_AsyncRolloutLoop):
             generator=self.generator,
         )
         for ids, values in zip(tokens.tolist(), logps.tolist(), strict=True):
-            ends = [place for place, token in enumerate(ids) if token in self.eos_token_ids]
-            length = ends[0] + 1 if ends else len(ids)
+            length = next((place + 1 for place, token in enumerate(ids) if token in self.eos_token_ids), len(ids))
             yield ids[:length], values[:length]
 
 
@@ -172,15 +171,10 @@ class InProcessWorker:
     Rollout worker and weight transfer of an [`AsyncOPOTrainer`], without a server and other processes.
 
     Args:
-        model (`str`):
-            As in the trainer: hub id or folder of a causal language model, loaded with `args.model_init_kwargs`. Its
-            copy here generates on the CPU, in float32.
-        args ([`AsyncOPOConfig`]):
-            That of the trainer, with a `token_budget`, whose default only a server can tell.
-        train_dataset (`~datasets.Dataset`):
-            Rows with a `prompt`, a list of messages, and what the rewards read.
-        reward_funcs (`Callable` or `list[Callable]`), tools (`list[Callable]`, *optional*):
-            As in the trainer. They are called in this process.
+        model, args, train_dataset, reward_funcs, tools:
+            As in the trainer. A copy of the model, loaded with `args.model_init_kwargs`, generates on the CPU in
+            float32; the functions are called in this process; `args` has a `token_budget`, whose default only a server
+            can tell; prompts are lists of messages.
         processing_class (`~transformers.PreTrainedTokenizerBase`):
             Tokenizer with a chat template that TRL knows, or with a `response_template`.
         staleness (`int`, *optional*, defaults to `0`):
@@ -229,8 +223,11 @@ class InProcessWorker:
         options: Any = args.model_init_kwargs or {}  # a dict, once parsed
         policy = AutoModelForCausalLM.from_pretrained(self.model, **{**options, "dtype": torch.float32}).eval()
         ends = policy.generation_config.eos_token_id
+        same = ("num_generations", "temperature", "chat_template_kwargs", "max_tool_calling_iterations")
         self.loop = self.loop_class(
             **self._loop_kwargs,
+            **{name: getattr(args, name) for name in (*same, "fork_threshold_tokens")},
+            max_tokens=args.max_completion_length,
             policy=policy,
             seed=args.seed,
             model_name=self.model,
@@ -239,15 +236,7 @@ class InProcessWorker:
             metrics_queue=self.metrics_queue,
             model_version_value=SimpleNamespace(value=self.version),
             # Nothing beats or fails on its own: what a reward raises is raised in the trainer.
-            heartbeat_value=None,
-            failed_event=None,
-            exception_info_queue=None,
-            num_generations=args.num_generations,
-            max_tokens=args.max_completion_length,
-            temperature=args.temperature,
-            chat_template_kwargs=args.chat_template_kwargs,
-            max_tool_calling_iterations=args.max_tool_calling_iterations,
-            fork_threshold_tokens=args.fork_threshold_tokens,
+            **dict.fromkeys(("heartbeat_value", "failed_event", "exception_info_queue")),
         )
 
     def stop(self) -> None:

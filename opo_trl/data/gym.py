@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from ..fields import integer
 from ..rewards.boxes import text_of, without_reasoning
 from ..rewards.effects import without_effects
 from ..rewards.errors import is_ctrl_c
@@ -64,11 +65,8 @@ def make_problems(
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} of dataset_name={name!r} does not exist. Set it to 'train' or 'test'.")
     for field, value, least in (("seed", seed, 0), ("size", size, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < TEST_SEED // 2:
-            raise ValueError(
-                f"dataset_settings={{{field}: {value!r}}} is not allowed. Set `{field}` to an integer from {least} to "
-                f"{TEST_SEED // 2 - 1:,}."
-            )
+        if value not in (allowed := integer(least, TEST_SEED // 2 - 1)):
+            raise ValueError(f"dataset_settings={{{field}: {value!r}}} is not allowed. Set `{field}` to {allowed}.")
     task, seeded = name.removeprefix(PREFIX), {**settings, "seed": seed + TEST_SEED * (split == "test")}
     asked = json.dumps([[task, seeded, level] for level in dict.fromkeys([None] if levels is None else levels)])
     where: Any = {"env": {**os.environ, "PYTHONHASHSEED": "0"}, "capture_output": True, "text": True}
