@@ -191,7 +191,9 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
         renamed = renamed.add_column(ours, column(values))
     if columns.get("prompt") == _MESSAGES:
         asked = [_until_last_question(turns, index) for index, turns in enumerate(renamed["prompt"])]
-        renamed = renamed.remove_columns("prompt").add_column("prompt", column(asked))
+        # Renamed first: it may be the only column, without which there would be no rows.
+        renamed = renamed.rename_column("prompt", _MESSAGES).add_column("prompt", column(asked))
+        renamed = renamed.remove_columns(_MESSAGES)
     if "prompt" in renamed.column_names:
         _check_prompts(renamed["prompt"])
     return renamed, {**columns, **inner}
