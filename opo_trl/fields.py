@@ -69,15 +69,11 @@ class Range:
     def __str__(self) -> str:
         if self.text:
             return self.text
-        if math.isinf(self.high) and self.integer:
-            return f"an integer of at least {self.low:g}"
-        if self.integer:
-            return f"an integer from {self.low:.0f} to {self.high:.0f}"
+        if not self.integer:
+            return f"a number in {self.ends[0]}{self.low:g}, {self.high:g}{self.ends[1]}"
         if math.isinf(self.high):
-            if self.low != 0:
-                return "a finite number"
-            return "a positive finite number" if self.ends[0] == "(" else "a finite number, 0 or more"
-        return f"a number in {self.ends[0]}{self.low:g}, {self.high:g}{self.ends[1]}"
+            return f"an integer of at least {self.low:g}"
+        return f"an integer from {self.low:.0f} to {self.high:.0f}"
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,8 @@ def integer(low: float, high: float = math.inf, **more: Any) -> Range:
     return Range(low, high, integer=True, **more)
 
 
-POSITIVE, NOT_NEGATIVE, FINITE = Range(0, ends="(]"), Range(0), Range()
+POSITIVE = Range(0, ends="(]", text="a positive finite number")
+NOT_NEGATIVE, FINITE = Range(0, text="a finite number, 0 or more"), Range(text="a finite number")
 COUNT, COUNT_OR_ZERO = integer(1), integer(0)
 FRACTION = Range(0, 1)
 BELOW_ONE = Range(0, 1, ends="[)")

@@ -26,12 +26,8 @@ class Method:
     A method.
 
     Args:
-        name (`str`):
-            What recipes call it: `trainer: name`.
-        label (`str`):
-            What reports call it.
-        color (`str`):
-            Colour of its curves, as `"#rrggbb"`.
+        name (`str`), label (`str`), color (`str`):
+            What recipes call it, `trainer: name`, and what reports do; the colour of its curves, as `"#rrggbb"`.
         trainer (`str`), config (`str`):
             Dotted paths of its trainer, a subclass of [`RolloutTrainer`], and of its configuration, a subclass of
             [`RolloutConfig`]; OPO's by default, [`ASYNC`] in asynchronous training. They are imported on use, since

@@ -25,12 +25,8 @@ def check_requirements(args: AsyncOPOConfig, options: Mapping[str, Any], *, serv
     """
     Check that packages are installed, and that TRL's kernel runs on this process's GPU, before anything is loaded.
 
-    Args:
-        options (`Mapping`): options of the model; of them, `attn_implementation` and `dtype` count.
-        server (`bool`): whether TRL's worker asks a vLLM server.
-
-    Returns:
-        `bool`: whether attention is PyTorch's.
+    `options` are those of the model; `server` is whether TRL's worker asks a vLLM server. Returns whether attention is
+    PyTorch's.
 
     Raises:
         `ImportError`: a package is missing.
@@ -73,9 +69,9 @@ def _try_kernel(args: AsyncOPOConfig, dtype: Any) -> None:
 @contextmanager
 def in_pytorch(device: torch.device) -> Iterator[None]:
     """Build an `AsyncGRPOTrainer` whose attention is PyTorch's, on any device."""
-    # What its GPU can do, which TRL looks up for a metric.
-    without_gpu = temporarily(async_grpo_trainer, get_peak_flops_per_device=lambda *_: None)
-    with nullcontext() if device.type == "cuda" else without_gpu:
+    # TRL looks up what a GPU can do, for a metric, and knows those of CUDA only.
+    unknown = temporarily(async_grpo_trainer, get_peak_flops_per_device=lambda *_: None)
+    with nullcontext() if device.type == "cuda" else unknown:
         yield
     AttentionInterface.register(packing.TREE_ATTENTION, tree_attention)  # after the trainer has registered its own
 
@@ -109,9 +105,6 @@ def tree_attention(
 
     Returns:
         `tuple[torch.Tensor, None]`: `[1, N, heads, size]`, and no attention weights.
-
-    Raises:
-        `ValueError`: the model's attention has a soft cap.
     """
     mask = _mask(tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k, query.shape[2], sliding_window)
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap)

@@ -15,23 +15,23 @@ from ..config import ObjectiveConfig, check_fields
 from ..fields import COUNT, OBJECTIVE, RUN, deciding, setting
 
 
-# Settings of the objective that one group at a time cannot have (any other value than the default, if none is given),
-# and what to do.
-_NEEDS_ROLLOUT: dict[str, tuple[Any, str]] = {
-    "chi2_radius": (None, "Set `mu` instead"),
-    "positivity": ("stiffen", "Set `positivity` to 'clip' or 'project'"),
-    "drive_scaling": ("batch", "Set `drive_scaling` to 'group' or 'none'"),
-    "adaptive_temperature": (None, "Set `escort_temperature` instead"),
-    "temperature_range": (None, "Set `escort_temperature` instead"),
-    "anchor_correction": (None, "Remove `anchor_correction`"),
-}
-
-# Fields that make the server sample from another distribution than the one that is trained, and what leaves it alone.
-_UNTRAINED_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "top_p": (1.0,),
-    "top_k": (0,),
-    "min_p": (0.0, None),
-    "repetition_penalty": (1.0,),
+_ONE_GROUP = "is not possible in asynchronous training, which scores one group at a time"
+_UNTRAINED = (
+    "makes completions come from another distribution than the one that is trained, so that the log-ratio is wrong "
+    "from the first step"
+)
+# Field → its possible values (the default if there are none), why others are not, and what to do.
+_POSSIBLE: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "chi2_radius": ((), _ONE_GROUP, "Set `mu` instead"),
+    "positivity": (("none", "clip", "project"), _ONE_GROUP, "Set `positivity` to 'clip' or 'project'"),
+    "drive_scaling": (("none", "group"), _ONE_GROUP, "Set `drive_scaling` to 'group' or 'none'"),
+    "adaptive_temperature": ((), _ONE_GROUP, "Set `escort_temperature` instead"),
+    "temperature_range": ((), _ONE_GROUP, "Set `escort_temperature` instead"),
+    "anchor_correction": ((), _ONE_GROUP, "Remove `anchor_correction`"),
+    "top_p": ((1.0,), _UNTRAINED, "Set `top_p` to 1.0"),
+    "top_k": ((0,), _UNTRAINED, "Set `top_k` to 0"),
+    "min_p": ((0.0, None), _UNTRAINED, "Set `min_p` to 0.0"),
+    "repetition_penalty": ((1.0,), _UNTRAINED, "Set `repetition_penalty` to 1.0"),
 }
 
 
@@ -49,8 +49,7 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
     `drive_scaling="batch"`, `adaptive_temperature`, `temperature_range` and `anchor_correction`. So are `epsilon` and
     `epsilon_high`, which OPO has no use for, and filters of the next token (`top_p`, `top_k`, `min_p`,
     `repetition_penalty`): the server's log-probabilities are those of the behaviour policy only without them.
-    `min_p` becomes 0.0, which the server is sent, so that it does not take one from the model's
-    `generation_config.json`.
+    `min_p` is sent as 0.0, so that the server does not take one from the model's `generation_config.json`.
 
     Parameters:
         num_iterations (`int`, *optional*, defaults to `1`):
@@ -72,8 +71,12 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
 
     def __post_init__(self):
         check_fields(self)
-        self._reject_what_needs_a_rollout()
-        self._reject_untrained_sampling()
+        set_ = given(self)
+        for name, (possible, why, fix) in _POSSIBLE.items():
+            value = getattr(self, name)
+            if value not in possible if possible else name in set_:
+                raise ValueError(f"{name}={value!r} {why}. {fix}.")
+        self.min_p = 0.0
         self.vllm_server_base_url = check_url("vllm_server_base_url", self.vllm_server_base_url)
         super().__post_init__()
         devices.check_own(self.device)
@@ -88,25 +91,12 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
             )
         require(not self.auto_find_batch_size, "auto_find_batch_size", True, "false: the rollout worker starts once")
 
-    def _reject_what_needs_a_rollout(self):
-        set_ = given(self)
-        for name, (rejected, fix) in _NEEDS_ROLLOUT.items():
-            value = getattr(self, name)
-            if value == rejected if rejected is not None else name in set_:
-                raise ValueError(
-                    f"{name}={value!r} is not possible in asynchronous training, which scores one group at a "
-                    f"time. {fix}."
-                )
-
     def _reject_shares_of_unknown_steps(self):
         """How many optimizer steps an epoch has is known when it ends."""
         if self.max_steps > 0:
             return
-        shares = {
-            name: value
-            for name in ("save_steps", "logging_steps", "eval_steps", "warmup_steps")
-            if 0 < (value := getattr(self, name) or 0) < 1
-        }
+        values = {name: getattr(self, name) for name in ("save_steps", "logging_steps", "eval_steps", "warmup_steps")}
+        shares: dict[str, Any] = {name: value for name, value in values.items() if 0 < (value or 0) < 1}
         if self.lr_scheduler_type not in ("constant", "constant_with_warmup"):
             shares["lr_scheduler_type"] = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
         for name, value in shares.items():
@@ -114,16 +104,6 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
                 f"{name}={value!r} needs the number of optimizer steps, which num_train_epochs="
                 f"{self.num_train_epochs:g} does not tell in asynchronous training. Set `max_steps`."
             )
-
-    def _reject_untrained_sampling(self):
-        for name, neutral in _UNTRAINED_SAMPLING.items():
-            value = getattr(self, name)
-            if value not in neutral:
-                raise ValueError(
-                    f"{name}={value!r} makes completions come from another distribution than the one that is trained, "
-                    f"so that the log-ratio is wrong from the first step. Set `{name}` to {neutral[0]}."
-                )
-        self.min_p = 0.0
 
     @property
     def objective_fields(self) -> SimpleNamespace:

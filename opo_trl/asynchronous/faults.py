@@ -33,9 +33,6 @@ from ..rollout.vllm_server import wait_until_it_answers, watched
 from .config import AsyncOPOConfig
 
 
-# Modes in which vLLM reports the log-probabilities of what it samples from, at temperature 1 and at any other.
-_LOGPROBS_MODES = {True: ("raw_logprobs", "processed_logprobs"), False: ("processed_logprobs",)}
-
 _STOP_LIMIT = 25.0  # seconds; TRL gives its process 20
 
 MOST_LOST = 100  # groups in a row of which no sample is trained, after which the run ends
@@ -48,15 +45,12 @@ _MAY_PASS = (408, 425, 429)  # answers with which a server asks for another try
 
 def check_logprobs(client: VLLMClient, temperature: float) -> None:
     """
-    Check that a server reports the log-probabilities of what it samples from.
-
-    Raises:
-        `ValueError`: it does not; the message has the option that it needs.
-        `TimeoutError`: it does not answer within `vllm_server_timeout`.
+    Check that a server reports the log-probabilities of what it samples from. If it does not answer within
+    `vllm_server_timeout`, this raises a `TimeoutError`.
     """
     client.wait_for_server_ready()
     mode = client.get_server_info()["model_config"]["logprobs_mode"]
-    if mode not in _LOGPROBS_MODES[temperature == 1.0]:
+    if mode != "processed_logprobs" and (mode, temperature) != ("raw_logprobs", 1.0):
         raise ValueError(
             f"The vLLM server at {without_secrets(client.server_url)} runs with `--logprobs-mode {mode}`, so with "
             f"temperature={temperature} it does not report the log-probabilities that it samples from. Start it with "
@@ -65,12 +59,7 @@ def check_logprobs(client: VLLMClient, temperature: float) -> None:
 
 
 def check_sharding(accelerator: Accelerator) -> None:
-    """
-    Check that TRL can send the parameters to a server: it gathers those of FSDP2 only.
-
-    Raises:
-        `ValueError`: DeepSpeed ZeRO-3 or FSDP 1 shards them.
-    """
+    """Check that TRL can send the parameters to a server: it does not gather those of DeepSpeed ZeRO-3 and FSDP 1."""
     deepspeed = accelerator.state.deepspeed_plugin
     zero3 = deepspeed is not None and deepspeed.zero_stage == 3
     fsdp1 = accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2
@@ -83,10 +72,8 @@ def check_sharding(accelerator: Accelerator) -> None:
 
 def guard(worker: AsyncRolloutWorker, client: VLLMClient, limit: float) -> None:
     """
-    Let TRL's worker, which has not started yet, notice that its process or the server has ended, or a reward hangs.
-
-    Args:
-        limit (`float`): seconds that a reward may take for a group.
+    Let TRL's worker, which has not started yet, notice that its process or the server has ended, or that a reward
+    takes more than `limit` seconds for a group.
     """
     start, check_health, stop = worker.start, worker.check_health, worker.stop
     take = worker.rollout_buffer.get
@@ -102,16 +89,18 @@ def guard(worker: AsyncRolloutWorker, client: VLLMClient, limit: float) -> None:
         process: Any = worker._process
         try:
             return take(block, timeout)
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError):
             process.join(5)
-            if worker._failed_event.is_set():
-                guarded_check(math.inf)
-            raise RuntimeError(_ended(process.exitcode)) from error
+            guarded_check(math.inf)
+            raise
 
     def guarded_check(stale_after_s: float):
         process: Any = worker._process
         if not process.is_alive() and not worker._failed_event.is_set():
-            raise RuntimeError(_ended(process.exitcode))
+            raise RuntimeError(
+                f"The process of the rollout worker has ended with exit code {process.exitcode}; -9 is a kill, by a "
+                "user or because the machine ran out of memory. Resume from the last checkpoint."
+            )
         if worker._failed_event.is_set():
             process.join(5)  # the reason is on its way
         try:
@@ -147,12 +136,7 @@ class Samples:
     The queue that TRL takes samples from, which ends the run if TRL drops all of them: it would wait forever.
 
     Samples that were on the way when the first one was dropped may be as old as that. So the run ends after all those,
-    and as many more as [`MOST_LOST`] groups have.
-
-    Args:
-        queue (`queue.Queue` or `multiprocessing.queues.Queue`): that of the rollout worker.
-        args ([`AsyncOPOConfig`]): that of the trainer, which TRL completes.
-        version (`Callable[[], int]`): the version of the policy.
+    and as many more as [`MOST_LOST`] groups have. `queue` is the rollout worker's; `version` returns the policy's.
     """
 
     def __init__(self, queue: Any, args: AsyncOPOConfig, version: Callable[[], int]):
@@ -184,12 +168,7 @@ class Samples:
 
 @contextmanager
 def synchronizing(trainer: Any) -> Iterator[None]:
-    """
-    Watch the server while it is sent weights.
-
-    Raises:
-        `RuntimeError`: it does not answer, or does not take them.
-    """
+    """Watch the server while it is sent weights: a `RuntimeError` if it does not answer, or does not take them."""
     to_server = trainer._lora_sync or isinstance(trainer.weight_transfer, WeightTransferClient)
     if not to_server or not trainer.accelerator.is_main_process:
         yield
@@ -205,13 +184,6 @@ def synchronizing(trainer: Any) -> Iterator[None]:
                 f"The vLLM server at {without_secrets(url)} has not taken the weights: {error} Start it anew, and "
                 "resume the run from its last checkpoint."
             ) from error
-
-
-def _ended(exit_code: int | None) -> str:
-    return (
-        f"The process of the rollout worker has ended with exit code {exit_code}; -9 is a kill, by a user or because "
-        "the machine ran out of memory. Resume from the last checkpoint."
-    )
 
 
 # In the worker's process
@@ -231,10 +203,7 @@ def end_with_parent() -> None:
 class GuardedLoop(_AsyncRolloutLoop):
     """
     TRL's rollout loop, which ends if the server, a reward or a tool does not answer, and if the server rejects a
-    request.
-
-    Args:
-        reward_limit (`float`, *optional*): seconds that the rewards of a group may take. Other arguments are TRL's.
+    request. `reward_limit` is how many seconds the rewards of a group may take.
     """
 
     def __init__(self, *, reward_limit: float | None = None, **named):
@@ -242,8 +211,7 @@ class GuardedLoop(_AsyncRolloutLoop):
         self.reward_limit = reward_limit
         self._answered = self._returned = time.monotonic()  # a request; a tool or a reward
         # The names of environments follow those of the functions.
-        named_rewards = zip(self.reward_funcs, self.reward_func_names, strict=False)
-        self.reward_funcs = [checked_reward(reward, name) for reward, name in named_rewards]
+        self.reward_funcs = [*map(checked_reward, self.reward_funcs, self.reward_func_names)]
 
     def run(self) -> None:
         end_with_parent()

@@ -28,11 +28,8 @@ from .targets import OPORolloutLoop
 
 class GeneratesInProcess(_AsyncRolloutLoop):
     """
-    Mixin for a rollout loop: `rollout` makes a number of complete groups, with a model in the same process.
-
-    Args:
-        policy (`transformers.PreTrainedModel`): what generates.
-        seed (`int`): of the completions. Other arguments are the loop's.
+    Mixin for a rollout loop: `rollout` makes a number of complete groups, by a `policy` in the same process. `seed` is
+    that of the completions.
     """
 
     def __init__(self, *, policy: Any, seed: int, **named):
@@ -63,17 +60,16 @@ class GeneratesInProcess(_AsyncRolloutLoop):
             for (_, turn), made in zip(asked, self._sample([ids for ids, _ in asked]), strict=True):
                 turn.set_result(made)
             await asyncio.sleep(0)
-        conversations = [task.result() for task in tasks]
         samples = []
         for start in range(0, len(work), self.num_generations):
-            group = self._group(work[start : start + self.num_generations], conversations[start:])
-            samples += await self._score_group(group)
+            members = slice(start, start + self.num_generations)
+            samples += await self._score_group(self._group(work[members], [task.result() for task in tasks[members]]))
         return samples
 
     def _group(self, work: Sequence[tuple[int, dict[str, Any]]], conversations: Sequence[tuple]) -> RolloutGroup:
-        ids, rows = zip(*work, strict=True)
-        texts, tokens, sequences, calls, failures, rewards = map(list, zip(*conversations[: len(work)], strict=True))
+        (group, *_), rows = zip(*work, strict=True)
         columns = rows[0].keys() - {"prompt", "completion", "completion_ids"}
+        texts, tokens, sequences, calls, failures, rewards = map(list, zip(*conversations, strict=True))
         return RolloutGroup(
             prompts=[row["prompt"] for row in rows],
             reward_kwargs={name: [row[name] for row in rows] for name in columns},
@@ -83,7 +79,7 @@ class GeneratesInProcess(_AsyncRolloutLoop):
             tool_call_counts=calls,
             tool_failure_counts=failures,
             model_version=self.model_version,
-            group_id=ids[0],
+            group_id=group,
             env_rewards=[None] * len(rows),
             rollout_rewards=rewards,
         )
@@ -100,8 +96,7 @@ class GeneratesInProcess(_AsyncRolloutLoop):
             generator=self.generator,
         )
         for ids, values in zip(tokens.tolist(), logps.tolist(), strict=True):
-            ends = [place for place, token in enumerate(ids) if token in self.eos_token_ids]
-            length = ends[0] + 1 if ends else len(ids)
+            length = next((place + 1 for place, token in enumerate(ids) if token in self.eos_token_ids), len(ids))
             yield ids[:length], values[:length]
 
 
@@ -117,11 +112,8 @@ def sample(
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
     """
-    Sample a completion of each prompt.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: tokens and their log-probabilities at the temperature, `[B, T]` each;
-        what follows the first token of `eos` does not count.
+    Sample a completion of each prompt: tokens and their log-probabilities at the temperature, `[B, T]` each, of which
+    what follows the first token of `eos` does not count.
     """
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -179,19 +171,12 @@ class InProcessWorker:
     Rollout worker and weight transfer of an [`AsyncOPOTrainer`], without a server and other processes.
 
     Args:
-        model (`str`):
-            As in the trainer: hub id or folder of a causal language model, loaded with `args.model_init_kwargs`. Its
-            copy here generates on the CPU, in float32.
-        args ([`AsyncOPOConfig`]):
-            That of the trainer, with a `token_budget`, whose default only a server can tell.
-        train_dataset (`~datasets.Dataset`):
-            Rows with a `prompt`, a list of messages, and what the rewards read.
-        reward_funcs (`Callable` or `list[Callable]`):
-            As in the trainer. They are called in this process.
+        model, args, train_dataset, reward_funcs, tools:
+            As in the trainer. A copy of the model, loaded with `args.model_init_kwargs`, generates on the CPU in
+            float32; the functions are called in this process; `args` has a `token_budget`, whose default only a server
+            can tell; prompts are lists of messages.
         processing_class (`~transformers.PreTrainedTokenizerBase`):
             Tokenizer with a chat template that TRL knows, or with a `response_template`.
-        tools (`list[Callable]`, *optional*):
-            As in the trainer.
         staleness (`int`, *optional*, defaults to `0`):
             How many versions older than the current policy the one that generates is, as far as there are as many. TRL
             fetches a micro-batch ahead, so in training a sample is up to one version older; `opo/off_policy_steps`
@@ -238,8 +223,11 @@ class InProcessWorker:
         options: Any = args.model_init_kwargs or {}  # a dict, once parsed
         policy = AutoModelForCausalLM.from_pretrained(self.model, **{**options, "dtype": torch.float32}).eval()
         ends = policy.generation_config.eos_token_id
+        same = ("num_generations", "temperature", "chat_template_kwargs", "max_tool_calling_iterations")
         self.loop = self.loop_class(
             **self._loop_kwargs,
+            **{name: getattr(args, name) for name in (*same, "fork_threshold_tokens")},
+            max_tokens=args.max_completion_length,
             policy=policy,
             seed=args.seed,
             model_name=self.model,
@@ -248,15 +236,7 @@ class InProcessWorker:
             metrics_queue=self.metrics_queue,
             model_version_value=SimpleNamespace(value=self.version),
             # Nothing beats or fails on its own: what a reward raises is raised in the trainer.
-            heartbeat_value=None,
-            failed_event=None,
-            exception_info_queue=None,
-            num_generations=args.num_generations,
-            max_tokens=args.max_completion_length,
-            temperature=args.temperature,
-            chat_template_kwargs=args.chat_template_kwargs,
-            max_tool_calling_iterations=args.max_tool_calling_iterations,
-            fork_threshold_tokens=args.fork_threshold_tokens,
+            **dict.fromkeys(("heartbeat_value", "failed_event", "exception_info_queue")),
         )
 
     def stop(self) -> None:
@@ -287,18 +267,14 @@ class InProcessWorker:
 
     # As a weight transfer
 
-    def init_weight_transfer(self) -> None:
-        """There is nothing to connect."""
-
-    def pause(self) -> None:
-        """Nothing runs."""
-
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         self.policies[self.version + 1] = {name: tensor.detach().cpu().clone() for name, tensor in iterator}
         self.policies.pop(self.version - self.staleness, None)
 
-    def resume(self) -> None:
-        """Nothing was stopped."""
+    def init_weight_transfer(self) -> None:
+        """There is nothing to connect, nor to stop."""
+
+    pause = resume = init_weight_transfer
 
     def destroy(self) -> None:
         self.policies.clear()

@@ -61,19 +61,19 @@ def with_targets(
         samples (`list[RolloutSample]`): training rows of a complete group, changed in place.
         conversations (`list[int]`): the conversation of each. TRL makes several rows of a conversation whose history
             is rewritten on the way.
-        objective ([`Objective`]): what makes the targets.
 
     Returns:
         `list[RolloutSample]`: the samples with a score and a trained token. `advantage` is the target.
     """
-    rewards = dict(zip(conversations, (sample.metrics["reward"] for sample in samples), strict=True))
+    rewards: dict[int, float] = {}
+    tokens: Counter[int] = Counter()
+    for sample, conversation in zip(samples, conversations, strict=True):
+        rewards[conversation] = sample.metrics["reward"]
+        tokens[conversation] += int(sample.completion_mask.sum())
     scores = torch.tensor([*rewards.values()], dtype=torch.float64)
     targets, means = group_targets(scores, objective)
     omega = torch.full_like(scores, torch.nan) if targets.omega is None else targets.omega
     place = {conversation: i for i, conversation in enumerate(rewards)}
-    tokens: Counter[int] = Counter()
-    for sample, conversation in zip(samples, conversations, strict=True):
-        tokens[conversation] += int(sample.completion_mask.sum())
     kept = []
     for sample, conversation in zip(samples, conversations, strict=True):
         i = place[conversation]
@@ -87,12 +87,7 @@ def with_targets(
 
 class OPORolloutLoop(GuardedLoop):
     """
-    TRL's rollout loop, with OPO's targets.
-
-    Args:
-        opo ([`Objective`]): what makes the targets.
-        trained (`Collection[int]`, *optional*): groups that an earlier run has trained, which are left out. Other
-            arguments are TRL's.
+    TRL's rollout loop, with the targets of the objective `opo`. Groups that an earlier run has `trained` are left out.
     """
 
     def __init__(self, *, opo: Objective, trained: Collection[int] = frozenset(), **named):
@@ -118,12 +113,7 @@ class OPORolloutLoop(GuardedLoop):
 
 
 def make_targets(worker: AsyncRolloutWorker, objective: Objective) -> None:
-    """
-    Let TRL's worker, which has not started yet, make targets.
-
-    Raises:
-        `ValueError`: it has another loop than TRL's, which makes none.
-    """
+    """Let TRL's worker, which has not started yet, make targets; a loop that makes none raises a `ValueError`."""
     if worker._loop_cls is _AsyncRolloutLoop:
         worker._loop_cls = OPORolloutLoop
     elif not issubclass(worker._loop_cls, OPORolloutLoop):

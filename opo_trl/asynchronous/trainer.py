@@ -11,15 +11,20 @@ server, the rollout worker, the synchronization of weights, packing and checkpoi
 4. `_log_step` gathers the step's samples from all processes, once, and logs them under `opo/`.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
@@ -27,14 +32,20 @@ from .. import trl_contract
 from ..checks.weights import check_finite, check_models
 from ..metrics.step import SampleReport, metrics_of_samples
 from ..objective import OPO, Objective, Samples
+from ..rollout import checkpoint, wording
 from ..rollout.frozen_base import FrozenBase
 from ..rollout.prompts import check_datasets
+from ..rollout.skipped_steps import SkippedSteps
 from ..rollout.vllm_server import without_password
 from ..trainer import OPOTrainer
-from . import attention, faults
+from . import attention, faults, resumable
 from .config import AsyncOPOConfig
-from .resumable import ResumableAsyncTrainer
 from .targets import MEANS, OWN, make_targets
+
+
+logger = get_logger(__name__)
+
+_ROOM = 32  # for rows and micro-batches smaller than TRL expects
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +71,7 @@ class PackedSamples(Samples):
         return x[self.row]
 
 
-class AsyncOPOTrainer(ResumableAsyncTrainer):
+class AsyncOPOTrainer(AsyncGRPOTrainer):
     r"""
     Trainer for Orthogonalized Policy Optimization while a server generates, a drop-in replacement of
     [`~trl.experimental.async_grpo.AsyncGRPOTrainer`].
@@ -81,11 +92,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
     trainer.train()
     ```
 
-    Args:
-        model, reward_funcs, train_dataset, processing_class, ...:
-            As in [`~trl.experimental.async_grpo.AsyncGRPOTrainer`].
-        args ([`AsyncOPOConfig`], *optional*):
-            Configuration of the trainer. `None` takes the defaults, with an output folder named after the model.
+    `args` is an [`AsyncOPOConfig`], by default with an output folder named after the model; the rest is as in TRL.
 
     Raises:
         `TypeError`: `args` is a configuration of another trainer.
@@ -101,6 +108,7 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
     objective_class: type[Objective] = OPO
     policy_objective: Objective
     args: AsyncOPOConfig
+    _has_begun = False
 
     def __init__(self, model: str, reward_funcs=None, args: AsyncOPOConfig | None = None, *further, **named):
         trl_contract.check_replaced()
@@ -124,27 +132,70 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
         self._frozen_base = nullcontext() if self._lora_sync else FrozenBase(self.model)
         self.policy_objective = self.objective_class(args)
-        self._reports: list[Tensor] = []  # of the current optimizer step, one per micro-batch
+        self._skipped = SkippedSteps(args, self.accelerator)
+        self._collated: deque[set[int]] = deque()  # groups of each micro-batch that waits; where batches are collated
+        # Of the current optimizer step: micro-batches, their groups and reports, and passes over them that are left
+        self._batches_of_step: list[Any] = []
+        self._groups_of_step: set[int] = set()
+        self._reports: list[Tensor] = []
+        self._passes_left = 0
+        if self._epoch_stop_groups is not None:
+            # TRL's bound on the steps of an epoch, which must never be reached, counts each sample once.
+            args.max_steps *= args.num_iterations * _ROOM
+        worker: Any = self.rollout_worker
         if self.rollout_queue is not None:  # on the main process
             taken: Any = faults.Samples(self.rollout_queue, args, lambda: self.model_version)
             self.rollout_queue = taken
-        self._syncs = 0  # of weights, so far
-        self._synced_at = 0  # optimizer step
+        self._syncs, self._synced_at = 0, 0  # synchronizations of weights so far, and optimizer step of the last
         sent = self.objective_class(args.objective_fields)  # to the worker's process
-        worker: Any = self.rollout_worker
         if isinstance(worker, AsyncRolloutWorker):
             make_targets(worker, sent)
             faults.guard(worker, self.vllm_client, args.heartbeat_stale_after_s)
         elif "opo" in getattr(worker, "_loop_kwargs", {}):  # in this process
             worker._loop_kwargs["opo"] = sent
 
-    def train(self, *args, **kwargs):
-        """As in TRL; first checks which log-probabilities the server reports."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """
+        As in TRL, but only complete checkpoints are resumed, with the prompts of which no completion has been trained.
+        Completions that were on the way are generated anew.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*):
+                Folder of a checkpoint; `"last"` or `True`: the last complete one of the run; `"auto"`: the same, but
+                the run starts from the beginning if it has none.
+
+        Raises:
+            `ValueError`: the wanted checkpoint is not complete, there is none, or the server reports other
+                log-probabilities than those of the policy that it samples from.
+            `RuntimeError`: the trainer has trained before; TRL does not start its worker again.
+        """
         trl_contract.check_replaced()
         with without_password(self.args.vllm_server_base_url):
             if isinstance(self.rollout_worker, AsyncRolloutWorker):
                 faults.check_logprobs(self.vllm_client, self.args.temperature)
-            return super().train(*args, **kwargs)
+            if self._has_begun:
+                raise RuntimeError(
+                    "train() was called before, and the rollout worker cannot be started again. Make a new trainer, "
+                    "and resume from this one's last checkpoint."
+                )
+            self._has_begun = True
+            self._skip(())
+            return super().train(checkpoint.resolve(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
+
+    def _skip(self, trained: Collection[int]) -> None:
+        """Begin with the prompts that are not among those of the given groups."""
+        # TRL counts epochs by this set and by a number that says where it began.
+        self._trained_groups = set(trained)
+        self._groups_before_resume, self._last_groups_trained = 0, len(trained)
+        options = getattr(self.rollout_worker, "_loop_kwargs", None)
+        if options is not None:
+            options["trained"] = frozenset(trained)
+            options |= {"dataset_start_index": 0} if "dataset_start_index" in options else {}
+        elif trained and self.rollout_worker is not None:
+            logger.warning(
+                f"The rollout worker {type(self.rollout_worker).__name__} has no `_loop_kwargs`, so it cannot be told "
+                "which prompts have been trained: it begins with the first one."
+            )
 
     def _sync_weight(self):
         with faults.synchronizing(self), self._frozen_base:
@@ -157,8 +208,8 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
         inner = loader.base_dataloader
-        collate: Callable[[list], dict[str, Any]] = inner.collate_fn
-        inner.collate_fn = lambda examples: self._collate(collate, examples)
+        inner.collate_fn.groups_trained = set()  # TRL would take for trained what has been collated
+        inner.collate_fn = functools.partial(self._collate, inner.collate_fn)
         return loader
 
     def _collate(self, collate: Callable[[list], dict[str, Any]], examples: list) -> dict[str, Any]:
@@ -183,14 +234,19 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
                 total += trained if self.args.log_ratio_reduction == "sum" else trained / tokens
         table, counts = torch.tensor(tables, dtype=torch.float64), [len(row.samples) for row in rows]
         padded = [pad(part, (0, 0, 0, max(counts) - len(part))) for part in table.split(counts)]
+        self._collated.append({sample["group_id"] for row in rows for sample in row.samples})
         # Each process gets its slice of what has an entry per process.
         return {**collate(examples), "opo_rows": torch.stack(padded), "opo_total": torch.full((len(rows),), total)}
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        # Of the whole optimizer step and all processes: TRL divides each micro-batch by its own number of tokens, so
-        # that the gradient depends on how samples are distributed over micro-batches.
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return batches, sum(batch["opo_total"][0] for batch in batches)
+        if not self._passes_left:
+            self._batches_of_step, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+            self._passes_left = self.args.num_iterations
+            if self._collated:
+                self._groups_of_step = set().union(*(self._collated.popleft() for _ in self._batches_of_step))
+        self._passes_left -= 1
+        # Of the whole optimizer step and all processes. TRL divides each micro-batch by its own number of tokens.
+        return self._batches_of_step, sum(batch["opo_total"][0] for batch in self._batches_of_step)
 
     # The loss
 
@@ -223,8 +279,8 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
 
     def _row_losses(self, logps: Tensor, behaviour: Tensor, row: Tensor, table: Tensor) -> Tensor:
         """
-        Loss of each row, `[B]`, from the log-probabilities of each trained token under the policy and the behaviour
-        policy, `[M]` each, the row it belongs to, `[M]`, and the rows' part of `_collate`'s table.
+        Loss of each row, `[B]`, from the log-probabilities of its trained tokens under the policy and the behaviour
+        policy, `[M]` each, their row, `[M]`, and `_collate`'s table.
 
         A conversation that TRL forks into several rows has the loss `Σ s · loss(Δ_r / s)`, with the share s of its
         trained tokens that is in a row, and the log-ratio Δ_r of the row: at Δ = 0 and at the target this has the
@@ -254,10 +310,12 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         self._reports.append(torch.cat([torch.stack([*vars(report).values()], dim=1), table[:, 3:].float()], dim=1))
         return losses
 
-    # What is logged
+    # A step
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
+        if not self._passes_left:
+            self._trained_groups |= self._groups_of_step
         if self.accelerator.sync_gradients:
             self._log_step()
         return loss
@@ -279,3 +337,63 @@ class AsyncOPOTrainer(ResumableAsyncTrainer):
         for name in metrics.keys() - {"entropy", "opo/frac_skipped"}:
             if not math.isnan(metrics[name]):  # it has no value, or the objective no such metric
                 self._metrics["train"][name].append(metrics[name])
+
+    def _run_epoch(self, **named):
+        # Resumed from the last step's checkpoint, Transformers would train one step more.
+        epochs_are_over = len(self._trained_groups) >= (self._epoch_stop_groups or math.inf)  # on the main process
+        over = torch.tensor(int(epochs_are_over), device=self.accelerator.device)
+        if self.state.global_step >= self.state.max_steps or self.accelerator.reduce(over, reduction="sum").item():
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(**named)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm)
+        step = self.state.global_step + 1
+        return self._skipped.check(model, norm, step=step, micro_batches=self._batches_of_step)
+
+    def _maybe_log_save_evaluate(self, *inputs, **named):
+        with self._skipped.end_of_step(self):
+            super()._maybe_log_save_evaluate(*inputs, **named)
+
+    def log(self, logs, start_time=None):
+        if "grad_norm" in logs:
+            self._metrics["train"]["opo/skipped_steps"].append(self._skipped.total)
+        super().log(logs, start_time)
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        super().create_model_card(model_name, wording.if_on_the_hub(dataset_name), tags)
+        wording.name_model(self)
+
+    def _issue_warnings_after_load(self, load_result):
+        wording.leave_out_tied(self.model, load_result)
+        super()._issue_warnings_after_load(load_result)
+
+    # Saving and loading, in the order of Transformers
+
+    def _save_checkpoint(self, model, trial):
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            checkpoint.make_way(folder)
+        self.accelerator.wait_for_everyone()
+        with checkpoint.no_rotation(self.args):
+            super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            checkpoint.finish(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _finalize_training(self, *inputs, **named):
+        with checkpoint.no_rotation(self.args):
+            return super()._finalize_training(*inputs, **named)
+
+    def _save_rng_state(self, output_dir: str):
+        super()._save_rng_state(output_dir)
+        if self.accelerator.is_main_process:
+            resumable.write_trained(Path(output_dir), self._trained_groups)
+        self.accelerator.wait_for_everyone()  # the manifest lists the files of all processes
+        if self.args.should_save:
+            checkpoint.finalize(Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, folder: str | None):
+        super()._load_optimizer_and_scheduler(folder)  # before the worker is started
+        if folder is not None and self.accelerator.is_main_process:
+            self._skip(resumable.read_trained(Path(folder)))

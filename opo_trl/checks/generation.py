@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 from trl import GRPOConfig
 
-from ..fields import Range
+from ..fields import POSITIVE, Range
 from .ranges import RANGES, reject
 
 
@@ -41,7 +41,7 @@ _RANGES = {
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), Range(0, 1, ends="[)")),
     **dict.fromkeys(("min_new_tokens", "min_tokens", "min_length", "no_repeat_ngram_size"), Range(0, integer=True)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), Range(-2, 2)),
-    "max_time": Range(0, ends="(]"),
+    "max_time": POSITIVE,
 }
 
 # TRL takes these from the tokenizer, or does not use them.

@@ -31,7 +31,7 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Task:
-    """How problems of a level are drawn, written and solved, and those of the worked lines."""
+    """A level: how problems are drawn, written and solved, and those of the worked lines."""
 
     draw: Callable[[random.Random], Numbers]
     ask: Callable[[Numbers], str]
@@ -64,14 +64,8 @@ def make_problems(split: str, levels: Iterable[str] | None = None) -> list[dict[
     numbers, in whatever order, and none has those of a worked line.
 
     Args:
-        split (`str`):
-            The split.
-        levels (`Iterable[str]`, *optional*):
-            Levels to include, in this order: `"addition"` and `"largest"`. Both if `None`.
-
-    Returns:
-        `list[dict[str, str]]`: Rows with the keys `problem` (the prompt), `level`, `type` (`"Few-shot"`) and
-        `solution` (the number).
+        split (`str`), levels (`Iterable[str]`, *optional*):
+            The split, and the levels to include, in this order: `"addition"` and `"largest"`. Both if `None`.
 
     Raises:
         `ValueError`: if the split or a level is unknown.
@@ -80,22 +74,15 @@ def make_problems(split: str, levels: Iterable[str] | None = None) -> list[dict[
     for level in check_selection(split, levels, SPLIT_SIZES, list(LEVELS)):
         task = LEVELS[level]
         worked = "".join(f"{task.ask(numbers)} {task.answer(numbers)}\n" for numbers in task.worked)
-        for numbers in _draw(level, split):
+        shown = {_key(numbers) for numbers in task.worked}
+        for numbers in draw_split(split, level, _draw, _key, sizes=SPLIT_SIZES, seed=SEED, besides=shown):
             row = {"problem": worked + task.ask(numbers), "level": level, "type": "Few-shot"}
             rows.append(row | {"solution": str(task.answer(numbers))})
     return rows
 
 
-def _draw(level: str, split: str) -> list[Numbers]:
-    task = LEVELS[level]
-    shown = {_key(numbers) for numbers in task.worked}
-
-    def draw(level: str, rng: random.Random) -> Numbers:
-        while _key(numbers := task.draw(rng)) in shown:
-            pass
-        return numbers
-
-    return draw_split(split, level, draw, _key, sizes=SPLIT_SIZES, seed=SEED)
+def _draw(level: str, rng: random.Random) -> Numbers:
+    return LEVELS[level].draw(rng)
 
 
 def _key(numbers: Numbers) -> str:

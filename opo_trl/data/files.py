@@ -9,7 +9,6 @@ Local files are not read by `load_dataset("json" | "parquet" | "csv")`, because 
 - caches by modification time, so that a file replaced by one of the same age (`rsync -t`) comes from the cache.
 """
 
-import codecs
 import csv
 import gzip
 import io
@@ -38,28 +37,15 @@ def load_rows(dataset_name: str, dataset_config: str | None = None, split: str =
     """
     Load a split with all of its columns.
 
-    Args:
-        dataset_name (`str`):
-            A local file (`.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.csv` or `.tsv`; `split` is then ignored); a
-            local folder: with a file `{split}` of one of these endings, tried in this order, made by `save_to_disk`,
-            or copied from the Hub; or a dataset on the Hub.
-        dataset_config (`str`, *optional*):
-            Configuration of a dataset on the Hub, or of a copy.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split to load.
+    `dataset_name` is a local file (`.jsonl`, `.jsonl.gz`, `.json`, `.parquet`, `.csv` or `.tsv`; `split` is then
+    ignored); a local folder: with a file `{split}` of one of these endings, tried in this order, made by
+    `save_to_disk`, or copied from the Hub; or a dataset on the Hub. `dataset_config` is for the Hub, or such a copy.
 
     Raises:
         `ValueError`: it does not exist, cannot be read or has no such split.
     """
     source = local_file(dataset_name, split)
-    if source is None:
-        return load_from_hub(dataset_name, dataset_config, split)
-    if dataset_config is not None:
-        raise ValueError(
-            f"dataset_config={dataset_config!r} is only for datasets on the Hub, and dataset_name={dataset_name!r} is "
-            "not one. Remove it."
-        )
-    return _read(source)
+    return _load_with_library(dataset_name, dataset_config, split) if source is None else _read(source)
 
 
 def is_single_file(dataset_name: str) -> bool:
@@ -67,14 +53,7 @@ def is_single_file(dataset_name: str) -> bool:
     return dataset_name.endswith(_ENDINGS) and Path(os.path.expanduser(dataset_name)).is_file()
 
 
-def load_from_hub(name: str, config: str | None, split: str) -> Dataset:
-    """
-    Load a split of a dataset unchanged, with [`~datasets.load_dataset`], or with what reads a folder that
-    `save_to_disk` made.
-
-    Raises:
-        `ValueError`: if it does not exist, cannot be reached or has no such split.
-    """
+def _load_with_library(name: str, config: str | None, split: str) -> Dataset:
     try:
         if not _saved(Path(name)):
             return load_dataset(name, config, split=split)
@@ -109,9 +88,8 @@ def local_file(name: str, split: str) -> Path | None:
             return path
         if path.is_dir():
             candidates = [path / f"{split}{ending}" for ending in _ENDINGS]
-            for candidate in candidates:
-                if candidate.is_file():
-                    return candidate
+            if found := next(filter(Path.is_file, candidates), None):
+                return found
             if any(path.glob("README.md")) or any(path.rglob("*-of-*")) or _saved(path):
                 return None  # the library's own
             raise ValueError(
@@ -133,22 +111,19 @@ def _read(file: Path) -> Dataset:
     try:
         if file.suffix == ".parquet":
             return Dataset(ParquetFile(file).read())
-        content = (gzip.decompress if file.suffix == ".gz" else bytes)(file.read_bytes())
-        content = content.removeprefix(codecs.BOM_UTF8)  # as Windows writes it
-        rows = (_table_rows if file.suffix in (".csv", ".tsv") else _json_rows)(file, content)
-    except (ArrowInvalid, EOFError, OSError, zlib.error) as error:
-        raise ValueError(
-            f"dataset_name='{file}' cannot be read: {error}. It may be truncated: restore or replace the file."
-        ) from error
-    if not rows:
-        raise ValueError(f"dataset_name='{file}' cannot be read: it is empty. Restore or replace the file.")
-    names = dict.fromkeys(name for row in rows for name in row)
-    try:
+        text = _text((gzip.decompress if file.suffix == ".gz" else bytes)(file.read_bytes()))
+        rows = _table_rows(text, file.suffix) if file.suffix in (".csv", ".tsv") else _json_rows(text)
+        if not rows:
+            raise ValueError("it is empty. Restore or replace the file.")
+        names = dict.fromkeys(name for row in rows for name in row)
         return Dataset.from_dict({name: column([row.get(name) for row in rows]) for name in names})
+    except (ArrowInvalid, EOFError, OSError, zlib.error) as error:
+        cause, said = error, f"{error}. It may be truncated: restore or replace the file."
     except (OverflowError, UnicodeEncodeError) as error:  # an integer of more than 64 bits; half a surrogate pair
-        raise ValueError(
-            f"dataset_name='{file}' cannot be read: {error}. Write problems and solutions as strings in UTF-8."
-        ) from error
+        cause, said = error, f"{error}. Write problems and solutions as strings in UTF-8."
+    except ValueError as error:
+        cause, said = error, str(error)
+    raise ValueError(f"dataset_name='{file}' cannot be read: {said}") from cause
 
 
 def column(values: Sequence[Any]) -> pa.Array:
@@ -163,58 +138,51 @@ def column(values: Sequence[Any]) -> pa.Array:
     return pa.array([None if value is None else json.dumps(value) for value in values], pa.json_())
 
 
-def _table_rows(file: Path, content: bytes) -> list[Row]:
-    """The rows of a table with a header, all values as text. An error names the line."""
+def _text(content: bytes) -> str:
     try:
-        text = content.decode("utf-8")
+        return content.decode("utf-8-sig")  # Windows writes a signature
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"dataset_name='{file}' cannot be read: line {line} is not in UTF-8 ({error}). Save it as UTF-8."
-        ) from error
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {line} is not in UTF-8 ({error}). Save it as UTF-8.") from error
+
+
+def _table_rows(text: str, suffix: str) -> list[Row]:
+    """The rows of a table with a header, all values as text."""
     first = text.partition("\n")[0]
-    delimiter = "\t" if file.suffix == ".tsv" else ";" if ";" in first and "," not in first else ","  # Excel's
+    delimiter = "\t" if suffix == ".tsv" else ";" if ";" in first and "," not in first else ","  # Excel's
     csv.field_size_limit(max(len(text), csv.field_size_limit()))
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    rows: list[Row] = []
     try:
         names = next(lines, [])
-        rows: list[Row] = []
         if len(set(names)) < len(names):
-            raise ValueError(
-                f"dataset_name='{file}' cannot be read: two columns have one name, of {names}. Rename one."
-            )
-        for values in lines:
-            if values and len(values) != len(names):
+            raise ValueError(f"two columns have one name, of {names}. Rename one.")
+        for values in filter(None, lines):
+            if len(values) != len(names):
                 raise csv.Error(f"it has {len(values)} values for {len(names)} columns")
-            row = dict(zip(names, values, strict=False))
-            row.pop("", None)  # the index that pandas writes
-            rows += [row] if values else []
+            # The index that pandas writes has no name.
+            rows.append({name: value for name, value in zip(names, values, strict=True) if name})
     except csv.Error as error:
         raise ValueError(
-            f"dataset_name='{file}' cannot be read: line {lines.line_num}: {error}. Put values with commas, quotes or "
-            "line breaks into quotes, and write a quote in them twice."
+            f"line {lines.line_num}: {error}. Put values with commas, quotes or line breaks into quotes, and write a "
+            "quote in them twice."
         ) from error
     return rows
 
 
-def _json_rows(file: Path, content: bytes) -> list[Row]:
-    """The rows. An error names the line or, in a file that is one JSON list, the element."""
-    is_list = content.lstrip().startswith(b"[")
+def _json_rows(text: str) -> list[Row]:
+    """The rows of JSON lines, or of a file that is one JSON list."""
+    is_list = text.lstrip().startswith("[")
     rows = {}
-    for number, line in enumerate([content] if is_list else content.splitlines(), 1):
+    for number, line in enumerate([text] if is_list else io.StringIO(text, newline=None), 1):
         try:
             if line.strip():
-                rows[number] = json.loads(line.decode("utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"dataset_name='{file}' cannot be read: line {number} is not JSON in UTF-8 ({error}). Fix that line."
-            ) from error
+                rows[number] = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number} is not JSON ({error}). Fix that line.") from error
     if is_list:
         rows = dict(enumerate(rows[1], 1))
     for number, row in rows.items():
         if not isinstance(row, dict):
-            raise ValueError(
-                f"dataset_name='{file}' cannot be read: line {number} is {row!r}, not an object. Write rows as "
-                '`{"problem": …}`.'
-            )
+            raise ValueError(f'line {number} is {row!r}, not an object. Write rows as `{{"problem": …}}`.')
     return list(rows.values())

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from ..fields import integer
 from ..rewards.boxes import text_of, without_reasoning
 from ..rewards.effects import without_effects
 from ..rewards.errors import is_ctrl_c
@@ -42,10 +43,9 @@ def make_problems(
     Draw the problems of a task.
 
     Args:
-        name (`str`):
-            `"reasoning_gym/"` and the name of a task.
-        split (`str`):
-            `"train"` or `"test"`. They have different seeds, but may share problems in tasks with few.
+        name (`str`), split (`str`):
+            `"reasoning_gym/"` and the name of a task; `"train"` or `"test"`, which have different seeds, but may share
+            problems in tasks with few.
         levels (`list[str]`, *optional*):
             Levels of the task's curriculum, from `"0"`: all its attributes are set to this level, or to their highest.
             `None` for the task without its curriculum.
@@ -65,23 +65,12 @@ def make_problems(
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} of dataset_name={name!r} does not exist. Set it to 'train' or 'test'.")
     for field, value, least in (("seed", seed, 0), ("size", size, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < TEST_SEED // 2:
-            raise ValueError(
-                f"dataset_settings={{{field}: {value!r}}} is not allowed. Set `{field}` to an integer from {least} to "
-                f"{TEST_SEED // 2 - 1:,}."
-            )
-    seeded = dict(settings) | {"seed": seed + TEST_SEED * (split == "test")}
-    asked = [
-        [name.removeprefix(PREFIX), seeded, level] for level in dict.fromkeys([None] if levels is None else levels)
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=json.dumps(asked),
-        env={**os.environ, "PYTHONHASHSEED": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        if value not in (allowed := integer(least, TEST_SEED // 2 - 1)):
+            raise ValueError(f"dataset_settings={{{field}: {value!r}}} is not allowed. Set `{field}` to {allowed}.")
+    task, seeded = name.removeprefix(PREFIX), {**settings, "seed": seed + TEST_SEED * (split == "test")}
+    asked = json.dumps([[task, seeded, level] for level in dict.fromkeys([None] if levels is None else levels)])
+    where: Any = {"env": {**os.environ, "PYTHONHASHSEED": "0"}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-m", __name__], input=asked, check=False, **where)
     if done.returncode:
         *_, message = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
         if message.endswith(_MISSING):
@@ -94,7 +83,7 @@ def make_problems(
 def gym_reward(completions: list[Any], task: list[str], entry: list[str], **columns: Any) -> list[float]:
     """
     Score of each final answer by its task's own scorer, `score_answer` of reasoning-gym, in `[0, 1]`: 1 for a right
-    one, and in many tasks a part of it for a near miss.
+    one, and in many tasks a part of it for a near miss. `task` and `entry` are columns of [`make_problems`].
 
     The answer is the text between the last `<answer>` and `</answer>` after the reasoning; without them, all of a
     plain completion, and none of a conversation. Reasoning that does not end has no answer. What makes the scorer
@@ -103,10 +92,6 @@ def gym_reward(completions: list[Any], task: list[str], entry: list[str], **colu
     Some scorers evaluate answers as Python. While they run, a process can neither write nor start anything, or connect
     to anything (`rewards.effects`); that is no sandbox, and they may still hang. So run it in an [`IsolatedReward`],
     as recipes do: its workers stay restricted after the first answer.
-
-    Args:
-        completions (`list`): strings, or conversations.
-        task (`list[str]`), entry (`list[str]`): columns of [`make_problems`].
     """
     scored = zip(completions, task, entry, strict=True)
     return [_score(_answer(completion), _scorer(key), ast.literal_eval(drawn)) for completion, key, drawn in scored]
@@ -152,15 +137,13 @@ def _dataset(task: str, settings: dict[str, Any], level: str | None) -> Any:
         raise ValueError(f"dataset_name='{PREFIX}{task}' does not exist. {hint}")
     dataset_class, config_class = DATASETS[task]
     names = [field.name for field in fields(config_class)]
-    for name in settings:
-        if name not in names:
-            raise ValueError(
-                f"dataset_settings={{{name}: {settings[name]!r}}} is not a setting of {task}. Its settings are "
-                f"{', '.join(names)}."
-            )
+    if unknown := [name for name in settings if name not in names]:
+        raise ValueError(
+            f"dataset_settings={{{unknown[0]}: {settings[unknown[0]]!r}}} is not a setting of {task}. Its settings "
+            f"are {', '.join(names)}."
+        )
     try:
-        chosen = settings if level is None else _at_level(CURRICULA, task, settings, level)
-        config = config_class(**chosen)
+        config = config_class(**settings) if level is None else _at_level(CURRICULA, task, settings, level)
         if hasattr(config, "validate"):
             config.validate()
         return dataset_class(config=config)
@@ -171,8 +154,8 @@ def _dataset(task: str, settings: dict[str, Any], level: str | None) -> Any:
         ) from error
 
 
-def _at_level(curricula: Mapping[str, Any], task: str, settings: dict[str, Any], level: str) -> dict[str, Any]:
-    """The settings, with those that the curriculum determines."""
+def _at_level(curricula: Mapping[str, Any], task: str, settings: dict[str, Any], level: str) -> Any:
+    """The task's configuration, with the settings that its curriculum determines."""
     if task not in curricula:
         raise ValueError(f"levels={[level]}: {task} has no curriculum. Leave `levels` out.")
     curriculum = curricula[task]()
@@ -182,20 +165,14 @@ def _at_level(curricula: Mapping[str, Any], task: str, settings: dict[str, Any],
         raise ValueError(f"levels={[level]}: {task} has the levels 0 to {highest}. Set `levels` to some of them.")
     for attribute in attributes:
         curriculum.set_attr_level(attribute.name, min(int(level), len(attribute.levels) - 1))
-    made = curriculum.generate_configuration()
-    determined = [
-        name
-        for attribute in attributes
-        for kind in ("field_name", "lower_field_name", "upper_field_name")
-        if (name := getattr(attribute, kind, None))
-    ]
-    for name in determined:
-        if name in settings:
-            raise ValueError(
-                f"dataset_settings={{{name}: {settings[name]!r}}} is a setting that the levels of {task} determine. "
-                "Remove it, or `levels`."
-            )
-    return settings | {name: getattr(made, name) for name in determined}
+    for attribute in attributes:
+        for name in ("field_name", "lower_field_name", "upper_field_name"):
+            if (twice := getattr(attribute, name, None)) in settings:
+                raise ValueError(
+                    f"dataset_settings={{{twice}: {settings[twice]!r}}} is a setting that the levels of {task} "
+                    "determine. Remove it, or `levels`."
+                )
+    return curriculum.generate_configuration(settings)
 
 
 def _draw(task: str, settings: dict[str, Any], level: str | None) -> Iterator[dict[str, Any]]:

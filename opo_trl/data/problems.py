@@ -20,7 +20,7 @@ from datasets import Dataset
 from ..rewards.boxes import final_answer, find_boxes
 from . import few_shot, gym
 from .arithmetic import make_problems
-from .files import column, load_rows
+from .files import column, load_rows, local_file
 from .guessing import make_games
 from .prompts import without_space
 
@@ -62,21 +62,15 @@ def load_problems(
     Args:
         dataset_name (`str`):
             A name in [`EMBEDDED`], such as `"arithmetic"`; a task of reasoning-gym, such as
-            `"reasoning_gym/countdown"` ([`gym.make_problems`]); a local file (`.jsonl`, `.jsonl.gz`, `.json`,
-            `.parquet`, `.csv` or `.tsv`; `split` is then ignored); a local folder with a file `{split}` of one of
-            these endings, made by `save_to_disk`, or copied from the Hub; or a dataset on the Hub, such as
-            `"DigitalLearningGmbH/MATH-lighteval"` for MATH.
-        dataset_config (`str`, *optional*):
-            Configuration of a dataset on the Hub.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split to load.
+            `"reasoning_gym/countdown"` ([`gym.make_problems`]); or a local file or folder, or a dataset on the Hub,
+            such as `"DigitalLearningGmbH/MATH-lighteval"` for MATH ([`files.load_rows`]).
+        dataset_config (`str`, *optional*), split (`str`, *optional*, defaults to `"train"`):
+            Configuration and split to load.
         levels (`list[str]`, *optional*):
             Levels to keep, such as `["Level 3"]`. All of them if `None`.
-        fraction (`float`, *optional*, defaults to `1.0`):
+        fraction (`float`, *optional*, defaults to `1.0`), seed (`int`, *optional*, defaults to `42`):
             Fraction of the selected levels to keep, in (0, 1]: a random subset of `round(fraction * n)` rows. With the
             same seed, a larger fraction contains a smaller one.
-        seed (`int`, *optional*, defaults to `42`):
-            Seed of the random subset.
         columns (`dict[str, str]`, *optional*):
             Maps `problem`, `solution`, `level` or `type` to columns of the dataset, such as
             `{"problem": "question", "solution": "answer"}`; a dot leads into a mapping
@@ -119,13 +113,14 @@ def draw_or_load(
             f"dataset_settings={settings!r} has no effect with dataset_name={name!r}: it is for "
             f"reasoning-gym's tasks. Remove it, or set `dataset_name` to '{gym.PREFIX}' and a task."
         )
-    if not drawn and name not in EMBEDDED:
-        return load_rows(name, config, split)
-    if config is not None:
+    made = drawn or name in EMBEDDED
+    if config is not None and (made or local_file(name, split)):
         raise ValueError(
             f"dataset_config={config!r} is only for datasets on the Hub, and dataset_name={name!r} is not one. "
             "Remove it."
         )
+    if not made:
+        return load_rows(name, config, split)
     rows = gym.make_problems(name, split, levels, settings or {}) if drawn else EMBEDDED[name](split, levels)
     return Dataset.from_list(rows)
 
@@ -140,24 +135,15 @@ def has_prompts(rows: Dataset, columns: Mapping[str, str]) -> bool:
 
 
 def as_problems(name: str, rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sources]:
-    """
-    The problems of a dataset, with [`COLUMNS`] only, and which of its columns they are.
-
-    Raises:
-        `ValueError`: it has no such column.
-    """
+    """The problems of a dataset, with [`COLUMNS`] only, and which of its columns they are."""
     if columns and name.startswith(gym.PREFIX):
         raise ValueError(f"columns={dict(columns)!r} has no effect with dataset_name={name!r}. Remove `columns`.")
     names = rows.column_names
-    for ours, theirs in columns.items():
-        if ours not in COLUMNS or not _leads_somewhere(rows, theirs):
-            raise ValueError(
-                f"columns={dict(columns)!r} does not fit dataset_name='{name}'. Set `columns` to a mapping of "
-                f"{', '.join(COLUMNS)} to its columns: {', '.join(names)}."
-            )
-    found = {ours: ours for ours in ("level", "type") if ours in names}
-    found |= {"problem": next((theirs for theirs in _PROBLEMS if theirs in names), None)}
-    found |= {"solution": _answer_column(rows)} | dict(columns)
+    if not all(ours in COLUMNS and _leads_somewhere(rows, theirs) for ours, theirs in columns.items()):
+        raise _misfit(columns, names)
+    found: dict[str, Any] = {ours: ours for ours in ("level", "type") if ours in names}
+    found["problem"] = next((theirs for theirs in _PROBLEMS if theirs in names), None)
+    found |= {"solution": _answer_column(rows), **columns}
     missing = [ours for ours in ("problem", "solution") if found[ours] is None]
     if missing:
         raise ValueError(
@@ -166,11 +152,7 @@ def as_problems(name: str, rows: Dataset, columns: Mapping[str, str]) -> tuple[D
         )
     if name.startswith(gym.PREFIX):
         return rows, found  # with what its scorer reads
-    if all(found.get(ours) == ours for ours in COLUMNS) and _is_text(rows, COLUMNS):
-        return rows.select_columns(list(COLUMNS)), found
-    used = list(dict.fromkeys(_stored(names, theirs) for theirs in found.values()))
-    values: dict[str, list[Any]] = {ours: [None] * len(rows) for ours in COLUMNS}
-    values |= {ours: [_value(row, theirs) for row in rows.select_columns(used)] for ours, theirs in found.items()}
+    values = {ours: _values(rows, found[ours]) if ours in found else [None] * len(rows) for ours in COLUMNS}
     values["solution"] = _as_text(values["solution"])
     if found["solution"] != "solution":
         values["solution"] = [boxed(answer) for answer in values["solution"]]
@@ -186,9 +168,6 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
     A dot leads into a mapping, whose value becomes a further column. A solution from a column of another name is its
     final answer. A dataset without a column `solution`, which rewards read, gets one if it has final answers. A prompt
     from a column `messages` ends with its last user turn: what the assistant answers there is left out.
-
-    Raises:
-        `ValueError`: it has no such column, or already has one of the new names, or a prompt is unusable.
     """
     stored = rows.column_names
     if "prompt" not in {*stored, *columns} and _MESSAGES in stored:
@@ -205,13 +184,14 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
     for ours, theirs in inner.items():
         if not _leads_somewhere(renamed, theirs) or ours in renamed.column_names:
             raise _misfit(columns, stored)
-        values = [_value(row, theirs) for row in renamed.select_columns([_stored(renamed.column_names, theirs)])]
+        values = _values(renamed, theirs)
         if ours == "solution":
             texts = [boxed(value) for value in _as_text(values)]
             values = [final_answer(text) if isinstance(text, str) else text for text in texts]
         renamed = renamed.add_column(ours, column(values))
     if columns.get("prompt") == _MESSAGES:
         asked = [_until_last_question(turns, index) for index, turns in enumerate(renamed["prompt"])]
+        # Renamed first: it may be the only column, without which there would be no rows.
         renamed = renamed.rename_column("prompt", _MESSAGES).add_column("prompt", column(asked))
         renamed = renamed.remove_columns(_MESSAGES)
     if "prompt" in renamed.column_names:
@@ -244,26 +224,17 @@ def _check_prompts(prompts: Iterable[Any]) -> None:
 
 def _misfit(columns: Mapping[str, str], names: Sequence[str]) -> ValueError:
     return ValueError(
-        f"columns={dict(columns)!r} does not fit the dataset, whose columns are {', '.join(names)}. Set `columns` to "
-        "new names for some of them."
+        f"columns={dict(columns)!r} does not fit the dataset. Set `columns` to a mapping of {', '.join(COLUMNS)} or, "
+        f"for its own prompts, of new names to its columns: {', '.join(names)}."
     )
 
 
 def hold_out(problems: Dataset, size: float, seed: int) -> tuple[Dataset, Dataset]:
     """
-    Split problems for training from held-out ones, with no problem in both.
+    Split problems, rows with a column `problem` or `prompt`, into those for training and held-out ones.
 
-    Args:
-        problems (`Dataset`):
-            Rows with the column `problem` or `prompt`.
-        size (`float`):
-            Number of problems to hold out or, below 1, their share, rounded up.
-        seed (`int`):
-            Seed that draws them.
-
-    Returns:
-        `tuple[Dataset, Dataset]`: The rows whose problem is not held out, all of them; and a row of each problem that
-        is.
+    `size` is the number of problems to hold out or, below 1, their share, rounded up. Returns all rows whose problem
+    is not held out, and a row of each problem that is.
     """
     texts = [without_space(problem) for problem in problems["problem" if "problem" in problems.features else "prompt"]]
     first = {text: row for row, text in reversed([*enumerate(texts)])}
@@ -279,8 +250,8 @@ def select(problems: Dataset, levels: Sequence[str] | None, fraction: float, see
     """The rows of some levels, and a fraction of those; see [`load_problems`]."""
     if levels is not None:
         stored = problems["level"] if "level" in problems.features else []
-        found = [level if level is None else str(level) for level in stored]
-        known = sorted(level for level in {*found} if level is not None)
+        found = [None if level is None else str(level) for level in stored]
+        known = sorted({*found} - {None})
         if not known:
             raise ValueError(
                 f"levels={levels!r}: the dataset has no levels. Leave `levels` out, or set `columns: {{level: …}}`."
@@ -309,44 +280,32 @@ def _answer_column(rows: Dataset) -> str | None:
     return "solution" if "solution" in names else None
 
 
-def _stored(names: Sequence[str], path: str) -> str:
-    return path if path in names else path.partition(".")[0]
-
-
 def _leads_somewhere(rows: Dataset, path: str) -> bool:
     """Whether there is such a column or, after a dot, such a key in a mapping of any row."""
+    return path in rows.column_names or any(value is not None for value in _values(rows, path))
+
+
+def _values(rows: Dataset, path: str) -> list[Any]:
+    """A column; a dot leads into mappings, and to `None` where there are none."""
     if path in rows.column_names:
-        return True
-    outer = path.partition(".")[0]
-    return outer in rows.column_names and any(_value(row, path) is not None for row in rows.select_columns([outer]))
-
-
-def _value(row: Mapping[str, Any], path: str) -> Any:
-    """A column of a row; a dot leads into a mapping."""
-    if path in row:
-        return row[path]
-    value: Any = row
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
-
-
-def _is_text(rows: Dataset, names: Sequence[str]) -> bool:
-    return all(getattr(rows.features[name], "dtype", None) in ("string", "large_string") for name in names)
+        return rows[path][:]
+    outer, *inner = path.split(".")
+    values = rows[outer][:] if outer in rows.column_names else []
+    for name in inner:
+        values = [value.get(name) if isinstance(value, Mapping) else None for value in values]
+    return values
 
 
 def _as_text(values: list[Any]) -> list[Any]:
     """Numbers as text, also the only one of a list; all else unchanged."""
     single = [v[0] if isinstance(v, list) and len(v) == 1 else v for v in values]
-    return [str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v for v in single]
+    return [str(v) if type(v) in (int, float) else v for v in single]
 
 
 def boxed(answer: Any) -> Any:
     """
-    Put a box around a final answer: the text after `####`, or all of it.
-
-    If it is one number, it loses its thousands separators, for rewards that read numbers. Without `####`, `100,200`
-    may be a list: it remains as it is, and `accuracy_reward` accepts both readings.
+    Put a box around a final answer: the text after `####`, or all of it. One number loses its thousands separators,
+    but without `####`, `100,200` may be a list: it remains as it is, and `accuracy_reward` accepts both readings.
     """
     if not isinstance(answer, str) or find_boxes(answer):
         return answer

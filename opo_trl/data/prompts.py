@@ -42,8 +42,7 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
             cannot be used, unless none has one: then they are taken for final answers. `"plain"`: the problem
             unchanged, for a model without a chat template. A solution without a box is kept unchanged.
         instruction (`str`, *optional*):
-            What the user message asks for after the problem; by default step-by-step reasoning and a final answer in
-            `\boxed{}`; nothing if it is empty. Ignored in the style `"plain"`.
+            What the user message asks for after the problem; nothing if it is empty. `"plain"` ignores it.
 
     Returns:
         `Dataset`: Rows with the columns `prompt`, `solution` (the final answer), `level` and `type`. Rows of
@@ -58,14 +57,12 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
     scored_elsewhere = [name for name in dataset.column_names if name in ("task", "entry")]
     in_boxes = style == "chat" and any(isinstance(s, str) and find_boxes(s) for s in dataset["solution"])
     for index, row in enumerate(dataset):
-        reason = None if scored_elsewhere else _why_unusable(row, in_boxes)
+        answer, reason = (row["solution"], "") if scored_elsewhere else _answer(row, in_boxes)
         if reason:
             unusable.append(_named(index, row["problem"], reason))
             continue
-        prompt = as_prompt(row["problem"], style, instruction)
-        answer = row["solution"] if scored_elsewhere else _answer(row["solution"], in_boxes)
         kept = {name: row[name] for name in ("level", "type", *scored_elsewhere)}
-        rows.append({"prompt": prompt, "solution": answer, **kept})
+        rows.append({"prompt": as_prompt(row["problem"], style, instruction), "solution": answer, **kept})
     if not rows:
         first = unusable[0].strip() if unusable else "it is empty"
         raise ValueError(
@@ -75,34 +72,28 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
     return Dataset.from_list(rows)
 
 
-def _answer(solution: str, in_boxes: bool) -> str | None:
-    if not in_boxes and not find_boxes(solution):
-        return solution if solution.strip() else None
-    return final_answer(solution)
-
-
-def _why_unusable(row: dict[str, Any], in_boxes: bool) -> str | None:
+def _answer(row: dict[str, Any], in_boxes: bool) -> tuple[str, str]:
+    """The answer of a row, and why the row cannot be used."""
     for column in ("problem", "solution"):
         if not isinstance(row[column], str):
-            return f"its {column} is of type {type(row[column]).__name__}, not a string"
+            return "", f"its {column} is of type {type(row[column]).__name__}, not a string"
     if not row["problem"].strip():
-        return "its problem is empty"
-    return None if _answer(row["solution"], in_boxes) else "its solution has no final answer"
+        return "", "its problem is empty"
+    solution = row["solution"]
+    has_boxes = in_boxes or find_boxes(solution)
+    answer = final_answer(solution) if has_boxes else solution if solution.strip() else None
+    return (answer, "") if answer else ("", "its solution has no final answer")
 
 
 def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
     """
     Drop the held-out problems that are also in the training set, ignoring white space. Both have a column `problem`
-    or, without it, `prompt`.
-
-    Raises:
-        `ValueError`: if no row is left.
+    or, without it, `prompt`. If no row is left, this raises a `ValueError`.
     """
     name = "problem" if "problem" in training.column_names else "prompt"
     seen = {without_space(problem) for problem in training[name]}
-    overlap = [without_space(problem) in seen for problem in held_out[name]]
-    named = [_named(i, held_out[i][name], "") for i, overlaps in enumerate(overlap) if overlaps]
-    return _keep(held_out, overlap, named, "of the held-out set are in the training set", "dataset_test_split")
+    overlap = {i: _named(i, text) for i, text in enumerate(held_out[name]) if without_space(text) in seen}
+    return _drop(held_out, overlap, "of the held-out set are in the training set", "dataset_test_split")
 
 
 def without_space(problem: Any) -> str:
@@ -132,12 +123,11 @@ def tokenize_prompts(
                     f"{tokenizer.name_or_path!r}: {error}. Change the prompt, or the tokenizer's chat_template.jinja."
                 ) from error
         raise
-    for index, tokens in enumerate(ids):
-        if not tokens:
-            raise ValueError(
-                f"prompt: row {index} has no tokens with the tokenizer of {tokenizer.name_or_path!r}. Change the "
-                "prompt, or the tokenizer's chat_template.jinja."
-            )
+    if [] in ids:
+        raise ValueError(
+            f"prompt: row {ids.index([])} has no tokens with the tokenizer of {tokenizer.name_or_path!r}. Change the "
+            "prompt, or the tokenizer's chat_template.jinja."
+        )
     return ids
 
 
@@ -162,43 +152,33 @@ def drop_long_prompts(
     Drop the prompts that are longer than a limit. TRL neither truncates prompts nor limits their length.
 
     Args:
-        dataset (`Dataset`):
-            Rows with the column `prompt`, from [`to_prompts`].
-        tokenizer (`PreTrainedTokenizerBase`):
-            The trainer's tokenizer.
+        dataset (`Dataset`), tokenizer (`PreTrainedTokenizerBase`):
+            Rows with the column `prompt`, from [`to_prompts`], and the trainer's tokenizer.
         max_prompt_length (`int`):
             Longest prompt to keep, in tokens as the model gets it: with the chat template applied, including the start
             of the answer that the template adds.
         chat_template_kwargs (`dict[str, Any]`, *optional*):
-            The trainer's `chat_template_kwargs`, such as `{"enable_thinking": False}`, which adds four tokens to a
-            prompt of Qwen3.
-
-    Returns:
-        `Dataset`: The rows whose prompt has at most `max_prompt_length` tokens.
+            The trainer's, such as `{"enable_thinking": False}`, which adds four tokens to a prompt of Qwen3.
 
     Raises:
         `ValueError`: if no row is left.
     """
     prompts: list[Any] = list(dataset["prompt"])
+    texts = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
     lengths = [len(ids) for ids in tokenize_prompts(prompts, tokenizer, chat_template_kwargs)]
-    too_long = [length > max_prompt_length for length in lengths]
-    named = [
-        _named(i, prompts[i] if isinstance(prompts[i], str) else prompts[i][-1]["content"], f"{lengths[i]} tokens")
-        for i, long in enumerate(too_long)
-        if long
-    ]
-    return _keep(dataset, too_long, named, f"are longer than {max_prompt_length=} tokens", "max_prompt_length")
+    too_long = {i: _named(i, texts[i], f"{n} tokens") for i, n in enumerate(lengths) if n > max_prompt_length}
+    return _drop(dataset, too_long, f"are longer than {max_prompt_length=} tokens", "max_prompt_length")
 
 
-def _keep(dataset: Dataset, dropped: list[bool], named: list[str], what: str, field: str) -> Dataset:
-    if all(dropped):
+def _drop(dataset: Dataset, dropped: dict[int, str], what: str, field: str) -> Dataset:
+    if len(dropped) == len(dataset):
         raise ValueError(f"{field}: all {len(dataset)} rows {what}. Change `{field}` or the data.")
-    _warn_of_dropped(named, len(dataset), what)
-    return dataset.select([index for index, drop in enumerate(dropped) if not drop])
+    _warn_of_dropped([*dropped.values()], len(dataset), what)
+    return dataset.select([index for index in range(len(dataset)) if index not in dropped])
 
 
-def _named(index: int, problem: Any, reason: str) -> str:
-    return f"  row {index} ({str(problem)[:60]!r}){': ' if reason else ''}{reason}"
+def _named(index: int, problem: Any, reason: str = "") -> str:
+    return f"  row {index} ({str(problem)[:60]!r})" + (f": {reason}" if reason else "")
 
 
 def _warn_of_dropped(named: list[str], total: int, what: str) -> None:

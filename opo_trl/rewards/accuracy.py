@@ -57,7 +57,7 @@ _AFTER_BOX = re.compile(r"(?:[\s$*.!。]|\\[\])]|\\end\{[A-Za-z]+\*?\})*")
 
 def accuracy_reward(completions: Sequence[Completion], solution: Sequence[Any], **kwargs: Any) -> list[float | None]:
     r"""
-    Reward completions whose final answer is correct.
+    Reward completions whose final answer is correct, with their [`score`].
 
     Args:
         completions (`list[str]` or `list[list[dict[str, str]]]`):
@@ -65,11 +65,6 @@ def accuracy_reward(completions: Sequence[Completion], solution: Sequence[Any], 
         solution (`list[str]`):
             For each completion the gold answer, or a solution with the gold answer in its last box. A number counts as
             text; `None`, as no answer.
-        **kwargs:
-            Other columns and arguments from the trainer, ignored.
-
-    Returns:
-        `list[float | None]`: The [`score`] of each completion.
 
     Raises:
         `ValueError`: if `completions` and `solution` differ in length.
@@ -87,19 +82,11 @@ def accuracy_reward(completions: Sequence[Completion], solution: Sequence[Any], 
 
 def format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
     r"""
-    Reward completions that end in their final answer.
+    Reward 1.0 for a completion that ends in its final answer, and 0.0 for any other. Of a conversation, the last
+    message counts.
 
     The text after the last `</think>` must contain exactly one box, complete and not empty. Only the end of the
     formula (`$`, `\)`, `\]`, `\end{…}`), of bold type (`**`) and of the sentence may follow it.
-
-    Args:
-        completions (`list[str]` or `list[list[dict[str, str]]]`):
-            Completions, as text or as conversations, whose last message counts.
-        **kwargs:
-            Columns and other arguments from the trainer, ignored.
-
-    Returns:
-        `list[float]`: 1.0 or 0.0 for each completion.
     """
     return [float(_ends_in_box(without_reasoning(text_of(completion)))) for completion in completions]
 
@@ -112,10 +99,9 @@ def score(completion: str, solution: str) -> float | None:
     in native code, where a pair may take forever. [`IsolatedReward`] also ends these.
 
     Args:
-        completion (`str`):
-            Completion; its answer is the content of its last complete box.
-        solution (`str`):
-            Gold answer, or a solution with the gold answer in its last box.
+        completion (`str`), solution (`str`):
+            The answer is the content of the completion's last complete box; the gold answer, that of the solution's,
+            or all of the solution.
 
     Returns:
         `float` or `None`: 1.0 if the answer is correct; 0.0 if it is wrong, cannot be parsed or compared in time, or
@@ -229,51 +215,46 @@ def _number(parser: _Latex2Sympy, text: str) -> Number:
     return _any_number(parser, text)
 
 
-class _Guards:
+_lock = threading.Lock()
+_scoring: list[int] = []  # threads that are in the context below
+_originals: dict[tuple[Any, str], Any] = {}  # what it replaces
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
     """
     A context in which SymPy neither compiles the text of a completion nor expands huge numbers.
 
     Outside of it, and in other threads at the same time, SymPy and the parser are unchanged: a reward must not change
     the mathematics of the program that uses it.
     """
-
-    def __init__(self) -> None:
-        self._lock, self._contexts = threading.Lock(), 0
-        self._here = threading.local()  # `depth`: contexts entered by this thread
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._contexts += 1
-            if self._contexts == 1:
-                self._found = evalf.lambdify, _Latex2Sympy.parse_number, [log.disabled for log in _MATH_VERIFY]
-                evalf.lambdify = self._in_context(_integer_polynomial, evalf.lambdify)
-                _Latex2Sympy.parse_number = self._in_context(_number, _Latex2Sympy.parse_number)
-                for log in _MATH_VERIFY:
-                    log.disabled = True
-        self._here.depth = getattr(self._here, "depth", 0) + 1
-
-    def __exit__(self, *_: object) -> None:
-        self._here.depth -= 1
-        with self._lock:
-            self._contexts -= 1
-            if self._contexts == 0:
-                evalf.lambdify, _Latex2Sympy.parse_number, disabled = self._found
-                for log, was_disabled in zip(_MATH_VERIFY, disabled, strict=True):
-                    log.disabled = was_disabled
-
-    def _in_context(self, guarded: Callable[..., Any], found: Callable[..., Any]) -> Callable[..., Any]:
-        """Calls `guarded` in threads that are in the context, otherwise the original."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (guarded if getattr(self._here, "depth", 0) else found)(*args, **kwargs)
-
-        return call
+    with _lock:
+        if not _scoring:
+            _replace(evalf, "lambdify", _while_scoring(_integer_polynomial, evalf.lambdify))
+            _replace(_Latex2Sympy, "parse_number", _while_scoring(_number, _Latex2Sympy.parse_number))
+            for name in ("parser", "grader"):  # warn of slow answers, and of missing time limits, which are set here
+                _replace(logging.getLogger(f"math_verify.{name}"), "disabled", True)
+        _scoring.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        with _lock:
+            _scoring.remove(threading.get_ident())
+            while not _scoring and _originals:
+                (holder, name), original = _originals.popitem()
+                setattr(holder, name, original)
 
 
-# They warn of slow answers, and of missing time limits, which are set here.
-_MATH_VERIFY = [logging.getLogger(f"math_verify.{name}") for name in ("parser", "grader")]
+def _replace(holder: Any, name: str, value: Any) -> None:
+    _originals[holder, name] = getattr(holder, name)
+    setattr(holder, name, value)
 
-_guards = _Guards()
+
+def _while_scoring(guarded: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (guarded if threading.get_ident() in _scoring else original)(*args, **kwargs)
+
+    return call
 
 
 def _relatively_close(gold: Basic, answer: Basic) -> bool:
@@ -294,7 +275,7 @@ class _OutOfTime(BaseException):
 
 def _or_none(seconds: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        with _guards, _processor_time(seconds):
+        with _guarded(), _processor_time(seconds):
             return function(*args, **kwargs)
     # On the output of a model, a parser can fail in any way.
     except (Exception, _OutOfTime):

@@ -18,7 +18,6 @@ _BRACES = re.compile(
     re.VERBOSE,
 )
 
-
 # What joins boxes into one answer. Not an empty line: the second box then repeats or replaces the first.
 _JOINT = re.compile(r"(?:[ \t,;$]|\n(?!\s*\n)|and|or|\\text\s*\{[^{}]*\b(?:and|or)\s*\}|\\q?quad|\\[,;:!() ])*")
 
@@ -63,11 +62,7 @@ def final_answer(solution: str) -> str | None:
 
     Boxes separated only by commas, "and", "or", `$` and white space are one answer, a list: `\boxed{-2}$ and
     $\boxed{1}` is `-2, 1`, as in about 20 rows of MATH. So a completion that offers several answers does not match any
-    single one of them.
-
-    Returns:
-        `str` or `None`: The contents of the boxes joined to the last complete `\boxed{…}`, `\boxed 2` or `\fbox{…}`,
-        and of that box, without duplicates; `None` if there is no complete box or the last one is empty.
+    single one of them. Duplicates count once. Without a complete box, or if the last one is empty, there is no answer.
     """
     complete = [box for box in find_boxes(solution) if box.content is not None]
     if not complete or not (last := solution[complete[-1].content].strip()):

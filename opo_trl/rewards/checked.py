@@ -18,16 +18,13 @@ if TYPE_CHECKING:
 
 def reward_list(reward_funcs: Any) -> list[Any] | None:
     """
-    Check a trainer's `reward_funcs`, one reward or several, and return the same objects in a new list.
-
-    Returns `None` for `None`, when environments give the rewards.
-
-    Raises:
-        `TypeError`: if one of them is not a function, another callable object, a reward model or the path of one.
+    A trainer's `reward_funcs`, one reward or several, in a new list; `None` for `None`, when environments give the
+    rewards. Raises a `TypeError` if one is not a function, another callable object, a reward model or the path of one.
     """
     if reward_funcs is None:
         return None
-    given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    several = isinstance(reward_funcs, list | tuple)
+    given = list(reward_funcs) if several else [reward_funcs]
     for index, reward in enumerate(given):
         if inspect.isclass(reward):
             what, fix = "a class", f"an instance, such as {reward.__name__}()"
@@ -35,10 +32,8 @@ def reward_list(reward_funcs: Any) -> list[Any] | None:
             what, fix = f"of type {type(reward).__name__}", "a function, a reward model or its path"
         else:
             continue
-        place = f"[{index}]" if isinstance(reward_funcs, list | tuple) else ""
-        raise TypeError(
-            f"reward_funcs{place}={shown(reward)} is {what}, not a reward. Pass {fix}, or a list of these."
-        )
+        name = f"reward_funcs[{index}]" if several else "reward_funcs"
+        raise TypeError(f"{name}={shown(reward)} is {what}, not a reward. Pass {fix}, or a list of these.")
     return given
 
 
@@ -51,9 +46,8 @@ def checked(trainer: "GRPOTrainer") -> Iterator[None]:
     models and [`IsolatedReward`] always return numbers and are not wrapped.
     """
     given: list[Any] = trainer.reward_funcs
-    trainer.reward_funcs = [
-        checked_reward(reward, name) for reward, name in zip(given, trainer.reward_func_names, strict=True)
-    ]
+    named = zip(given, trainer.reward_func_names, strict=True)
+    trainer.reward_funcs = [checked_reward(reward, name) for reward, name in named]
     try:
         yield
     finally:
@@ -121,11 +115,8 @@ def _checked_tool(tool: Callable[..., Any], name: str, failed: list[RewardError]
 @contextmanager
 def checked_environments(factories: Iterable[Any], made: Mapping[Any, list[Any]]) -> Iterator[None]:
     """
-    Within this context, an environment that cannot be made or reset raises a [`RewardError`] that names it.
-
-    Args:
-        factories (`Iterable`): classes, or functions, that make environments.
-        made (`Mapping`): by any name, lists to which those are added that are made in this context.
+    Within this context, an environment that cannot be made, by one of the `factories`, or reset raises a
+    [`RewardError`] that names it. `made` holds, by any name, lists to which TRL adds those that it makes.
     """
     try:
         yield
@@ -137,7 +128,6 @@ def checked_environments(factories: Iterable[Any], made: Mapping[Any, list[Any]]
         called = [*factories, *(getattr(kind, name, None) for kind in kinds for name in ("__init__", "reset"))]
         names = {function.__code__: function.__qualname__ for function in called if inspect.isfunction(function)}
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_code in names:
-                name = names[frame.f_code]
+            if name := names.get(frame.f_code):
                 raise RewardError(f"{name} of an environment has raised {told(error)}. Fix it.") from error
         raise

@@ -23,8 +23,8 @@ class RewardError(RuntimeError):
 
 class CountingReward:
     """
-    A reward that always returns numbers, and counts the completions of its last call that it could not score. Trainers
-    know [`IsolatedReward`] by this class, without importing what workers need.
+    A reward that always returns numbers, and counts what it could not score in its last call. Trainers know
+    [`IsolatedReward`] by this class, without importing what workers need.
     """
 
     timeouts = errors = 0
@@ -32,10 +32,7 @@ class CountingReward:
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """
-    Raise a [`RewardError`] that names a reward function for whatever is raised in this context, including
-    `SystemExit`, which would end a run without a word.
-    """
+    """Name a reward function if this context raises anything, even `SystemExit`, which would end a run silently."""
     try:
         yield
     except BaseException as error:

@@ -6,11 +6,8 @@ worker, that costs one completion its score.
 
 Workers are forked from a fork server, a process that starts clean and imports the reward's module once. So they
 inherit neither threads nor CUDA from the training process, a killed worker is replaced in milliseconds, and all
-workers hash strings alike, which determines the order of sets. They never import the main script. Python has one fork
-server per process: if something else has started it before, workers also hold what that has imported.
-
-Nothing outlives the training process, however it ends: each worker has a guard, a process that ends the worker, and
-what the worker has started.
+workers hash strings alike, which determines the order of sets. They never import the main script. Each has a guard, a
+process that ends it and what it has started when the training process ends, however it does.
 """
 
 import functools
@@ -70,9 +67,6 @@ class IsolatedReward(CountingReward):
     missing score as 0). A worker that exceeds the time limit is killed, even in native code, and replaced. One warning
     per call counts these completions and shows the first error.
 
-    TRL 1.16 calls a reward function once per rollout, after generation, with all completions of the process. So
-    completions are scored in parallel with each other, but not during generation.
-
     Args:
         reward (`Callable`):
             Reward function with TRL's signature that scores each completion independently: it is called with lists of
@@ -82,8 +76,7 @@ class IsolatedReward(CountingReward):
             Number of worker processes, at least 1. They start at the first call, and end with this process, with
             [`close`], or when this object is garbage-collected.
         timeout (`float`, *optional*, defaults to `30.0`):
-            Wall-clock limit per completion in seconds, positive. `accuracy_reward` itself gives up after at most 20
-            seconds of processor time, unless it hangs in native code.
+            Wall-clock limit per completion in seconds, positive.
         memory (`int`, *optional*, defaults to `2048`):
             Memory that a worker may allocate in MiB, at least 512: Linux's RLIMIT_DATA, which unlike the address space
             does not count the code of libraries. Ignored on macOS.
@@ -91,8 +84,7 @@ class IsolatedReward(CountingReward):
     Attributes:
         timeouts (`int`), errors (`int`):
             Completions of the last call that were not scored in time; and that raised, ran out of memory or ended
-            their worker. A worker that dies at once may count as a timeout, because the pool does not know yet which
-            completion it had.
+            their worker. A worker that dies at once may count as a timeout.
 
     Raises:
         `ValueError`: if a limit is out of range, or the function cannot be sent to a worker.
@@ -142,8 +134,7 @@ class IsolatedReward(CountingReward):
         # One completion per task: a failure then costs no other its score, and each has the same time limit.
         outcomes = list(self._outcomes([{name: [c[i]] for name, c in columns.items()} for i in range(n)]))
         errors = [outcome for outcome in outcomes if isinstance(outcome, str)]
-        self.timeouts = sum(outcome is _TIMED_OUT for outcome in outcomes)
-        self.errors = len(errors)
+        self.timeouts, self.errors = outcomes.count(_TIMED_OUT), len(errors)
         if self.timeouts or errors:
             first = f", the first with {errors[0].rstrip('.')}" if errors else ""
             logger.warning(
@@ -162,8 +153,7 @@ class IsolatedReward(CountingReward):
         for i in range(len(rows)):
             for tries in (1, 2):
                 try:
-                    # The pool enforces the timeout. Waiting is limited too, in case a worker never starts. Rows start
-                    # in this order, so this row is running by now or is the next.
+                    # The pool enforces the timeout; a worker may never start. Rows start in this order.
                     outcome = futures[i].result(self.timeout + START_LIMIT)
                 except ProcessExpired as error:
                     outcome = f"its worker ending with code {error.exitcode}"
@@ -203,9 +193,9 @@ class IsolatedReward(CountingReward):
             context=context,
         )
         # Not `__del__`, which need not run at exit; workers would then outlive the run.
-        self._end = weakref.finalize(self, _stop, pool)
+        self._end = weakref.finalize(self, lambda: (pool.stop(), pool.join()))
         try:
-            pool.schedule(_ready).result(START_LIMIT)  # a failing import raises here, not at every completion
+            pool.schedule(os.getpid).result(START_LIMIT)  # a failing import raises here, not at every completion
         except (BrokenProcessPool, TimeoutError) as error:
             self.close()
             raise RewardError(
@@ -241,16 +231,9 @@ class _Context(ForkServerContext):
     Process = _Process
 
 
-def _stop(pool: ProcessPool) -> None:
-    pool.stop()
-    pool.join()
-
-
-# In the workers
-#
-# Each limit is enforced where it also holds in native code, during which a worker runs no signal handlers of Python:
-# time by the pool in the training process, which kills the worker; memory by the kernel, so that an allocation fails
-# in the worker, before the out-of-memory killer chooses the trainer; orphans by the worker's guard.
+# In the workers. Each limit also holds in native code, during which a worker runs no signal handlers of Python: the
+# pool, in the training process, kills a worker that is late; the kernel lets an allocation fail in the worker, before
+# the out-of-memory killer chooses the trainer; the guard ends orphans.
 
 
 def _limit(trainer: int, memory: int, reward: Callable[..., Any]) -> None:
@@ -285,9 +268,6 @@ def _guard(worker: int, trainer: int) -> NoReturn:
                     os.kill(pid, signal.SIGKILL)
     finally:
         os._exit(0)
-
-
-def _ready() -> None: ...
 
 
 def _score(reward: Callable[..., Any], row: Row) -> float | str | None:

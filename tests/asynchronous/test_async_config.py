@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate import DistributedType
-from trl.experimental.async_grpo import AsyncGRPOConfig
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
@@ -124,9 +124,9 @@ def test_log_probabilities_of_another_policy_are_rejected(server, config, monkey
     trainer = object.__new__(AsyncOPOTrainer)  # `train` looks at these only
     trainer.rollout_worker = object.__new__(AsyncRolloutWorker)
     trainer.vllm_client = VLLMClient(url, 10.0)
-    trainer.args = SimpleNamespace(temperature=temperature, vllm_server_base_url=url)
-    parent = AsyncOPOTrainer.__mro__[1]
-    monkeypatch.setattr(parent, "train", lambda self: "trained")
+    trainer.args = SimpleNamespace(temperature=temperature, vllm_server_base_url=url, output_dir="run")
+    trainer.rollout_worker._loop_kwargs = {}
+    monkeypatch.setattr(AsyncGRPOTrainer, "train", lambda self, checkpoint: "trained")
     if passes:
         assert trainer.train() == "trained"
     else:

@@ -135,7 +135,7 @@ MUTATIONS = {
         **ON_TWO,
     ),
     "the end of the epochs is agreed on the host": Mutation(
-        "asynchronous/resumable.py",
+        "asynchronous/trainer.py",
         "torch.tensor(int(epochs_are_over), device=self.accelerator.device)",
         "torch.tensor(int(epochs_are_over))",
         NOT_OF_NCCL,

@@ -14,7 +14,7 @@ The rows have the four columns of the MATH dataset (`problem`, `level`, `type`, 
 
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
@@ -71,24 +71,15 @@ def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None 
     Per level there are 2,048 problems in `"train"` and 1,000 in `"test"`, all distinct, and no problem is in both.
 
     Args:
-        split (`Literal["train", "test"]`):
-            The split.
-        levels (`Iterable[str]`, *optional*):
-            Levels to include, in this order: `"Level 1"` to `"Level 5"`. All of them if `None`.
+        split (`Literal["train", "test"]`), levels (`Iterable[str]`, *optional*):
+            The split, and the levels to include, in this order: `"Level 1"` to `"Level 5"`. All of them if `None`.
 
     Returns:
-        `list[dict[str, str]]`: Rows with the keys `problem` (the prompt), `level`, `type` (`"Addition"`,
-        `"Subtraction"` or `"Mixed"`) and `solution` (the worked chain, whose last number is the answer).
+        `list[dict[str, str]]`: Rows such as `{'problem': '14+28-19=', 'level': 'Level 2', 'type': 'Mixed', 'solution':
+        '42-19=23'}`. The type may also be `'Addition'` or `'Subtraction'`.
 
     Raises:
         `ValueError`: if the split or a level is unknown.
-
-    Example:
-
-    ```python
-    >>> make_problems("train", ["Level 2"])[0]
-    {'problem': '14+28-19=', 'level': 'Level 2', 'type': 'Mixed', 'solution': '42-19=23'}
-    ```
     """
     levels = check_selection(split, levels, SPLIT_SIZES, LEVELS)
     return [
@@ -101,12 +92,7 @@ def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None 
 def check_selection(
     split: str, levels: Iterable[str] | None, sizes: Mapping[str, int], known: Sequence[str]
 ) -> list[str]:
-    """
-    Levels to include: those given, or all known ones.
-
-    Raises:
-        `ValueError`: if the split or a level is unknown.
-    """
+    """Levels to include: those given, or all known ones. A split or a level that is unknown raises a `ValueError`."""
     if split not in sizes:
         raise ValueError(f"split={split!r} does not exist. Use one of {list(sizes)}.")
     levels = list(known if levels is None else levels)
@@ -123,13 +109,18 @@ def draw_split(
     *,
     sizes: Mapping[str, int],
     seed: int,
+    besides: Collection[str] = (),
 ) -> list[T]:
-    """Draw the problems of a split, with distinct texts. All splits come from one stream, so they are disjoint."""
+    """
+    Draw the problems of a split, with distinct texts, and none of those in `besides`. All splits come from one stream,
+    so they are disjoint.
+    """
     rng = random.Random(f"{seed}, {level}")
     distinct: dict[str, T] = {}
     while len(distinct) < sum(sizes.values()):
         problem = draw(level, rng)
-        distinct.setdefault(text(problem), problem)
+        if text(problem) not in besides:
+            distinct.setdefault(text(problem), problem)
     problems = iter(distinct.values())  # training problems are drawn last, whatever their number
     return {name: list(islice(problems, sizes[name])) for name in reversed([*sizes])}[split]
 
@@ -151,9 +142,5 @@ def arithmetic_reward(completions: Sequence[Completion], solution: list[str], **
     As with MATH, only the answer counts: the chain before it is not checked and may be omitted. Of a conversation, the
     last message counts.
     """
-    pairs = zip(completions, solution, strict=True)
-    return [float(_answer(text_of(completion)) == _answer(worked)) for completion, worked in pairs]
-
-
-def _answer(text: str) -> str:
-    return text.rpartition("=")[2]
+    pairs = zip(map(text_of, completions), solution, strict=True)
+    return [float(text.rpartition("=")[2] == worked.rpartition("=")[2]) for text, worked in pairs]

@@ -43,7 +43,6 @@ class Guessing:
             prompt (`list[dict[str, str]]`): messages; the first two numbers of the last one are the range.
             solution (`str`): the number.
             level (`str`): such as `"Level 4"`, which has four guesses.
-            row: the other columns, which the game does not need.
         """
         self.low, self.high = map(int, re.findall(r"\d+", prompt[-1]["content"])[:2])
         self.number, self.left, self.found = int(solution), guesses(level), False
@@ -105,14 +104,8 @@ def make_games(split: Literal["train", "test"], levels: Iterable[str] | None = N
     Per level there are 1,024 games in `"train"` and 400 in `"test"`, all distinct, and no range is in both.
 
     Args:
-        split (`Literal["train", "test"]`):
-            The split.
-        levels (`Iterable[str]`, *optional*):
-            Levels to include, in this order: `"Level 4"` and `"Level 5"`. Both if `None`.
-
-    Returns:
-        `list[dict[str, str]]`: Rows with the keys `problem`, `level`, `type` (`"Guessing"`) and `solution`, the number
-        in a box.
+        split (`Literal["train", "test"]`), levels (`Iterable[str]`, *optional*):
+            The split, and the levels to include, in this order: `"Level 4"` and `"Level 5"`. Both if `None`.
 
     Raises:
         `ValueError`: if the split or a level is unknown.
@@ -125,6 +118,6 @@ def make_games(split: Literal["train", "test"], levels: Iterable[str] | None = N
             low, high = rng.choice(known)
             games[low, high, rng.randint(low, high)] = None
         for low, high, number in games:
-            text, solution = problem(low, high, level), f"\\boxed{{{number}}}"
-            rows.append({"problem": text, "level": level, "type": "Guessing", "solution": solution})
+            row = {"problem": problem(low, high, level), "level": level, "type": "Guessing"}
+            rows.append(row | {"solution": f"\\boxed{{{number}}}"})
     return rows
