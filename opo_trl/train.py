@@ -129,7 +129,7 @@ def _find_checkpoint(
         checkpoint = find_checkpoint(asked, args.output_dir)
         resume = continues(folder, asked, checkpoint)
         if script.overwrite and not resume:
-            preflight.check_apart(folder, preflight.inputs(script, args, model, recipe_path))
+            preflight.check_apart(script, args, model, recipe_path)
         run_folder.check(folder, resume=resume, overwrite=script.overwrite)
         if checkpoint is not None:
             check_same_run(checkpoint, settings, model)

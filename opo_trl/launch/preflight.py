@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -45,7 +45,7 @@ OF_TRAINER = ("trainer_state", "log_extra", "log_metric")
 
 _HTTP_SECONDS = 5.0  # time limit for an answer
 _HERE = "the current folder"
-
+_FILES = ("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint")  # fields that may name one
 
 # Field of a recipe → the package that it needs, and what installs that.
 _PACKAGES = {
@@ -64,43 +64,30 @@ def check_packages(args: RolloutConfig, model_config: ModelConfig) -> None:
             check_installed(f"{name}=True", package, install=install, otherwise=f", or remove `{name}`")
 
 
-def inputs(
-    script: OPOScriptArguments, args: RolloutConfig, model: str, recipe_path: str | None
-) -> Iterator[tuple[str, str | Path]]:
-    """What a run reads from files: the field that names it, and where it is, or would be if it is a file."""
-    # A run's own `recipe.yaml` repeats it in place: it is replaced, and never deleted.
-    folder = Path(args.output_dir)
-    repeats = is_claimed(folder) and os.path.realpath(recipe_path or "") == os.path.realpath(folder / RECIPE)
-    yield "config", "" if repeats else recipe_path or ""
-    yield "model_name_or_path", model
-    for name in ("dataset_name", "reward_model_name_or_path", "accelerate_config"):
-        yield name, getattr(script, name) or ""
-    for part in script.datasets:
-        named = [part.get(name) for name in ("path", "data_dir", "data_files")]
-        yield from (("datasets", path) for path in named if isinstance(path, str))
-    for name in ("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint"):
-        value = getattr(args, name, None)
-        yield name, value if isinstance(value, str) else ""
-    dotted = [("reward_funcs", name) for name in script.reward_funcs or ()]
-    dotted += [("tools", name) for name in script.tools or ()]
-    dotted += [("environment_factory", script.environment_factory or "")]
-    for field, name in dotted:
-        module = name.rpartition(".")[0].replace(".", "/")
-        yield from ((field, Path(place, module + end)) for place in ("", *sys.path) for end in (".py", "") if module)
-    yield _HERE, Path.cwd()
-
-
-def check_apart(folder: Path, inputs: Iterable[tuple[str, str | Path]]) -> None:
+def check_apart(script: OPOScriptArguments, args: RolloutConfig, model: str, recipe_path: str | None) -> None:
     """
-    Check that a folder whose run will be deleted contains nothing that the new run reads, also through links.
+    Check that the folder of a run, which will be deleted, contains nothing that the new run reads, also through links.
 
     Raises:
         `ValueError`: names both fields.
     """
-    for field, path in inputs:
-        place = Path(os.path.expanduser(path))
-        if not str(path) or not os.path.exists(place):
+    folder = Path(args.output_dir)
+    # A run's own `recipe.yaml` repeats it in place: it is replaced, and never deleted.
+    repeats = is_claimed(folder) and os.path.realpath(recipe_path or "") == os.path.realpath(folder / RECIPE)
+    read: list[tuple[str, Any]] = [("config", None if repeats else recipe_path), ("model_name_or_path", model)]
+    for name in ("dataset_name", "reward_model_name_or_path", "accelerate_config", *_FILES):
+        read.append((name, getattr(script, name, None) or getattr(args, name, None)))
+    for part in script.datasets:
+        read += [("datasets", part.get(name)) for name in ("path", "data_dir", "data_files")]
+    for field in ("reward_funcs", "tools", "environment_factory"):
+        value: Any = getattr(script, field) or []
+        for name in [value] if isinstance(value, str) else value:
+            module = name.rpartition(".")[0].replace(".", "/")
+            read += [(field, Path(at, module + end)) for at in ("", *sys.path) for end in (".py", "") if module]
+    for field, path in [*read, (_HERE, Path.cwd())]:
+        if not path or not isinstance(path, str | Path) or not os.path.exists(os.path.expanduser(path)):
             continue
+        place = Path(os.path.expanduser(path))
         searched = place.is_dir() and field != _HERE  # which may have a link to its latest run
         linked = [entry for entry in place.iterdir() if entry.is_symlink()] if searched else []
         if any(each.resolve().is_relative_to(folder.resolve()) for each in (place, *linked)):
@@ -119,12 +106,10 @@ def check_vllm_server(args: RolloutConfig) -> None:
     by_url = f"vllm_server_base_url={without_secrets(url)!r}"
     field = by_url if args.vllm_server_base_url else f"vllm_server_port={args.vllm_server_port}"
     await_health(url, field, args.vllm_server_timeout, start="trl vllm-serve")
-    host = urlsplit(url).hostname
-    with suppress(OSError), socket.create_connection((host, args.vllm_group_port), _HTTP_SECONDS):
-        raise ValueError(
-            f"vllm_group_port={args.vllm_group_port} is taken: something on {host!r} already listens on the port for "
-            "sending weights. Set `vllm_group_port` to a free port."
-        )
+    host, port = urlsplit(url).hostname, args.vllm_group_port
+    with suppress(OSError), socket.create_connection((host, port), _HTTP_SECONDS):
+        said = f"vllm_group_port={port} is taken: something on {host!r} already listens there"
+        raise ValueError(f"{said}. Set `vllm_group_port` to a free port, through which weights are sent.")
 
 
 def await_health(url: str, field: str, timeout: float, *, start: str) -> None:
@@ -142,9 +127,8 @@ def await_health(url: str, field: str, timeout: float, *, start: str) -> None:
         )
     if not vllm_server.is_healthy(said):
         raise ValueError(
-            f"{field}: {shown}/health answered {said}, which a healthy vLLM server does not. If another program "
-            f"listens there, start `{start}` on a free port, and set the field to that; if it is a proxy, check the "
-            "scheme, user and password of the address."
+            f"{field}: {shown}/health answered {said}, which a healthy vLLM server does not. Set it to a free port, "
+            f"and start `{start}` there; behind a proxy, check scheme, user and password of the address."
         )
 
 
@@ -169,8 +153,8 @@ def check_model(field: str, name: str, *, revision: str | None, trust_remote_cod
         with paths.readable(field, name):
             base = read_adapter(folder).get("base_model_name_or_path")
         raise ValueError(
-            f"{field}={name!r} is an adapter for {base!r}, not a model. Set `{field}` to that model, or to a "
-            "merged one. To resume from a checkpoint, set `resume_from_checkpoint`."
+            f"{field}={name!r} is an adapter for {base!r}, not a model. Set `{field}` to that model, or to a merged "
+            "one. To resume from a checkpoint, set `resume_from_checkpoint`."
         )
     try:
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
@@ -189,16 +173,13 @@ def read_adapter(folder: Path) -> dict[str, Any]:
 
 def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer, and check that it has a vocabulary and a token that ends completions."""
-    what, fix = f"model_name_or_path={name!r} has no usable tokenizer", "Put the tokenizer files there."
-    with blame.library(what, fix):
+    named, fix = f"model_name_or_path={name!r}", "Put the tokenizer files there."
+    with blame.library(f"{named} has no usable tokenizer", fix):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     if len(tokenizer) < 2:
-        raise ValueError(f"model_name_or_path={name!r} has no tokenizer. Put the tokenizer files there.")
+        raise ValueError(f"{named} has no tokenizer. {fix}")
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"model_name_or_path={name!r}: its tokenizer has no eos_token, so completions would not end. Set "
-            "`eos_token` in its tokenizer_config.json."
-        )
+        raise ValueError(f"{named}: no eos_token would end completions. Set `eos_token` in tokenizer_config.json.")
     return tokenizer
 
 
@@ -219,19 +200,16 @@ def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
 def check_template_options(args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
     """Check that a chat template uses each of `chat_template_kwargs`."""
     options = cast(dict, args.chat_template_kwargs or {})
+    named = f"chat_template_kwargs={options!r}"
     if options and isinstance(prompt, str):
-        raise ValueError(
-            f"chat_template_kwargs={options!r} has no effect: plain-text prompts use no chat template. Remove it."
-        )
+        raise ValueError(f"{named} has no effect: plain-text prompts use no chat template. Remove it.")
     template, read = tokenizer.chat_template, inspect.signature(tokenizer.apply_chat_template).parameters
     for key in options:
         if key in _GIVEN_TO_TEMPLATE:
-            raise ValueError(f"chat_template_kwargs={options!r}: TRL sets {key!r} itself. Remove {key!r}.")
+            raise ValueError(f"{named}: TRL sets {key!r} itself. Remove {key!r}.")
         if isinstance(template, str) and key not in read and not re.search(rf"\b{re.escape(key)}\b", template):
-            raise ValueError(
-                f"chat_template_kwargs={options!r}: {key!r} has no effect: the chat template of "
-                f"{tokenizer.name_or_path!r} does not use it. Remove {key!r}."
-            )
+            whose = f"the chat template of {tokenizer.name_or_path!r}"
+            raise ValueError(f"{named}: {key!r} has no effect: {whose} does not use it. Remove {key!r}.")
 
 
 def check_prompts(
@@ -246,9 +224,8 @@ def check_prompts(
     Check the prompts as the model gets them: rendered up to the answer, of tokens that the model has, and in training
     short enough for its context with their completion.
 
-    Args:
-        splits (`Mapping`): field → its prompts, first those for training, of at most `max_prompt_length` tokens.
-        in_template (`dict`): further arguments of the chat template, such as `tools`.
+    `splits` is field → prompts, first those for training, of at most `max_prompt_length` tokens; `in_template` are
+    further arguments of the chat template, such as `tools`.
     """
     of_model = config.get_text_config()
     unknown = _unknown_tokens(tokenizer, getattr(of_model, "vocab_size", None))
@@ -299,9 +276,8 @@ def _check_turns(
     """Check that a template renders every turn and the start of an answer, once for each sequence of roles."""
 
     def render(turns: list[Any], start: bool = True) -> str:
-        return str(
-            tokenizer.apply_chat_template(turns, add_generation_prompt=start, tokenize=False, **template_kwargs)
-        )
+        how: Any = {"add_generation_prompt": start, "tokenize": False, **template_kwargs}
+        return str(tokenizer.apply_chat_template(turns, **how))
 
     for prompt in {tuple(turn["role"] for turn in prompt): prompt for prompt in reversed(prompts)}.values():
         asked = render(prompt)
@@ -334,30 +310,21 @@ def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[st
     `of_trainer` are the further arguments that the trainer passes, except to an [`IsolatedReward`].
     """
     check_reserved(data, "the dataset", rename="`columns: {{{new}: {old}}}`")
+    columns = sorted({*data.column_names} - {"prompt", "completion"})
     for reward in rewards:
         isolated = isinstance(reward, IsolatedReward)
         function = reward.reward if isolated else reward
         if not callable(function):  # a reward model
             continue
         named = f"reward_funcs={getattr(function, '__name__', type(function).__name__)!r}"
-        columns = sorted({*data.column_names} - {"prompt", "completion"})
-        given = ["prompts", "completions", "completion_ids"]
-        given += [] if isolated else of_trainer
+        given = ["prompts", "completions", "completion_ids", *(() if isolated else of_trainer)]
         try:
-            signature = inspect.signature(function)
+            inspect.signature(function).bind(**dict.fromkeys([*given, *columns]))
         except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"{named} cannot be checked: {error}. Set `reward_funcs` to a function "
-                "`def reward(completions, **columns)` that calls it."
-            ) from error
-        try:
-            signature.bind(**dict.fromkeys([*given, *columns]))
-        except TypeError as error:
             if "'solution'" in str(error) and "solution" not in columns:
                 raise ValueError(
-                    f"{named} needs answers, and the dataset has no column with them, only {data.column_names}. Add a "
-                    "column `answer`, or map yours: `columns: {solution: …}`; or set `reward_funcs` to one that needs "
-                    "none."
+                    f"{named} needs answers, and the dataset has no column with them, only {data.column_names}. Map "
+                    "yours: `columns: {solution: …}`; or set `reward_funcs` to one that needs none."
                 ) from error
             raise ValueError(
                 f"{named} cannot be called: {error}. It is called by keyword, with {', '.join(given)} and the columns "
