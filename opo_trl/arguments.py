@@ -59,12 +59,10 @@ class OPOScriptArguments(ScriptArguments):
             reward after those of `reward_funcs`.
         reward_workers (`int`, *optional*, defaults to `4`):
             Worker processes per node that run `accuracy_reward` or `gym_reward`, divided among the node's training
-            processes, at least one each; 0 scores in the training processes. Other rewards always run there, unless
-            they already are an [`IsolatedReward`].
-        reward_timeout (`float`, *optional*, defaults to `30.0`):
-            Seconds a worker has to score one completion. After that the completion is unscored, not wrong.
-        reward_memory (`int`, *optional*, defaults to `2048`):
-            Memory a worker can allocate to score one completion, in MiB, at least 512; see [`IsolatedReward`].
+            processes, at least one each; 0 scores in the training processes, where all other rewards run.
+        reward_timeout (`float`, *optional*, defaults to `30.0`), reward_memory (`int`, *optional*, defaults to `2048`):
+            Seconds and MiB, at least 512, that a worker has to score one completion; see [`IsolatedReward`]. Beyond
+            them the completion is unscored, not wrong.
         overlong_cache (`int`, *optional*):
             Tokens before `max_completion_length` over which `soft_overlong_punishment` falls from 0 to -1. TRL's
             name for this reward, `get_soft_overlong_punishment`, has TRL's fixed limits of 1,280 and 256 tokens.
@@ -84,11 +82,9 @@ class OPOScriptArguments(ScriptArguments):
         dataset_settings (`dict[str, Any]`, *optional*):
             Settings of a task of reasoning-gym (`dataset_name: reasoning_gym/countdown`), such as
             `{size: 5000, min_numbers: 3}`; see [`gym.make_problems`].
-        levels (`list[str]`, *optional*):
-            Levels of the training problems; `None` for all. Levels of reasoning-gym are those of its curricula, from
-            0.
-        fraction (`float`, *optional*, defaults to `1.0`):
-            Fraction of these problems to train on, in `(0, 1]`.
+        levels (`list[str]`, *optional*), fraction (`float`, *optional*, defaults to `1.0`):
+            Levels of the training problems, `None` for all (those of reasoning-gym's curricula begin at 0), and the
+            fraction of these problems to train on, in `(0, 1]`.
         subset_seed (`int`, *optional*, defaults to `42`):
             Seed that selects this subset and the problems for validation and report.
         prompt_style (`str`, *optional*):
@@ -103,10 +99,8 @@ class OPOScriptArguments(ScriptArguments):
         validation_levels (`list[str]`, *optional*), validation_size (`int`, *optional*, defaults to `100`):
             Levels and number of test problems to solve every `validation_steps`. With TRL's `eval_strategy`, all
             problems of these levels are the evaluation dataset.
-        validation_steps (`int`, *optional*):
-            Optimizer steps between validations; `None` for no validation.
-        validation_decoding (`str`, *optional*, defaults to `"sampled"`):
-            `"greedy"` or `"sampled"`.
+        validation_steps (`int`, *optional*), validation_decoding (`str`, *optional*, defaults to `"sampled"`):
+            Optimizer steps between validations, `None` for no validation, which are `"greedy"` or `"sampled"`.
         report_levels (`list[str]`, *optional*), report_size (`int`, *optional*, defaults to `500`):
             Levels on which accuracy is reported before and after training, greedy and sampled, and the number of test
             problems per level. `[all]` reports on all problems together, with levels or without; `[]` on nothing. By

@@ -10,11 +10,7 @@ from ..rewards.errors import is_ctrl_c, told
 def library(
     what: str, fix: str = "`--debug` shows where.", *, own: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """
-    Name `what`, and a fix, in any error that a library raises in this context.
-
-    `own` are errors of ours, which name their field already.
-    """
+    """Name `what`, and a fix, in any error of a library in this context. Those of ours (`own`) name their field."""
     try:
         yield
     except own:

@@ -10,15 +10,9 @@ from . import blame
 
 def load(field: str, name: str, what: str, example: str) -> Callable:
     """
-    Import a function or class by its dotted path, from the current folder, too.
+    Import what a `field` of the recipe names, a function or class, also from the current folder.
 
-    Args:
-        field (`str`): field of the recipe.
-        name (`str`): its value, such as `my_tools.calculate`.
-        what (`str`), example (`str`): for the message: what the field can be, and a dotted path.
-
-    Raises:
-        `ValueError`: it cannot be imported, or cannot be called.
+    `what` it can be, and an `example`, are for the message.
     """
     module, _, attribute = name.rpartition(".")
     sys.path.insert(0, str(Path.cwd()))

@@ -1,4 +1,8 @@
-"""Trackers that need a login or a server: they begin before anything is written, so that a failure costs nothing."""
+"""
+Trackers that need a login or a server: they begin before anything is written, so that a failure costs nothing.
+
+It is a `ValueError` that names `report_to`.
+"""
 
 import os
 from collections.abc import Sequence
@@ -12,12 +16,7 @@ from . import blame
 
 
 def log_in(names: Sequence[str]) -> None:
-    """
-    Log in to Weights & Biases before the model is loaded. Other trackers have no login that respects being offline.
-
-    Raises:
-        `ValueError`: there is no key, or the server rejects it or does not answer.
-    """
+    """Log in to Weights & Biases before the model is loaded. No other tracker has a login that respects being offline."""
     if "wandb" in names and os.environ.get("WANDB_MODE", "online") == "online":
         with _blamed_on("wandb"):
             import wandb  # type: ignore[import-not-found, unused-ignore]
@@ -26,12 +25,7 @@ def log_in(names: Sequence[str]) -> None:
 
 
 def begin(trainer: Trainer) -> None:
-    """
-    Let the trackers begin that connect to a service, as they otherwise do when training starts.
-
-    Raises:
-        `ValueError`: one of them cannot.
-    """
+    """Let the trackers begin that connect to a service, as they otherwise do when training starts."""
     names = {kind: name for name, kind in integration_utils.INTEGRATION_TO_CALLBACK.items()}
     for callback in trainer.callback_handler.callbacks:
         # TensorBoard has no such state: it writes to the run's folder, which is not claimed yet.
