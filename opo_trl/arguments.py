@@ -60,9 +60,10 @@ class OPOScriptArguments(ScriptArguments):
         reward_workers (`int`, *optional*, defaults to `4`):
             Worker processes per node that run `accuracy_reward` or `gym_reward`, divided among the node's training
             processes, at least one each; 0 scores in the training processes, where all other rewards run.
-        reward_timeout (`float`, *optional*, defaults to `30.0`), reward_memory (`int`, *optional*, defaults to `2048`):
-            Seconds and MiB, at least 512, that a worker has to score one completion; see [`IsolatedReward`]. Beyond
-            them the completion is unscored, not wrong.
+        reward_timeout (`float`, *optional*, defaults to `30.0`):
+            Seconds a worker has to score one completion. After that the completion is unscored, not wrong.
+        reward_memory (`int`, *optional*, defaults to `2048`):
+            Memory a worker can allocate to score one completion, in MiB, at least 512; see [`IsolatedReward`].
         overlong_cache (`int`, *optional*):
             Tokens before `max_completion_length` over which `soft_overlong_punishment` falls from 0 to -1. TRL's
             name for this reward, `get_soft_overlong_punishment`, has TRL's fixed limits of 1,280 and 256 tokens.
@@ -177,10 +178,9 @@ def check_together(
     """
     _check_data(script)
     if script.environment_factory is not None and "reward_funcs" not in recipe:
-        raise ValueError(
-            f"environment_factory={script.environment_factory!r} needs `reward_funcs` to be set: its first function "
-            "defines what counts as correct. Set `reward_funcs: []` if the environment alone gives the reward."
-        )
+        said = f"environment_factory={script.environment_factory!r} needs `reward_funcs` to be set, of which the first"
+        fix = "Set `reward_funcs: []` if the environment alone gives the reward"
+        raise ValueError(f"{said} defines what counts as correct. {fix}.")
     for name in ("load_best_model_at_end", "metric_for_best_model") if args.eval_strategy == "no" else ():
         if value := getattr(args, name):
             raise ValueError(f"{name}={value!r} needs an evaluation. Remove `{name}`, or set `eval_strategy`.")
@@ -210,9 +210,8 @@ def _check_data(script: OPOScriptArguments) -> None:
     if not script.dataset_name and not script.datasets:
         raise ValueError("dataset_name is not set. Set it to a dataset's Hub id, file or folder, or to 'arithmetic'.")
     if script.dataset_name and script.datasets:
-        raise ValueError(
-            f"dataset_name={script.dataset_name!r} and datasets={script.datasets!r} are both set. Remove one of them."
-        )
+        both = f"dataset_name={script.dataset_name!r} and datasets={script.datasets!r}"
+        raise ValueError(f"{both} are both set. Remove one of them.")
     known = DatasetConfig.__dataclass_fields__
     for part in script.datasets if isinstance(script.datasets, list) else [script.datasets]:
         path = part.get("path") if isinstance(part, dict) and part is not script.datasets else None

@@ -265,10 +265,8 @@ def _check(args: AsyncRecipeConfig, rewards: Sequence[Any], data: Dataset) -> No
         try:
             pickle.dumps(reward)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ValueError(
-                f"reward_funcs={getattr(reward, '__name__', reward)!r} cannot be sent to the worker process, where "
-                f"completions are scored ({error}). Name a function at the top level of a module."
-            ) from error
+            said = f"reward_funcs={getattr(reward, '__name__', reward)!r} cannot be sent to the worker process"
+            raise ValueError(f"{said} ({error}). Name a function at the top level of a module.") from error
     if args.process_index == 0:
         url = args.vllm_server_base_url
         field = f"vllm_server_base_url={without_secrets(url)!r}"

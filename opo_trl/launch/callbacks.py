@@ -56,10 +56,11 @@ class LogFile(TrainerCallback):
             append_lines(self.folder / LOG, [{"step": state.global_step, **logs}])
 
 
+_SHOWN = {"reward": "reward", "validation/accuracy": "validation", "entropy": "entropy", "grad_norm": "grad"}
+
+
 class ProgressBar(ProgressCallback):
     """A progress bar with the four metrics that people watch, instead of a dictionary of fifty per step."""
-
-    _shown = {"reward": "reward", "validation/accuracy": "validation", "entropy": "entropy", "grad_norm": "grad"}
 
     def __init__(self):
         super().__init__()
@@ -67,7 +68,7 @@ class ProgressBar(ProgressCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and self.training_bar is not None:
-            shown = {label: logs[key] for key, label in self._shown.items() if logs.get(key) is not None}
+            shown = {label: logs[key] for key, label in _SHOWN.items() if logs.get(key) is not None}
             self.latest |= {label: f"{value:.3f}" for label, value in shown.items()}
             self.training_bar.set_postfix(self.latest, refresh=False)
 

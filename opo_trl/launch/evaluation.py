@@ -102,10 +102,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     asking = _asking(arguments, subject.settings, tokenizer)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and asking.length >= context:
-        raise ValueError(
-            f"max_completion_length={asking.length} leaves no room for a prompt: the model's context has {context} "
-            "tokens. Set `--max_completion_length` to less."
-        )
+        said = f"leaves no room for a prompt: the model's context has {context} tokens"
+        raise ValueError(f"max_completion_length={asking.length} {said}. Set `--max_completion_length` to less.")
     loaded = load_tasks(names, data, subject.settings, arguments.num_fewshot)
     batch_size = arguments.batch_size or subject.settings.get("per_device_eval_batch_size") or _BATCH
     how: dict[str, Any] = {"backend": arguments.backend, "batch_size": batch_size}
@@ -180,10 +178,8 @@ def _output(arguments: argparse.Namespace) -> Path:
     if output is None:
         output = Path(arguments.model)
         if not output.is_dir():
-            raise ValueError(
-                f"MODEL={arguments.model!r} is not a folder, so there is no place for the results. Set `--output` to "
-                "one, or correct MODEL."
-            )
+            said = f"MODEL={arguments.model!r} is not a folder, so there is no place for the results"
+            raise ValueError(f"{said}. Set `--output` to one, or correct MODEL.")
     paths.check_name("output", output)
     paths.check_folder("output", output)
     earlier = str(stored.read_evaluation(output).get("model", ""))
@@ -216,10 +212,8 @@ def find_model(name: str, base_model: str | None = None) -> Subject:
     if is_adapter:
         model = base_model or read_adapter(folder).get("base_model_name_or_path")
         if not model or (not Path(model).is_dir() and paths.is_local(model)):
-            raise ValueError(
-                f"MODEL={name!r} is an adapter for the model {model!r}, which does not exist here. Set `--base_model` "
-                "to that model's folder or Hub id."
-            )
+            fix = "Set `--base_model` to that model's folder or Hub id"
+            raise ValueError(f"MODEL={name!r} is an adapter for the model {model!r}, which is not here. {fix}.")
         tokenizer = name if (folder / "tokenizer_config.json").is_file() else model
         return Subject(name, model, name, tokenizer, settings)
     if not (folder / "config.json").is_file():
@@ -259,10 +253,8 @@ def _asking(arguments: argparse.Namespace, settings: Mapping[str, Any], tokenize
     if style not in ("chat", "plain"):
         style = "chat" if tokenizer.chat_template else "plain"
     if style == "chat" and not tokenizer.chat_template:
-        raise ValueError(
-            f"prompt_style='chat' is impossible: the tokenizer of MODEL={arguments.model!r} has no chat template. Set "
-            "`--prompt_style plain`, or put a chat_template.jinja there."
-        )
+        said = f"prompt_style='chat' is impossible: MODEL={arguments.model!r} has no chat template"
+        raise ValueError(f"{said}. Set `--prompt_style plain`, or put a chat_template.jinja there.")
     # `accuracy_reward` scores these tasks, and cannot read what reasoning-gym's instruction asks for.
     instruction = INSTRUCTION if asked["instruction"] in (None, gym.INSTRUCTION) else asked["instruction"]
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -288,8 +280,6 @@ def load_tasks(
             shots, fixed = task.get_config("num_fewshot") or 0, task.get_config("fewshot_config")
             shots = num_fewshot if num_fewshot is not None and shots else shots
             if shots and not (fixed and fixed.samples):
-                raise ValueError(
-                    f"--data {name}={path} is one file, the problems, but the task's prompt has {shots} examples from "
-                    "the training split. Pass a folder with both, or set `--num_fewshot 0`."
-                )
+                said = f"is one file, but the task's prompt has {shots} examples from the training split"
+                raise ValueError(f"--data {name}={path} {said}. Pass a folder with both, or set `--num_fewshot 0`.")
     return loaded

@@ -92,10 +92,8 @@ def check_apart(script: OPOScriptArguments, args: RolloutConfig, model: str, rec
         linked = [entry for entry in place.iterdir() if entry.is_symlink()] if searched else []
         if any(each.resolve().is_relative_to(folder.resolve()) for each in (place, *linked)):
             named = f"{field}={str(path)!r}" if field != _HERE else f"{field} {str(path)!r}"
-            raise ValueError(
-                f"output_dir={str(folder)!r} contains {named}, so the run in it cannot be deleted (`overwrite`). "
-                "Choose another `output_dir`, or move the other out of it."
-            )
+            said = f"output_dir={str(folder)!r} contains {named}, so the run in it cannot be deleted (`overwrite`)"
+            raise ValueError(f"{said}. Choose another `output_dir`, or move the other out of it.")
 
 
 def check_vllm_server(args: RolloutConfig) -> None:
@@ -121,25 +119,21 @@ def await_health(url: str, field: str, timeout: float, *, start: str) -> None:
     said, shown = vllm_server.wait(url, timeout, until=decided), without_secrets(url)
     if not decided(said):
         answered = "nothing answered" if said is None else f"only status {said} was answered"
-        raise ValueError(
-            f"{field}: {answered} at {shown}/health within vllm_server_timeout={timeout} seconds. Start `{start}` "
-            "there, or set the address of a running server."
-        )
+        seen = f"{answered} at {shown}/health within vllm_server_timeout={timeout} seconds"
+        raise ValueError(f"{field}: {seen}. Start `{start}` there, or set the address of a running server.")
     if not vllm_server.is_healthy(said):
-        raise ValueError(
-            f"{field}: {shown}/health answered {said}, which a healthy vLLM server does not. Set it to a free port, "
-            f"and start `{start}` there; behind a proxy, check scheme, user and password of the address."
-        )
+        seen = f"{shown}/health answered {said}, which a healthy vLLM server does not"
+        fix = f"Set it to a free port, and start `{start}` there; of a proxy, check scheme, user and password"
+        raise ValueError(f"{field}: {seen}. {fix}.")
 
 
 def check_development_mode(url: str) -> None:
     """Check that a vLLM server has the routes through which it gets weights."""
     said = vllm_server.status(url, "/server_info?config_format=json")
     if said != 200:
-        raise ValueError(
-            f"vllm_server_base_url={without_secrets(url)!r}: the server answers {said} at /server_info, so it would "
-            "take no weights. Start `vllm serve` with `VLLM_SERVER_DEV_MODE=1` in its environment."
-        )
+        seen = f"the server answers {said} at /server_info, so it takes no weights"
+        fix = "Start `vllm serve` with `VLLM_SERVER_DEV_MODE=1` in its environment"
+        raise ValueError(f"vllm_server_base_url={without_secrets(url)!r}: {seen}. {fix}.")
 
 
 def check_model(field: str, name: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
@@ -152,10 +146,8 @@ def check_model(field: str, name: str, *, revision: str | None, trust_remote_cod
     if is_adapter:
         with paths.readable(field, name):
             base = read_adapter(folder).get("base_model_name_or_path")
-        raise ValueError(
-            f"{field}={name!r} is an adapter for {base!r}, not a model. Set `{field}` to that model, or to a merged "
-            "one. To resume from a checkpoint, set `resume_from_checkpoint`."
-        )
+        fix = f"Set `{field}` to that model or to a merged one, or `resume_from_checkpoint` to resume from it"
+        raise ValueError(f"{field}={name!r} is an adapter for {base!r}, not a model. {fix}.")
     try:
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -186,15 +178,11 @@ def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) 
 def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that a dataset has prompts, and that the tokenizer can render them."""
     if "prompt" not in data.column_names:
-        raise ValueError(
-            f"prompt_style='dataset', but dataset_name has no column 'prompt', only {data.column_names}. Rename its "
-            "column, or set `prompt_style` to 'chat' or 'plain'."
-        )
+        said = f"prompt_style='dataset', but dataset_name has no column 'prompt', only {data.column_names}"
+        raise ValueError(f"{said}. Rename its column, or set `prompt_style` to 'chat' or 'plain'.")
     if tokenizer.chat_template is None and not isinstance(data[0]["prompt"], str):
-        raise ValueError(
-            f"prompt_style='chat', but the tokenizer of {tokenizer.name_or_path!r} has no chat template. Set "
-            "`prompt_style` to 'plain', or add a chat_template.jinja to the tokenizer."
-        )
+        said = f"prompt_style='chat', but the tokenizer of {tokenizer.name_or_path!r} has no chat template"
+        raise ValueError(f"{said}. Set `prompt_style` to 'plain', or add a chat_template.jinja there.")
 
 
 def check_template_options(args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
@@ -241,18 +229,15 @@ def check_prompts(
             _check_turns(prompts, tokenizer, template_kwargs)
         for index, row in enumerate(ids if unknown else ()):
             if absent := [token for token in row if token in unknown]:
-                raise ValueError(
-                    f"{field}: the prompt of row {index} contains {unknown[absent[0]]!r}, token {absent[0]}, which "
-                    "the model does not have. Remove it from the prompt, or resize the model's embedding."
-                )
+                said = f"row {index} contains {unknown[absent[0]]!r}, token {absent[0]}, which the model does not have"
+                raise ValueError(f"{field}: {said}. Remove it from the prompt, or resize the model's embedding.")
         longest = max(range(len(ids)), key=lambda index: len(ids[index]), default=None)
         if longest is not None and position == 0 and len(ids[longest]) > room:
-            raise ValueError(
-                f"max_completion_length={args.max_completion_length} does not fit: the longest prompt, row {longest}, "
-                f"has {len(ids[longest])} tokens, and the model's context has {context}. "
-                + (f"Set `max_prompt_length` to {room} to drop longer prompts, or s" if room > 0 else "S")
-                + "horten `max_completion_length`."
-            )
+            said = f"the longest prompt, row {longest}, has {len(ids[longest])} tokens, the context has {context}"
+            fix = "Shorten `max_completion_length`"
+            if room > 0:
+                fix = f"Set `max_prompt_length` to {room} to drop longer prompts, or shorten `max_completion_length`"
+            raise ValueError(f"max_completion_length={args.max_completion_length} does not fit: {said}. {fix}.")
 
 
 def _unknown_tokens(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> dict[int, str]:
@@ -262,11 +247,9 @@ def _unknown_tokens(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) 
     unknown = {token: text for text, token in tokenizer.get_vocab().items() if token >= vocabulary}
     for name in ("eos_token", "pad_token"):
         if (token := getattr(tokenizer, f"{name}_id")) in unknown:
-            raise ValueError(
-                f"model_name_or_path={tokenizer.name_or_path!r}: {name}={unknown[token]!r} of its tokenizer is token "
-                f"{token}, but the model has {vocabulary}. Use the tokenizer that belongs to the model, or resize the "
-                "model's embedding."
-            )
+            said = f"{name}={unknown[token]!r} of its tokenizer is token {token}, but the model has {vocabulary}"
+            fix = "Use the model's own tokenizer, or resize the model's embedding"
+            raise ValueError(f"model_name_or_path={tokenizer.name_or_path!r}: {said}. {fix}.")
     return unknown
 
 
@@ -279,6 +262,7 @@ def _check_turns(
         how: Any = {"add_generation_prompt": start, "tokenize": False, **template_kwargs}
         return str(tokenizer.apply_chat_template(turns, **how))
 
+    named = f"The chat template of {tokenizer.name_or_path!r}"
     for prompt in {tuple(turn["role"] for turn in prompt): prompt for prompt in reversed(prompts)}.values():
         asked = render(prompt)
         for index, turn in enumerate(prompt):
@@ -286,21 +270,16 @@ def _check_turns(
             if role == "assistant" or not isinstance(content, str):
                 continue  # of earlier answers, some templates drop the reasoning
             if render([*prompt[:index], turn | {"content": f"{content} ?"}, *prompt[index + 1 :]]) == asked:
-                raise ValueError(
-                    f"The chat template of {tokenizer.name_or_path!r} leaves out the {role} turn {content[:60]!r}. "
-                    "Use the chat template of the model's release."
-                )
+                raise ValueError(f"{named} leaves out the {role} turn {content[:60]!r}. Use the model's own.")
         rest = ""
         if render(prompt, start=False) == asked:
             with suppress(Exception):  # it may have no answers at all
                 answered = render([*prompt, {"role": "assistant", "content": "Answer"}], start=False)
                 rest = answered.removeprefix(asked) if answered.startswith(asked) else ""
         if "Answer" in rest and not rest.lstrip().startswith("Answer"):
-            raise ValueError(
-                f"The chat template of {tokenizer.name_or_path!r} ignores add_generation_prompt: after a prompt, the "
-                f"model would have to write {rest.partition('Answer')[0]!r} before its answer. Add `{{% if "
-                "add_generation_prompt %}` with that to its chat_template.jinja."
-            )
+            said = f"the model would have to write {rest.partition('Answer')[0]!r} before its answer"
+            fix = "Add `{% if add_generation_prompt %}` with that to its chat_template.jinja"
+            raise ValueError(f"{named} ignores add_generation_prompt: {said}. {fix}.")
 
 
 def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[str] = OF_TRAINER) -> None:
@@ -322,12 +301,9 @@ def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[st
             inspect.signature(function).bind(**dict.fromkeys([*given, *columns]))
         except (ValueError, TypeError) as error:
             if "'solution'" in str(error) and "solution" not in columns:
-                raise ValueError(
-                    f"{named} needs answers, and the dataset has no column with them, only {data.column_names}. Map "
-                    "yours: `columns: {solution: …}`; or set `reward_funcs` to one that needs none."
-                ) from error
-            raise ValueError(
-                f"{named} cannot be called: {error}. It is called by keyword, with {', '.join(given)} and the columns "
-                f"{columns}. Rename a column of the dataset, or set `reward_funcs` to a function such as "
-                "`def reward(completions, **columns)`."
-            ) from error
+                said = f"{named} needs answers, and the dataset has no column with them, only {data.column_names}"
+                fix = "Map yours: `columns: {solution: …}`; or set `reward_funcs` to one that needs none"
+                raise ValueError(f"{said}. {fix}.") from error
+            called = f"It is called by keyword, with {', '.join(given)} and the columns {columns}"
+            fix = "Rename a column, or set `reward_funcs` to a function such as `def reward(completions, **columns)`"
+            raise ValueError(f"{named} cannot be called: {error}. {called}. {fix}.") from error

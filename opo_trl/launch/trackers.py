@@ -16,7 +16,7 @@ from . import blame
 
 
 def log_in(names: Sequence[str]) -> None:
-    """Log in to Weights & Biases before the model is loaded. No other tracker has a login that respects being offline."""
+    """Log in to Weights & Biases before the model is loaded. No other login respects being offline."""
     if "wandb" in names and os.environ.get("WANDB_MODE", "online") == "online":
         with _blamed_on("wandb"):
             import wandb  # type: ignore[import-not-found, unused-ignore]
