@@ -123,17 +123,13 @@ class OPOScriptArguments(ScriptArguments):
     reward_workers: Annotated[int, RUN, _WORKERS] = setting(4, "Workers of accuracy_reward and gym_reward, or 0.")
     reward_timeout: Annotated[float, RUN, POSITIVE] = setting(30.0, "Seconds a worker has to score one completion.")
     reward_memory: Annotated[int, RUN, _MEMORY] = setting(2048, "Memory that a worker can allocate, in MiB.")
-    overlong_cache: Annotated[int | None, REWARDS, _CACHE] = setting(
-        None, "Tokens over which soft_overlong_punishment falls to -1."
-    )
+    overlong_cache: Annotated[int | None, REWARDS, _CACHE] = setting(None, "Tokens of soft_overlong_punishment.")
     columns: Annotated[dict | str | None, DATA] = setting(None, "Columns to use as problem, solution, level, type.")
     dataset_settings: Annotated[dict | str | None, DATA] = setting(None, "Settings of a task of reasoning-gym.")
     datasets: Annotated[list[dict], DATA] = setting(list, "Datasets to mix, as in TRL, in place of dataset_name.")
     streaming: Annotated[bool, RUN] = setting(False, "Without effect: datasets are loaded completely.")
     test_split_size: Annotated[float | None, DATA, _SIZE] = setting(None, "Size of the test split of `datasets`.")
-    test_fraction: Annotated[float | None, DATA, _SHARE] = setting(
-        None, "Share of the training split to hold out, in place of a test split."
-    )
+    test_fraction: Annotated[float | None, DATA, _SHARE] = setting(None, "Share of the training split to hold out.")
     levels: Annotated[list[str] | None, DATA] = setting(None, "Levels of the training problems.")
     fraction: Annotated[float, DATA, _FRACTION] = setting(1.0, "Fraction of the training problems, in (0, 1].")
     subset_seed: Annotated[int, DATA, COUNT_OR_ZERO] = setting(42, "Seed that selects problems.")
@@ -170,12 +166,7 @@ class OPOScriptArguments(ScriptArguments):
 def check_together(
     script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig, recipe: Mapping[str, Any]
 ) -> None:
-    """
-    Check that the fields of a recipe fit together, and that each of them has an effect.
-
-    Raises:
-        `ValueError`: names the fields, their values and what to do.
-    """
+    """Check that the fields of a recipe fit together, and that each of them has an effect."""
     _check_data(script)
     if script.environment_factory is not None and "reward_funcs" not in recipe:
         said = f"environment_factory={script.environment_factory!r} needs `reward_funcs` to be set, of which the first"

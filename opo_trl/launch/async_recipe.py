@@ -11,8 +11,7 @@ import inspect
 import multiprocessing
 import pickle
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, cast
@@ -37,7 +36,8 @@ from ..checks.arguments import dry_run_arguments
 from ..fields import COUNT_OR_ZERO, WORK, setting
 from ..rewards.boxes import text_of
 from ..rewards.checked import checked_reward
-from .preflight import await_health, check_columns, check_development_mode
+from ..rollout import vllm_server
+from .preflight import await_health, check_columns
 
 
 # Fields that this trainer does not have, why, and what to do.
@@ -240,8 +240,12 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         asked: Any = self._chat.apply_chat_template(conversations, add_generation_prompt=True, **how)
         if isinstance(self.model, FSDPModule) and "generate" not in vars(self.model):
             register_fsdp_forward_method(self.model, "generate")  # PEFT's calls the inner model
-        with _ordinary_attention(self.model):
+        packed = self.model.config._attn_implementation  # along TRL's trees, which the rows of a generation are not
+        self.model.set_attn_implementation("sdpa")
+        try:
             made = self.model.generate(**asked.to(device), generation_config=self.generation_config)
+        finally:
+            self.model.set_attn_implementation(packed)
         ids = made[:, asked["input_ids"].shape[1] :].tolist()
         texts: list[Any] = self.processing_class.batch_decode(ids, skip_special_tokens=True)
         if not isinstance(prompts[0], str):
@@ -271,20 +275,12 @@ def _check(args: AsyncRecipeConfig, rewards: Sequence[Any], data: Dataset) -> No
         url = args.vllm_server_base_url
         field = f"vllm_server_base_url={without_secrets(url)!r}"
         await_health(url, field, args.vllm_server_timeout, start="vllm serve")
-        check_development_mode(url)
+        if (status := vllm_server.status(url, "/server_info?config_format=json")) != 200:
+            seen = f"the server answers {status} at /server_info, so it takes no weights"
+            fix = "Start `vllm serve` with `VLLM_SERVER_DEV_MODE=1` in its environment"
+            raise ValueError(f"{field}: {seen}. {fix}.")
 
 
 def _as_conversation(row: dict[str, Any]) -> dict[str, Any]:
     prompt = row["prompt"]
     return {"prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt}
-
-
-@contextmanager
-def _ordinary_attention(model: Any) -> Iterator[None]:
-    """Let a model that attends along TRL's packed trees attend to the padded rows of a generation."""
-    packed = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(packed)

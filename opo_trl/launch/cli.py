@@ -87,8 +87,8 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
     if arguments.command == "evaluate":
         from .evaluation import main as evaluate
 
-        return evaluate(words)
-    if arguments.command == "report":
+        evaluate(words)
+    elif arguments.command == "report":
         from ..report.run_report import write_report
 
         print(write_report(arguments.folder))

@@ -106,12 +106,7 @@ def command(arguments: argparse.Namespace, fields: Sequence[str]) -> str:
 
 
 def plan(arguments: argparse.Namespace, fields: list[str]) -> list[Job]:
-    """
-    The runs of the recipes, seed by seed, so that every method has results early.
-
-    Raises:
-        `ValueError`: the arguments contradict each other, or a run with other settings is in the way.
-    """
+    """The runs of the recipes, seed by seed, so that every method has results early."""
     recipes = [path for path in arguments.inputs if not path.is_dir()]
     for path in recipes:
         paths.check_file("inputs", path, "Pass recipes or folders of runs; fields come last.")

@@ -64,9 +64,6 @@ def load_data(
     Load the problems of a run: `levels` of the training split, and held-out ones of the test split.
 
     `in_template` are further arguments of the chat template that lengthen a prompt, such as `tools`.
-
-    Raises:
-        `ValueError`: the dataset cannot be read, a selection leaves no row, or a chat prompt has no template.
     """
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     source = _Source(script, measured=bool(script.validation_steps or evaluates))

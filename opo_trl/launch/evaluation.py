@@ -22,7 +22,7 @@ from trl import GRPOConfig
 
 from ..checks import paths
 from ..checks.environment import check_installed
-from ..checks.errors import report_error, under_way
+from ..checks.errors import under_way
 from ..checks.weights import check_adapter, check_finite, check_weights
 from ..data import INSTRUCTION, gym
 from ..data.arithmetic import base_model_path
@@ -51,17 +51,6 @@ class Subject:
     settings: Mapping[str, Any]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Entry point of `opo-trl evaluate`; returns the exit status."""
-    parser = _make_parser()
-    arguments = parser.parse_args(argv)
-    try:
-        _evaluate(arguments)
-    except (ValueError, ImportError, OSError) as error:
-        return report_error(parser.prog, error, debug=arguments.debug)
-    return 0
-
-
 def _make_parser() -> argparse.ArgumentParser:
     text = "Evaluate a model with lm-eval, next to our own accuracy and pass@k on the same problems."
     parser = argparse.ArgumentParser(prog="opo-trl evaluate", description=text)
@@ -83,7 +72,9 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _evaluate(arguments: argparse.Namespace) -> None:
+def main(argv: Sequence[str]) -> None:
+    """What `opo-trl evaluate` does."""
+    arguments = _make_parser().parse_args(argv)
     names = _check_numbers(arguments)
     output = _output(arguments)
     subject = find_model(arguments.model, arguments.base_model)

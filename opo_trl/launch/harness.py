@@ -96,9 +96,6 @@ def load_task(
     `name` is `"arithmetic"`, a key of [`ALIASES`], or a name of lm-eval; `data` is read instead of the Hub
     ([`_read`]); `levels` are those of the embedded problems, and `seed` shuffles them; `num_fewshot` are the examples
     in the prompt, instead of the task's own number.
-
-    Raises:
-        `ValueError`: the task or its data cannot be loaded.
     """
     theirs = ALIASES.get(name, name)
     manager = _manager(name != EMBEDDED)
@@ -175,9 +172,6 @@ def load_model(
     Load a model with lm-eval's class for the backend, `"hf"` or `"vllm"`.
 
     `template` are arguments of the chat template. With `ends_thinking`, lm-eval reads only what follows `</think>`.
-
-    Raises:
-        `ValueError`: it cannot be loaded.
     """
     from lm_eval.api.registry import get_model
 

@@ -82,9 +82,6 @@ def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings
     Run the unfinished jobs, each in its own process, under one progress bar; returns those that failed.
 
     `others` are the settings of the finished runs to compare with, by name.
-
-    Raises:
-        `ValueError`: a run is not comparable with the others, or another process is running it.
     """
     waiting = [job for job in jobs if not is_finished(job.folder)]
     if not waiting:

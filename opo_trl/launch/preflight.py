@@ -65,12 +65,7 @@ def check_packages(args: RolloutConfig, model_config: ModelConfig) -> None:
 
 
 def check_apart(script: OPOScriptArguments, args: RolloutConfig, model: str, recipe_path: str | None) -> None:
-    """
-    Check that the folder of a run, which will be deleted, contains nothing that the new run reads, also through links.
-
-    Raises:
-        `ValueError`: names both fields.
-    """
+    """Check that a folder whose run will be deleted contains nothing that the new run reads, also through links."""
     folder = Path(args.output_dir)
     # A run's own `recipe.yaml` repeats it in place: it is replaced, and never deleted.
     repeats = is_claimed(folder) and os.path.realpath(recipe_path or "") == os.path.realpath(folder / RECIPE)
@@ -125,15 +120,6 @@ def await_health(url: str, field: str, timeout: float, *, start: str) -> None:
         seen = f"{shown}/health answered {said}, which a healthy vLLM server does not"
         fix = f"Set it to a free port, and start `{start}` there; of a proxy, check scheme, user and password"
         raise ValueError(f"{field}: {seen}. {fix}.")
-
-
-def check_development_mode(url: str) -> None:
-    """Check that a vLLM server has the routes through which it gets weights."""
-    said = vllm_server.status(url, "/server_info?config_format=json")
-    if said != 200:
-        seen = f"the server answers {said} at /server_info, so it takes no weights"
-        fix = "Start `vllm serve` with `VLLM_SERVER_DEV_MODE=1` in its environment"
-        raise ValueError(f"vllm_server_base_url={without_secrets(url)!r}: {seen}. {fix}.")
 
 
 def check_model(field: str, name: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:

@@ -67,17 +67,14 @@ class _Parser(TrlParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if action.dest in MAPPINGS and arg_string.startswith("{"):
             return strict_yaml.read_mapping(action.dest, arg_string)
+        return super()._get_value(action, arg_string)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         try:
-            return super()._get_value(action, arg_string)
+            return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
             self.problems[action.dest] = self._described(str(error))
             return action.default
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            self.problems[action.dest] = self._described(str(error))
 
     def take(self, recipe: Mapping[str, Any]) -> list[str]:
         """Turn a recipe into words of a command line, and into defaults what they cannot express, such as mappings."""
@@ -178,10 +175,10 @@ def read(argv: Sequence[str]) -> Fields:
         values["reward_weights"] = [*rest, first]
     found = {name: text for kind in _argument_classes(trainer) for name, text in field_problems(kind, values).items()}
     problems += (found | parser.problems).values()
-    if problems and (words := [word for word in unknown if not _is_launch_option(word)]):
-        problems.append(describe_unknown(unknown, words, trainer))
     if problems:
-        raise ValueError("\n".join(problems))
+        options = [word for word in unknown if word.startswith("--")]
+        words = [word for word in options if word[2:].split("=")[0].replace("-", "_") not in _launch_actions()]
+        raise ValueError("\n".join([*problems, *([describe_unknown(unknown, words, trainer)] if words else [])]))
     return Fields(trainer, values, named, env, launch, unknown, notes)
 
 
@@ -209,10 +206,6 @@ def _launch_actions() -> Mapping[str, argparse.Action]:
     from accelerate.commands.launch import launch_command_parser  # takes a second
 
     return {action.dest: action for action in launch_command_parser()._actions if action.option_strings}
-
-
-def _is_launch_option(word: str) -> bool:
-    return not word.startswith("--") or word[2:].split("=")[0].replace("-", "_") in _launch_actions()
 
 
 def launch_words(options: Mapping[str, Any]) -> list[str]:
@@ -274,30 +267,26 @@ def hint_at_field(name: str, trainer: str, further: Iterable[str] = ()) -> str:
 
 def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, ModelConfig, dict[str, Any]]:
     """Parse a command line; the last item of the result is the recipe with the command line's fields merged in."""
-    read_fields = read(argv)
-    if read_fields.unknown:
-        names = [word for word in read_fields.unknown if word.startswith("--")] or read_fields.unknown
-        raise ValueError(describe_unknown(read_fields.unknown, names, read_fields.trainer))
-    set_variables(read_fields.env)
-    _check_secrets(read_fields.values)
-    named, path = read_fields.values["accelerate_config"], split(argv)[0]
-    read_fields.values["accelerate_config"] = find_accelerate_config(named, path)
-    for note in read_fields.notes if os.environ.get("RANK", "0") == "0" else ():
-        logger.warning(note)
-    script, args, model_config = (
-        kind(**{field.name: read_fields.values[field.name] for field in fields(kind) if field.init})
-        for kind in _argument_classes(read_fields.trainer)
-    )
-    return script, args, model_config, read_fields.as_stored
-
-
-def _check_secrets(values: dict[str, Any]) -> None:
-    """A run's `recipe.yaml` lacks its secrets: the Hub uses a login instead, and others are asked for."""
+    given = read(argv)
+    values = given.values
+    if given.unknown:
+        names = [word for word in given.unknown if word.startswith("--")] or given.unknown
+        raise ValueError(describe_unknown(given.unknown, names, given.trainer))
+    set_variables(given.env)
+    # A run's `recipe.yaml` lacks its secrets: the Hub uses a login instead, and others are asked for.
     for name in [name for name, value in values.items() if masked(value, name)]:
         if name != "hub_token":
             said = f"{name}={values[name]!r} lacks a secret, which the run that wrote this recipe did not save"
             raise ValueError(f"{said}. Set it on the command line: `--{name} …`.")
         values[name] = None
+    values["accelerate_config"] = find_accelerate_config(values["accelerate_config"], split(argv)[0])
+    for note in given.notes if os.environ.get("RANK", "0") == "0" else ():
+        logger.warning(note)
+    script, args, model_config = (
+        kind(**{field.name: values[field.name] for field in fields(kind) if field.init})
+        for kind in _argument_classes(given.trainer)
+    )
+    return script, args, model_config, given.as_stored
 
 
 def describe_unknown(words: Sequence[str], names: Sequence[str], trainer: str, further: Iterable[str] = ()) -> str:

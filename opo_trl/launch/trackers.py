@@ -1,8 +1,4 @@
-"""
-Trackers that need a login or a server: they begin before anything is written, so that a failure costs nothing.
-
-It is a `ValueError` that names `report_to`.
-"""
+"""Trackers that need a login or a server: they begin before anything is written, so that a failure costs nothing."""
 
 import os
 from collections.abc import Sequence
