@@ -6,8 +6,6 @@ Train a model with OPO or another method, from a recipe.
 A recipe is a flat YAML file with fields of [`OPOScriptArguments`], of the method's configuration ([`OPOConfig`], or
 [`RolloutConfig`] with `trainer: grpo`) and of [`~trl.ModelConfig`]; fields on the command line override it. The files
 of a run are listed in `opo_trl.report.run_folder`.
-
-To add a method, see `opo_trl.methods`; a reward, `opo_trl.launch.rewards`; a dataset, `opo_trl.launch.data`.
 """
 
 import dataclasses
@@ -37,7 +35,7 @@ from .checks.secrets import mask, mask_words
 from .checks.weights import check_weights
 from .config import RolloutConfig
 from .data.models import EMBEDDED_MODELS
-from .launch import blame, preflight, trackers
+from .launch import foreign, preflight, trackers
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data
 from .launch.recipe import parse
@@ -216,7 +214,7 @@ def _named(model_config: ModelConfig) -> str:
 
 
 def _blamed_on(what: str) -> AbstractContextManager[None]:
-    return blame.library(f"{what} cannot be used", own=(ValueError, ImportError, RewardError))
+    return foreign.library(f"{what} cannot be used", own=(ValueError, ImportError, RewardError))
 
 
 def run(ready: Run) -> dict[str, Any]:

@@ -49,9 +49,7 @@ _IMPOSSIBLE = {
         "whose accuracies are those of single turns. Set `trainer: opo`, or train from Python, as "
         "recipes/arithmetic/async/agent.py does",
     ),
-    **dict.fromkeys(
-        ("load_in_4bit", "load_in_8bit"), "which sends the server weights that are not quantized. Remove it"
-    ),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "whose server gets weights that are not quantized. Remove it"),
     **dict.fromkeys(("eval_strategy", "eval_on_start"), "which has `validation_steps` instead. Remove it"),
 }
 

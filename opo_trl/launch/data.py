@@ -20,7 +20,7 @@ from ..data import INSTRUCTION, drop_long_prompts, gym, to_prompts, without_over
 from ..data.files import is_single_file
 from ..data.problems import Sources, as_problems, as_prompts, draw_or_load, has_prompts, hold_out, select
 from ..data.prompts import Style
-from . import blame
+from . import foreign
 from .preflight import check_template
 
 
@@ -162,7 +162,7 @@ class _Source:
             settings = cast(dict | None, script.dataset_settings)
             return draw_or_load(str(script.dataset_name), script.dataset_config, split, levels, settings)
         parts: Any = [*script.datasets]  # TRL makes objects of them
-        with blame.library(f"datasets={parts!r} cannot be loaded", "Change it."):
+        with foreign.library(f"datasets={parts!r} cannot be loaded", "Change it."):
             mixture: Any = get_dataset(DatasetMixtureConfig(parts))
         return mixture["train"]
 

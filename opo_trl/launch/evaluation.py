@@ -110,13 +110,9 @@ def main(argv: Sequence[str]) -> None:
         for theirs, task in tasks.items():
             how = {"limit": arguments.limit, "num_fewshot": arguments.num_fewshot, "batch_size": batch_size}
             entry = measure(lm, task, asking, reward, samples=arguments.samples, ks=ks, **how)
-            entry["settings"] |= {
-                "lm_eval_task": theirs,
-                "lm_eval_version": version("lm_eval"),
-                "backend": arguments.backend,
-                "data": str(data[name]) if name in data else None,
-                "limit": arguments.limit,
-            }
+            about = {"lm_eval_task": theirs, "lm_eval_version": version("lm_eval"), "backend": arguments.backend}
+            about |= {"data": str(data[name]) if name in data else None, "limit": arguments.limit}
+            entry["settings"] |= about
             label = name if len(tasks) == 1 else theirs
             measured[label] = entry
             try:

@@ -22,7 +22,7 @@ from ..data.arithmetic import make_problems
 from ..data.files import is_single_file, load_rows
 from ..evaluate import wilson_interval
 from ..rewards.errors import is_ctrl_c, told
-from . import blame
+from . import foreign
 from .preflight import read_adapter
 
 
@@ -190,7 +190,7 @@ def load_model(
         if adapter:
             rank = max(read_adapter(Path(adapter)).get("r") or 0, 16)
             options |= {"lora_local_path": adapter, "max_lora_rank": rank}
-    with blame.library(f"MODEL={model!r} cannot be loaded with --backend {backend}"):
+    with foreign.library(f"MODEL={model!r} cannot be loaded with --backend {backend}"):
         return get_model(backend)(**options)
 
 

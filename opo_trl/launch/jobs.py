@@ -45,12 +45,10 @@ class Job:
 
     @property
     def output(self) -> Path:
-        """File for the run's output."""
         return self.folder.parent / f"{self.folder.name}.txt"
 
     @property
     def command(self) -> list[str]:
-        """Command line of the run."""
         own = ["--output_dir", str(self.folder), "--seed", str(self.seed), "--disable_tqdm", "true"]
         start = [sys.executable, "-m", "opo_trl.launch.cli", "train", "--config", str(self.recipe)]
         return [*start, *own, "--resume_from_checkpoint", "auto", *self.fields]

@@ -31,7 +31,7 @@ from ..report.run_folder import RECIPE, is_claimed
 from ..rewards.scoring import IsolatedReward
 from ..rollout import vllm_server
 from ..rollout.prompts import check_columns as check_reserved
-from . import blame
+from . import foreign
 
 
 # Arguments of `apply_chat_template` that TRL sets itself.
@@ -152,7 +152,7 @@ def read_adapter(folder: Path) -> dict[str, Any]:
 def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer, and check that it has a vocabulary and a token that ends completions."""
     named, fix = f"model_name_or_path={name!r}", "Put the tokenizer files there."
-    with blame.library(f"{named} has no usable tokenizer", fix):
+    with foreign.library(f"{named} has no usable tokenizer", fix):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     if len(tokenizer) < 2:
         raise ValueError(f"{named} has no tokenizer. {fix}")

@@ -184,7 +184,7 @@ def read(argv: Sequence[str]) -> Fields:
 
 def _read_recipe(path: str | Path | None, argv: Sequence[str]) -> tuple[dict[str, Any], str, list[str]]:
     """Field → value, as written; the trainer; and what is to be said of each key that is not a field."""
-    recipe = {} if path is None else read_yaml(path, lambda field: "text" if field == "env" else _kind(_type(field)))
+    recipe = {} if path is None else read_yaml(path, _kind)
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--trainer", nargs="?", default=recipe.get("trainer", methods.DEFAULT))
     trainer = own.parse_known_args(argv)[0].trainer
@@ -237,14 +237,11 @@ def _trainers_with(name: str) -> Iterator[str]:
                 yield trainer
 
 
-def _type(name: str) -> Any:
-    trainer = next(_trainers_with(name), None)
-    return _fields(trainer)[name] if trainer else None
-
-
-def _kind(hint: Any) -> strict_yaml.Kind:
-    if hint is None:
-        return "plain"
+def _kind(name: str) -> strict_yaml.Kind:
+    """How the value of a field is read, by its type."""
+    hint = next((_fields(trainer)[name] for trainer in _trainers_with(name)), None)
+    if name == "env" or hint is None:
+        return "text" if name == "env" else "plain"
     parts = {part for outer in (hint, *get_args(hint)) for part in (outer, *get_args(outer))}
     if dict in {get_origin(part) or part for part in parts} and str in parts:
         return "plain"  # a mapping, or JSON as text

@@ -16,7 +16,7 @@ from ..data.few_shot import first_line_reward
 from ..data.gym import gym_reward
 from ..rewards.accuracy import accuracy_reward, format_reward
 from ..rewards.scoring import IsolatedReward
-from . import dotted
+from . import foreign
 
 
 # Name in `reward_funcs` → function.
@@ -40,7 +40,7 @@ def load_reward(name: str) -> Callable:
     if name in REWARDS:
         return REWARDS[name]
     wanted = f"one of {', '.join(REWARDS)}, or to the dotted path of a function"
-    reward = dotted.load("reward_funcs", name, wanted, example="my_rewards.length_reward")
+    reward = foreign.load("reward_funcs", name, wanted, example="my_rewards.length_reward")
     if inspect.isclass(reward):
         raise ValueError(f"reward_funcs={name!r} is a class, not a function. Set `reward_funcs` to {wanted}.")
     return reward

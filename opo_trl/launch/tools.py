@@ -14,16 +14,11 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
-from trl.chat_template_utils import (
-    add_response_schema,
-    get_training_chat_template,
-    is_chat_template_prefix_preserving,
-    supports_tool_calling,
-)
+from trl import chat_template_utils as templates
 
 from ..arguments import OPOScriptArguments
 from ..config import RolloutConfig
-from . import blame, dotted
+from . import foreign
 from .preflight import OF_TRAINER
 
 
@@ -97,7 +92,7 @@ def load_tools(script: OPOScriptArguments, args: RolloutConfig) -> Tools:
 
 def _load_tool(name: str) -> Callable:
     wanted = "the dotted path of a function"
-    tool = dotted.load("tools", name, wanted, example="my_tools.calculate")
+    tool = foreign.load("tools", name, wanted, example="my_tools.calculate")
     if not inspect.isroutine(tool):
         kind = "a class" if inspect.isclass(tool) else f"of type {type(tool).__name__}"
         fix = f"Set `tools` to {wanted}; a class whose methods are tools is an `environment_factory`"
@@ -111,9 +106,9 @@ def _load_environment(name: str | None) -> tuple[Callable | None, Any]:
     if name is None:
         return None, None
     named, example = f"environment_factory={name!r}", "opo_trl.data.guessing.Guessing"
-    factory = dotted.load("environment_factory", name, "the dotted path of a class, or of a function", example)
+    factory = foreign.load("environment_factory", name, "the dotted path of a class, or of a function", example)
     fix = "It is called without arguments: give each a default, or fix it."
-    with blame.own_code(f"{named} cannot be created", fix):
+    with foreign.own_code(f"{named} cannot be created", fix):
         environment = factory()
     kind = type(environment)
     if not inspect.isfunction(getattr(kind, "reset", None)):
@@ -128,11 +123,8 @@ def _load_environment(name: str | None) -> tuple[Callable | None, Any]:
 
 def _check_described(named: str, tool: Callable) -> None:
     """Check that a tool can be described in a prompt, by its docstring and its type hints."""
-    fix = (
-        "Give it a docstring with an `Args:` section, and a type hint for each argument. (Begin the names of methods "
-        "that are not tools with `_`.)"
-    )
-    with blame.own_code(f"{named} cannot be described to the model", fix):  # type hints are evaluated
+    fix = "Give it a docstring with an `Args:` section and type hints. Begin names of what are not tools with `_`."
+    with foreign.own_code(f"{named} cannot be described to the model", fix):  # type hints are evaluated
         get_json_schema(tool)
 
 
@@ -150,15 +142,15 @@ def check_tool_template(found: Tools, tokenizer: PreTrainedTokenizerBase) -> Non
     if not found.offered:
         return
     named = f"model_name_or_path={tokenizer.name_or_path!r}: its chat template"
-    if not supports_tool_calling(tokenizer):
+    if not templates.supports_tool_calling(tokenizer):
         fix = "Choose a model that was trained to call tools, or give its tokenizer a chat template that renders them"
         raise ValueError(f"{named} does not render calls of tools and their results. {fix}.")
     parsed = any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
     try:
         if not parsed:
-            add_response_schema(copy.deepcopy(tokenizer))
-        if not is_chat_template_prefix_preserving(tokenizer):
-            get_training_chat_template(tokenizer)
+            templates.add_response_schema(copy.deepcopy(tokenizer))
+        if not templates.is_chat_template_prefix_preserving(tokenizer):
+            templates.get_training_chat_template(tokenizer)
     except ValueError as error:
         lacking = "is none whose calls TRL can parse, and the tokenizer has no `response_template`"
         if parsed:

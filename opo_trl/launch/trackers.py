@@ -8,7 +8,7 @@ from typing import Any
 from transformers import Trainer
 from transformers.integrations import integration_utils
 
-from . import blame
+from . import foreign
 
 
 def log_in(names: Sequence[str]) -> None:
@@ -33,4 +33,4 @@ def begin(trainer: Trainer) -> None:
 
 def _blamed_on(name: str) -> AbstractContextManager[None]:
     fix = "Log in to it, check its server, set it to offline, or set `report_to` to none."
-    return blame.library(f"report_to={name!r} cannot be used", fix)
+    return foreign.library(f"report_to={name!r} cannot be used", fix)

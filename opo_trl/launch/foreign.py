@@ -1,7 +1,10 @@
-"""Contexts that name the field whose library, or whose own code, has raised an error."""
+"""Code that is not ours: a library's, or what a recipe names by a dotted path. Its errors name the field."""
 
-from collections.abc import Iterator
+import importlib
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from ..rewards.errors import is_ctrl_c, told
 
@@ -29,3 +32,21 @@ def own_code(what: str, fix: str) -> Iterator[None]:
         if is_ctrl_c(error):
             raise
         raise ValueError(f"{what} ({told(error)}). {fix}") from error
+
+
+def load(field: str, name: str, what: str, example: str) -> Callable:
+    """
+    Import what a `field` of the recipe names, a function or class, also from the current folder.
+
+    `what` it can be, and an `example`, are for the message.
+    """
+    module, _, attribute = name.rpartition(".")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        with own_code(f"{field}={name!r} cannot be imported", f"Set `{field}` to {what}, such as {example}."):
+            found = getattr(importlib.import_module(module), attribute)
+            if not callable(found):
+                raise TypeError(f"{found!r} is not a function")
+    finally:
+        sys.path.pop(0)
+    return found
