@@ -78,8 +78,7 @@ class OPOScriptArguments(ScriptArguments):
             dataset that is one file, if anything is measured on held-out problems.
         columns (`dict[str, str]`, *optional*):
             Maps our column names to the dataset's, such as `{problem: question, solution: answer}`; those of most
-            public datasets are recognized ([`load_problems`]). With `prompt_style: dataset`, it renames columns: new
-            name → old name.
+            public datasets are recognized ([`load_problems`]). With `prompt_style: dataset`: new name → old name.
         dataset_settings (`dict[str, Any]`, *optional*):
             Settings of a task of reasoning-gym (`dataset_name: reasoning_gym/countdown`), such as
             `{size: 5000, min_numbers: 3}`; see [`gym.make_problems`].
@@ -101,7 +100,7 @@ class OPOScriptArguments(ScriptArguments):
             Levels and number of test problems to solve every `validation_steps`. With TRL's `eval_strategy`, all
             problems of these levels are the evaluation dataset.
         validation_steps (`int`, *optional*), validation_decoding (`str`, *optional*, defaults to `"sampled"`):
-            Optimizer steps between validations, `None` for no validation, which are `"greedy"` or `"sampled"`.
+            Optimizer steps between validations, `None` for none, and their decoding, `"greedy"` or `"sampled"`.
         report_levels (`list[str]`, *optional*), report_size (`int`, *optional*, defaults to `500`):
             Levels on which accuracy is reported before and after training, greedy and sampled, and the number of test
             problems per level. `[all]` reports on all problems together, with levels or without; `[]` on nothing. By
@@ -149,8 +148,8 @@ class OPOScriptArguments(ScriptArguments):
     def __post_init__(self):
         for name in ("columns", "dataset_settings"):
             setattr(self, name, read_mappings(name, getattr(self, name)))
-        is_mapping = isinstance(self.dataset_settings, dict | None)
-        require(is_mapping, "dataset_settings", self.dataset_settings, "a mapping: `dataset_settings: {size: 1000}`")
+        drawing = self.dataset_settings
+        require(isinstance(drawing, dict | None), "dataset_settings", drawing, "a mapping, such as `{size: 1000}`")
         drawn = str(self.dataset_name).startswith(gym.PREFIX)
         if self.reward_funcs is None:
             default = "gym_reward" if drawn else "accuracy_reward"

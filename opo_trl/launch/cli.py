@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import __version__
 from ..checks.errors import never_fail_to_print, report_error
@@ -52,12 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="opo-trl",
-        description="Orthogonalized Policy Optimization on TRL.",
-        epilog=_FIRST_RUN,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    form: Any = {"epilog": _FIRST_RUN, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    text = "Orthogonalized Policy Optimization on TRL."
+    parser = argparse.ArgumentParser(prog="opo-trl", description=text, **form)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("train", help="train from a recipe, through accelerate", add_help=False)

@@ -40,11 +40,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="opo-trl compare",
-        description="Run what is missing, then report on all runs. Any other --field value is passed to every run.",
-        allow_abbrev=False,  # a prefix of an option may be a field of a run
-    )
+    text = "Run what is missing, then report on all runs. Any other --field value is passed to every run."
+    # Without abbreviations: a prefix of an option may be a field of a run.
+    parser = argparse.ArgumentParser(prog="opo-trl compare", description=text, allow_abbrev=False)
     parser.add_argument("inputs", nargs="+", type=Path, help="recipes (*.yaml), and folders of finished runs")
     parser.add_argument("--seeds", nargs="+", type=int, default=[], help="seeds to run each recipe with")
     parser.add_argument("--output", type=Path, required=True, help="folder for the report, and for the recipes' runs")

@@ -120,7 +120,14 @@ class _Source:
         """Rows of a split, with [`data.COLUMNS`] or with their own prompts."""
         script = self.script
         splits = bool(script.datasets) or script.test_fraction is not None or is_single_file(str(script.dataset_name))
-        rows = self._rows(script.dataset_train_split if splits else split, levels)
+        if script.datasets:
+            parts: Any = [*script.datasets]  # TRL makes objects of them
+            with foreign.library(f"datasets={parts!r} cannot be loaded", "Change it."):
+                rows: Any = cast(Any, get_dataset(DatasetMixtureConfig(parts)))["train"]
+        else:
+            name, drawn = str(script.dataset_name), cast(dict | None, script.dataset_settings)
+            stored = script.dataset_train_split if splits else split
+            rows = draw_or_load(name, script.dataset_config, stored, levels, drawn)
         columns = cast(dict, script.columns or {})
         self.style = self.style or script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
         if self.style == "dataset":
@@ -155,16 +162,6 @@ class _Source:
             return script.report_levels
         has_answers = "solution" in problems.column_names and bool(script.reward_funcs)
         return (script.levels or [ALL]) if has_answers else []
-
-    def _rows(self, split: str, levels: Sequence[str] | None) -> Dataset:
-        script = self.script
-        if not script.datasets:
-            settings = cast(dict | None, script.dataset_settings)
-            return draw_or_load(str(script.dataset_name), script.dataset_config, split, levels, settings)
-        parts: Any = [*script.datasets]  # TRL makes objects of them
-        with foreign.library(f"datasets={parts!r} cannot be loaded", "Change it."):
-            mixture: Any = get_dataset(DatasetMixtureConfig(parts))
-        return mixture["train"]
 
     def prompts(self, problems: Dataset) -> Dataset:
         """The rows with their prompts."""

@@ -138,9 +138,6 @@ def _add(output: Path, subject: Subject, tasks: Mapping[str, Any]) -> list[Path]
     return written
 
 
-# Before anything starts
-
-
 def _check_numbers(arguments: argparse.Namespace) -> list[str]:
     """Check what needs no library; the names of the tasks."""
     names = [name.strip() for name in arguments.tasks.split(",")]

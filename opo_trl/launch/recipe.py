@@ -43,7 +43,6 @@ _RENAMED = {
     "warmup_ratio": "`warmup_steps`, with a fraction of all steps in (0, 1)",
 }
 
-
 # Fields of `trl grpo` that OPO does not have, and why.
 MEANINGLESS = REJECTED_FIELDS | NOT_STREAMED
 
@@ -239,9 +238,9 @@ def _trainers_with(name: str) -> Iterator[str]:
 
 def _kind(name: str) -> strict_yaml.Kind:
     """How the value of a field is read, by its type."""
-    hint = next((_fields(trainer)[name] for trainer in _trainers_with(name)), None)
-    if name == "env" or hint is None:
-        return "text" if name == "env" else "plain"
+    if name == "env":
+        return "text"
+    hint: Any = next((_fields(trainer)[name] for trainer in _trainers_with(name)), None)
     parts = {part for outer in (hint, *get_args(hint)) for part in (outer, *get_args(outer))}
     if dict in {get_origin(part) or part for part in parts} and str in parts:
         return "plain"  # a mapping, or JSON as text

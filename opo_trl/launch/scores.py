@@ -41,8 +41,7 @@ def problem_of(doc: Mapping[str, Any]) -> tuple[str, str] | None:
     r"""
     Problem and solution in a row of a task's dataset; `None` if its columns are not those of MATH or GSM8K.
 
-    The solution is in the column `solution`, or is the column `answer`: all of it, or what follows `####`. Fewer names
-    than training recognizes: an `answer` of another task may be the number of a choice.
+    Fewer names than training recognizes: an `answer` of another task may be the number of a choice.
     """
     if isinstance(doc.get("problem"), str) and isinstance(doc.get("solution"), str):
         return doc["problem"], doc["solution"]
