@@ -19,6 +19,15 @@ from .fields import COUNT, COUNT_OR_ZERO, DATA, OBJECTIVE, POSITIVE, REWARDS, RU
 from .rewards import LEAST_MEMORY
 
 
+_Style = Literal["chat", "plain", "dataset"]
+_WORKERS = integer(0, text="an integer, 0 or more")
+_MEMORY = integer(LEAST_MEMORY, 2**30, text=f"a whole number of MiB, {LEAST_MEMORY} or more")
+_CACHE = integer(1, text="a positive number up to `max_completion_length`")
+_EVERY = integer(1, text="a positive integer, or leave it out")
+_SIZE = Range(0, ends="()", text="a number of rows, or a fraction of them below 1")
+_SHARE = Range(0, 1, ends="()", text="a share of the rows, such as 0.2")
+_FRACTION = Range(0, 1, ends="(]", text="a number in (0, 1]. Use 1.0 for all rows")
+
 # Fields of TRL's script that do nothing here, and why.
 NOT_STREAMED = dict.fromkeys(("dataset_streaming", "streaming"), "datasets are loaded completely") | {
     "ignore_bias_buffers": "DDP handles boolean buffers by itself"
@@ -50,8 +59,7 @@ class OPOScriptArguments(ScriptArguments):
             reward after those of `reward_funcs`.
         reward_workers (`int`, *optional*, defaults to `4`):
             Worker processes per node that run `accuracy_reward` or `gym_reward`, divided among the node's training
-            processes, at least one each; 0 scores in the training processes. Other rewards always run there, unless
-            they already are an [`IsolatedReward`].
+            processes, at least one each; 0 scores in the training processes, where all other rewards run.
         reward_timeout (`float`, *optional*, defaults to `30.0`):
             Seconds a worker has to score one completion. After that the completion is unscored, not wrong.
         reward_memory (`int`, *optional*, defaults to `2048`):
@@ -70,16 +78,13 @@ class OPOScriptArguments(ScriptArguments):
             dataset that is one file, if anything is measured on held-out problems.
         columns (`dict[str, str]`, *optional*):
             Maps our column names to the dataset's, such as `{problem: question, solution: answer}`; those of most
-            public datasets are recognized ([`load_problems`]). With `prompt_style: dataset`, it renames columns: new
-            name → old name.
+            public datasets are recognized ([`load_problems`]). With `prompt_style: dataset`: new name → old name.
         dataset_settings (`dict[str, Any]`, *optional*):
             Settings of a task of reasoning-gym (`dataset_name: reasoning_gym/countdown`), such as
             `{size: 5000, min_numbers: 3}`; see [`gym.make_problems`].
-        levels (`list[str]`, *optional*):
-            Levels of the training problems; `None` for all. Levels of reasoning-gym are those of its curricula, from
-            0.
-        fraction (`float`, *optional*, defaults to `1.0`):
-            Fraction of these problems to train on, in `(0, 1]`.
+        levels (`list[str]`, *optional*), fraction (`float`, *optional*, defaults to `1.0`):
+            Levels of the training problems, `None` for all (those of reasoning-gym's curricula begin at 0), and the
+            fraction of these problems to train on, in `(0, 1]`.
         subset_seed (`int`, *optional*, defaults to `42`):
             Seed that selects this subset and the problems for validation and report.
         prompt_style (`str`, *optional*):
@@ -94,10 +99,8 @@ class OPOScriptArguments(ScriptArguments):
         validation_levels (`list[str]`, *optional*), validation_size (`int`, *optional*, defaults to `100`):
             Levels and number of test problems to solve every `validation_steps`. With TRL's `eval_strategy`, all
             problems of these levels are the evaluation dataset.
-        validation_steps (`int`, *optional*):
-            Optimizer steps between validations; `None` for no validation.
-        validation_decoding (`str`, *optional*, defaults to `"sampled"`):
-            `"greedy"` or `"sampled"`.
+        validation_steps (`int`, *optional*), validation_decoding (`str`, *optional*, defaults to `"sampled"`):
+            Optimizer steps between validations, `None` for none, and their decoding, `"greedy"` or `"sampled"`.
         report_levels (`list[str]`, *optional*), report_size (`int`, *optional*, defaults to `500`):
             Levels on which accuracy is reported before and after training, greedy and sampled, and the number of test
             problems per level. `[all]` reports on all problems together, with levels or without; `[]` on nothing. By
@@ -111,54 +114,30 @@ class OPOScriptArguments(ScriptArguments):
             the recipe's, or the name of one of TRL's (`single_gpu`, `multi_gpu`, `zero2`, …).
     """
 
-    trainer: Annotated[str, OBJECTIVE] = setting(
-        methods.DEFAULT, f"Method to train with: one of {', '.join(methods.by_trainer())}."
-    )
+    trainer: Annotated[str, OBJECTIVE] = setting(methods.DEFAULT, f"Method: {', '.join(methods.by_trainer())}.")
     reward_funcs: Annotated[list[str] | None, REWARDS] = setting(None, "Reward functions, by name or dotted path.")
     tools: Annotated[list[str] | None, DATA] = setting(None, "Functions that the model can call, by dotted path.")
-    environment_factory: Annotated[str | None, DATA] = setting(
-        None, "Class whose objects are environments, by dotted path."
-    )
-    reward_model_name_or_path: Annotated[str | None, REWARDS] = setting(
-        None, "Reward model to add to the reward functions."
-    )
-    reward_workers: Annotated[int, RUN, integer(0, text="an integer, 0 or more")] = setting(
-        4, "Worker processes for accuracy_reward and gym_reward; 0 for none."
-    )
+    environment_factory: Annotated[str | None, DATA] = setting(None, "Class of environments, by dotted path.")
+    reward_model_name_or_path: Annotated[str | None, REWARDS] = setting(None, "Reward model, after the functions.")
+    reward_workers: Annotated[int, RUN, _WORKERS] = setting(4, "Workers of accuracy_reward and gym_reward, or 0.")
     reward_timeout: Annotated[float, RUN, POSITIVE] = setting(30.0, "Seconds a worker has to score one completion.")
-    reward_memory: Annotated[
-        int, RUN, integer(LEAST_MEMORY, 2**30, text=f"a whole number of MiB, {LEAST_MEMORY} or more")
-    ] = setting(2048, "Memory that a worker can allocate, in MiB.")
-    overlong_cache: Annotated[
-        int | None, REWARDS, integer(1, text="a positive number up to `max_completion_length`")
-    ] = setting(None, "Tokens over which soft_overlong_punishment falls to -1.")
-    columns: Annotated[dict | str | None, DATA] = setting(
-        None, "Columns of the dataset to use as problem, solution, level and type."
-    )
+    reward_memory: Annotated[int, RUN, _MEMORY] = setting(2048, "Memory that a worker can allocate, in MiB.")
+    overlong_cache: Annotated[int | None, REWARDS, _CACHE] = setting(None, "Tokens of soft_overlong_punishment.")
+    columns: Annotated[dict | str | None, DATA] = setting(None, "Columns to use as problem, solution, level, type.")
     dataset_settings: Annotated[dict | str | None, DATA] = setting(None, "Settings of a task of reasoning-gym.")
     datasets: Annotated[list[dict], DATA] = setting(list, "Datasets to mix, as in TRL, in place of dataset_name.")
     streaming: Annotated[bool, RUN] = setting(False, "Without effect: datasets are loaded completely.")
-    test_split_size: Annotated[
-        float | None, DATA, Range(0, ends="()", text="a number of rows, or a fraction of them below 1")
-    ] = setting(None, "Size of the test split to hold out of `datasets`.")
-    test_fraction: Annotated[float | None, DATA, Range(0, 1, ends="()", text="a share of the rows, such as 0.2")] = (
-        setting(None, "Share of the training split to hold out, in place of a test split.")
-    )
+    test_split_size: Annotated[float | None, DATA, _SIZE] = setting(None, "Size of the test split of `datasets`.")
+    test_fraction: Annotated[float | None, DATA, _SHARE] = setting(None, "Share of the training split to hold out.")
     levels: Annotated[list[str] | None, DATA] = setting(None, "Levels of the training problems.")
-    fraction: Annotated[float, DATA, Range(0, 1, ends="(]", text="a number in (0, 1]. Use 1.0 for all rows")] = (
-        setting(1.0, "Fraction of the training problems, in (0, 1].")
-    )
+    fraction: Annotated[float, DATA, _FRACTION] = setting(1.0, "Fraction of the training problems, in (0, 1].")
     subset_seed: Annotated[int, DATA, COUNT_OR_ZERO] = setting(42, "Seed that selects problems.")
-    prompt_style: Annotated[Literal["chat", "plain", "dataset"] | None, DATA] = setting(
-        None, "How a problem becomes a prompt."
-    )
+    prompt_style: Annotated[_Style | None, DATA] = setting(None, "How a problem becomes a prompt.")
     instruction: Annotated[str | None, DATA] = setting(None, "Instruction that follows the problem in a chat prompt.")
     max_prompt_length: Annotated[int | None, DATA, COUNT] = setting(None, "Maximum length of a prompt in tokens.")
     validation_levels: Annotated[list[str] | None, RUN] = setting(None, "Levels of the validation problems.")
     validation_size: Annotated[int, RUN, COUNT] = setting(100, "Number of validation problems.")
-    validation_steps: Annotated[int | None, RUN, integer(1, text="a positive integer, or leave it out")] = setting(
-        None, "Optimizer steps between validations."
-    )
+    validation_steps: Annotated[int | None, RUN, _EVERY] = setting(None, "Optimizer steps between validations.")
     validation_decoding: Annotated[Decoding, RUN] = setting("sampled", "Decoding of the validation.")
     report_levels: Annotated[list[str] | None, RUN] = setting(None, "Levels reported before and after.")
     report_size: Annotated[int, RUN, COUNT] = setting(500, "Problems per reported level.")
@@ -169,8 +148,8 @@ class OPOScriptArguments(ScriptArguments):
     def __post_init__(self):
         for name in ("columns", "dataset_settings"):
             setattr(self, name, read_mappings(name, getattr(self, name)))
-        is_mapping = isinstance(self.dataset_settings, dict | None)
-        require(is_mapping, "dataset_settings", self.dataset_settings, "a mapping: `dataset_settings: {size: 1000}`")
+        drawing = self.dataset_settings
+        require(isinstance(drawing, dict | None), "dataset_settings", drawing, "a mapping, such as `{size: 1000}`")
         drawn = str(self.dataset_name).startswith(gym.PREFIX)
         if self.reward_funcs is None:
             default = "gym_reward" if drawn else "accuracy_reward"
@@ -186,19 +165,18 @@ class OPOScriptArguments(ScriptArguments):
 def check_together(
     script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig, recipe: Mapping[str, Any]
 ) -> None:
-    """
-    Check that the fields of a recipe fit together, and that each of them has an effect.
-
-    Raises:
-        `ValueError`: names the fields, their values and what to do.
-    """
+    """Check that the fields of a recipe fit together, and that each of them has an effect."""
     _check_data(script)
     if script.environment_factory is not None and "reward_funcs" not in recipe:
-        raise ValueError(
-            f"environment_factory={script.environment_factory!r} needs `reward_funcs` to be set: its first function "
-            "defines what counts as correct. Set `reward_funcs: []` if the environment alone gives the reward."
-        )
-    _check_evaluation(args)
+        said = f"environment_factory={script.environment_factory!r} needs `reward_funcs` to be set, of which the first"
+        fix = "Set `reward_funcs: []` if the environment alone gives the reward"
+        raise ValueError(f"{said} defines what counts as correct. {fix}.")
+    for name in ("load_best_model_at_end", "metric_for_best_model") if args.eval_strategy == "no" else ():
+        if value := getattr(args, name):
+            raise ValueError(f"{name}={value!r} needs an evaluation. Remove `{name}`, or set `eval_strategy`.")
+    if args.save_strategy == "best" and args.eval_strategy == "no":
+        fix = "Set `eval_strategy`, or `save_strategy` to steps, epoch or no"
+        raise ValueError(f"save_strategy='best' needs an evaluation. {fix}.")
     for name, value in given(model_config).items() if not model_config.use_peft else ():
         # A recipe that sets `use_peft: false` turns adapters off on purpose.
         if (name.startswith("lora_") or name in ("use_dora", "use_rslora")) and "use_peft" not in recipe:
@@ -206,73 +184,42 @@ def check_together(
     if not model_config.model_name_or_path:
         raise ValueError("model_name_or_path is not set. Set it to a model's Hub id or folder.")
     if args.sync_ref_model and model_config.use_peft:
-        raise ValueError(
-            "sync_ref_model=True cannot be combined with use_peft=True: the reference is the base model below the "
-            "adapters, which does not move. Remove one of them."
-        )
-    if args.push_to_hub and (constants.HF_HUB_OFFLINE or not (args.hub_token or get_token())):
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "there is no token"
-        raise ValueError(
-            f"push_to_hub=True is impossible: {why}. Log in with `hf auth login`, set the variable HF_TOKEN, or "
-            "remove `push_to_hub`."
-        )
+        why = "the reference is the base model below the adapters, which does not move"
+        raise ValueError(f"sync_ref_model=True cannot be combined with use_peft=True: {why}. Remove one of them.")
     for name in ("load_in_4bit", "load_in_8bit"):
         if args.use_vllm and getattr(model_config, name):
-            raise ValueError(
-                f"{name}=True cannot be combined with use_vllm=True: TRL sends vLLM the packed weights, which vLLM "
-                "rejects (huggingface/trl#4973). Remove one of them."
-            )
+            why = "vLLM rejects the packed weights that TRL sends (huggingface/trl#4973)"
+            raise ValueError(f"{name}=True cannot be combined with use_vllm=True: {why}. Remove one of them.")
+    if args.push_to_hub and (constants.HF_HUB_OFFLINE or not (args.hub_token or get_token())):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "there is no token"
+        fix = "Log in with `hf auth login`, set the variable HF_TOKEN, or remove `push_to_hub`"
+        raise ValueError(f"push_to_hub=True is impossible: {why}. {fix}.")
 
 
 def _check_data(script: OPOScriptArguments) -> None:
     if not script.dataset_name and not script.datasets:
         raise ValueError("dataset_name is not set. Set it to a dataset's Hub id, file or folder, or to 'arithmetic'.")
     if script.dataset_name and script.datasets:
-        raise ValueError(
-            f"dataset_name={script.dataset_name!r} and datasets={script.datasets!r} are both set. Remove one of them."
-        )
-    known = ", ".join(DatasetConfig.__dataclass_fields__)
+        both = f"dataset_name={script.dataset_name!r} and datasets={script.datasets!r}"
+        raise ValueError(f"{both} are both set. Remove one of them.")
+    known = DatasetConfig.__dataclass_fields__
     for part in script.datasets if isinstance(script.datasets, list) else [script.datasets]:
         path = part.get("path") if isinstance(part, dict) and part is not script.datasets else None
-        if not (isinstance(path, str) and path and part.keys() <= DatasetConfig.__dataclass_fields__.keys()):
-            raise ValueError(
-                f"datasets={part!r} is not allowed. Set `datasets` to a list of mappings with `path` and, as needed, "
-                f"others of {known}."
-            )
-    of_mixtures = (("test_split_size", None), ("streaming", False))
-    of_others = (("dataset_config", None), ("dataset_settings", None), ("test_fraction", None))
-    for names, has_effect, where in (
-        (of_mixtures, script.datasets, "without `datasets`"),
-        (of_others, not script.datasets, "with `datasets`"),
-    ):
-        for name, default in names:
-            if getattr(script, name) != default and not has_effect:
-                raise ValueError(f"{name}={getattr(script, name)!r} has no effect {where}. Remove `{name}`.")
+        fits = isinstance(path, str) and path != "" and part.keys() <= known.keys()
+        require(fits, "datasets", part, f"a list of mappings with `path` and, as needed, others of {', '.join(known)}")
+    of_mixtures = {"test_split_size": None, "streaming": False}
+    of_others = {"dataset_config": None, "dataset_settings": None, "test_fraction": None}
+    where = "with `datasets`" if script.datasets else "without `datasets`"
+    for name, default in (of_others if script.datasets else of_mixtures).items():
+        if (value := getattr(script, name)) != default:
+            raise ValueError(f"{name}={value!r} has no effect {where}. Remove `{name}`.")
     if script.test_fraction is not None and script.dataset_test_split != "test":
-        raise ValueError(
-            f"dataset_test_split={script.dataset_test_split!r} has no effect with "
-            f"test_fraction={script.test_fraction!r}, which holds out a part of the training split. Remove "
-            "one of them."
-        )
+        unread = f"dataset_test_split={script.dataset_test_split!r} has no effect"
+        why = f"test_fraction={script.test_fraction!r}, which holds out a part of the training split"
+        raise ValueError(f"{unread} with {why}. Remove one of them.")
     size = script.test_split_size
-    if size is not None and size >= 1 and not float(size).is_integer():
-        raise ValueError(
-            f"test_split_size={size!r} is not allowed. Set it to a number of rows, or to a fraction below 1."
-        )
+    whole = size is None or size < 1 or float(size).is_integer()
+    require(whole, "test_split_size", size, "a number of rows, or to a fraction below 1")
     for name in NOT_STREAMED:
         if getattr(script, name):
             raise ValueError(f"{name}=True has no effect here: {NOT_STREAMED[name]}. Remove `{name}`.")
-
-
-def _check_evaluation(args: RolloutConfig) -> None:
-    if args.eval_strategy != "no":
-        return
-    for name in ("load_best_model_at_end", "metric_for_best_model"):
-        if getattr(args, name):
-            raise ValueError(
-                f"{name}={getattr(args, name)!r} needs an evaluation. Remove `{name}`, or set `eval_strategy`."
-            )
-    if args.save_strategy == "best":
-        raise ValueError(
-            "save_strategy='best' needs an evaluation. Set `eval_strategy`, or `save_strategy` to steps, epoch or no."
-        )

@@ -6,8 +6,6 @@ Train a model with OPO or another method, from a recipe.
 A recipe is a flat YAML file with fields of [`OPOScriptArguments`], of the method's configuration ([`OPOConfig`], or
 [`RolloutConfig`] with `trainer: grpo`) and of [`~trl.ModelConfig`]; fields on the command line override it. The files
 of a run are listed in `opo_trl.report.run_folder`.
-
-To add a method, see `opo_trl.methods`; a reward, `opo_trl.launch.rewards`; a dataset, `opo_trl.launch.data`.
 """
 
 import dataclasses
@@ -37,7 +35,7 @@ from .checks.secrets import mask, mask_words
 from .checks.weights import check_weights
 from .config import RolloutConfig
 from .data.models import EMBEDDED_MODELS
-from .launch import blame, preflight, trackers
+from .launch import foreign, preflight, trackers
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data
 from .launch.recipe import parse
@@ -129,7 +127,7 @@ def _find_checkpoint(
         checkpoint = find_checkpoint(asked, args.output_dir)
         resume = continues(folder, asked, checkpoint)
         if script.overwrite and not resume:
-            preflight.check_apart(folder, preflight.inputs(script, args, model, recipe_path))
+            preflight.check_apart(script, args, model, recipe_path)
         run_folder.check(folder, resume=resume, overwrite=script.overwrite)
         if checkpoint is not None:
             check_same_run(checkpoint, settings, model)
@@ -216,7 +214,7 @@ def _named(model_config: ModelConfig) -> str:
 
 
 def _blamed_on(what: str) -> AbstractContextManager[None]:
-    return blame.library(f"{what} cannot be used", own=(ValueError, ImportError, RewardError))
+    return foreign.library(f"{what} cannot be used", own=(ValueError, ImportError, RewardError))
 
 
 def run(ready: Run) -> dict[str, Any]:
@@ -233,11 +231,9 @@ def run(ready: Run) -> dict[str, Any]:
     started = time.perf_counter()
     with StopOnSignal(trainer):
         trainer.train(resume_from_checkpoint=checkpoint)
-    summary |= {
-        "optimizer_steps": trainer.state.global_step,
-        "train_seconds": round(time.perf_counter() - started - before.seconds, 1),
-        "after": measure(trainer, data.report, script.report_samples),
-    }
+    seconds = round(time.perf_counter() - started - before.seconds, 1)
+    summary |= {"optimizer_steps": trainer.state.global_step, "train_seconds": seconds}
+    summary["after"] = measure(trainer, data.report, script.report_samples)
     trainer.save_model(trainer.args.output_dir)
     if is_main:
         files.write_json(folder / run_folder.SUMMARY, summary)

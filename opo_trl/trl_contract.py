@@ -90,7 +90,7 @@ CONTRACT: Contract = {
     "trl.TrlParser": {
         "error": ("message",),
         "_get_value": ("action", "arg_string"),
-        "_check_value": ("action", "value"),
+        "_get_values": ("action", "arg_strings"),
         "_actions": None,
     },
     "transformers.TrainingArguments": {"_n_gpu": None},

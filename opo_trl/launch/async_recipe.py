@@ -11,11 +11,10 @@ import inspect
 import multiprocessing
 import pickle
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 from datasets import Dataset
@@ -37,8 +36,22 @@ from ..checks.arguments import dry_run_arguments
 from ..fields import COUNT_OR_ZERO, WORK, setting
 from ..rewards.boxes import text_of
 from ..rewards.checked import checked_reward
-from .preflight import await_health, check_columns, check_development_mode
+from ..rollout import vllm_server
+from .preflight import await_health, check_columns
 
+
+# Fields that this trainer does not have, why, and what to do.
+_IMPOSSIBLE = {
+    "reward_model_name_or_path": "whose worker scores completions with functions. Remove it, or name a function in "
+    "`reward_funcs` that asks the model",
+    **dict.fromkeys(
+        ("tools", "environment_factory"),
+        "whose accuracies are those of single turns. Set `trainer: opo`, or train from Python, as "
+        "recipes/arithmetic/async/agent.py does",
+    ),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "whose server gets weights that are not quantized. Remove it"),
+    **dict.fromkeys(("eval_strategy", "eval_on_start"), "which has `validation_steps` instead. Remove it"),
+}
 
 # Without an anchor nothing is parsed: TRL then takes a response's text without special tokens, as other trainers do.
 _TEXT = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
@@ -81,12 +94,10 @@ class AsyncRecipeConfig(AsyncOPOConfig):
 
     def check_requirements(self, script: OPOScriptArguments, model_config: ModelConfig) -> None:
         """Check what the trainer needs, and what it does not have, before data and model are loaded."""
-        if script.reward_model_name_or_path:
-            raise ValueError(
-                f"reward_model_name_or_path={script.reward_model_name_or_path!r} is not possible with trainer: "
-                "async_opo, whose worker scores completions with functions. Remove it, or name a function in "
-                "`reward_funcs` that asks the model."
-            )
+        fields = {**vars(self), **vars(script), **vars(model_config)}
+        for name, why in _IMPOSSIBLE.items():
+            if (value := getattr(fields[name], "value", fields[name])) and value != "no":
+                raise ValueError(f"{name}={value!r} is not possible with trainer: async_opo, {why}.")
         options: Any = self.model_init_kwargs or {}  # a dict, once parsed
         options = {"attn_implementation": model_config.attn_implementation, "dtype": model_config.dtype, **options}
         check_requirements(self, options, server=self.in_process_staleness is None)
@@ -136,12 +147,7 @@ class _Loop(OPORolloutLoop):
 
 
 class AsyncRecipeTrainer(AsyncOPOTrainer):
-    """
-    [`AsyncOPOTrainer`] for `opo-trl train`, with the arguments that it gives to every trainer.
-
-    Raises:
-        `ValueError`: the recipe asks for what this trainer does not have; the message names the field and the fix.
-    """
+    """[`AsyncOPOTrainer`] for `opo-trl train`, with the arguments that it gives to every trainer."""
 
     config_class = AsyncRecipeConfig
     args: AsyncRecipeConfig
@@ -154,27 +160,13 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         args: AsyncRecipeConfig,
         train_dataset: Dataset,
         *,
-        eval_dataset: Any = None,
-        quantization_config: Any = None,
-        tools: list | None = None,
-        environment_factory: Callable | None = None,
+        eval_dataset: None = None,  # no recipe that passes `check_requirements` has one
+        quantization_config: None = None,
         **named,
     ):
-        if eval_dataset is not None:
-            raise ValueError(
-                f"eval_strategy={args.eval_strategy!s} is not possible with trainer: async_opo. Set "
-                "`validation_steps` instead, and remove `eval_strategy`."
-            )
-        options: Any = args.model_init_kwargs or {}  # a dict, once parsed
-        if tools or environment_factory:
-            raise ValueError(
-                f"{'tools' if tools else 'environment_factory'} is not possible in a recipe with trainer: async_opo, "
-                "whose accuracies are those of single turns. Set `trainer: opo`, or train from Python: "
-                "`AsyncOPOTrainer` takes it (recipes/arithmetic/async/agent.py)."
-            )
-        _check(args, reward_funcs, train_dataset, quantization_config)
-        source: Any = {"revision": options.get("revision"), "trust_remote_code": args.trust_remote_code}
-        tokenizer = AutoTokenizer.from_pretrained(model, **source)
+        _check(args, reward_funcs, train_dataset)
+        revision = cast(dict, args.model_init_kwargs or {}).get("revision")
+        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=args.trust_remote_code)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         first = reward_funcs[0]  # an evaluation calls it with text if the prompts are text
@@ -187,26 +179,18 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
             chat.chat_template = _TEXT_ONLY
             train_dataset = train_dataset.map(_as_conversation, keep_in_memory=True)
             reward_funcs = [_OfText(reward) for reward in reward_funcs]
-        worker = None
-        if args.in_process_staleness is not None:
-            worker = in_process.InProcessWorker(
-                model, args, train_dataset, reward_funcs, chat, staleness=args.in_process_staleness
-            )
+        worker, staleness = None, args.in_process_staleness
+        if staleness is not None:
+            worker = in_process.InProcessWorker(model, args, train_dataset, reward_funcs, chat, staleness=staleness)
         workers = {"rollout_worker": worker, "weight_transfer": worker}
         super().__init__(model, reward_funcs, args, train_dataset, processing_class=chat, **workers, **named)
         self.processing_class = tokenizer  # what is saved with the model
         if isinstance(self.rollout_worker, AsyncRolloutWorker):
             self.rollout_worker._loop_cls = _Loop
-        self.generation_config = GenerationConfig(
-            max_new_tokens=args.max_completion_length,
-            do_sample=True,
-            temperature=float(args.temperature),
-            top_p=1.0,
-            top_k=0,
-            repetition_penalty=1.0,
-            eos_token_id=self.eos_token_ids,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        unfiltered: Any = {"do_sample": True, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+        ends: Any = {"eos_token_id": self.eos_token_ids, "pad_token_id": tokenizer.pad_token_id}
+        length, temperature = args.max_completion_length, float(args.temperature)
+        self.generation_config = GenerationConfig(max_new_tokens=length, temperature=temperature, **unfiltered, **ends)
 
     @cached_property
     def plan(self) -> str:
@@ -248,19 +232,18 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         device, prompts = self.accelerator.device, [row["prompt"] for row in inputs]
-        asked: Any = self._chat.apply_chat_template(
-            [_as_conversation({"prompt": prompt})["prompt"] for prompt in prompts],
-            add_generation_prompt=True,
-            padding=True,
-            padding_side="left",
-            return_dict=True,
-            return_tensors="pt",
-            **(self.args.chat_template_kwargs or {}),
-        )
+        conversations = [_as_conversation(row)["prompt"] for row in inputs]
+        how: Any = {"padding": True, "padding_side": "left", "return_dict": True, "return_tensors": "pt"}
+        how |= self.args.chat_template_kwargs or {}
+        asked: Any = self._chat.apply_chat_template(conversations, add_generation_prompt=True, **how)
         if isinstance(self.model, FSDPModule) and "generate" not in vars(self.model):
             register_fsdp_forward_method(self.model, "generate")  # PEFT's calls the inner model
-        with _ordinary_attention(self.model):
+        packed = self.model.config._attn_implementation  # along TRL's trees, which the rows of a generation are not
+        self.model.set_attn_implementation("sdpa")
+        try:
             made = self.model.generate(**asked.to(device), generation_config=self.generation_config)
+        finally:
+            self.model.set_attn_implementation(packed)
         ids = made[:, asked["input_ids"].shape[1] :].tolist()
         texts: list[Any] = self.processing_class.batch_decode(ids, skip_special_tokens=True)
         if not isinstance(prompts[0], str):
@@ -275,13 +258,8 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         return self.accelerator.gather(torch.tensor(scores, device=self.accelerator.device)[:, None])
 
 
-def _check(args: AsyncRecipeConfig, rewards: Sequence[Any], data: Dataset, quantization: Any) -> None:
-    """Reject what this trainer does not have, and check the rewards and the server, before a model is loaded."""
-    if quantization is not None:
-        raise ValueError(
-            "load_in_4bit and load_in_8bit are not possible with trainer: async_opo, which sends the server weights "
-            "that are not quantized. Remove them."
-        )
+def _check(args: AsyncRecipeConfig, rewards: Sequence[Any], data: Dataset) -> None:
+    """Check the rewards and the server, before a model is loaded."""
     check_columns(rewards, data, of_trainer=())
     if args.in_process_staleness is not None:
         return
@@ -289,28 +267,18 @@ def _check(args: AsyncRecipeConfig, rewards: Sequence[Any], data: Dataset, quant
         try:
             pickle.dumps(reward)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ValueError(
-                f"reward_funcs={getattr(reward, '__name__', reward)!r} cannot be sent to the worker process, where "
-                f"completions are scored ({error}). Name a function at the top level of a module."
-            ) from error
+            said = f"reward_funcs={getattr(reward, '__name__', reward)!r} cannot be sent to the worker process"
+            raise ValueError(f"{said} ({error}). Name a function at the top level of a module.") from error
     if args.process_index == 0:
         url = args.vllm_server_base_url
         field = f"vllm_server_base_url={without_secrets(url)!r}"
         await_health(url, field, args.vllm_server_timeout, start="vllm serve")
-        check_development_mode(url)
+        if (status := vllm_server.status(url, "/server_info?config_format=json")) != 200:
+            seen = f"the server answers {status} at /server_info, so it takes no weights"
+            fix = "Start `vllm serve` with `VLLM_SERVER_DEV_MODE=1` in its environment"
+            raise ValueError(f"{field}: {seen}. {fix}.")
 
 
 def _as_conversation(row: dict[str, Any]) -> dict[str, Any]:
     prompt = row["prompt"]
     return {"prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt}
-
-
-@contextmanager
-def _ordinary_attention(model: Any) -> Iterator[None]:
-    """Let a model that attends along TRL's packed trees attend to the padded rows of a generation."""
-    packed = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(packed)

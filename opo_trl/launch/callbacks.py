@@ -18,11 +18,9 @@ from ..rollout.trainer import RolloutTrainer
 
 def measure(trainer: RolloutTrainer, data: Mapping[str, Dataset], samples: int) -> dict[str, dict[str, dict]]:
     """Accuracy on each level's problems, greedy and sampled: level → decoding → [`Evaluation.summary`]."""
+    ways: dict[Decoding, int] = {"greedy": 1, "sampled": samples}
     return {
-        level: {
-            "greedy": evaluate(trainer, problems, decoding="greedy").summary(),
-            "sampled": evaluate(trainer, problems, decoding="sampled", samples=samples).summary(),
-        }
+        level: {way: evaluate(trainer, problems, decoding=way, samples=n).summary() for way, n in ways.items()}
         for level, problems in data.items()
     }
 
@@ -58,15 +56,11 @@ class LogFile(TrainerCallback):
             append_lines(self.folder / LOG, [{"step": state.global_step, **logs}])
 
 
+_SHOWN = {"reward": "reward", "validation/accuracy": "validation", "entropy": "entropy", "grad_norm": "grad"}
+
+
 class ProgressBar(ProgressCallback):
     """A progress bar with the four metrics that people watch, instead of a dictionary of fifty per step."""
-
-    _shown = (
-        ("reward", "reward"),
-        ("validation/accuracy", "validation"),
-        ("entropy", "entropy"),
-        ("grad_norm", "grad"),
-    )
 
     def __init__(self):
         super().__init__()
@@ -74,7 +68,8 @@ class ProgressBar(ProgressCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and self.training_bar is not None:
-            self.latest |= {label: f"{logs[key]:.3f}" for key, label in self._shown if logs.get(key) is not None}
+            shown = {label: logs[key] for key, label in _SHOWN.items() if logs.get(key) is not None}
+            self.latest |= {label: f"{value:.3f}" for label, value in shown.items()}
             self.training_bar.set_postfix(self.latest, refresh=False)
 
 
@@ -83,14 +78,8 @@ class ReportBefore(TrainerCallback):
     Measures the base model's accuracies before the first step, writes them to `summary.json`, and prints them.
 
     This has to wait until training begins, because DeepSpeed and FSDP only then place and shard the model. A resumed
-    run measures nothing: either the summary has the accuracies, or the first step is over.
-
-    Args:
-        summary (`dict`):
-            Content of `summary.json` so far, the same on every process; `before` is filled in here.
-
-    Attributes:
-        seconds (`float`): duration of the measurement.
+    run measures nothing: either the summary has the accuracies, or the first step is over. `summary` is the content of
+    `summary.json` so far, the same on every process; `before` is filled in. `seconds` is the time that it took.
     """
 
     def __init__(self, trainer: RolloutTrainer, data: Mapping[str, Dataset], samples: int, summary: dict[str, Any]):

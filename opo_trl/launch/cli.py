@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import __version__
 from ..checks.errors import never_fail_to_print, report_error
@@ -52,28 +52,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="opo-trl",
-        description="Orthogonalized Policy Optimization on TRL.",
-        epilog=_FIRST_RUN,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    form: Any = {"epilog": _FIRST_RUN, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    text = "Orthogonalized Policy Optimization on TRL."
+    parser = argparse.ArgumentParser(prog="opo-trl", description=text, **form)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("train", help="train from a recipe, through accelerate", add_help=False)
     commands.add_parser("compare", help="compare methods over seeds, or finished runs", add_help=False)
     commands.add_parser("evaluate", help="evaluate a model with lm-eval, next to our own pass@k", add_help=False)
-    for name, text in (
-        ("figures", "redraw the figures of a run"),
-        ("report", "rewrite the report of a run, finished or not"),
-    ):
-        command = commands.add_parser(name, help=text)
-        command.add_argument("folder", type=Path, help="folder of a run")
-        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    figures = commands.add_parser("figures", help="redraw the figures of a run")
+    report = commands.add_parser("report", help="rewrite the report of a run, finished or not")
     recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
+    for command in (figures, report):
+        command.add_argument("folder", type=Path, help="folder of a run")
     recipes.add_argument("recipe", nargs="?", help="recipe, or folder of recipes, to copy")
     recipes.add_argument("--output", type=Path, default=Path("recipes"), help="folder to copy to (default: recipes)")
-    recipes.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    for command in (figures, report, recipes):
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands.add_parser("env", help="print what a bug report needs")
     return parser
 
@@ -89,8 +84,8 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
     if arguments.command == "evaluate":
         from .evaluation import main as evaluate
 
-        return evaluate(words)
-    if arguments.command == "report":
+        evaluate(words)
+    elif arguments.command == "report":
         from ..report.run_report import write_report
 
         print(write_report(arguments.folder))
@@ -124,14 +119,16 @@ def _train(argv: list[str]) -> int:
     from .signals import passed_on
 
     fields = read(argv)
-    set_variables(
-        fields.env
-    )  # before the launch: OMP_NUM_THREADS and similar variables are read when a process starts
+    set_variables(fields.env)  # before the launch: OMP_NUM_THREADS and others are read when a process starts
     config_file = find_accelerate_config(fields.values["accelerate_config"], split(argv)[0])
     if config_file and load_config_from_file(config_file).distributed_type == "DEEPSPEED":
         check_deepspeed(f"accelerate_config={config_file!r}")
     launch = [*(["--config_file", config_file] if config_file else []), *launch_words(fields.launch), *fields.unknown]
-    script = ["-m", "opo_trl.train", *_without(argv, fields.unknown)]
+    known, place = list(argv), 0
+    for word in fields.unknown:  # argparse returns them in their order
+        place = known.index(word, place)
+        del known[place]
+    script = ["-m", "opo_trl.train", *known]
     launcher = launch_command_parser()
     launcher.error = _reject_option  # type: ignore[method-assign]  # its own shows all options
     launch_arguments, unknown = launcher.parse_known_args([*launch, *script])
@@ -171,17 +168,6 @@ def _status(process: str, code: int) -> int:
     advice = "Continue with `--resume_from_checkpoint auto`."
     print(f"opo-trl train: error: {process} was ended by {name}{hint}. {advice}", file=sys.stderr)
     return 128 - code  # as in a shell
-
-
-def _without(items: list[str], removed: list[str]) -> list[str]:
-    """`items` less `removed`, a subsequence of them: argparse returns unknown arguments in order."""
-    rest, kept = list(removed), []
-    for item in items:
-        if rest[:1] == [item]:
-            rest.pop(0)
-        else:
-            kept.append(item)
-    return kept
 
 
 if __name__ == "__main__":

@@ -40,11 +40,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="opo-trl compare",
-        description="Run what is missing, then report on all runs. Any other --field value is passed to every run.",
-        allow_abbrev=False,  # a prefix of an option may be a field of a run
-    )
+    text = "Run what is missing, then report on all runs. Any other --field value is passed to every run."
+    # Without abbreviations: a prefix of an option may be a field of a run.
+    parser = argparse.ArgumentParser(prog="opo-trl compare", description=text, allow_abbrev=False)
     parser.add_argument("inputs", nargs="+", type=Path, help="recipes (*.yaml), and folders of finished runs")
     parser.add_argument("--seeds", nargs="+", type=int, default=[], help="seeds to run each recipe with")
     parser.add_argument("--output", type=Path, required=True, help="folder for the report, and for the recipes' runs")
@@ -87,12 +85,7 @@ def _check(runs: Sequence[Run]) -> None:
 
 
 def order(runs: Sequence[Run], baseline: str | None) -> dict[str, list[Run]]:
-    """
-    The runs of each method: the baseline first, the others sorted by name.
-
-    Raises:
-        `ValueError`: no run belongs to the requested baseline.
-    """
+    """The runs of each method: the baseline first, the others sorted by name."""
     methods = by_label(runs)
     if baseline is None:
         baseline = BASELINE if BASELINE in methods else runs[0].label
@@ -104,34 +97,15 @@ def order(runs: Sequence[Run], baseline: str | None) -> dict[str, list[Run]]:
 def command(arguments: argparse.Namespace, fields: Sequence[str]) -> str:
     """The command that reproduces the report, without paths of this machine."""
     parts = ["opo-trl", "compare", *map(str, arguments.inputs)]
-    if arguments.seeds:
-        parts += ["--seeds", *map(str, arguments.seeds)]
-    if arguments.baseline:
-        parts += ["--baseline", arguments.baseline]
+    parts += ["--seeds", *map(str, arguments.seeds)] if arguments.seeds else []
+    parts += ["--baseline", arguments.baseline] if arguments.baseline else []
     named = [Path(part).name if Path(part).is_absolute() else part for part in [*parts, *mask_words(fields)]]
     return shlex.join([*named, "--output", "OUTPUT"])
 
 
 def plan(arguments: argparse.Namespace, fields: list[str]) -> list[Job]:
-    """
-    The runs of the recipes, seed by seed, so that every method has results early.
-
-    Raises:
-        `ValueError`: the arguments contradict each other, or a run with other settings is in the way.
-    """
+    """The runs of the recipes, seed by seed, so that every method has results early."""
     recipes = [path for path in arguments.inputs if not path.is_dir()]
-    _check_arguments(arguments, recipes, fields)
-    jobs = [
-        Job(recipe, seed, arguments.output / "runs" / recipe.stem / f"seed-{seed}", tuple(fields))
-        for seed in dict.fromkeys(arguments.seeds)
-        for recipe in recipes
-    ]
-    for job in jobs:
-        check_earlier_run(job)
-    return jobs
-
-
-def _check_arguments(arguments: argparse.Namespace, recipes: list[Path], fields: list[str]) -> None:
     for path in recipes:
         paths.check_file("inputs", path, "Pass recipes or folders of runs; fields come last.")
     if recipes and not arguments.seeds:
@@ -142,12 +116,18 @@ def _check_arguments(arguments: argparse.Namespace, recipes: list[Path], fields:
     if arguments.jobs < 1:
         raise ValueError(f"--jobs {arguments.jobs} is not allowed. Set it to a positive number.")
     stems = [path.stem for path in recipes]
-    for stem in stems:
-        if stems.count(stem) > 1:
-            raise ValueError(f"Several recipes are named {stem!r}, which is the method's name. Rename one of them.")
-    for name in overrides(fields):
-        if name in OWN_FIELDS:
-            raise ValueError(f"--{name} is set by this command for each run. Remove it.")
+    if twice := [stem for stem in stems if stems.count(stem) > 1]:
+        raise ValueError(f"Several recipes are named {twice[0]!r}, which is the method's name. Rename one of them.")
+    if own := [name for name in overrides(fields) if name in OWN_FIELDS]:
+        raise ValueError(f"--{own[0]} is set by this command for each run. Remove it.")
+    jobs = [
+        Job(recipe, seed, arguments.output / "runs" / recipe.stem / f"seed-{seed}", tuple(fields))
+        for seed in dict.fromkeys(arguments.seeds)
+        for recipe in recipes
+    ]
+    for job in jobs:
+        check_earlier_run(job)
+    return jobs
 
 
 if __name__ == "__main__":

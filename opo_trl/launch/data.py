@@ -20,7 +20,7 @@ from ..data import INSTRUCTION, drop_long_prompts, gym, to_prompts, without_over
 from ..data.files import is_single_file
 from ..data.problems import Sources, as_problems, as_prompts, draw_or_load, has_prompts, hold_out, select
 from ..data.prompts import Style
-from . import blame
+from . import foreign
 from .preflight import check_template
 
 
@@ -29,25 +29,25 @@ logger = logging.getLogger(__name__)
 ALL = "all"  # as a level: every problem
 TEST_FRACTION = 0.2  # of a dataset that is one file
 
+_PROMPTS = {
+    "dataset": "its column 'prompt', unchanged",
+    "messages": "its column 'messages' up to the last turn of the user",
+    "chat": "a user message of the problem and the instruction",
+    "plain": "the problem as text",
+}
+
 
 @dataclass
 class Data:
-    """
-    Datasets for training, validation, report and TRL's evaluation. Each has `prompt` and what the rewards read.
-
-    Args:
-        plan (`str`): which column was used as which field, as a line of the run's plan.
-        prompt_style (`str`): the style of the prompts, also where the recipe leaves it open.
-        asked (`dict[str, str]`): how to ask another problem in the same way: style, instruction and system prompt.
-    """
+    """Datasets for training, validation, report and TRL's evaluation. Each has `prompt` and what the rewards read."""
 
     training: Dataset
     validation: Dataset | None
-    report: dict[str, Dataset]
+    report: dict[str, Dataset]  # by level
     evaluation: Dataset | None
-    plan: str
-    prompt_style: str
-    asked: dict[str, str]
+    plan: str  # which column was used as which field, as a line of the run's plan
+    prompt_style: str  # also where the recipe leaves it open
+    asked: dict[str, str]  # how to ask another problem in the same way: style, instruction and system prompt
 
     @property
     def splits(self) -> dict[str, Dataset]:
@@ -64,18 +64,13 @@ def load_data(
     Load the problems of a run: `levels` of the training split, and held-out ones of the test split.
 
     `in_template` are further arguments of the chat template that lengthen a prompt, such as `tools`.
-
-    Raises:
-        `ValueError`: the dataset cannot be read, a selection leaves no row, or a chat prompt has no template.
     """
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     source = _Source(script, measured=bool(script.validation_steps or evaluates))
     training = source.read(script.dataset_train_split, script.levels, script.fraction)
     if source.style == "dataset" and script.instruction not in (INSTRUCTION, gym.INSTRUCTION, ""):
-        raise ValueError(
-            f"instruction={script.instruction!r} has no effect: the dataset brings its prompts. Remove `instruction`, "
-            "or set `columns: {problem: prompt}` to add it to them."
-        )
+        fix = "Remove `instruction`, or set `columns: {problem: prompt}` to add it to them"
+        raise ValueError(f"instruction={script.instruction!r} has no effect: the dataset brings its prompts. {fix}.")
     prompts = source.prompts(training)
     taken = source.describe()
     check_template(prompts, tokenizer)
@@ -88,16 +83,15 @@ def load_data(
             levels = None if levels == [ALL] else levels
             problems = without_overlap(source.read(script.dataset_test_split, levels), training)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}{source.hint}") from error
+            hint = f" Or set `test_fraction: {TEST_FRACTION}`, to hold out a part of the training split."
+            raise ValueError(f"{name}: {error}{'' if script.datasets or source.held_out else hint}") from error
         if size is not None:
             problems = problems.shuffle(seed=script.subset_seed).select(range(min(size, len(problems))))
         return source.prompts(problems)
 
-    validation = evaluation = None
-    if script.validation_steps:
-        validation = held_out("validation_levels", script.validation_levels, script.validation_size)
-    if evaluates:
-        evaluation = held_out("eval_strategy", script.validation_levels, None)
+    of, size = script.validation_levels, script.validation_size
+    validation = held_out("validation_levels", of, size) if script.validation_steps else None
+    evaluation = held_out("eval_strategy", of, None) if evaluates else None
     report = {}
     try:
         for level in source.report_levels(training):
@@ -114,33 +108,34 @@ def load_data(
 
 @dataclass
 class _Source:
-    """
-    The dataset of a recipe; its first split decides on the `style` of all. `sources` are those of the last one.
-
-    `measured` is whether held-out problems are needed besides those of the report.
-    """
+    """The dataset of a recipe; its first split decides on the `style` of all."""
 
     script: OPOScriptArguments
-    measured: bool
+    measured: bool  # whether held-out problems are needed besides those of the report
     style: str = ""
-    sources: Sources = field(default_factory=dict)
+    sources: Sources = field(default_factory=dict)  # of the last split
     held_out: str = ""  # for the plan: which part of the training split serves as test split
 
     def read(self, split: str, levels: Sequence[str] | None, fraction: float = 1.0) -> Dataset:
         """Rows of a split, with [`data.COLUMNS`] or with their own prompts."""
         script = self.script
-        is_training = split == script.dataset_train_split
         splits = bool(script.datasets) or script.test_fraction is not None or is_single_file(str(script.dataset_name))
-        rows = self._rows(script.dataset_train_split if splits else split, levels)
+        if script.datasets:
+            parts: Any = [*script.datasets]  # TRL makes objects of them
+            with foreign.library(f"datasets={parts!r} cannot be loaded", "Change it."):
+                rows: Any = cast(Any, get_dataset(DatasetMixtureConfig(parts)))["train"]
+        else:
+            name, drawn = str(script.dataset_name), cast(dict | None, script.dataset_settings)
+            stored = script.dataset_train_split if splits else split
+            rows = draw_or_load(name, script.dataset_config, stored, levels, drawn)
         columns = cast(dict, script.columns or {})
-        if not self.style:
-            self.style = script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
+        self.style = self.style or script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
         if self.style == "dataset":
             problems, self.sources = as_prompts(rows, columns)
         else:
             problems, self.sources = as_problems(str(script.dataset_name), rows, columns)
         if splits:
-            problems = self._split(problems, is_training)
+            problems = self._split(problems, split == script.dataset_train_split)
         return select(problems, levels, fraction, script.subset_seed)
 
     def _split(self, problems: Dataset, is_training: bool) -> Dataset:
@@ -152,9 +147,9 @@ class _Source:
         if size is None and (script.datasets or not (self.measured or self.report_levels(problems))):
             return problems
         training, held_out = hold_out(problems, size or TEST_FRACTION, script.subset_seed)
-        if not len(training) and size is None and is_training:
-            return problems
         if not len(training):
+            if size is None and is_training:
+                return problems
             raise ValueError(f"{name}={size!r} leaves none of the {len(problems)} rows to train on. Lower it.")
         parts = f"{len(training):,} for training, {len(held_out):,} held out"
         self.held_out = f"; of its {len(problems):,} rows {parts} ({name}: {size or TEST_FRACTION:g})"
@@ -167,23 +162,6 @@ class _Source:
             return script.report_levels
         has_answers = "solution" in problems.column_names and bool(script.reward_funcs)
         return (script.levels or [ALL]) if has_answers else []
-
-    @property
-    def hint(self) -> str:
-        """For errors of the test split: what to do without one."""
-        if self.script.datasets or self.held_out:
-            return ""
-        return f" Or set `test_fraction: {TEST_FRACTION}`, to hold out a part of the training split."
-
-    def _rows(self, split: str, levels: Sequence[str] | None) -> Dataset:
-        script = self.script
-        if not script.datasets:
-            settings = cast(dict | None, script.dataset_settings)
-            return draw_or_load(str(script.dataset_name), script.dataset_config, split, levels, settings)
-        parts: Any = [*script.datasets]  # TRL makes objects of them
-        with blame.library(f"datasets={parts!r} cannot be loaded", "Change it."):
-            mixture: Any = get_dataset(DatasetMixtureConfig(parts))
-        return mixture["train"]
 
     def prompts(self, problems: Dataset) -> Dataset:
         """The rows with their prompts."""
@@ -208,13 +186,7 @@ class _Source:
         name = script.dataset_name or " + ".join(str(part["path"]) for part in script.datasets)
         renamed = {ours: theirs for ours, theirs in self.sources.items() if theirs not in (ours, "messages")}
         taken = [f"{ours} is its column {theirs!r}" for ours, theirs in renamed.items()]
-        prompts = {
-            "dataset": "its column 'prompt', unchanged",
-            "messages": "its column 'messages' up to the last turn of the user",
-            "chat": "a user message of the problem and the instruction",
-            "plain": "the problem as text",
-        }
         levels = f", levels {', '.join(script.levels)}" if script.levels else ""
         kind = "messages" if self.style == "dataset" and self.sources.get("prompt") == "messages" else self.style
-        taken.append(f"a prompt is {prompts[kind]}")
+        taken.append(f"a prompt is {_PROMPTS[kind]}")
         return f"{name} ({script.dataset_train_split}{levels}): {'; '.join(taken)}{self.held_out}"

@@ -3,7 +3,6 @@
 import io
 import os
 import re
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
@@ -35,31 +34,23 @@ def describe() -> str:
     """`trl env`, with this package's version and commit, and the environment variables that matter, as Markdown."""
     with redirect_stdout(io.StringIO()) as printed:
         print_env()
+    facts = [line for line in printed.getvalue().splitlines() if line.startswith(("- ", "  - "))]
+    for place, line in enumerate(facts):
+        name = line[4:].partition(":")[0]
+        if line.startswith("  - ") and not _ACCELERATE.fullmatch(name):
+            facts[place] = f"  - {name}: hidden"
+    memory = [f"{os.cpu_count()} CPU cores with {psutil.virtual_memory().total / 2**30:.1f} GiB"]
+    for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count())):
+        memory.append(f"{gpu.name} with {gpu.total_memory / 2**30:.1f} GiB")
     shown = [f"{name}={os.environ[name]}" for name in _SHOWN if name in os.environ]
     named = sorted(name for name in os.environ if name.startswith(_NAMED) and name not in _SHOWN)
     return "\n".join(
         [
             f"- OPO version: {__version__}, commit {git_commit(Path(__file__).parent) or 'unknown'}",
-            *_facts(printed.getvalue()),
-            f"- memory: {', '.join(_memory())}",
+            *facts,
+            f"- memory: {', '.join(memory)}",
             f"- Math-Verify version: {version('math-verify')}",
             f"- environment variables: {', '.join(shown) or 'none'}",
             f"- environment variables set, values hidden: {', '.join(named) or 'none'}",
         ]
     )
-
-
-def _facts(printed: str) -> Iterator[str]:
-    for line in printed.splitlines():
-        if line.startswith("- "):
-            yield line
-        elif line.startswith("  - "):  # a field of accelerate's configuration
-            name = line[4:].partition(":")[0]
-            yield line if _ACCELERATE.fullmatch(name) else f"  - {name}: hidden"
-
-
-def _memory() -> Iterator[str]:
-    yield f"{os.cpu_count()} CPU cores with {psutil.virtual_memory().total / 2**30:.1f} GiB"
-    for device in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(device)
-        yield f"{properties.name} with {properties.total_memory / 2**30:.1f} GiB"

@@ -4,9 +4,8 @@ Evaluate a trained model with lm-eval, next to our own accuracy and pass@k on th
     opo-trl evaluate runs/qwen3 --tasks gsm8k,math [--data gsm8k=FOLDER] [--limit 200] [--samples 8]
 
 MODEL is the folder of a run, of a model or of a LoRA adapter, an id on the Hub, or `arithmetic`, the embedded model.
-lm-eval generates with its own prompts and scores by its own rules. Our side asks as in training (prompt style,
-instruction, system prompt, arguments of the chat template, completion length and sampling are the run's) and scores
-with our reward.
+lm-eval generates with its own prompts and scores by its own rules. Our side asks as the run did (prompt style,
+instruction, system prompt, arguments of the chat template, completion length, sampling) and scores with our reward.
 Both use the same engine. What the numbers mean, and why they differ: `docs/report.md`.
 """
 
@@ -23,18 +22,11 @@ from trl import GRPOConfig
 
 from ..checks import paths
 from ..checks.environment import check_installed
-from ..checks.errors import report_error, under_way
+from ..checks.errors import under_way
 from ..checks.weights import check_adapter, check_finite, check_weights
 from ..data import INSTRUCTION, gym
 from ..data.arithmetic import base_model_path
-from ..report.evaluation import (
-    EVALUATION,
-    EVALUATION_TABLE,
-    markdown,
-    read_evaluation,
-    steps_trained,
-    write_evaluation,
-)
+from ..report import evaluation as stored
 from ..report.run_folder import environment, is_run, read_settings
 from ..report.run_report import write_or_say_why
 from . import harness
@@ -43,6 +35,9 @@ from .scores import Asking, measure, reward_of
 
 
 _BATCH, _LENGTH = 8, 1024  # without a run
+_LEAST = {"limit": 1, "samples": 1, "max_completion_length": 1, "batch_size": 1, "num_fewshot": 0}
+# The embedded model's context has 128 tokens, and its completions at most 20.
+_OF_EMBEDDED = {"prompt_style": "plain", "max_completion_length": 32, "per_device_eval_batch_size": 100}
 
 
 @dataclass(frozen=True)
@@ -56,31 +51,13 @@ class Subject:
     settings: Mapping[str, Any]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Entry point of `opo-trl evaluate`; returns the exit status."""
-    parser = _make_parser()
-    arguments = parser.parse_args(argv)
-    try:
-        _evaluate(arguments)
-    except (ValueError, ImportError, OSError) as error:
-        return report_error(parser.prog, error, debug=arguments.debug)
-    return 0
-
-
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="opo-trl evaluate",
-        description="Evaluate a model with lm-eval, next to our own accuracy and pass@k on the same problems.",
-    )
+    text = "Evaluate a model with lm-eval, next to our own accuracy and pass@k on the same problems."
+    parser = argparse.ArgumentParser(prog="opo-trl evaluate", description=text)
     parser.add_argument("model", metavar="MODEL", help="folder of a run, model or adapter; Hub id; or arithmetic")
     parser.add_argument("--tasks", required=True, help="gsm8k, math, arithmetic, or names of lm-eval, with commas")
-    parser.add_argument(
-        "--data",
-        action="append",
-        default=[],
-        metavar="TASK=PATH",
-        help="read a task's data from a file, or a folder with train.jsonl and test.jsonl, instead of the Hub",
-    )
+    text = "read a task's data from a file, or a folder with train.jsonl and test.jsonl, instead of the Hub"
+    parser.add_argument("--data", action="append", default=[], metavar="TASK=PATH", help=text)
     parser.add_argument("--limit", type=int, help="only the first LIMIT problems of each task (default: all)")
     parser.add_argument("--samples", type=int, default=4, help="our completions per problem (default: 4)")
     parser.add_argument("--k", type=int, nargs="+", help="pass@k to report (default: 1, 2, 4 … up to --samples)")
@@ -95,7 +72,9 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _evaluate(arguments: argparse.Namespace) -> None:
+def main(argv: Sequence[str]) -> None:
+    """What `opo-trl evaluate` does."""
+    arguments = _make_parser().parse_args(argv)
     names = _check_numbers(arguments)
     output = _output(arguments)
     subject = find_model(arguments.model, arguments.base_model)
@@ -114,62 +93,49 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     asking = _asking(arguments, subject.settings, tokenizer)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and asking.length >= context:
-        raise ValueError(
-            f"max_completion_length={asking.length} leaves no room for a prompt: the model's context has {context} "
-            "tokens. Set `--max_completion_length` to less."
-        )
+        said = f"leaves no room for a prompt: the model's context has {context} tokens"
+        raise ValueError(f"max_completion_length={asking.length} {said}. Set `--max_completion_length` to less.")
     loaded = load_tasks(names, data, subject.settings, arguments.num_fewshot)
     batch_size = arguments.batch_size or subject.settings.get("per_device_eval_batch_size") or _BATCH
-    lm = harness.load_model(
-        subject.model,
-        subject.adapter,
-        subject.tokenizer,
-        backend=arguments.backend,
-        batch_size=batch_size,
-        template=asking.template if asking.style == "chat" else {},
-        ends_thinking="</think>" in tokenizer.get_vocab(),
-    )
+    how: dict[str, Any] = {"backend": arguments.backend, "batch_size": batch_size}
+    how |= {"template": asking.template if asking.style == "chat" else {}}
+    how |= {"ends_thinking": "</think>" in tokenizer.get_vocab()}
+    lm = harness.load_model(subject.model, subject.adapter, subject.tokenizer, **how)
     check_finite(None, getattr(lm, "model", None))  # that of vLLM is in another process
     output.mkdir(parents=True, exist_ok=True)
+    ks = sorted(set(arguments.k or [2**i for i in range(arguments.samples.bit_length())]))
     measured, written = {}, []
     for name, tasks in loaded.items():
         reward = reward_of(name)
         for theirs, task in tasks.items():
             how = {"limit": arguments.limit, "num_fewshot": arguments.num_fewshot, "batch_size": batch_size}
-            entry = measure(lm, task, asking, reward, samples=arguments.samples, ks=_ks(arguments), **how)
-            entry["settings"] |= {
-                "lm_eval_task": theirs,
-                "lm_eval_version": version("lm_eval"),
-                "backend": arguments.backend,
-                "data": str(data[name]) if name in data else None,
-                "limit": arguments.limit,
-            }
+            entry = measure(lm, task, asking, reward, samples=arguments.samples, ks=ks, **how)
+            about = {"lm_eval_task": theirs, "lm_eval_version": version("lm_eval"), "backend": arguments.backend}
+            about |= {"data": str(data[name]) if name in data else None, "limit": arguments.limit}
+            entry["settings"] |= about
             label = name if len(tasks) == 1 else theirs
             measured[label] = entry
             try:
                 with under_way():
                     written = _add(output, subject, {label: entry})  # at once: the next task may take hours, or fail
             except OSError:
-                print(markdown({"model": subject.name, "tasks": measured}))
+                print(stored.markdown({"model": subject.name, "tasks": measured}))
                 raise
-    print(markdown({"model": subject.name, "tasks": measured}))
+    print(stored.markdown({"model": subject.name, "tasks": measured}))
     print(*written, sep="\n")
 
 
 def _add(output: Path, subject: Subject, tasks: Mapping[str, Any]) -> list[Path]:
     """Add tasks to the files of an evaluation, unless they are of another model; returns the paths of all files."""
-    about = {"model": subject.name, "optimizer_steps": steps_trained(Path(subject.name))}
-    earlier = read_evaluation(output)
+    about = {"model": subject.name, "optimizer_steps": stored.steps_trained(Path(subject.name))}
+    earlier = stored.read_evaluation(output)
     same = earlier and os.path.realpath(str(earlier.get("model"))) == os.path.realpath(subject.name)
     if same and earlier.get("optimizer_steps") == about["optimizer_steps"]:
         tasks = {**earlier["tasks"], **tasks}
-    written = write_evaluation(output, {**about, "environment": environment(), "tasks": tasks})
+    written = stored.write_evaluation(output, {**about, "environment": environment(), "tasks": tasks})
     if is_run(output):
         write_or_say_why(output)
     return written
-
-
-# Before anything starts
 
 
 def _check_numbers(arguments: argparse.Namespace) -> list[str]:
@@ -177,26 +143,17 @@ def _check_numbers(arguments: argparse.Namespace) -> list[str]:
     names = [name.strip() for name in arguments.tasks.split(",")]
     if not all(names):
         raise ValueError(f"--tasks {arguments.tasks!r} has an empty name. Name tasks: `--tasks gsm8k,math`.")
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"--tasks {arguments.tasks} names {name!r} twice. Remove one of them.")
-    for name in ("limit", "samples", "max_completion_length", "batch_size"):
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"--tasks {arguments.tasks} names {twice[0]!r} twice. Remove one of them.")
+    for name, least in _LEAST.items():
         value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} is not allowed. Set it to a positive number.")
-    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
-        raise ValueError(f"--num_fewshot {arguments.num_fewshot} is not allowed. Set it to 0 or more.")
+        if value is not None and value < least:
+            raise ValueError(f"--{name} {value} is not allowed. Set it to {least} or more.")
     for k in arguments.k or ():
         if not 1 <= k <= arguments.samples:
-            raise ValueError(
-                f"--k {k} is not possible with --samples {arguments.samples}. Set `--k` to numbers from 1 to that, or "
-                "raise `--samples`."
-            )
+            fix = "Set `--k` to numbers from 1 to that, or raise `--samples`."
+            raise ValueError(f"--k {k} is not possible with --samples {arguments.samples}. {fix}")
     return names
-
-
-def _ks(arguments: argparse.Namespace) -> list[int]:
-    return sorted(set(arguments.k or [2**i for i in range(arguments.samples.bit_length())]))
 
 
 def _output(arguments: argparse.Namespace) -> Path:
@@ -205,34 +162,24 @@ def _output(arguments: argparse.Namespace) -> Path:
     if output is None:
         output = Path(arguments.model)
         if not output.is_dir():
-            raise ValueError(
-                f"MODEL={arguments.model!r} is not a folder, so there is no place for the results. Set `--output` to "
-                "a folder; or, if MODEL should be one, correct its path."
-            )
+            said = f"MODEL={arguments.model!r} is not a folder, so there is no place for the results"
+            raise ValueError(f"{said}. Set `--output` to one, or correct MODEL.")
     paths.check_name("output", output)
     paths.check_folder("output", output)
-    earlier = str(read_evaluation(output).get("model", ""))
+    earlier = str(stored.read_evaluation(output).get("model", ""))
     here = arguments.output is None and Path(earlier).name in ("", "..", output.resolve().name)
-    if earlier and not here and os.path.realpath(earlier) != os.path.realpath(arguments.model):
-        raise ValueError(
-            f"{str(output / EVALUATION)!r} is the evaluation of {earlier!r}, and would be replaced by that of "
-            f"MODEL={arguments.model!r}. Set `--output` to another folder."
-        )
-    if not earlier and (output / EVALUATION_TABLE).exists():
-        raise ValueError(
-            f"{str(output / EVALUATION_TABLE)!r} is not of an earlier evaluation, and would be replaced. "
-            "Set `--output` to another folder."
-        )
+    lost, model = "", arguments.model
+    if earlier and not here and os.path.realpath(earlier) != os.path.realpath(model):
+        lost = f"{str(output / stored.EVALUATION)!r} is the evaluation of {earlier!r}, not of MODEL={model!r}"
+    elif not earlier and (output / stored.EVALUATION_TABLE).exists():
+        lost = f"{str(output / stored.EVALUATION_TABLE)!r} is not of an earlier evaluation"
+    if lost:
+        raise ValueError(f"{lost}, and would be replaced. Set `--output` to another folder.")
     return output
 
 
 def find_model(name: str, base_model: str | None = None) -> Subject:
-    """
-    Find the model in a folder, its base model if it is an adapter, and the settings of the run that made it.
-
-    Raises:
-        `ValueError`: the folder has no model, or an adapter no base model.
-    """
+    """Find the model in a folder, its base model if it is an adapter, and the settings of the run that made it."""
     paths.check_name("MODEL", name)
     folder = Path(name)
     with paths.readable("MODEL", name):
@@ -241,7 +188,7 @@ def find_model(name: str, base_model: str | None = None) -> Subject:
     if base_model is not None and not is_adapter:
         raise ValueError(f"--base_model {base_model} has no effect: MODEL={name!r} is not an adapter. Remove it.")
     if name == harness.EMBEDDED and not is_folder:
-        return Subject(name, base_model_path(), None, base_model_path(), {"prompt_style": "plain"} | _short())
+        return Subject(name, base_model_path(), None, base_model_path(), _OF_EMBEDDED)
     if not is_folder:
         return Subject(name, name, None, name, {})
     near = folder.resolve().parent if folder.resolve().name.startswith("checkpoint-") else folder
@@ -249,24 +196,16 @@ def find_model(name: str, base_model: str | None = None) -> Subject:
     if is_adapter:
         model = base_model or read_adapter(folder).get("base_model_name_or_path")
         if not model or (not Path(model).is_dir() and paths.is_local(model)):
-            raise ValueError(
-                f"MODEL={name!r} is an adapter for the model {model!r}, which does not exist here. Set `--base_model` "
-                "to that model's folder or Hub id."
-            )
+            fix = "Set `--base_model` to that model's folder or Hub id"
+            raise ValueError(f"MODEL={name!r} is an adapter for the model {model!r}, which is not here. {fix}.")
         tokenizer = name if (folder / "tokenizer_config.json").is_file() else model
         return Subject(name, model, name, tokenizer, settings)
     if not (folder / "config.json").is_file():
-        checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
         hint = "Pass the folder of a model, which has a config.json."
-        if checkpoints:
+        if checkpoints := sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime):
             hint = f"Its run has not finished: pass its last checkpoint, {str(checkpoints[-1])!r}."
         raise ValueError(f"MODEL={name!r} holds no model. {hint}")
     return Subject(name, name, None, name, settings)
-
-
-def _short() -> dict[str, Any]:
-    """The embedded model's context has 128 tokens, and its completions at most 20."""
-    return {"max_completion_length": 32, "per_device_eval_batch_size": 100}
 
 
 def _data(given: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
@@ -276,13 +215,13 @@ def _data(given: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
         name, sign, path = entry.partition("=")
         if not sign or not path:
             raise ValueError(f"--data {entry!r} names no path. Write it as `--data gsm8k=FOLDER`.")
-        reasons = {
+        for why, holds in {
             "is not in `--tasks`": name not in names,
             "has its data embedded": name == harness.EMBEDDED,
             "has two `--data`": name in data,
-        }
-        for why in (why for why, holds in reasons.items() if holds):
-            raise ValueError(f"--data {entry}: task {name!r} {why}. Remove it.")
+        }.items():
+            if holds:
+                raise ValueError(f"--data {entry}: task {name!r} {why}. Remove it.")
         paths.check_name("data", path)
         with paths.readable("data", path):
             if not Path(path).exists():
@@ -298,23 +237,16 @@ def _asking(arguments: argparse.Namespace, settings: Mapping[str, Any], tokenize
     if style not in ("chat", "plain"):
         style = "chat" if tokenizer.chat_template else "plain"
     if style == "chat" and not tokenizer.chat_template:
-        raise ValueError(
-            f"prompt_style='chat' is impossible: the tokenizer of MODEL={arguments.model!r} has no chat template. Set "
-            "`--prompt_style plain`, or put a chat_template.jinja there."
-        )
+        said = f"prompt_style='chat' is impossible: MODEL={arguments.model!r} has no chat template"
+        raise ValueError(f"{said}. Set `--prompt_style plain`, or put a chat_template.jinja there.")
     # `accuracy_reward` scores these tasks, and cannot read what reasoning-gym's instruction asks for.
     instruction = INSTRUCTION if asked["instruction"] in (None, gym.INSTRUCTION) else asked["instruction"]
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    fields = GRPOConfig.__dataclass_fields__
-    sampling = {name: settings[name] if name in settings else fields[name].default for name in names}
-    return Asking(
-        style=style,
-        instruction=instruction,
-        template=settings.get("chat_template_kwargs") or {},
-        length=arguments.max_completion_length or settings.get("max_completion_length") or _LENGTH,
-        sampling={name: value for name, value in sampling.items() if value is not None},
-        system=asked["system"],
-    )
+    sampling = {name: settings.get(name, GRPOConfig.__dataclass_fields__[name].default) for name in names}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    template = settings.get("chat_template_kwargs") or {}
+    length = arguments.max_completion_length or settings.get("max_completion_length") or _LENGTH
+    return Asking(style, instruction, template, length, sampling, asked["system"])
 
 
 def load_tasks(
@@ -327,18 +259,11 @@ def load_tasks(
         levels = next((settings[name] for name in fields if settings.get(name)), None)
     options = {"levels": levels, "seed": seed, "num_fewshot": num_fewshot}
     loaded = {name: harness.load_task(name, data=data.get(name), **options) for name in names}
-    _check_shots(loaded, data, num_fewshot)
-    return loaded
-
-
-def _check_shots(loaded: Mapping[str, Mapping[str, Any]], data: Mapping[str, Path], num_fewshot: int | None) -> None:
-    """Examples in a prompt must not come from the problems that are evaluated."""
-    for name, path in data.items():
-        for task in loaded[name].values():
+    for name, path in data.items():  # examples in a prompt must not come from the problems that are evaluated
+        for task in loaded[name].values() if path.is_file() else ():
             shots, fixed = task.get_config("num_fewshot") or 0, task.get_config("fewshot_config")
             shots = num_fewshot if num_fewshot is not None and shots else shots
-            if path.is_file() and shots and not (fixed and fixed.samples):
-                raise ValueError(
-                    f"--data {name}={path} is one file, the problems, but the task's prompt has {shots} examples from "
-                    "the training split. Pass a folder with both, or set `--num_fewshot 0`."
-                )
+            if shots and not (fixed and fixed.samples):
+                said = f"is one file, but the task's prompt has {shots} examples from the training split"
+                raise ValueError(f"--data {name}={path} {said}. Pass a folder with both, or set `--num_fewshot 0`.")
+    return loaded

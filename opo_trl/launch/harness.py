@@ -22,7 +22,7 @@ from ..data.arithmetic import make_problems
 from ..data.files import is_single_file, load_rows
 from ..evaluate import wilson_interval
 from ..rewards.errors import is_ctrl_c, told
-from . import blame
+from . import foreign
 from .preflight import read_adapter
 
 
@@ -58,24 +58,17 @@ for _name in ("lm_eval.evaluator", "lm_eval.api.task", "lm_eval.config.task", "l
 
 @dataclass(frozen=True)
 class Verdict:
-    """
-    lm-eval's judgement of one problem.
+    """lm-eval's judgement of one problem."""
 
-    Args:
-        doc (`dict`): the problem's row.
-        prompt (`str`): what the model was asked.
-        target (`str`): its gold answer.
-        completion (`str`): what the model wrote.
-        answer (`str`): what the task's filter takes from it.
-        right (`float`): the metric.
-    """
-
-    doc: dict[str, Any]
+    doc: dict[str, Any]  # the problem's row
     prompt: str
-    target: str
+    target: str  # its gold answer
     completion: str
-    answer: str
-    right: float
+    answer: str  # what the task's filter takes from the completion
+    right: float  # the metric
+
+
+Verdicts = dict[tuple[str, str], list[Verdict]]  # of each metric and filter
 
 
 @functools.cache
@@ -86,17 +79,9 @@ def _manager(defaults: bool) -> "TaskManager":
 
 
 def check_names(names: Sequence[str]) -> None:
-    """
-    Check that lm-eval has each task.
-
-    Raises:
-        `ValueError`: names the unknown task, and the nearest known one.
-    """
+    """Check that lm-eval has each task."""
     for name in names:
-        if name == EMBEDDED:
-            continue
-        known = _manager(True).all_tasks
-        if ALIASES.get(name, name) not in known:
+        if name != EMBEDDED and ALIASES.get(name, name) not in (known := _manager(True).all_tasks):
             near = difflib.get_close_matches(name, [EMBEDDED, *ALIASES, *known], n=1)
             hint = f"Did you mean {near[0]!r}?" if near else "`lm_eval ls tasks` lists them."
             raise ValueError(f"--tasks {name}: lm-eval {version('lm_eval')} has no task {name!r}. {hint}")
@@ -108,18 +93,9 @@ def load_task(
     """
     Load a task with its data; a group or tag is several tasks.
 
-    Args:
-        name (`str`):
-            `"arithmetic"`, a key of [`ALIASES`], or a name of lm-eval.
-        data (`Path`, *optional*):
-            File or folder to read instead of the Hub; see [`_read`].
-        levels (`list[str]`, *optional*), seed (`int`):
-            Levels of the embedded problems, and the seed that shuffles them. Others stay in the order of their data.
-        num_fewshot (`int`, *optional*):
-            Examples in the prompt instead of the task's own number.
-
-    Raises:
-        `ValueError`: the task or its data cannot be loaded.
+    `name` is `"arithmetic"`, a key of [`ALIASES`], or a name of lm-eval; `data` is read instead of the Hub
+    ([`_read`]); `levels` are those of the embedded problems, and `seed` shuffles them; `num_fewshot` are the examples
+    in the prompt, instead of the task's own number.
     """
     theirs = ALIASES.get(name, name)
     manager = _manager(name != EMBEDDED)
@@ -129,9 +105,7 @@ def load_task(
         spec = {**_ARITHMETIC, "custom_dataset": lambda **_: DatasetDict(test=problems)}
     elif data is not None:
         if theirs not in manager.all_subtasks:
-            raise ValueError(
-                f"--data {name}={data}: {theirs!r} is a group of tasks. Name one of its tasks in `--tasks`."
-            )
+            raise ValueError(f"--data {name}={data}: {theirs!r} is a group of tasks. Name one of them in `--tasks`.")
         splits = _read(name, data)
         task = {"task": theirs, "custom_dataset": lambda **_: splits, "dataset_kwargs": None}
         if data.is_file():
@@ -157,10 +131,7 @@ def _read(name: str, data: Path) -> DatasetDict:
     if data.is_dir():
         files = {split: path for split in _SPLITS for path in data.glob(f"{split}.*") if is_single_file(str(path))}
     if not files:
-        raise ValueError(
-            f"--data {name}={data} has none of test.jsonl, test.json, test.parquet and test.csv. Put the task's test "
-            "split there."
-        )
+        raise ValueError(f"--data {name}={data} has none of test.jsonl, .json, .parquet and .csv. Put one there.")
     try:
         return DatasetDict({split: load_rows(str(path)) for split, path in files.items()})
     except ValueError as error:
@@ -168,35 +139,23 @@ def _read(name: str, data: Path) -> DatasetDict:
 
 
 def check_kind(name: str, tasks: Mapping[str, Any]) -> None:
-    """
-    Check that tasks only need a model that reads and writes text.
-
-    Raises:
-        `ValueError`: one has images, or runs the code that the model writes.
-    """
+    """Check that tasks only need a model that reads and writes text."""
     for theirs, task in tasks.items():
         for attribute, what in (("UNSAFE_CODE", "runs the code that the model writes"), ("MULTIMODAL", "has images")):
             if getattr(task, attribute, False):
-                raise ValueError(
-                    f"--tasks {name}: lm-eval's task {theirs!r} {what}, which this command does not do. Use `lm_eval` "
-                    "itself."
-                )
+                raise ValueError(f"--tasks {name}: lm-eval's task {theirs!r} {what}. Use `lm_eval` itself.")
 
 
 def _why(name: str, data: Path | None, error: BaseException) -> str:
     said = told(error).rstrip(".")
     if "lm-eval[math]" in str(error):
-        return (
-            f"--tasks {name} needs antlr4-python3-runtime 4.11, with which our reward cannot read `50\\%`. Use "
-            "`math`, or run `lm_eval` in an environment of its own."
-        )
+        said = "needs antlr4-python3-runtime 4.11, with which our reward cannot read `50\\%`"
+        return f"--tasks {name} {said}. Use `math`, or run `lm_eval` in an environment of its own."
     if data is not None:
         fix = "Pass files with the splits and columns of the task's dataset on the Hub"
         return f"--data {name}={data} does not fit the task: {said}. {fix}."
-    return (
-        f"--tasks {name} cannot be loaded: {said}. Without a connection to the Hub, pass its "
-        f"data: `--data {name}=FOLDER`, a folder with files such as test.jsonl in the Hub's columns."
-    )
+    fix = f"Without a connection to the Hub, pass a folder with its data: `--data {name}=FOLDER`"
+    return f"--tasks {name} cannot be loaded: {said}. {fix}."
 
 
 def load_model(
@@ -213,16 +172,11 @@ def load_model(
     Load a model with lm-eval's class for the backend, `"hf"` or `"vllm"`.
 
     `template` are arguments of the chat template. With `ends_thinking`, lm-eval reads only what follows `</think>`.
-
-    Raises:
-        `ValueError`: it cannot be loaded.
     """
     from lm_eval.api.registry import get_model
 
     options: dict[str, Any] = {"pretrained": model, "tokenizer": tokenizer}
-    if ends_thinking:
-        options["think_end_token"] = "</think>"
-    thinking = template.get("enable_thinking")
+    options |= {"think_end_token": "</think>"} if ends_thinking else {}
     if backend == "hf":
         options |= {"batch_size": batch_size, "chat_template_args": dict(template)}
         options |= {"device": "cuda" if torch.cuda.is_available() else "cpu"}
@@ -230,45 +184,32 @@ def load_model(
         options |= {"peft": adapter} if adapter else {}
     else:
         # This class takes `enable_thinking` only here, and loses it among the arguments of the template.
-        rest = {name: value for name, value in template.items() if name != "enable_thinking"}
+        rest = dict(template)
+        thinking = rest.pop("enable_thinking", None)
         options |= {"enable_thinking": thinking, "chat_template_args": rest, "batch_size": "auto"}
         if adapter:
-            options |= {
-                "lora_local_path": adapter,
-                "max_lora_rank": max(read_adapter(Path(adapter)).get("r") or 0, 16),
-            }
-    with blame.library(f"MODEL={model!r} cannot be loaded with --backend {backend}"):
+            rank = max(read_adapter(Path(adapter)).get("r") or 0, 16)
+            options |= {"lora_local_path": adapter, "max_lora_rank": rank}
+    with foreign.library(f"MODEL={model!r} cannot be loaded with --backend {backend}"):
         return get_model(backend)(**options)
 
 
-def score(
-    lm: "LM", task: Any, *, length: int, **options: Any
-) -> tuple[dict[str, Any], dict[tuple[str, str], list[Verdict]]]:
+def score(lm: "LM", task: Any, *, length: int, **options: Any) -> tuple[dict[str, Any], Verdicts]:
     """
-    Have lm-eval generate and score a task with its own prompts.
+    Have lm-eval generate and score a task with its own prompts, in completions of at most `length` tokens.
 
-    Args:
-        length (`int`): tokens of a completion, at most.
-        options (`dict`): arguments of `simple_evaluate`, such as `limit`, `num_fewshot` and `batch_size`.
-
-    Returns:
-        `tuple`: how lm-eval measured, and the verdicts of each metric and filter, in the order of the problems.
+    `options` are arguments of `simple_evaluate`, such as `limit`. Returns how lm-eval measured, and the verdicts of
+    each metric and filter, in the order of the problems.
     """
     from lm_eval import evaluator, simple_evaluate
 
     # It would ask git for the commit of the current folder, and git complains where there is none.
     evaluator.get_git_commit_hash = lambda: None
     generates = task.OUTPUT_TYPE == "generate_until"
-    results = simple_evaluate(
-        model=lm,
-        tasks=[task],
-        gen_kwargs={"max_gen_toks": length} if generates else None,
-        task_manager=_manager(False),
-        bootstrap_iters=0,
-        **options,
-    )
+    options |= {"gen_kwargs": {"max_gen_toks": length}} if generates else {}
+    results = simple_evaluate(model=lm, tasks=[task], task_manager=_manager(False), bootstrap_iters=0, **options)
     name = task.task_name
-    verdicts: dict[tuple[str, str], list[Verdict]] = {}
+    verdicts: Verdicts = {}
     for sample in sorted(results["samples"][name], key=lambda sample: sample["doc_id"]):
         for metric in sample["metrics"]:
             answer = sample["filtered_resps"][0]

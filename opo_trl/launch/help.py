@@ -9,23 +9,18 @@ from ..fields import DATA, OBJECTIVE, REWARDS, RUN, WORK, declared
 
 
 # Title → the topics whose fields of this package it shows, and fields of TRL.
-_GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+_GROUPS = {
     "task": (
         (DATA, REWARDS),
-        ("model_name_or_path", "dataset_name", "dataset_config", "max_tool_calling_iterations", "reward_weights"),
+        "model_name_or_path dataset_name dataset_config max_tool_calling_iterations reward_weights",
     ),
-    "objective": ((OBJECTIVE,), ("loss_type", "epsilon", "num_iterations", "learning_rate")),
+    "objective": ((OBJECTIVE,), "loss_type epsilon num_iterations learning_rate"),
     "rollout": (
         (WORK,),
-        (
-            *("num_generations", "max_completion_length", "temperature", "steps_per_generation"),
-            *("per_device_train_batch_size", "gradient_accumulation_steps", "use_vllm", "vllm_mode"),
-        ),
+        "num_generations max_completion_length temperature steps_per_generation per_device_train_batch_size "
+        "gradient_accumulation_steps use_vllm vllm_mode",
     ),
-    "run": (
-        (RUN,),
-        ("output_dir", "max_steps", "num_train_epochs", "resume_from_checkpoint", "save_steps", "seed", "report_to"),
-    ),
+    "run": ((RUN,), "output_dir max_steps num_train_epochs resume_from_checkpoint save_steps seed report_to"),
 }
 
 _MORE = "--help_all lists every field, those of TRL and Transformers too. `opo-trl recipes` has recipes to begin with."
@@ -39,7 +34,7 @@ def short_help(parser: Any) -> str:
     formatter.add_text("Fields of a recipe; on the command line they take precedence.")
     said = {name: topics for kind in parser.dataclass_types for name, topics in declared(kind).items()}
     for title, (topics, of_trl) in _GROUPS.items():
-        names = [*of_trl, *(name for name in said if any(topic in said[name] for topic in topics))]
+        names = [*of_trl.split(), *(name for name in said if any(topic in said[name] for topic in topics))]
         formatter.start_section(title)
         formatter.add_arguments([actions[name] for name in names if name in actions])
         formatter.end_section()

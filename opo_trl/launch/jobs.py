@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -40,50 +41,38 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Method and seed."""
         return f"{self.folder.parent.name}, seed {self.seed}"
 
     @property
     def output(self) -> Path:
-        """File for the run's output."""
         return self.folder.parent / f"{self.folder.name}.txt"
 
     @property
     def command(self) -> list[str]:
-        """Command line of the run."""
         own = ["--output_dir", str(self.folder), "--seed", str(self.seed), "--disable_tqdm", "true"]
         start = [sys.executable, "-m", "opo_trl.launch.cli", "train", "--config", str(self.recipe)]
         return [*start, *own, "--resume_from_checkpoint", "auto", *self.fields]
 
 
 def check_earlier_run(job: Job) -> None:
-    """
-    Check that a finished run, or one that would resume from a checkpoint, has the requested settings.
-
-    Raises:
-        `ValueError`: settings differ; the message lists them.
-    """
+    """Check that a finished run, or one that would resume from a checkpoint, has the requested settings."""
     if not is_run(job.folder) or not (is_finished(job.folder) or any(job.folder.glob("checkpoint-*"))):
         return
     from .recipe import read  # takes seconds
 
-    asked = read(["--config", str(job.recipe), *job.fields]).as_stored
+    asked = mask(read(["--config", str(job.recipe), *job.fields]).as_stored)
     earlier = read(["--config", str(job.folder / RECIPE)]).as_stored
-    asked = mask(asked)
     for fields in (asked, earlier):
         if fields.get("accelerate_config"):  # the same file may be at another place, and that of the run be gone
             fields["accelerate_config"] = Path(fields["accelerate_config"]).stem
-    lines = [
+    lines = [f"The run in {str(job.folder)!r} differs from {str(job.recipe)!r}:"]
+    lines += [
         f"  {name}: {earlier.get(name, 'not set')} there, {asked.get(name, 'not set')} requested"
         for name in sorted((asked.keys() | earlier.keys()) - set(_IMMATERIAL))
         if asked.get(name) != earlier.get(name)
     ]
-    if lines:
-        listed = "\n".join(lines)
-        raise ValueError(
-            f"The run in {str(job.folder)!r} differs from {str(job.recipe)!r}:\n{listed}\n"
-            "Choose another --output, or delete that run."
-        )
+    if lines[1:]:
+        raise ValueError("\n".join([*lines, "Choose another --output, or delete that run."]))
 
 
 def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings]) -> list[Job]:
@@ -91,16 +80,16 @@ def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings
     Run the unfinished jobs, each in its own process, under one progress bar; returns those that failed.
 
     `others` are the settings of the finished runs to compare with, by name.
-
-    Raises:
-        `ValueError`: a run is not comparable with the others, or another process is running it.
     """
     waiting = [job for job in jobs if not is_finished(job.folder)]
     if not waiting:
         return []
-    failed = []
-    done = len(jobs) - len(waiting)
-    with _bar(len(jobs), done, waiting) as bar, _processes() as running:
+    failed, done = [], len(jobs) - len(waiting)
+    # The bar counts the steps of runs under way. It is drawn more often than runs end, so all time so far counts.
+    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+    how: Any = {"desc": f"{done} of {len(jobs)} runs", "smoothing": 0, "bar_format": form}
+    begun = done + sum(map(_share, waiting))
+    with tqdm(total=len(jobs), initial=begun, **how) as bar, _processes() as running:
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
@@ -114,19 +103,9 @@ def run_missing(jobs: Sequence[Job], at_once: int, others: Mapping[str, Settings
             shown = [f"{job.name}: {step} steps" if (step := _step(job)) else job.name for job in running]
             bar.set_postfix_str("; ".join(shown), refresh=bool(ended) or sys.stderr.isatty())
             if ended:  # possibly hours before the last run ends
-                check_comparable({**others, **_begun(jobs)})
+                settings = {job.name: own for job in jobs if (own := read_settings(job.folder))}
+                check_comparable({**others, **settings})
     return failed
-
-
-def _bar(total: int, done: int, waiting: Sequence[Job]) -> tqdm:
-    """
-    A progress bar over runs, which counts the steps of those that are under way.
-
-    What remains is estimated from all of the time so far: the bar is drawn more often than runs end.
-    """
-    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
-    begun = done + sum(map(_share, waiting))
-    return tqdm(total=total, initial=begun, desc=f"{done} of {total} runs", smoothing=0, bar_format=form)
 
 
 @contextmanager
@@ -152,13 +131,11 @@ def _start(job: Job) -> subprocess.Popen:
             # The run's processes inherit the lock: it lasts as long as any of them, even if this process is killed.
             fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"{job.name} is still running: it writes to {str(job.output)!r}. Wait for it, or end it."
-            ) from None
+            said = f"{job.name} is still running: it writes to {str(job.output)!r}. Wait for it, or end it."
+            raise ValueError(said) from None
         output.truncate(0)
-        return subprocess.Popen(
-            job.command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(job.command, start_new_session=True, **streams)
 
 
 def _step(job: Job) -> int:
@@ -171,11 +148,6 @@ def _share(job: Job) -> float:
     """How much of a run is done, according to its settings."""
     of = read_settings(job.folder).get("max_steps") or -1
     return min(_step(job) / of, 1.0) if of > 0 else 0.0
-
-
-def _begun(jobs: Sequence[Job]) -> dict[str, Settings]:
-    settings = {job.name: read_settings(job.folder) for job in jobs}
-    return {name: own for name, own in settings.items() if own}
 
 
 def failure(job: Job) -> str:

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,7 @@ from ..report.run_folder import RECIPE, is_claimed
 from ..rewards.scoring import IsolatedReward
 from ..rollout import vllm_server
 from ..rollout.prompts import check_columns as check_reserved
-from . import blame
+from . import foreign
 
 
 # Arguments of `apply_chat_template` that TRL sets itself.
@@ -45,7 +45,7 @@ OF_TRAINER = ("trainer_state", "log_extra", "log_metric")
 
 _HTTP_SECONDS = 5.0  # time limit for an answer
 _HERE = "the current folder"
-
+_FILES = ("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint")  # fields that may name one
 
 # Field of a recipe → the package that it needs, and what installs that.
 _PACKAGES = {
@@ -64,51 +64,31 @@ def check_packages(args: RolloutConfig, model_config: ModelConfig) -> None:
             check_installed(f"{name}=True", package, install=install, otherwise=f", or remove `{name}`")
 
 
-def inputs(
-    script: OPOScriptArguments, args: RolloutConfig, model: str, recipe_path: str | None
-) -> Iterator[tuple[str, str | Path]]:
-    """What a run reads from files: the field that names it, and where it is, or would be if it is a file."""
-    # A run's own `recipe.yaml` repeats it in place: it is replaced, and never deleted.
+def check_apart(script: OPOScriptArguments, args: RolloutConfig, model: str, recipe_path: str | None) -> None:
+    """Check that a folder whose run will be deleted contains nothing that the new run reads, also through links."""
     folder = Path(args.output_dir)
+    # A run's own `recipe.yaml` repeats it in place: it is replaced, and never deleted.
     repeats = is_claimed(folder) and os.path.realpath(recipe_path or "") == os.path.realpath(folder / RECIPE)
-    yield "config", "" if repeats else recipe_path or ""
-    yield "model_name_or_path", model
-    for name in ("dataset_name", "reward_model_name_or_path", "accelerate_config"):
-        yield name, getattr(script, name) or ""
+    read: list[tuple[str, Any]] = [("config", None if repeats else recipe_path), ("model_name_or_path", model)]
+    for name in ("dataset_name", "reward_model_name_or_path", "accelerate_config", *_FILES):
+        read.append((name, getattr(script, name, None) or getattr(args, name, None)))
     for part in script.datasets:
-        named = [part.get(name) for name in ("path", "data_dir", "data_files")]
-        yield from (("datasets", path) for path in named if isinstance(path, str))
-    for name in ("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint"):
-        value = getattr(args, name, None)
-        yield name, value if isinstance(value, str) else ""
-    dotted = [("reward_funcs", name) for name in script.reward_funcs or ()]
-    dotted += [("tools", name) for name in script.tools or ()]
-    dotted += [("environment_factory", script.environment_factory or "")]
-    for field, name in dotted:
-        module = name.rpartition(".")[0].replace(".", "/")
-        yield from ((field, Path(place, module + end)) for place in ("", *sys.path) for end in (".py", "") if module)
-    yield _HERE, Path.cwd()
-
-
-def check_apart(folder: Path, inputs: Iterable[tuple[str, str | Path]]) -> None:
-    """
-    Check that a folder whose run will be deleted contains nothing that the new run reads, also through links.
-
-    Raises:
-        `ValueError`: names both fields.
-    """
-    for field, path in inputs:
-        place = Path(os.path.expanduser(path))
-        if not str(path) or not os.path.exists(place):
+        read += [("datasets", part.get(name)) for name in ("path", "data_dir", "data_files")]
+    for field in ("reward_funcs", "tools", "environment_factory"):
+        value: Any = getattr(script, field) or []
+        for name in [value] if isinstance(value, str) else value:
+            module = name.rpartition(".")[0].replace(".", "/")
+            read += [(field, Path(at, module + end)) for at in ("", *sys.path) for end in (".py", "") if module]
+    for field, path in [*read, (_HERE, Path.cwd())]:
+        if not path or not isinstance(path, str | Path) or not os.path.exists(os.path.expanduser(path)):
             continue
+        place = Path(os.path.expanduser(path))
         searched = place.is_dir() and field != _HERE  # which may have a link to its latest run
         linked = [entry for entry in place.iterdir() if entry.is_symlink()] if searched else []
         if any(each.resolve().is_relative_to(folder.resolve()) for each in (place, *linked)):
             named = f"{field}={str(path)!r}" if field != _HERE else f"{field} {str(path)!r}"
-            raise ValueError(
-                f"output_dir={str(folder)!r} contains {named}, so the run in it cannot be deleted (`overwrite`). "
-                "Choose another `output_dir`, or move the other out of it."
-            )
+            said = f"output_dir={str(folder)!r} contains {named}, so the run in it cannot be deleted (`overwrite`)"
+            raise ValueError(f"{said}. Choose another `output_dir`, or move the other out of it.")
 
 
 def check_vllm_server(args: RolloutConfig) -> None:
@@ -119,12 +99,10 @@ def check_vllm_server(args: RolloutConfig) -> None:
     by_url = f"vllm_server_base_url={without_secrets(url)!r}"
     field = by_url if args.vllm_server_base_url else f"vllm_server_port={args.vllm_server_port}"
     await_health(url, field, args.vllm_server_timeout, start="trl vllm-serve")
-    host = urlsplit(url).hostname
-    with suppress(OSError), socket.create_connection((host, args.vllm_group_port), _HTTP_SECONDS):
-        raise ValueError(
-            f"vllm_group_port={args.vllm_group_port} is taken: something on {host!r} already listens on the port for "
-            "sending weights. Set `vllm_group_port` to a free port."
-        )
+    host, port = urlsplit(url).hostname, args.vllm_group_port
+    with suppress(OSError), socket.create_connection((host, port), _HTTP_SECONDS):
+        said = f"vllm_group_port={port} is taken: something on {host!r} already listens there"
+        raise ValueError(f"{said}. Set `vllm_group_port` to a free port, through which weights are sent.")
 
 
 def await_health(url: str, field: str, timeout: float, *, start: str) -> None:
@@ -136,26 +114,12 @@ def await_health(url: str, field: str, timeout: float, *, start: str) -> None:
     said, shown = vllm_server.wait(url, timeout, until=decided), without_secrets(url)
     if not decided(said):
         answered = "nothing answered" if said is None else f"only status {said} was answered"
-        raise ValueError(
-            f"{field}: {answered} at {shown}/health within vllm_server_timeout={timeout} seconds. Start `{start}` "
-            "there, or set the address of a running server."
-        )
+        seen = f"{answered} at {shown}/health within vllm_server_timeout={timeout} seconds"
+        raise ValueError(f"{field}: {seen}. Start `{start}` there, or set the address of a running server.")
     if not vllm_server.is_healthy(said):
-        raise ValueError(
-            f"{field}: {shown}/health answered {said}, which a healthy vLLM server does not. If another program "
-            f"listens there, start `{start}` on a free port, and set the field to that; if it is a proxy, check the "
-            "scheme, user and password of the address."
-        )
-
-
-def check_development_mode(url: str) -> None:
-    """Check that a vLLM server has the routes through which it gets weights."""
-    said = vllm_server.status(url, "/server_info?config_format=json")
-    if said != 200:
-        raise ValueError(
-            f"vllm_server_base_url={without_secrets(url)!r}: the server answers {said} at /server_info, so it would "
-            "take no weights. Start `vllm serve` with `VLLM_SERVER_DEV_MODE=1` in its environment."
-        )
+        seen = f"{shown}/health answered {said}, which a healthy vLLM server does not"
+        fix = f"Set it to a free port, and start `{start}` there; of a proxy, check scheme, user and password"
+        raise ValueError(f"{field}: {seen}. {fix}.")
 
 
 def check_model(field: str, name: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
@@ -168,10 +132,8 @@ def check_model(field: str, name: str, *, revision: str | None, trust_remote_cod
     if is_adapter:
         with paths.readable(field, name):
             base = read_adapter(folder).get("base_model_name_or_path")
-        raise ValueError(
-            f"{field}={name!r} is an adapter for {base!r}, not a model. Set `{field}` to that model, or to a "
-            "merged one. To resume from a checkpoint, set `resume_from_checkpoint`."
-        )
+        fix = f"Set `{field}` to that model or to a merged one, or `resume_from_checkpoint` to resume from it"
+        raise ValueError(f"{field}={name!r} is an adapter for {base!r}, not a model. {fix}.")
     try:
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -189,49 +151,39 @@ def read_adapter(folder: Path) -> dict[str, Any]:
 
 def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer, and check that it has a vocabulary and a token that ends completions."""
-    what, fix = f"model_name_or_path={name!r} has no usable tokenizer", "Put the tokenizer files there."
-    with blame.library(what, fix):
+    named, fix = f"model_name_or_path={name!r}", "Put the tokenizer files there."
+    with foreign.library(f"{named} has no usable tokenizer", fix):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     if len(tokenizer) < 2:
-        raise ValueError(f"model_name_or_path={name!r} has no tokenizer. Put the tokenizer files there.")
+        raise ValueError(f"{named} has no tokenizer. {fix}")
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"model_name_or_path={name!r}: its tokenizer has no eos_token, so completions would not end. Set "
-            "`eos_token` in its tokenizer_config.json."
-        )
+        raise ValueError(f"{named}: no eos_token would end completions. Set `eos_token` in tokenizer_config.json.")
     return tokenizer
 
 
 def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that a dataset has prompts, and that the tokenizer can render them."""
     if "prompt" not in data.column_names:
-        raise ValueError(
-            f"prompt_style='dataset', but dataset_name has no column 'prompt', only {data.column_names}. Rename its "
-            "column, or set `prompt_style` to 'chat' or 'plain'."
-        )
+        said = f"prompt_style='dataset', but dataset_name has no column 'prompt', only {data.column_names}"
+        raise ValueError(f"{said}. Rename its column, or set `prompt_style` to 'chat' or 'plain'.")
     if tokenizer.chat_template is None and not isinstance(data[0]["prompt"], str):
-        raise ValueError(
-            f"prompt_style='chat', but the tokenizer of {tokenizer.name_or_path!r} has no chat template. Set "
-            "`prompt_style` to 'plain', or add a chat_template.jinja to the tokenizer."
-        )
+        said = f"prompt_style='chat', but the tokenizer of {tokenizer.name_or_path!r} has no chat template"
+        raise ValueError(f"{said}. Set `prompt_style` to 'plain', or add a chat_template.jinja there.")
 
 
 def check_template_options(args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
     """Check that a chat template uses each of `chat_template_kwargs`."""
     options = cast(dict, args.chat_template_kwargs or {})
+    named = f"chat_template_kwargs={options!r}"
     if options and isinstance(prompt, str):
-        raise ValueError(
-            f"chat_template_kwargs={options!r} has no effect: plain-text prompts use no chat template. Remove it."
-        )
+        raise ValueError(f"{named} has no effect: plain-text prompts use no chat template. Remove it.")
     template, read = tokenizer.chat_template, inspect.signature(tokenizer.apply_chat_template).parameters
     for key in options:
         if key in _GIVEN_TO_TEMPLATE:
-            raise ValueError(f"chat_template_kwargs={options!r}: TRL sets {key!r} itself. Remove {key!r}.")
+            raise ValueError(f"{named}: TRL sets {key!r} itself. Remove {key!r}.")
         if isinstance(template, str) and key not in read and not re.search(rf"\b{re.escape(key)}\b", template):
-            raise ValueError(
-                f"chat_template_kwargs={options!r}: {key!r} has no effect: the chat template of "
-                f"{tokenizer.name_or_path!r} does not use it. Remove {key!r}."
-            )
+            whose = f"the chat template of {tokenizer.name_or_path!r}"
+            raise ValueError(f"{named}: {key!r} has no effect: {whose} does not use it. Remove {key!r}.")
 
 
 def check_prompts(
@@ -246,9 +198,8 @@ def check_prompts(
     Check the prompts as the model gets them: rendered up to the answer, of tokens that the model has, and in training
     short enough for its context with their completion.
 
-    Args:
-        splits (`Mapping`): field → its prompts, first those for training, of at most `max_prompt_length` tokens.
-        in_template (`dict`): further arguments of the chat template, such as `tools`.
+    `splits` is field → prompts, first those for training, of at most `max_prompt_length` tokens; `in_template` are
+    further arguments of the chat template, such as `tools`.
     """
     of_model = config.get_text_config()
     unknown = _unknown_tokens(tokenizer, getattr(of_model, "vocab_size", None))
@@ -264,18 +215,15 @@ def check_prompts(
             _check_turns(prompts, tokenizer, template_kwargs)
         for index, row in enumerate(ids if unknown else ()):
             if absent := [token for token in row if token in unknown]:
-                raise ValueError(
-                    f"{field}: the prompt of row {index} contains {unknown[absent[0]]!r}, token {absent[0]}, which "
-                    "the model does not have. Remove it from the prompt, or resize the model's embedding."
-                )
+                said = f"row {index} contains {unknown[absent[0]]!r}, token {absent[0]}, which the model does not have"
+                raise ValueError(f"{field}: {said}. Remove it from the prompt, or resize the model's embedding.")
         longest = max(range(len(ids)), key=lambda index: len(ids[index]), default=None)
         if longest is not None and position == 0 and len(ids[longest]) > room:
-            raise ValueError(
-                f"max_completion_length={args.max_completion_length} does not fit: the longest prompt, row {longest}, "
-                f"has {len(ids[longest])} tokens, and the model's context has {context}. "
-                + (f"Set `max_prompt_length` to {room} to drop longer prompts, or s" if room > 0 else "S")
-                + "horten `max_completion_length`."
-            )
+            said = f"the longest prompt, row {longest}, has {len(ids[longest])} tokens, the context has {context}"
+            fix = "Shorten `max_completion_length`"
+            if room > 0:
+                fix = f"Set `max_prompt_length` to {room} to drop longer prompts, or shorten `max_completion_length`"
+            raise ValueError(f"max_completion_length={args.max_completion_length} does not fit: {said}. {fix}.")
 
 
 def _unknown_tokens(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> dict[int, str]:
@@ -285,11 +233,9 @@ def _unknown_tokens(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) 
     unknown = {token: text for text, token in tokenizer.get_vocab().items() if token >= vocabulary}
     for name in ("eos_token", "pad_token"):
         if (token := getattr(tokenizer, f"{name}_id")) in unknown:
-            raise ValueError(
-                f"model_name_or_path={tokenizer.name_or_path!r}: {name}={unknown[token]!r} of its tokenizer is token "
-                f"{token}, but the model has {vocabulary}. Use the tokenizer that belongs to the model, or resize the "
-                "model's embedding."
-            )
+            said = f"{name}={unknown[token]!r} of its tokenizer is token {token}, but the model has {vocabulary}"
+            fix = "Use the model's own tokenizer, or resize the model's embedding"
+            raise ValueError(f"model_name_or_path={tokenizer.name_or_path!r}: {said}. {fix}.")
     return unknown
 
 
@@ -299,10 +245,10 @@ def _check_turns(
     """Check that a template renders every turn and the start of an answer, once for each sequence of roles."""
 
     def render(turns: list[Any], start: bool = True) -> str:
-        return str(
-            tokenizer.apply_chat_template(turns, add_generation_prompt=start, tokenize=False, **template_kwargs)
-        )
+        how: Any = {"add_generation_prompt": start, "tokenize": False, **template_kwargs}
+        return str(tokenizer.apply_chat_template(turns, **how))
 
+    named = f"The chat template of {tokenizer.name_or_path!r}"
     for prompt in {tuple(turn["role"] for turn in prompt): prompt for prompt in reversed(prompts)}.values():
         asked = render(prompt)
         for index, turn in enumerate(prompt):
@@ -310,21 +256,16 @@ def _check_turns(
             if role == "assistant" or not isinstance(content, str):
                 continue  # of earlier answers, some templates drop the reasoning
             if render([*prompt[:index], turn | {"content": f"{content} ?"}, *prompt[index + 1 :]]) == asked:
-                raise ValueError(
-                    f"The chat template of {tokenizer.name_or_path!r} leaves out the {role} turn {content[:60]!r}. "
-                    "Use the chat template of the model's release."
-                )
+                raise ValueError(f"{named} leaves out the {role} turn {content[:60]!r}. Use the model's own.")
         rest = ""
         if render(prompt, start=False) == asked:
             with suppress(Exception):  # it may have no answers at all
                 answered = render([*prompt, {"role": "assistant", "content": "Answer"}], start=False)
                 rest = answered.removeprefix(asked) if answered.startswith(asked) else ""
         if "Answer" in rest and not rest.lstrip().startswith("Answer"):
-            raise ValueError(
-                f"The chat template of {tokenizer.name_or_path!r} ignores add_generation_prompt: after a prompt, the "
-                f"model would have to write {rest.partition('Answer')[0]!r} before its answer. Add `{{% if "
-                "add_generation_prompt %}` with that to its chat_template.jinja."
-            )
+            said = f"the model would have to write {rest.partition('Answer')[0]!r} before its answer"
+            fix = "Add `{% if add_generation_prompt %}` with that to its chat_template.jinja"
+            raise ValueError(f"{named} ignores add_generation_prompt: {said}. {fix}.")
 
 
 def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[str] = OF_TRAINER) -> None:
@@ -334,33 +275,21 @@ def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[st
     `of_trainer` are the further arguments that the trainer passes, except to an [`IsolatedReward`].
     """
     check_reserved(data, "the dataset", rename="`columns: {{{new}: {old}}}`")
+    columns = sorted({*data.column_names} - {"prompt", "completion"})
     for reward in rewards:
         isolated = isinstance(reward, IsolatedReward)
         function = reward.reward if isolated else reward
         if not callable(function):  # a reward model
             continue
         named = f"reward_funcs={getattr(function, '__name__', type(function).__name__)!r}"
-        columns = sorted({*data.column_names} - {"prompt", "completion"})
-        given = ["prompts", "completions", "completion_ids"]
-        given += [] if isolated else of_trainer
+        given = ["prompts", "completions", "completion_ids", *(() if isolated else of_trainer)]
         try:
-            signature = inspect.signature(function)
+            inspect.signature(function).bind(**dict.fromkeys([*given, *columns]))
         except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"{named} cannot be checked: {error}. Set `reward_funcs` to a function "
-                "`def reward(completions, **columns)` that calls it."
-            ) from error
-        try:
-            signature.bind(**dict.fromkeys([*given, *columns]))
-        except TypeError as error:
             if "'solution'" in str(error) and "solution" not in columns:
-                raise ValueError(
-                    f"{named} needs answers, and the dataset has no column with them, only {data.column_names}. Add a "
-                    "column `answer`, or map yours: `columns: {solution: …}`; or set `reward_funcs` to one that needs "
-                    "none."
-                ) from error
-            raise ValueError(
-                f"{named} cannot be called: {error}. It is called by keyword, with {', '.join(given)} and the columns "
-                f"{columns}. Rename a column of the dataset, or set `reward_funcs` to a function such as "
-                "`def reward(completions, **columns)`."
-            ) from error
+                said = f"{named} needs answers, and the dataset has no column with them, only {data.column_names}"
+                fix = "Map yours: `columns: {solution: …}`; or set `reward_funcs` to one that needs none"
+                raise ValueError(f"{said}. {fix}.") from error
+            called = f"It is called by keyword, with {', '.join(given)} and the columns {columns}"
+            fix = "Rename a column, or set `reward_funcs` to a function such as `def reward(completions, **columns)`"
+            raise ValueError(f"{named} cannot be called: {error}. {called}. {fix}.") from error

@@ -43,7 +43,6 @@ _RENAMED = {
     "warmup_ratio": "`warmup_steps`, with a fraction of all steps in (0, 1)",
 }
 
-
 # Fields of `trl grpo` that OPO does not have, and why.
 MEANINGLESS = REJECTED_FIELDS | NOT_STREAMED
 
@@ -67,17 +66,14 @@ class _Parser(TrlParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if action.dest in MAPPINGS and arg_string.startswith("{"):
             return strict_yaml.read_mapping(action.dest, arg_string)
+        return super()._get_value(action, arg_string)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         try:
-            return super()._get_value(action, arg_string)
+            return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
             self.problems[action.dest] = self._described(str(error))
             return action.default
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            self.problems[action.dest] = self._described(str(error))
 
     def take(self, recipe: Mapping[str, Any]) -> list[str]:
         """Turn a recipe into words of a command line, and into defaults what they cannot express, such as mappings."""
@@ -85,27 +81,26 @@ class _Parser(TrlParser):
         types = {name: hint for arguments in self.dataclass_types for name, hint in hints(arguments).items()}
         words = []
         for name, value in recipe.items():
-            kind = actions[name].type
+            kind, hint = actions[name].type, types[name]
             is_enum = isinstance(kind, type) and issubclass(kind, Enum)
             if value in ("", []) and (value == actions[name].default or (is_enum and value == "")):
                 continue  # already the default, and no word expresses it
-            if isinstance(value, list) and types[name] == list[dict] and all(isinstance(v, Mapping) for v in value):
-                self.set_defaults_with_config(**{name: value})
-            elif isinstance(value, list) and any(item is None or isinstance(item, Mapping | list) for item in value):
-                self.problems[name] = self._described(f"{name}={value!r} is not allowed")
-            elif isinstance(value, list) and value and actions[name].nargs == "+":
-                words += [f"--{name}", *map(str, value)]
+            items = value if isinstance(value, list) else []
+            if any(item is None or isinstance(item, Mapping | list) for item in items):
+                fits = hint == list[dict] and all(isinstance(item, Mapping) for item in items)
+            elif items and actions[name].nargs == "+":
+                words += [f"--{name}", *map(str, items)]
+                continue
             elif value is not None and not isinstance(value, Mapping | list):
                 words.append(f"--{name}={value}")
-            elif _admits(types[name], type(value)):
+                continue
+            else:
+                fits = any((get_origin(part) or part) is type(value) for part in (hint, *get_args(hint)))
+            if fits:
                 self.set_defaults_with_config(**{name: value})
             else:
                 self.problems[name] = self._described(f"{name}={value!r} is not allowed")
         return words
-
-
-def _admits(hint: Any, kind: type) -> bool:
-    return any((get_origin(part) or part) is kind for part in (hint, *get_args(hint)))
 
 
 def make_parser(trainer: str, prog: str = "opo-trl train") -> _Parser:
@@ -130,26 +125,15 @@ def _fields(trainer: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fields:
-    """
-    What a recipe and the command line over it say, each value with the type of its field.
+    """What a recipe and the command line over it say, each value with the type of its field."""
 
-    Args:
-        trainer (`str`): a key of [`methods.by_trainer`].
-        values (`dict[str, Any]`): every field of the trainer's three dataclasses, with its default if it is not set.
-        named (`set[str]`): the fields that are set.
-        env (`dict[str, str | int]`): environment variables that the recipe sets.
-        launch (`dict[str, Any]`): options of `accelerate launch` in the recipe.
-        unknown (`list[str]`): words of the command line that belong to no field.
-        notes (`list[str]`): what a user should know about this reading.
-    """
-
-    trainer: str
-    values: dict[str, Any]
-    named: set[str]
-    env: dict[str, str | int]
-    launch: dict[str, Any]
-    unknown: list[str]
-    notes: list[str]
+    trainer: str  # a key of [`methods.by_trainer`]
+    values: dict[str, Any]  # every field of the trainer's three dataclasses, with its default if it is not set
+    named: set[str]  # the fields that are set
+    env: dict[str, str | int]  # environment variables that the recipe sets
+    launch: dict[str, Any]  # options of `accelerate launch` in the recipe
+    unknown: list[str]  # words of the command line that belong to no field
+    notes: list[str]  # what a user should know about this reading
 
     @property
     def as_stored(self) -> dict[str, Any]:
@@ -168,7 +152,9 @@ def read(argv: Sequence[str]) -> Fields:
     """
     path, _, words = split(argv)
     recipe, trainer, problems = _read_recipe(path, words)
-    launch, env = _take_launch_options(recipe, trainer), recipe.pop("env", {})
+    env = recipe.pop("env", {})
+    # What `accelerate launch` gets, such as `num_processes`, which TRL's recipes may set.
+    launch = {name: recipe.pop(name) for name in [*recipe] if name not in _fields(trainer)}
     parser = make_parser(trainer)
     fields_of = {option: action.dest for action in parser._actions for option in action.option_strings}
     options = [word.split("=")[0] for word in words if word.startswith("--")]
@@ -188,24 +174,23 @@ def read(argv: Sequence[str]) -> Fields:
         values["reward_weights"] = [*rest, first]
     found = {name: text for kind in _argument_classes(trainer) for name, text in field_problems(kind, values).items()}
     problems += (found | parser.problems).values()
-    if problems and (words := [word for word in unknown if not _is_launch_option(word)]):
-        problems.append(describe_unknown(unknown, words, trainer))
     if problems:
-        raise ValueError("\n".join(problems))
+        options = [word for word in unknown if word.startswith("--")]
+        words = [word for word in options if word[2:].split("=")[0].replace("-", "_") not in _launch_actions()]
+        raise ValueError("\n".join([*problems, *([describe_unknown(unknown, words, trainer)] if words else [])]))
     return Fields(trainer, values, named, env, launch, unknown, notes)
 
 
 def _read_recipe(path: str | Path | None, argv: Sequence[str]) -> tuple[dict[str, Any], str, list[str]]:
     """Field → value, as written; the trainer; and what is to be said of each key that is not a field."""
-    recipe = {} if path is None else read_yaml(path, lambda field: "text" if field == "env" else _kind(_type(field)))
+    recipe = {} if path is None else read_yaml(path, _kind)
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--trainer", nargs="?", default=recipe.get("trainer", methods.DEFAULT))
     trainer = own.parse_known_args(argv)[0].trainer
     known = list(methods.by_trainer())
     if trainer not in known:
         raise ValueError(f"trainer={trainer!r} does not exist. Set `trainer` to one of {', '.join(known)}.")
-    unknown = [key for key in recipe if key not in _fields(trainer).keys() | {"env"}]
-    unknown = unknown and [key for key in unknown if key not in _launch_actions()]
+    unknown = [key for key in recipe if key not in _fields(trainer).keys() | {"env"} and key not in _launch_actions()]
     problems = [
         f"{str(path)!r} sets {key}={recipe.pop(key)!r}, but there is no such field. {hint_at_field(str(key), trainer)}"
         for key in unknown
@@ -222,33 +207,23 @@ def _launch_actions() -> Mapping[str, argparse.Action]:
     return {action.dest: action for action in launch_command_parser()._actions if action.option_strings}
 
 
-def _is_launch_option(word: str) -> bool:
-    return not word.startswith("--") or word[2:].split("=")[0].replace("-", "_") in _launch_actions()
-
-
-def _take_launch_options(recipe: dict[str, Any], trainer: str) -> dict[str, Any]:
-    """Take out of a recipe what `accelerate launch` gets, such as `num_processes`, which TRL's recipes may set."""
-    return {name: recipe.pop(name) for name in [*recipe] if name not in _fields(trainer) and name != "env"}
-
-
 def launch_words(options: Mapping[str, Any]) -> list[str]:
     """Options of `accelerate launch` as words of its command line."""
-    flags = {name for name, value in options.items() if value is True and _launch_actions()[name].nargs == 0}
-    unset = {name for name, value in options.items() if value is None or value is False}
-    given = {name: value for name, value in options.items() if name not in flags | unset}
-    return [*(f"--{name}" for name in flags), *(f"--{name}={value}" for name, value in given.items())]
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    flags = {name for name in given if given[name] is True and _launch_actions()[name].nargs == 0}
+    return [f"--{name}" if name in flags else f"--{name}={value}" for name, value in given.items()]
 
 
 def _variables(env: Any) -> dict[str, str | int]:
     """The environment variables that a recipe sets."""
-    if not (isinstance(env, dict) and all(isinstance(part, str) for pair in env.items() for part in pair)):
-        raise ValueError(f"env={env!r} is not allowed. Set `env` to a mapping: `env: {{NAME: value}}`.")
-    for name, value in env.items():
-        if not name or "=" in name or "\0" in name + value:
-            raise ValueError(
-                f"env={{{name!r}: {value!r}}} cannot be set: a variable has a name without `=`, and no NUL. Set `env` "
-                "to a mapping: `env: {NAME: value}`."
-            )
+    wrong: Any = env
+    if isinstance(env, dict):
+        texts = {name: value for name, value in env.items() if isinstance(name, str) and isinstance(value, str)}
+        possible = {name for name in texts if name and "=" not in name and "\0" not in name + texts[name]}
+        wrong = {name: value for name, value in env.items() if name not in possible}
+    if wrong or not isinstance(env, dict):
+        fix = "Set `env` to a mapping, with names without `=` and values without NUL: `env: {NAME: value}`"
+        raise ValueError(f"env={wrong!r} is not allowed. {fix}.")
     # Integers stay numbers, so that the recipe in the run's folder has no quotation marks around them.
     return {name: int(value) if re.fullmatch(r"0|[1-9]\d*", value) else value for name, value in env.items()}
 
@@ -261,14 +236,11 @@ def _trainers_with(name: str) -> Iterator[str]:
                 yield trainer
 
 
-def _type(name: str) -> Any:
-    trainer = next(_trainers_with(name), None)
-    return _fields(trainer)[name] if trainer else None
-
-
-def _kind(hint: Any) -> strict_yaml.Kind:
-    if hint is None:
-        return "plain"
+def _kind(name: str) -> strict_yaml.Kind:
+    """How the value of a field is read, by its type."""
+    if name == "env":
+        return "text"
+    hint: Any = next((_fields(trainer)[name] for trainer in _trainers_with(name)), None)
     parts = {part for outer in (hint, *get_args(hint)) for part in (outer, *get_args(outer))}
     if dict in {get_origin(part) or part for part in parts} and str in parts:
         return "plain"  # a mapping, or JSON as text
@@ -291,32 +263,26 @@ def hint_at_field(name: str, trainer: str, further: Iterable[str] = ()) -> str:
 
 def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, ModelConfig, dict[str, Any]]:
     """Parse a command line; the last item of the result is the recipe with the command line's fields merged in."""
-    read_fields = read(argv)
-    if read_fields.unknown:
-        names = [word for word in read_fields.unknown if word.startswith("--")] or read_fields.unknown
-        raise ValueError(describe_unknown(read_fields.unknown, names, read_fields.trainer))
-    set_variables(read_fields.env)
-    _check_secrets(read_fields.values)
-    named, path = read_fields.values["accelerate_config"], split(argv)[0]
-    read_fields.values["accelerate_config"] = find_accelerate_config(named, path)
-    for note in read_fields.notes if os.environ.get("RANK", "0") == "0" else ():
-        logger.warning(note)
-    script, args, model_config = (
-        kind(**{field.name: read_fields.values[field.name] for field in fields(kind) if field.init})
-        for kind in _argument_classes(read_fields.trainer)
-    )
-    return script, args, model_config, read_fields.as_stored
-
-
-def _check_secrets(values: dict[str, Any]) -> None:
-    """A run's `recipe.yaml` lacks its secrets: the Hub uses a login instead, and others are asked for."""
+    given = read(argv)
+    values = given.values
+    if given.unknown:
+        names = [word for word in given.unknown if word.startswith("--")] or given.unknown
+        raise ValueError(describe_unknown(given.unknown, names, given.trainer))
+    set_variables(given.env)
+    # A run's `recipe.yaml` lacks its secrets: the Hub uses a login instead, and others are asked for.
     for name in [name for name, value in values.items() if masked(value, name)]:
         if name != "hub_token":
-            raise ValueError(
-                f"{name}={values[name]!r} lacks a secret, which the run that wrote this recipe did not save. "
-                f"Set it on the command line: `--{name} …`."
-            )
+            said = f"{name}={values[name]!r} lacks a secret, which the run that wrote this recipe did not save"
+            raise ValueError(f"{said}. Set it on the command line: `--{name} …`.")
         values[name] = None
+    values["accelerate_config"] = find_accelerate_config(values["accelerate_config"], split(argv)[0])
+    for note in given.notes if os.environ.get("RANK", "0") == "0" else ():
+        logger.warning(note)
+    script, args, model_config = (
+        kind(**{field.name: values[field.name] for field in fields(kind) if field.init})
+        for kind in _argument_classes(given.trainer)
+    )
+    return script, args, model_config, given.as_stored
 
 
 def describe_unknown(words: Sequence[str], names: Sequence[str], trainer: str, further: Iterable[str] = ()) -> str:
@@ -333,10 +299,8 @@ def set_variables(env: Mapping[str, str | int]) -> None:
         if not masked(value, name):
             os.environ[name] = str(value)
         elif name not in os.environ:
-            raise ValueError(
-                f"env={{{name!r}: {value!r}}} is a secret, which the run that wrote this recipe did not save. "
-                f"Set the variable {name} in the shell."
-            )
+            said = f"env={{{name!r}: {value!r}}} is a secret, which the run that wrote this recipe did not save"
+            raise ValueError(f"{said}. Set the variable {name} in the shell.")
     check_numbers(os.environ)
 
 
@@ -349,9 +313,7 @@ def _fields_of_trl() -> set[str]:
 def _without_meaningless(recipe: dict[str, Any], words: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     Take [`MEANINGLESS`] out of a recipe and a command line that `trl grpo` would also run; returns the other words,
-    and a note that names what was left out.
-
-    In any other recipe, which is written for this package, they are errors.
+    and a note that names what was left out. In a recipe that is written for this package, they are errors.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in MEANINGLESS:

@@ -38,36 +38,22 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
 
     Its settings are read from the run folder that contains it. Without one, only the base model of an adapter is
     known. `model` is the base model of the run that resumes it: a folder, or an id on the Hub.
-
-    Raises:
-        `ValueError`: names the fields that differ.
     """
-    saved = read_settings(Path(folder).resolve().parent)
+    named, saved = f"resume_from_checkpoint={folder!r}", read_settings(Path(folder).resolve().parent)
     names = (*kept_on_resume(), *(name for name in settings if name.startswith(MODEL_PREFIX)))
     differing = [name for name in names if saved and saved.get(name) != settings.get(name)]
-    if differing:
-        lines = "\n".join(
-            f"  {name}={saved.get(name)!r} there, {name}={settings.get(name)!r} here" for name in differing
-        )
-        raise ValueError(
-            f"resume_from_checkpoint={folder!r} belongs to a run with other settings:\n{lines}\n"
-            "Set the same values here, or choose another `output_dir` and start from the beginning."
-        )
+    lines = [f"  {name}={saved.get(name)!r} there, {name}={settings.get(name)!r} here" for name in differing]
+    if lines:
+        fix = "Set the same values here, or choose another `output_dir` and start from the beginning."
+        raise ValueError("\n".join([f"{named} belongs to a run with other settings:", *lines, fix]))
     base = read_adapter(Path(folder)).get("base_model_name_or_path", model)
     if not saved and os.path.realpath(base) != os.path.realpath(model):
-        raise ValueError(
-            f"resume_from_checkpoint={folder!r} is an adapter for {base!r}, but model_name_or_path={model!r}. Set "
-            "`model_name_or_path` to the adapter's model."
-        )
+        said, fix = f"but model_name_or_path={model!r}", "Set `model_name_or_path` to the adapter's model"
+        raise ValueError(f"{named} is an adapter for {base!r}, {said}. {fix}.")
 
 
 def check_readable(folder: Path) -> None:
-    """
-    Check that what a resumed run keeps can be read, before a model is loaded.
-
-    Raises:
-        `ValueError`: names the file and the place in it.
-    """
+    """Check that what a resumed run keeps can be read, before a model is loaded."""
     read_summary(folder)
     for name in (LOG, COMPLETIONS):
         deque(lines(folder / name), maxlen=0)

@@ -14,7 +14,7 @@ from ..rewards.accuracy import accuracy_reward
 from ..rewards.boxes import final_answer
 from ..rewards.scoring import IsolatedReward
 from . import harness
-from .harness import Verdict
+from .harness import Verdicts
 
 
 _SEED = 0  # of our samples
@@ -41,8 +41,7 @@ def problem_of(doc: Mapping[str, Any]) -> tuple[str, str] | None:
     r"""
     Problem and solution in a row of a task's dataset; `None` if its columns are not those of MATH or GSM8K.
 
-    The solution is in the column `solution`, or is the column `answer`: all of it, or what follows `####`. Fewer names
-    than training recognizes: an `answer` of another task may be the number of a choice.
+    Fewer names than training recognizes: an `answer` of another task may be the number of a choice.
     """
     if isinstance(doc.get("problem"), str) and isinstance(doc.get("solution"), str):
         return doc["problem"], doc["solution"]
@@ -57,83 +56,57 @@ def problem_of(doc: Mapping[str, Any]) -> tuple[str, str] | None:
 def measure(
     lm: Any, task: Any, asking: Asking, reward: Any, *, samples: int, ks: Sequence[int], **options: Any
 ) -> dict[str, Any]:
-    """
-    lm-eval's scores of a task and ours on the same problems: an entry of the JSON.
-
-    `options` are those of [`harness.score`].
-    """
+    """lm-eval's scores of a task and ours on the same problems: an entry of the JSON. `options`: [`harness.score`]."""
     chat, length = asking.style == "chat", asking.length
     about, verdicts = harness.score(lm, task, length=length, apply_chat_template=chat, **options)
     first = next(iter(verdicts.values()))
-    entry: dict[str, Any] = {
-        "settings": {
-            "prompt_style": asking.style,
-            "instruction": asking.instruction,
-            "system_prompt": asking.system,
-            "chat_template_kwargs": dict(asking.template) if chat else {},
-            "max_completion_length": length,
-            **about,
-            "problems": len(first),
-            "prompts_cut": harness.count_cut(lm, [verdict.prompt for verdict in first], length),
-            "samples": samples,
-            "sampling": dict(asking.sampling),
-        },
-        "lm_eval": [
-            {"metric": metric, "filter": name, **harness.summarize([verdict.right for verdict in found])}
-            for (metric, name), found in verdicts.items()
-        ],
+    settings = {
+        "prompt_style": asking.style,
+        "instruction": asking.instruction,
+        "system_prompt": asking.system,
+        "chat_template_kwargs": dict(asking.template) if chat else {},
+        "max_completion_length": length,
+        **about,
+        "problems": len(first),
+        "prompts_cut": harness.count_cut(lm, [verdict.prompt for verdict in first], length),
+        "samples": samples,
+        "sampling": dict(asking.sampling),
     }
+    scores = [
+        {"metric": metric, "filter": name, **harness.summarize([verdict.right for verdict in found])}
+        for (metric, name), found in verdicts.items()
+    ]
+    entry: dict[str, Any] = {"settings": settings, "lm_eval": scores}
     problems = [problem_of(verdict.doc) for verdict in first]
     generates = about["lm_eval_decoding"] != "likelihood"
     if not generates or None in problems:
         what = "has no columns problem and solution" if generates else "compares likelihoods"
-        entry["settings"]["not_ours"] = f"the task {what}"
-        return entry
+        return entry | {"settings": settings | {"not_ours": f"the task {what}"}}
 
     asked, solutions = zip(*(problem for problem in problems if problem is not None), strict=True)
     prompts = [prompt_of(lm, problem, asking) for problem in asked]
-    entry["settings"]["our_prompts_cut"] = harness.count_cut(lm, prompts, length)
-    longest = {"max_gen_toks": length}
-    greedy = _solve(lm, prompts, solutions, reward, {"do_sample": False, "temperature": 0.0, **longest})
+    settings["our_prompts_cut"] = harness.count_cut(lm, prompts, length)
+
+    def solve(times: int = 1, **options: Any) -> Evaluation:
+        repeated, solved = ([each for each in values for _ in range(times)] for values in (prompts, solutions))
+        completions = harness.generate(lm, repeated, {"max_gen_toks": length, **options})
+        scored = zip(repeated, completions, reward(completions=completions, solution=solved), strict=True)
+        rows = [{"prompt": prompt, "completion": said, "reward": score} for prompt, said, score in scored]
+        return Evaluation(rows, times)
+
+    greedy = solve(do_sample=False, temperature=0.0)
     torch.manual_seed(_SEED)
-    several = _solve(lm, prompts, solutions, reward, {"do_sample": True, **longest, **asking.sampling}, samples)
-    entry["opo_trl"] = {
-        "reward": reward.__name__,
-        "greedy": greedy.summary(),
-        "sampled": several.summary(),
-        "pass_at": {
-            str(k): dict(zip(("low", "high"), several.pass_at_interval(k), strict=True), score=several.pass_at(k))
-            for k in ks
-        },
+    several = solve(samples, do_sample=True, **asking.sampling)
+    pass_at = {
+        str(k): dict(zip(("low", "high"), several.pass_at_interval(k), strict=True), score=several.pass_at(k))
+        for k in ks
     }
+    summaries = {"greedy": greedy.summary(), "sampled": several.summary()}
+    entry["opo_trl"] = {"reward": reward.__name__, **summaries, "pass_at": pass_at}
     return entry | _agreement(verdicts, asked, greedy, several)
 
 
-def _solve(
-    lm: Any,
-    prompts: Sequence[str],
-    solutions: Sequence[str],
-    reward: Any,
-    options: Mapping[str, Any],
-    per_problem: int = 1,
-) -> Evaluation:
-    """Our scores of `per_problem` completions of each prompt."""
-    asked, solved = ([each for each in values for _ in range(per_problem)] for values in (prompts, solutions))
-    completions = harness.generate(lm, asked, options)
-    rewards = reward(completions=completions, solution=solved)
-    samples = [
-        {"prompt": prompt, "completion": completion, "reward": score}
-        for prompt, completion, score in zip(asked, completions, rewards, strict=True)
-    ]
-    return Evaluation(samples, per_problem)
-
-
-def _agreement(
-    verdicts: Mapping[tuple[str, str], Sequence[Verdict]],
-    asked: Sequence[str],
-    greedy: Evaluation,
-    several: Evaluation,
-) -> dict[str, Any]:
+def _agreement(verdicts: Verdicts, asked: Sequence[str], greedy: Evaluation, several: Evaluation) -> dict[str, Any]:
     """Both verdicts on each problem, and how many are the same; empty if lm-eval's metric is no verdict."""
     name = list(verdicts)[-1][1]  # the last filter is the most lenient
     metrics = [metric for metric, of_filter in verdicts if of_filter == name]

@@ -23,32 +23,23 @@ def describe() -> str:
 
 def copy_out(name: str, output: Path) -> list[Path]:
     """
-    Copy a recipe, or a folder of them, with the configurations of accelerate that it names.
+    Copy a recipe, or a folder of them, with the configurations of accelerate that it names, unless another file is
+    there; returns the files written, what was asked for first.
 
-    Args:
-        name (`str`): path within the recipes, with or without `recipes/` before it.
-        output (`Path`): folder to copy to; the path within it is the same, so that recipes find what they name.
-
-    Returns:
-        `list[Path]`: the files written, what was asked for first.
-
-    Raises:
-        `ValueError`: there is no such recipe, or a file of that name is there and differs.
+    Paths within `output` are the same, so that recipes find what they name. `recipes/` may precede `name`.
     """
     wanted = SHIPPED / name.removeprefix("recipes/")
     if not (wanted.exists() and wanted.resolve().is_relative_to(SHIPPED.resolve())):
         raise ValueError(f"recipe={name!r} is not one of the package's. `opo-trl recipes` lists them.")
     sources = [wanted] if wanted.is_file() else [path for path in sorted(wanted.rglob("*")) if path.is_file()]
     for source in [path for path in sources if path.suffix == ".yaml"]:
-        config = strict_yaml.read(source, lambda _: "text").get("accelerate_config")
-        if config is not None:
+        if config := strict_yaml.read(source, lambda _: "text").get("accelerate_config"):
             sources.append((source.parent / config).resolve())
     targets = {output / path.resolve().relative_to(SHIPPED.resolve()): path for path in sources}
     for target, source in targets.items():
         if target.exists() and target.read_bytes() != source.read_bytes():
-            raise ValueError(
-                f"{str(target)!r} exists and differs from the package's. Move it, or set another folder: `--output`."
-            )
+            fix = "Move it, or set another folder: `--output`."
+            raise ValueError(f"{str(target)!r} exists and differs from the package's. {fix}")
     for target, source in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target)

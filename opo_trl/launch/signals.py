@@ -81,12 +81,9 @@ class StopOnSignal(TrainerCallback):
         if not self._received:
             self._received, self._received_at = number, now
             if self.trainer.args.local_process_index == 0:
+                said = "the run saves a checkpoint after this optimizer step and ends. Ctrl-C ends it now."
                 # Not `print`, which the signal may have interrupted.
-                name = signal.Signals(number).name
-                text = (
-                    f"\n{name}: the run saves a checkpoint after this optimizer step and ends. Ctrl-C ends it now.\n"
-                )
-                os.write(2, text.encode())
+                os.write(2, f"\n{signal.Signals(number).name}: {said}\n".encode())
 
     def on_step_end(self, args, state, control, **kwargs):
         accelerator = self.trainer.accelerator
@@ -98,12 +95,9 @@ class StopOnSignal(TrainerCallback):
         if self._agreed:
             # If a process exited while the first one is still writing, the launcher would end them all.
             self.trainer.accelerator.wait_for_everyone()
-            name = signal.Signals(self._agreed).name
-            self.trainer.accelerator.print(
-                f"Ended by {name} after optimizer step {state.global_step}. The last complete checkpoint is "
-                f"{last_complete(args.output_dir)}: resume with `--resume_from_checkpoint last`.",
-                flush=True,
-            )
+            name, last = signal.Signals(self._agreed).name, last_complete(args.output_dir)
+            said = f"Ended by {name} after optimizer step {state.global_step}. The last complete checkpoint is {last}"
+            self.trainer.accelerator.print(f"{said}: resume with `--resume_from_checkpoint last`.", flush=True)
             self.trainer.end()
             raise StoppedBySignal(128 + self._agreed)
 

@@ -14,16 +14,11 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
-from trl.chat_template_utils import (
-    add_response_schema,
-    get_training_chat_template,
-    is_chat_template_prefix_preserving,
-    supports_tool_calling,
-)
+from trl import chat_template_utils as templates
 
 from ..arguments import OPOScriptArguments
 from ..config import RolloutConfig
-from . import blame, dotted
+from . import foreign
 from .preflight import OF_TRAINER
 
 
@@ -32,18 +27,11 @@ _NOT_TOOLS = ("reset", "get_reward")  # of the public methods of an environment
 
 @dataclass
 class Tools:
-    """
-    What the model can call.
-
-    Args:
-        functions (`list[Callable]`): tools that belong to no environment.
-        factory (`Callable`, *optional*): makes environments.
-        environment (*optional*): one of them, which tells what they offer.
-    """
+    """What the model can call: tools that belong to no environment, and the methods of environments."""
 
     functions: list[Callable] = field(default_factory=list)
-    factory: Callable | None = None
-    environment: Any = None
+    factory: Callable | None = None  # makes environments
+    environment: Any = None  # one of them, which tells what they offer
 
     @property
     def offered(self) -> list[Callable]:
@@ -79,25 +67,23 @@ def load_tools(script: OPOScriptArguments, args: RolloutConfig) -> Tools:
     """
     functions = [_load_tool(name) for name in script.tools or []]
     found = Tools(functions, *_load_environment(script.environment_factory))
-    _check_rewards(script, found)
+    kind = type(found.environment)
+    if not (script.reward_funcs or script.reward_model_name_or_path or hasattr(kind, "get_reward")):
+        lacking = f"{kind.__name__} has no" if found.factory else "there is no `environment_factory` with a"
+        fix = "Name a function in `reward_funcs`, or give the environment that method"
+        raise ValueError(f"reward_funcs={script.reward_funcs} leaves no reward: {lacking} method `get_reward`. {fix}.")
     if not (functions or found.factory):
         limit = args.max_tool_calling_iterations
         if limit is not None:
-            raise ValueError(
-                f"max_tool_calling_iterations={limit} has no effect without tools. Set `tools` or "
-                "`environment_factory`, or remove it."
-            )
+            fix = "Set `tools` or `environment_factory`, or remove it"
+            raise ValueError(f"max_tool_calling_iterations={limit} has no effect without tools. {fix}.")
         return found
     asked = f"environment_factory={script.environment_factory!r}" if found.factory else f"tools={script.tools!r}"
     if script.prompt_style == "plain":
-        raise ValueError(
-            f"{asked} needs conversations, but prompt_style='plain' makes prompts of plain text. Set `prompt_style` "
-            "to 'chat', or to 'dataset' for prompts that are messages."
-        )
+        fix = "Set `prompt_style` to 'chat', or to 'dataset' for prompts that are messages"
+        raise ValueError(f"{asked} needs conversations, but prompt_style='plain' makes text. {fix}.")
     if args.max_completion_length is None:
-        raise ValueError(
-            f"{asked} needs a limit for a conversation, with the results of its calls. Set `max_completion_length`."
-        )
+        raise ValueError(f"{asked} needs a limit for a conversation and its calls. Set `max_completion_length`.")
     named = Counter(tool.__name__ for tool in found.offered)
     if twice := [name for name, count in named.items() if count > 1]:
         raise ValueError(f"{asked} offers {twice[0]!r} twice, so that one is never called. Rename one of them.")
@@ -106,12 +92,11 @@ def load_tools(script: OPOScriptArguments, args: RolloutConfig) -> Tools:
 
 def _load_tool(name: str) -> Callable:
     wanted = "the dotted path of a function"
-    tool = dotted.load("tools", name, wanted, example="my_tools.calculate")
-    if not (inspect.isfunction(tool) or inspect.ismethod(tool) or inspect.isbuiltin(tool)):
-        raise ValueError(
-            f"tools={name!r} is {'a class' if inspect.isclass(tool) else f'of type {type(tool).__name__}'}, not a "
-            f"function. Set `tools` to {wanted}; a class whose methods are tools is an `environment_factory`."
-        )
+    tool = foreign.load("tools", name, wanted, example="my_tools.calculate")
+    if not inspect.isroutine(tool):
+        kind = "a class" if inspect.isclass(tool) else f"of type {type(tool).__name__}"
+        fix = f"Set `tools` to {wanted}; a class whose methods are tools is an `environment_factory`"
+        raise ValueError(f"tools={name!r} is {kind}, not a function. {fix}.")
     _check_described(f"tools={name!r}", tool)
     return tool
 
@@ -121,16 +106,14 @@ def _load_environment(name: str | None) -> tuple[Callable | None, Any]:
     if name is None:
         return None, None
     named, example = f"environment_factory={name!r}", "opo_trl.data.guessing.Guessing"
-    factory = dotted.load("environment_factory", name, "the dotted path of a class, or of a function", example)
+    factory = foreign.load("environment_factory", name, "the dotted path of a class, or of a function", example)
     fix = "It is called without arguments: give each a default, or fix it."
-    with blame.own_code(f"{named} cannot be created", fix):
+    with foreign.own_code(f"{named} cannot be created", fix):
         environment = factory()
     kind = type(environment)
     if not inspect.isfunction(getattr(kind, "reset", None)):
-        raise ValueError(
-            f"{named} makes a {kind.__name__} without a method `reset`, with which every conversation begins. Add "
-            "`def reset(self, **row)`, which returns what to add to the prompt, or None."
-        )
+        fix = "Add `def reset(self, **row)`, which returns what to add to the prompt, or None"
+        raise ValueError(f"{named} makes a {kind.__name__} without a method `reset` for every start. {fix}.")
     if hasattr(kind, "get_reward"):
         _check_call(named, "get_reward", environment.get_reward, [])
     for tool in Tools([], factory, environment).offered:
@@ -140,11 +123,8 @@ def _load_environment(name: str | None) -> tuple[Callable | None, Any]:
 
 def _check_described(named: str, tool: Callable) -> None:
     """Check that a tool can be described in a prompt, by its docstring and its type hints."""
-    fix = (
-        "Give it a docstring with an `Args:` section, and a type hint for each argument. (Begin the names of methods "
-        "that are not tools with `_`.)"
-    )
-    with blame.own_code(f"{named} cannot be described to the model", fix):  # type hints are evaluated
+    fix = "Give it a docstring with an `Args:` section and type hints. Begin names of what are not tools with `_`."
+    with foreign.own_code(f"{named} cannot be described to the model", fix):  # type hints are evaluated
         get_json_schema(tool)
 
 
@@ -153,71 +133,41 @@ def _check_call(named: str, method: str, call: Callable, columns: Sequence[str])
         inspect.signature(call).bind(**dict.fromkeys(columns))
     except TypeError as error:
         given = f"the columns {', '.join(columns)}, by keyword" if columns else "no arguments"
-        raise ValueError(
-            f"{named}: `{method}` cannot be called: {error}. It is called with {given}. Change its arguments"
-            f"{', such as to `**row`' if columns else ''}."
-        ) from error
-
-
-def _check_rewards(script: OPOScriptArguments, found: Tools) -> None:
-    rewarded = found.factory is not None and hasattr(type(found.environment), "get_reward")
-    if not (script.reward_funcs or script.reward_model_name_or_path or rewarded):
-        kind = type(found.environment).__name__
-        lacking = f"{kind} has no method `get_reward`" if found.factory else "there is no `environment_factory`"
-        raise ValueError(
-            f"reward_funcs={script.reward_funcs} leaves no reward: {lacking}. Name a function in `reward_funcs`, or "
-            "give the environment a method `get_reward`."
-        )
+        fix = f"It is called with {given}. Change its arguments{', such as to `**row`' if columns else ''}"
+        raise ValueError(f"{named}: `{method}` cannot be called: {error}. {fix}.") from error
 
 
 def check_tool_template(found: Tools, tokenizer: PreTrainedTokenizerBase) -> None:
-    """
-    Check that a tokenizer can write and read calls.
-
-    Raises:
-        `ValueError`: its chat template renders no tools or no calls, or the calls in a completion cannot be parsed.
-    """
+    """Check that a tokenizer's chat template renders tools and calls, and that calls in a completion can be parsed."""
     if not found.offered:
         return
-    named = f"model_name_or_path={tokenizer.name_or_path!r}"
-    if not supports_tool_calling(tokenizer):
-        raise ValueError(
-            f"{named}: its chat template does not render calls of tools and their results. Choose a model that was "
-            "trained to call tools, or give its tokenizer a chat template that renders them."
-        )
+    named = f"model_name_or_path={tokenizer.name_or_path!r}: its chat template"
+    if not templates.supports_tool_calling(tokenizer):
+        fix = "Choose a model that was trained to call tools, or give its tokenizer a chat template that renders them"
+        raise ValueError(f"{named} does not render calls of tools and their results. {fix}.")
     parsed = any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
     try:
         if not parsed:
-            add_response_schema(copy.deepcopy(tokenizer))
-        if not is_chat_template_prefix_preserving(tokenizer):
-            get_training_chat_template(tokenizer)
+            templates.add_response_schema(copy.deepcopy(tokenizer))
+        if not templates.is_chat_template_prefix_preserving(tokenizer):
+            templates.get_training_chat_template(tokenizer)
     except ValueError as error:
-        lacking = (
-            "renders a message differently once others follow, and TRL has no other for it"
-            if parsed
-            else "is none whose calls TRL can parse, and the tokenizer has no `response_template`"
-        )
+        lacking = "is none whose calls TRL can parse, and the tokenizer has no `response_template`"
+        if parsed:
+            lacking = "renders a message differently once others follow, and TRL has no other for it"
         raise ValueError(
-            f"{named}: its chat template {lacking}. Use the chat template of the model's release, or set "
-            "`response_template` in tokenizer_config.json "
+            f"{named} {lacking}. Use that of the model's release, or set `response_template` in tokenizer_config.json "
             "(https://huggingface.co/docs/transformers/main/en/chat_response_parsing)."
         ) from error
 
 
 def check_rows(found: Tools, script: OPOScriptArguments, data: Dataset) -> None:
-    """
-    Check that the rows of a dataset are conversations, and that the environment can begin with them.
-
-    Raises:
-        `ValueError`: names the field, its value and the fix.
-    """
+    """Check that the rows of a dataset are conversations, and that the environment can begin with them."""
     if not (found.offered or found.factory):
         return
     if isinstance(data[0]["prompt"], str):
-        raise ValueError(
-            f"dataset_name={script.dataset_name!r} has prompts of plain text, but tools need conversations. Write "
-            'each prompt as messages: [{"role": "user", "content": …}].'
-        )
+        fix = 'Write each prompt as messages: [{"role": "user", "content": …}]'
+        raise ValueError(f"dataset_name={script.dataset_name!r} has prompts of text, not conversations. {fix}.")
     if found.factory is not None:
         named = f"environment_factory={script.environment_factory!r}"
         _check_call(named, "reset", found.environment.reset, data.column_names)

@@ -8,16 +8,11 @@ from typing import Any
 from transformers import Trainer
 from transformers.integrations import integration_utils
 
-from . import blame
+from . import foreign
 
 
 def log_in(names: Sequence[str]) -> None:
-    """
-    Log in to Weights & Biases before the model is loaded. Other trackers have no login that respects being offline.
-
-    Raises:
-        `ValueError`: there is no key, or the server rejects it or does not answer.
-    """
+    """Log in to Weights & Biases before the model is loaded. No other login respects being offline."""
     if "wandb" in names and os.environ.get("WANDB_MODE", "online") == "online":
         with _blamed_on("wandb"):
             import wandb  # type: ignore[import-not-found, unused-ignore]
@@ -26,12 +21,7 @@ def log_in(names: Sequence[str]) -> None:
 
 
 def begin(trainer: Trainer) -> None:
-    """
-    Let the trackers begin that connect to a service, as they otherwise do when training starts.
-
-    Raises:
-        `ValueError`: one of them cannot.
-    """
+    """Let the trackers begin that connect to a service, as they otherwise do when training starts."""
     names = {kind: name for name, kind in integration_utils.INTEGRATION_TO_CALLBACK.items()}
     for callback in trainer.callback_handler.callbacks:
         # TensorBoard has no such state: it writes to the run's folder, which is not claimed yet.
@@ -43,4 +33,4 @@ def begin(trainer: Trainer) -> None:
 
 def _blamed_on(name: str) -> AbstractContextManager[None]:
     fix = "Log in to it, check its server, set it to offline, or set `report_to` to none."
-    return blame.library(f"report_to={name!r} cannot be used", fix)
+    return foreign.library(f"report_to={name!r} cannot be used", fix)

@@ -37,12 +37,7 @@ def split(argv: Sequence[str]) -> tuple[str | None, bool, list[str]]:
 
 
 def overrides(words: Sequence[str]) -> dict[str, Any]:
-    """
-    Field → value or values, as text, from `--field value …` and `--field=value`.
-
-    Raises:
-        `ValueError`: a value has no field.
-    """
+    """Field → value or values, as text, from `--field value …` and `--field=value`."""
     values: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):
@@ -57,12 +52,7 @@ def overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 def check_at_once(argv: Sequence[str]) -> None:
-    """
-    Check what needs no type of a field: environment variables, the recipe's YAML, mappings, and paths.
-
-    Raises:
-        `ValueError`: names the field, its value and the fix.
-    """
+    """Check what needs no type of a field: environment variables, the recipe's YAML, mappings, and paths."""
     check_numbers(os.environ)
     path, _, words = split(argv)
     fields = {} if path is None else read_yaml(path, lambda _: "text")
@@ -90,12 +80,7 @@ def read_yaml(path: str | Path, kind_of: Any) -> dict[str, Any]:
 
 
 def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | None:
-    """
-    Find an accelerate configuration: a file, relative to here or to the recipe's folder, or the name of one of TRL's.
-
-    Raises:
-        `ValueError`: there is no such file or name.
-    """
+    """Find an accelerate configuration: a file, relative to here or to the recipe, or the name of one of TRL's."""
     if name is None:
         return None
     paths.check_name("accelerate_config", name)
@@ -106,7 +91,5 @@ def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | N
     for place in places:
         if paths.is_file("accelerate_config", place):
             return str(place.resolve())
-    raise ValueError(
-        f"accelerate_config={name!r} is neither a file nor one of TRL's configurations. Looked for "
-        f"{', '.join(map(str, places))}. {paths.hint_at_checkout(name)}".rstrip()
-    )
+    sought = f"Looked for {', '.join(map(str, places))}. {paths.hint_at_checkout(name)}".rstrip()
+    raise ValueError(f"accelerate_config={name!r} is neither a file nor one of TRL's configurations. {sought}")

@@ -767,7 +767,11 @@ REWARD_FUNCTIONS = [
         ["reward_funcs='collections.Counter'", "is a class", "accuracy_reward"],
         {"reward_funcs": ["collections.Counter"]},
     ),
-    Case("reward without a signature", ["'hypot'", "no signature", "Set `reward"], {"reward_funcs": ["math.hypot"]}),
+    Case(
+        "reward without a signature",
+        ["'hypot'", "no signature", "set `reward_funcs`"],
+        {"reward_funcs": ["math.hypot"]},
+    ),
     Case(
         "reward that takes too few arguments",
         ["reward_funcs='bare'", "unexpected keyword argument", "set `reward_funcs`"],

@@ -256,7 +256,11 @@ def test_mistake_is_named_before_any_work_starts(tmp_path, fields, says):
             {"reward_funcs": ["accuracy_reward"]},
             r"max_tool_calling_iterations=5 has no effect without tools",
         ),
-        ([*OF_OPO_ROLLOUT], {"trainer": "async_opo", **OF_ASYNC}, r"not possible in a recipe with trainer: async_opo"),
+        (
+            [*OF_OPO_ROLLOUT],
+            {"trainer": "async_opo", **OF_ASYNC},
+            r"environment_factory=.* not possible with trainer: async_opo",
+        ),
     ],
 )
 def test_fields_that_need_each_other(tmp_path, without, fields, says):

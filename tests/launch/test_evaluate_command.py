@@ -22,8 +22,8 @@ from opo_trl.checks import environment
 from opo_trl.data import to_prompts
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.evaluate import evaluate
-from opo_trl.launch import evaluation, harness
-from opo_trl.launch.evaluation import find_model, main
+from opo_trl.launch import cli, evaluation, harness
+from opo_trl.launch.evaluation import find_model
 from opo_trl.launch.scores import Asking, measure, problem_of, prompt_of, reward_of
 from opo_trl.report.evaluation import EVALUATION, EVALUATION_TABLE, write_evaluation
 from opo_trl.report.run_report import write_report
@@ -37,6 +37,10 @@ except ImportError:
 needs_lm_eval = pytest.mark.skipif(LM is None, reason="needs lm_eval: pip install 'opo_trl[evaluate]'")
 
 LIMIT = 60
+
+
+def main(arguments: list[str]) -> int:
+    return cli.main(["evaluate", *arguments])
 
 
 def read(folder: Path) -> dict:
