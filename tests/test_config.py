@@ -283,9 +283,11 @@ def test_value_out_of_range_is_rejected_with_field_value_and_fix(config, name, v
         assert text in str(error.value)
 
 
-def test_checkpoints_inside_an_optimizer_step_are_rejected(config):
+def test_what_cannot_be_resumed_exactly_is_rejected(config):
     with pytest.raises(ValueError, match=r"enable_jit_checkpoint=True is not allowed.*StopOnSignal"):
         config(enable_jit_checkpoint=True)
+    with pytest.raises(ValueError, match=r"ignore_data_skip=True is not allowed.*Remove it"):
+        config(ignore_data_skip=True)
 
 
 def test_mu_and_radius_together_are_rejected(config):

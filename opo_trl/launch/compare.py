@@ -19,6 +19,7 @@ from ..checks import paths
 from ..checks.errors import report_error, under_way
 from ..checks.files import inner_folder
 from ..checks.secrets import mask_words
+from ..checks.text import one_line
 from ..methods import BASELINE
 from ..report.measures import Comparison
 from ..report.runs import Run, by_label, check_comparable, check_same_method, find_runs, read_run
@@ -61,6 +62,10 @@ def _compare(arguments: argparse.Namespace, fields: list[str]) -> int:
     jobs = plan(arguments, fields)
     own = [read_run(folder) for path in arguments.inputs if path.is_dir() for folder in find_runs(path)]
     _check(own)
+    labels = {run.label for run in own} | {one_line(job.recipe.stem) for job in jobs}
+    if arguments.baseline not in (None, *labels):
+        known = ", ".join(sorted(labels))
+        raise ValueError(f"--baseline {arguments.baseline} is none of the methods. Use one of {known}.")
     paths.check_name("output", arguments.output)
     paths.check_folder("output", arguments.output)
     check_output(arguments.output)
@@ -89,8 +94,6 @@ def order(runs: Sequence[Run], baseline: str | None) -> dict[str, list[Run]]:
     methods = by_label(runs)
     if baseline is None:
         baseline = BASELINE if BASELINE in methods else runs[0].label
-    if baseline not in methods:
-        raise ValueError(f"--baseline {baseline} is none of the methods. Use one of {', '.join(sorted(methods))}.")
     return {label: methods[label] for label in sorted(methods, key=lambda label: (label != baseline, label))}
 
 

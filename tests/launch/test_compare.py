@@ -412,6 +412,7 @@ def test_unusable_run_is_named(runs, tmp_path, capsys, spoil, message):
         (["a.yaml", "--seeds", "1", "--jobs", "0"], "--jobs 0 is not allowed"),
         (["a.yaml", "--seeds", "1", "--seed", "3"], "--seed is set by this command"),
         (["a.yaml", "--seeds", "1", "--output-dir", "x"], "--output_dir is set by this command"),
+        (["a.yaml", "--seeds", "1", "--baseline", "b"], "--baseline b is none of the methods. Use one of a."),
         (["b", "--seeds", "1"], "'b' contains no run"),
         (["runs", "--seeds", "1"], "--seeds 1 has no effect"),
         (["runs", "--alpha", "0.1"], "--alpha 0.1 has no effect"),
