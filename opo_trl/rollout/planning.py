@@ -33,8 +33,8 @@ PASS_TOKENS = 256
 # exceeds the cost of any padding: there are never more passes than without a plan.
 FEWEST_PASSES = 1e12
 
-# Share of the cost below which prompts are computed once: what else it takes, such as moving tokens, is not counted.
-WORTH_SHARING = 0.9
+# Share of the tokens that it must save to compute prompts once, since what else it takes is not counted.
+WORTH_SHARING = 0.1
 
 # Entries of models with images that have a column per token of prompt and completion together.
 _WHOLE_WIDTH = {"token_type_ids", "mm_token_type_ids"}
@@ -224,12 +224,12 @@ def best_cut(lengths: np.ndarray, prompts: Prompts | None = None, **limits: Any)
         return order, bounds, False
     widths = [(len(part), lengths[part].max(axis=0, initial=0).sum()) for part in np.split(order, bounds)]
     pass_tokens = limits.get("pass_tokens", PASS_TOKENS)
-    cost = sum(prompts.cost(n * width, width) + pass_tokens for n, width in widths)
+    tokens = sum(prompts.cost(n * width, width) for n, width in widths)
     shared = prompts.order(lengths)
     shared_bounds, shared_cost = _cheapest(
         prompts.take(shared).tokens(lengths[shared], limits["max_rows"], limits["max_tokens"]), pass_tokens
     )
-    if shared_cost < WORTH_SHARING * cost:
+    if shared_cost < pass_tokens * len(widths) + (1 - WORTH_SHARING) * tokens:
         return shared, shared_bounds, True
     return order, bounds, False
 

@@ -10,7 +10,7 @@ from helpers import EXACT, Script, distance, logged, norm, snapshot, trained
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from opo_trl.rollout.planning import Prompts, best_cut, parts_of_rows, row_lengths
+from opo_trl.rollout.planning import FEWEST_PASSES, Prompts, best_cut, parts_of_rows, row_lengths
 from opo_trl.rollout.shared_prompts import SharedPrompts, arrange, hashes, is_possible
 
 
@@ -85,6 +85,8 @@ def test_prompts_are_shared_where_that_costs_less():
     # Attention between completions of 4,000 tokens costs more than a prompt of 400.
     assert not best_cut(np.tile([[400, 4000]], (8, 1)), prompts, **limits)[2]
     assert not best_cut(np.tile([[40, 6]], (8, 1)), Prompts(np.arange(8), 1000), **limits)[2]
+    # Also where the number of passes counts most.
+    assert best_cut(np.tile([[40, 6]], (8, 1)), prompts, **limits, pass_tokens=FEWEST_PASSES)[1:] == ([], True)
     # Within a budget of tokens: 39 + 4 · 7 for a prompt.
     assert best_cut(np.tile([[40, 6]], (8, 1)), prompts, max_rows=8, max_tokens=67)[1] == [4]
 
