@@ -402,7 +402,8 @@ class Objective:
         """
         one = torch.ones_like(target)
         with torch.enable_grad():
-            logps = torch.zeros(mask.shape, dtype=target.dtype, device=target.device, requires_grad=True)
+            # At other values than 0, where a term of log-probabilities may have no gradient by chance.
+            logps = torch.full(mask.shape, -1.0, dtype=target.dtype, device=target.device, requires_grad=True)
             token = {"logps": logps, "anchor_logps": logps.detach(), "mask": mask}
             age = torch.zeros_like(target)
             loss = self.loss(Samples(**token, target=target, mu=mu, weights=one, age=age, reused=True))

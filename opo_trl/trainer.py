@@ -176,8 +176,10 @@ class OPOTrainer(RolloutTrainer):
 
     def _token_logps(self, model, inputs: Mapping[str, Any], **options):
         """Per-token log-probabilities, entropies and auxiliary loss, through TRL's fused language-model head."""
+        if self._planner.balance:  # those of a checkpoint may be placed for another attention
+            model = shared_prompts.model_for(model, inputs)
         return self._get_per_token_logps_and_entropies(
-            shared_prompts.model_for(model, inputs),
+            model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
             inputs["completion_ids"].size(1),
@@ -256,10 +258,16 @@ class OPOTrainer(RolloutTrainer):
     def _planner(self) -> Planner:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
         sharded = zero_stage >= 2 or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
-        model = self.accelerator.unwrap_model(self.model)
-        shares = not (self.args.padding_free or self.aux_loss_enabled) and shared_prompts.is_possible(model)
-        shared = model.config.hidden_size if shares else None
-        return Planner(self.args, self.accelerator, self.pad_to_multiple_of, communicates=sharded, shares=shared)
+        # Overrides of these see a model and samples as in `GRPOTrainer`.
+        names = ("compute_loss", "_compute_loss", "_token_logps", "_get_per_token_logps_and_entropies")
+        balance = None
+        if self._keeps(*names) and not (self.args.padding_free or self.aux_loss_enabled):
+            balance = shared_prompts.balance(self.accelerator.unwrap_model(self.model))
+        return Planner(self.args, self.accelerator, self.pad_to_multiple_of, communicates=sharded, balance=balance)
+
+    def _keeps(self, *names: str) -> bool:
+        """Whether these methods are the ones of this class, and not a subclass's or this object's."""
+        return all(getattr(getattr(self, name), "__func__", None) is getattr(OPOTrainer, name) for name in names)
 
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
         """One entry per micro-step: the parts that pass through the model, one after the other."""
@@ -288,8 +296,7 @@ class OPOTrainer(RolloutTrainer):
         """Samples, bool `[B]`, that can be skipped: with zero gradient while the policy is the behaviour policy."""
         idle = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
         # A subclass with a loss of its own may give every sample a gradient.
-        names = ("compute_loss", "_compute_loss", "_sample_losses", "_samples", "_token_logps")
-        own = all(getattr(getattr(self, name), "__func__", None) is getattr(OPOTrainer, name) for name in names)
+        own = self._keeps("compute_loss", "_compute_loss", "_sample_losses", "_samples", "_token_logps")
         # Log-probabilities of an override may be those of another policy.
         skips = self.args.skip_inert_rows and on_policy and "old_per_token_logps" not in rows
         mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)

@@ -54,7 +54,8 @@ CONTRACT: Contract = {
             *("mask", "off_policy_threshold"),
         ),
         "get_high_entropy_mask": ("entropies", "mask", "threshold"),
-        **dict.fromkeys(("_current_train_step_time", "_entropy_bonus_enabled", "_last_world_entropy", "entropy_coef")),
+        **dict.fromkeys(("_current_train_step_time", "_last_loaded_step")),
+        **dict.fromkeys(("_entropy_bonus_enabled", "_last_world_entropy", "entropy_coef")),
         # The log
         **dict.fromkeys(("_logs", "_metrics", "_pending_extra_logs", "_pending_metrics")),
         # A checkpoint

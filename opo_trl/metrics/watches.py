@@ -27,6 +27,10 @@ class Watches(TrainerCallback):
     def __init__(self, watches: list[str]):
         self.watches = [Watch(text) for text in watches]
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        for watch in self.watches:  # an earlier call of `train`; a checkpoint is restored later
+            watch.restore({"recent": (), "fired": False, "without": 0})
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         fired = [watch for watch in self.watches if self._fires(watch, logs)]
         for watch in fired:

@@ -25,6 +25,7 @@ from .planning import (
     PASS_TOKENS,
     Prompts,
     Rows,
+    best_cut,
     best_number,
     columns,
     partition,
@@ -45,7 +46,7 @@ class Planner:
     accelerator: Accelerator
     multiple: int | None  # of which the columns of prompts and of completions are multiples
     communicates: bool  # whether processes communicate in every pass, as under ZeRO-2, ZeRO-3 and FSDP
-    shares: int | None = None  # hidden size of a model that can compute a prompt once for all its completions
+    balance: float | None = None  # of the policy, if it can compute a prompt once for its completions (`Prompts`)
 
     def parts(self, steps: Sequence[Rows], skippable: Iterable[Tensor]) -> Iterator[list[Rows]]:
         """
@@ -76,7 +77,9 @@ class Planner:
         if read[..., 2].any():
             return logps(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
         tokens, limits = rows["completion_ids"], self._limits(batch_size)
-        of_processes = [(each[:, :2], self._prompts(each[:, 3])) for each in read]
+        # It may be another model than the policy.
+        balance = self.balance and shared_prompts.balance(self.accelerator.unwrap_model(model))
+        of_processes = [(each[:, :2], balance and Prompts(each[:, 3], balance)) for each in read]
         n_parts = max(best_number(*each, **limits) for each in of_processes)
         results = [torch.zeros_like(tokens, dtype=torch.float32) for _ in range(2)]
         rows["row"] = torch.arange(len(tokens), device=tokens.device)
@@ -110,32 +113,30 @@ class Planner:
         lengths, skippable, layouts, prompts = read[..., :2], read[..., 2].astype(bool), read[:, 0, 5], read[..., 6]
         limits = self._limits(self.args.per_device_train_batch_size)
         process = self.accelerator.process_index
+        balance = self.balance if (layouts >= 0).all() else None
+        needed = _needed(lengths, skippable, prompts, balance, **limits)
         if len(layouts) > 1 and layouts[0] >= 0 and (layouts == layouts[0]).all():
             # Completions differ in length, and the process with the longest ones would keep the others waiting. Every
             # process computes the same partition, and takes its own part.
-            lengths, skippable = lengths.reshape(-1, 2), skippable.reshape(-1)
-            assigned = partition(lengths, skippable, len(layouts))
-            widths = columns(lengths, read[..., 3:5].max(axis=(0, 1)), self.multiple)
-            rows = exchange_rows(resize(rows, **widths), assigned[process], self.accelerator)
-            lengths, skippable, prompts = lengths[assigned], skippable[assigned], prompts.reshape(-1)[assigned]
+            assigned = partition(lengths.reshape(-1, 2), skippable.reshape(-1), len(layouts))
+            tables = lengths.reshape(-1, 2), skippable.reshape(-1), prompts.reshape(-1)
+            exchanged = [table[assigned] for table in tables]
+            needed_then = _needed(*exchanged, balance, **limits)
+            # It may divide the completions of a prompt, which are then computed with a prompt each.
+            if balance is None or needed_then[1] < needed[1]:
+                widths = columns(tables[0], read[..., 3:5].max(axis=(0, 1)), self.multiple)
+                rows = exchange_rows(resize(rows, **widths), assigned[process], self.accelerator)
+                (lengths, skippable, prompts), needed = exchanged, needed_then
         # Every process makes as many parts as the one that needs the most: ZeRO and FSDP communicate in every pass,
         # and a process with fewer passes than the others would leave them waiting forever.
-        of_processes = [
-            (own, skips, None if layouts[0] < 0 else self._prompts(of_sample))
-            for own, skips, of_sample in zip(lengths, skippable, prompts, strict=True)
-        ]
-        n_parts = max(
-            best_number(own[~skips], shared and shared.take(~skips), **limits) for own, skips, shared in of_processes
-        )
-        lengths, skippable, shared = of_processes[process]
+        n_parts = needed[0]
+        lengths, skippable = lengths[process], skippable[process]
+        shared = balance and Prompts(prompts[process], balance)
         # No part may be empty: a process with fewer samples than parts computes some that it could have skipped.
         kept, skipped = np.split(np.argsort(skippable, kind="stable"), [max((~skippable).sum(), n_parts)])
         parts = parts_of_rows(rows, lengths, kept, n_parts, prompts=shared, multiple=self.multiple, **limits)
         parts[-1]["opo_skipped"] = take_rows({"valid": rows["opo_valid"]}, skipped)["valid"]  # in the step's metrics
         return parts
-
-    def _prompts(self, of_sample: np.ndarray) -> Prompts | None:
-        return None if self.shares is None else Prompts(of_sample, self.shares)
 
     def _of_all_processes(self, numbers: Tensor) -> np.ndarray:
         """Integers of each process, read by one gather and one copy to the host: `[processes, …]`."""
@@ -149,6 +150,17 @@ class Planner:
             "max_tokens": self.args.max_tokens_per_micro_batch,
             "pass_tokens": FEWEST_PASSES if self.communicates or steps else PASS_TOKENS,
         }
+
+
+def _needed(
+    lengths: np.ndarray, skippable: np.ndarray, prompts: np.ndarray, balance: float | None, **limits: Any
+) -> tuple[int, float]:
+    """Most parts, and the highest cost, that a process needs for its samples; `[processes, samples]` each."""
+    cuts = [
+        best_cut(own[~skips], balance and Prompts(of_sample[~skips], balance), **limits)
+        for own, skips, of_sample in zip(lengths, skippable, prompts, strict=True)
+    ]
+    return max(len(bounds) + 1 for _, bounds, _, _ in cuts), max(cost for _, _, _, cost in cuts)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from .rows import resize, take_rows, to_device
+from .rows import resize, take_rows
 from .shared_prompts import arrange
 
 
@@ -173,20 +173,20 @@ class Prompts:
 
     Args:
         of_sample (`np.ndarray`): the prompt of each, as any number, `[B]`.
-        hidden_size (`int`): of the model. Attention to six times as many tokens costs as much as the rest of a layer,
-            and with shared prompts it is computed between all completions of a prompt, and masked.
+        balance (`float`): tokens to which attention costs as much as the rest of a layer: with shared prompts it is
+            computed between all completions of a prompt, and masked.
     """
 
     of_sample: np.ndarray
-    hidden_size: int
+    balance: float
 
     def take(self, samples: np.ndarray) -> "Prompts":
         """The prompts of some samples."""
-        return Prompts(self.of_sample[samples], self.hidden_size)
+        return Prompts(self.of_sample[samples], self.balance)
 
     def cost(self, tokens: np.ndarray, width: np.ndarray) -> np.ndarray:
         """Cost of some tokens in rows of this width, in tokens without attention."""
-        return tokens * (1 + width / (6 * self.hidden_size))
+        return tokens * (1 + width / self.balance)
 
     def order(self, lengths: np.ndarray) -> np.ndarray:
         """Order of samples with those of a prompt together, and prompts by the tokens of all their completions."""
@@ -199,29 +199,36 @@ class Prompts:
         costs = np.full((max_rows, len(lengths)), np.inf)
         begins = np.append(True, np.diff(self.of_sample) != 0)
         width = widest = number = np.zeros(len(lengths), dtype=int)
+        most_pairs = max_rows * lengths.sum(axis=1).max(initial=0) ** 2  # the mask takes no more memory than in rows
         for size in range(1, min(max_rows, len(lengths)) + 1):
             last = slice(size - 1, None)  # the sample that such a part ends with
             n_parts = len(lengths) - size + 1
             new = begins[last] | (size == 1)
             width = np.where(new, np.maximum(lengths[last, 0] - 1, 0), width[:n_parts]) + 1 + lengths[last, 1]
             widest, number = np.maximum(widest[:n_parts], width), number[:n_parts] + new
-            fits = max_tokens is None or size == 1 or number * widest <= max_tokens
+            fits = (max_tokens is None) | (number * widest <= (max_tokens or 0))
+            fits &= number * widest**2 <= most_pairs
+            fits |= size == 1
             costs[size - 1, :n_parts] = np.where(fits, self.cost(number * widest, widest), np.inf)
         return costs
 
 
-def best_cut(lengths: np.ndarray, prompts: Prompts | None = None, **limits: Any) -> tuple[np.ndarray, list[int], bool]:
+def best_cut(
+    lengths: np.ndarray, prompts: Prompts | None = None, **limits: Any
+) -> tuple[np.ndarray, list[int], bool, float]:
     """
     The cheapest way to cut samples of these lengths `[B, 2]` within the limits of [`cut`].
 
     Returns:
-        `tuple[np.ndarray, list[int], bool]`: the samples in order; where each part but the first begins; whether
-        parts compute a prompt once for all its completions.
+        `tuple[np.ndarray, list[int], bool, float]`: the samples in order; where each part but the first begins;
+        whether parts compute a prompt once for all its completions; what they cost besides attention between tokens,
+        or with it where there are `prompts`.
     """
     order = longest_first(lengths)
-    bounds = cut(lengths[order], **limits)
+    padded = _padded_tokens(lengths[order], limits["max_rows"], limits["max_tokens"])
+    bounds, cost = _cheapest(padded, limits.get("pass_tokens", PASS_TOKENS))
     if prompts is None:
-        return order, bounds, False
+        return order, bounds, False, cost
     widths = [(len(part), lengths[part].max(axis=0, initial=0).sum()) for part in np.split(order, bounds)]
     pass_tokens = limits.get("pass_tokens", PASS_TOKENS)
     tokens = sum(prompts.cost(n * width, width) for n, width in widths)
@@ -229,9 +236,10 @@ def best_cut(lengths: np.ndarray, prompts: Prompts | None = None, **limits: Any)
     shared_bounds, shared_cost = _cheapest(
         prompts.take(shared).tokens(lengths[shared], limits["max_rows"], limits["max_tokens"]), pass_tokens
     )
-    if shared_cost < pass_tokens * len(widths) + (1 - WORTH_SHARING) * tokens:
-        return shared, shared_bounds, True
-    return order, bounds, False
+    cost, shared_tokens = tokens + pass_tokens * len(widths), shared_cost - pass_tokens * (len(shared_bounds) + 1)
+    if shared_cost < cost and shared_tokens < (1 - WORTH_SHARING) * tokens:
+        return shared, shared_bounds, True, shared_cost
+    return order, bounds, False, cost
 
 
 def best_number(lengths: np.ndarray, prompts: Prompts | None = None, **limits: Any) -> int:
@@ -253,17 +261,13 @@ def parts_of_rows(
     Cut some `samples` of rows, whose lengths are `[B, 2]`, into `n_parts`, or more where the limits of [`cut`] need
     more, each trimmed. Those that compute a prompt once have the entries of [`arrange`].
     """
-    order, bounds, shared = best_cut(lengths[samples], prompts and prompts.take(samples), **limits)
+    order, bounds, shared, _ = best_cut(lengths[samples], prompts and prompts.take(samples), **limits)
     bounds, order = split_further(lengths[samples][order], bounds, n_parts), samples[order]
     parts = []
     for part in np.split(order, bounds):
         cut_rows = trim(take_rows(rows, part), lengths[part], multiple)
-        if shared:
-            widths = {name: cut_rows[f"{name}_mask"].size(1) for name in ("prompt", "completion")}
-            placed = arrange(lengths[part], prompts.of_sample[part], **widths, multiple=multiple)
-            device = cut_rows["completion_mask"].device
-            cut_rows |= {name: to_device(table, device) for name, table in placed.items()}
-        parts.append(cut_rows)
+        placed = arrange(cut_rows, lengths[part], prompts.of_sample[part], multiple) if shared else {}
+        parts.append(cut_rows | placed)
     return parts
 
 

@@ -6,7 +6,6 @@ itself, at the positions that it has in a row of its own, so its log-probabiliti
 begins with a copy of the prompt's last token, which predicts its first.
 """
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,22 +15,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from ..forecast.memory import decoder
 from .rows import to_device
 
 
-def is_possible(model: PreTrainedModel) -> bool:
-    """Whether a model computes full attention to whatever a mask allows, at the positions that it is given."""
-    config = model.config.get_text_config()
-    adapters = getattr(model, "peft_config", {}).values()
-    return (
-        config is model.config
-        and config._attn_implementation == "sdpa"
-        and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-        and getattr(config, "sliding_window", None) is None
-        and not getattr(model, "_is_stateful", False)
-        and "position_ids" in inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
-        and not any(adapter.is_prompt_learning for adapter in adapters)
-    )
+def balance(model: PreTrainedModel) -> float | None:
+    """
+    Tokens to which attention costs as much as the rest of a layer; `None` for a model that may compute something else.
+
+    It needs full attention to whatever a 4-D mask allows, at rotary positions that it is given.
+    """
+    config, adapters = model.config, getattr(model, "peft_config", {}).values()
+    shape = decoder(config) if config.get_text_config() is config else None
+    full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    if shape is None or shape.attention != "sdpa" or not full or getattr(config, "sliding_window", None) is not None:
+        return None
+    if any(adapter.is_prompt_learning for adapter in adapters):
+        return None
+    return shape.layer_weights / (2 * shape.query)
 
 
 def hashes(rows: Mapping[str, Tensor]) -> Tensor:
@@ -47,22 +48,23 @@ def hashes(rows: Mapping[str, Tensor]) -> Tensor:
 
 
 def arrange(
-    lengths: np.ndarray, prompts: np.ndarray, *, prompt: int, completion: int, multiple: int | None = None
-) -> dict[str, Tensor]:
+    samples: Mapping[str, Any], lengths: np.ndarray, prompts: np.ndarray, multiple: int | None = None
+) -> dict[str, Any]:
     """
     Where the tokens of samples go that are sorted by prompt.
 
     Args:
+        samples (`Mapping`): their tables, of B completions.
         lengths (`np.ndarray`): tokens of prompt and completion, `[B, 2]`.
         prompts (`np.ndarray`): of each sample its prompt, in any form of number, `[B]`.
-        prompt (`int`), completion (`int`): columns of the samples.
         multiple (`int`, *optional*): of which the columns are to be a multiple.
 
     Returns:
-        `dict[str, torch.Tensor]`: for P prompts, `[P, W]` each: `opo_source`, the place of a token among those of the
-        samples, `[B · (prompt + completion)]`, −1 where there is none; `opo_segment`, 0 for the prompt, otherwise the
-        number of its completion.
+        `dict[str, Any]`: for P prompts, `[P, W]` each: `opo_source`, the place of a token among those of the samples'
+        prompts and completions, −1 where there is none; `opo_segment`, 0 for the prompt, otherwise the number of its
+        completion. Besides, `opo_shape` of the samples' tables.
     """
+    _, completion, prompt = shape = _shape(samples)
     rows = []
     for group in np.split(np.arange(len(prompts)), 1 + np.flatnonzero(np.diff(prompts))):
         first = group[0] * (prompt + completion) + prompt
@@ -75,14 +77,20 @@ def arrange(
     width = max(row.shape[1] for row in rows)
     width = width if multiple is None else -(-width // multiple) * multiple
     table = np.stack([np.pad(row, ((0, 0), (0, width - row.shape[1])), constant_values=-1) for row in rows])
-    source, segment = torch.from_numpy(table).unbind(dim=1)
-    return {"opo_source": source, "opo_segment": segment}
+    source, segment = to_device(torch.from_numpy(table), samples["completion_ids"].device).unbind(dim=1)
+    return {"opo_source": source, "opo_segment": segment, "opo_shape": shape}
 
 
 def model_for(model: Any, rows: Mapping[str, Any]) -> Any:
     """How a model computes rows: prompts once, where [`arrange`] has placed their tokens."""
-    placed = {name: rows[name] for name in ("opo_source", "opo_segment") if name in rows}
-    return SharedPrompts(model, **placed) if placed else model
+    # An override may have cut samples or columns, to which these places do not apply.
+    if rows.get("opo_shape") != _shape(rows):
+        return model
+    return SharedPrompts(model, rows["opo_source"], rows["opo_segment"])
+
+
+def _shape(rows: Mapping[str, Any]) -> tuple[int, int, int]:
+    return (*rows["completion_ids"].shape, rows["prompt_ids"].size(1))
 
 
 class SharedPrompts:
@@ -92,8 +100,8 @@ class SharedPrompts:
     The model may have DDP's, DeepSpeed's or PEFT's wrapper around it.
     """
 
-    def __init__(self, model: Any, *, opo_source: Tensor, opo_segment: Tensor):
-        self.model, self.source, self.segment = model, opo_source, opo_segment
+    def __init__(self, model: Any, source: Tensor, segment: Tensor):
+        self.model, self.source, self.segment = model, source, segment
 
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **options: Any) -> Any:
         """Outputs for padded rows `[B, L]`, per token `[B, L - 1]` as without sharing."""

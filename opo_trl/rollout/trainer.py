@@ -122,6 +122,8 @@ class RolloutTrainer(GRPOTrainer):
         self.log_multimodal = self.log_multimodal and self.log_completions
         process = self.accelerator.process_index
         self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=process)
+        self._reward_failures = RewardFailures(args, self.accelerator)
+        self._skipped = SkippedSteps(args, self.accelerator)
         self._begin()
         self._clock, self._watches = StepClock(self.accelerator.device), Watches(args.watches)
         self.add_callback(self._clock)
@@ -140,10 +142,17 @@ class RolloutTrainer(GRPOTrainer):
         self._batches_of_step: list[Any] = []  # micro-batches of that window so far, of any number of rollouts
         self._replay.clear()
         self._metrics["train"].clear()
+        self._pending_metrics.clear()
+        self._pending_extra_logs.clear()
+        self._current_train_step_time = 0.0
+        if self.use_vllm:
+            self._last_loaded_step = -1  # the engine may hold the weights of the same step of another call
+        if self.use_adaptive_entropy:
+            self.entropy_coef, self._last_world_entropy = self.args.entropy_coef, math.inf
         self._advantage_range = 0.0  # of the current rollout, over all processes
         self.completions_generated = 0  # for training so far, over all processes
-        self._reward_failures = RewardFailures(self.args, self.accelerator)
-        self._skipped = SkippedSteps(self.args, self.accelerator)
+        self._reward_failures.load_state_dict({"counts": {}, "rate": 0.0})
+        self._skipped.load_state_dict({"total": 0, "in_a_row": 0})
         self._ratio_sums: Tensor | None = None  # of the optimizer step: Σ r, Σ r² and number, r = π/π_k
         for name in ("_prompt_stream", "_dynamic_sampling"):
             vars(self).pop(name, None)

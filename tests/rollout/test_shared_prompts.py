@@ -1,17 +1,16 @@
 """A prompt is computed once for its completions: the same log-probabilities, entropies and gradient as in rows."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from helpers import EXACT, Script, distance, logged, norm, snapshot, trained
-from transformers import AutoModelForCausalLM
+from helpers import EXACT, Recording, Script, distance, logged, make_trainer, norm, snapshot, trained
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
+from opo_trl import OPOTrainer
 from opo_trl.rollout.planning import FEWEST_PASSES, Prompts, best_cut, parts_of_rows, row_lengths
-from opo_trl.rollout.shared_prompts import SharedPrompts, arrange, hashes, is_possible
+from opo_trl.rollout.shared_prompts import arrange, balance, hashes, model_for
 
 
 # Prompts of 5, 1 and 3 tokens, and the lengths of their completions; of one, none is left.
@@ -34,27 +33,40 @@ def rows_of_groups(random: torch.Generator) -> tuple[dict, np.ndarray, np.ndarra
     return {"input_ids": ids, "attention_mask": torch.from_numpy(mask).long()}, lengths, lengths[:, 0]
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+KINDS = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"sliding_window": None},
+    "qwen3": {"sliding_window": None, "head_dim": 16},
+}
+
+
+def make_model(kind: str, **fields) -> torch.nn.Module:
+    torch.manual_seed(0)
+    fields = {**SHAPE, "num_key_value_heads": 2, "vocab_size": 259, **KINDS.get(kind, {}), **fields}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=torch.float64)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     return model
 
 
-@pytest.mark.parametrize("multiple", [None, 8])
-@pytest.mark.parametrize("gaps", [False, True])
-def test_log_probabilities_entropies_and_gradient_are_those_of_rows(model, gaps, multiple):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("gaps", "multiple"), [(False, None), (True, 8)])
+def test_log_probabilities_entropies_and_gradient_are_those_of_rows(kind, gaps, multiple):
+    model = make_model(kind)
+    assert balance(model) is not None
     random = torch.Generator().manual_seed(0)
     rows, lengths, prompts = rows_of_groups(random)
     if gaps:  # the first completion token after a gap, and a token of every prompt
         rows["attention_mask"][:, P + 1] = rows["attention_mask"][:, P - 3] = 0
     labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)
     labels[:, :P] = -100
-    placed = arrange(lengths, prompts, prompt=P, completion=T, multiple=multiple)
+    ids = {"prompt_ids": rows["input_ids"][:, :P], "completion_ids": rows["input_ids"][:, P:]}
+    placed = arrange(ids, lengths, prompts, multiple)
     assert placed["opo_source"].shape == (3, 16 if multiple else 14)
     weights = torch.randn(2, len(labels), T, generator=random, dtype=torch.float64)
     found = []
-    for kind in (model, SharedPrompts(model, **placed)):
+    for kind in (model, model_for(model, ids | placed)):
         model.zero_grad()
         outputs = kind(**rows, labels=labels, fused_lm_head=True)
         values = torch.stack([outputs[name][:, -T:] for name in ("log_probs", "entropy")])
@@ -63,6 +75,9 @@ def test_log_probabilities_entropies_and_gradient_are_those_of_rows(model, gaps,
     (values, gradient), (shared, shared_gradient) = found
     assert torch.allclose(shared, values, atol=1e-12)
     assert values[0].abs().max() > 1
+    assert model_for(model, ids) is model
+    cut = ids | {"completion_ids": ids["completion_ids"][:, 1:]}
+    assert model_for(model, cut | placed) is model  # an override has cut them
     assert (shared_gradient - gradient).norm() < 1e-6 * gradient.norm()
 
 
@@ -77,16 +92,16 @@ def test_prompts_are_told_apart_by_their_tokens_and_not_by_their_padding():
 
 
 def test_prompts_are_shared_where_that_costs_less():
-    prompts, limits = Prompts(np.repeat([3, 1], 4), hidden_size=1000), {"max_rows": 8, "max_tokens": None}
-    order, bounds, shared = best_cut(np.tile([[40, 6]], (8, 1)), prompts, **limits)
+    prompts, limits = Prompts(np.repeat([3, 1], 4), balance=6000.0), {"max_rows": 8, "max_tokens": None}
+    order, bounds, shared, _ = best_cut(np.tile([[40, 6]], (8, 1)), prompts, **limits)
     assert shared
     assert bounds == []
     assert np.diff(prompts.of_sample[order]).astype(bool).sum() == 1
     # Attention between completions of 4,000 tokens costs more than a prompt of 400.
     assert not best_cut(np.tile([[400, 4000]], (8, 1)), prompts, **limits)[2]
-    assert not best_cut(np.tile([[40, 6]], (8, 1)), Prompts(np.arange(8), 1000), **limits)[2]
+    assert not best_cut(np.tile([[40, 6]], (8, 1)), Prompts(np.arange(8), 6000.0), **limits)[2]
     # Also where the number of passes counts most.
-    assert best_cut(np.tile([[40, 6]], (8, 1)), prompts, **limits, pass_tokens=FEWEST_PASSES)[1:] == ([], True)
+    assert best_cut(np.tile([[40, 6]], (8, 1)), prompts, **limits, pass_tokens=FEWEST_PASSES)[1:3] == ([], True)
     # Within a budget of tokens: 39 + 4 · 7 for a prompt.
     assert best_cut(np.tile([[40, 6]], (8, 1)), prompts, max_rows=8, max_tokens=67)[1] == [4]
 
@@ -97,7 +112,13 @@ def test_parts_hold_each_sample_once_with_its_place():
     rows = {"prompt_ids": mask[0].long(), "prompt_mask": mask[0].long(), "completion_ids": mask[1].long()}
     rows |= {"completion_mask": mask[1].long(), "name": torch.arange(6)}
     (part,) = parts_of_rows(
-        rows, row_lengths(rows).numpy(), np.arange(6), 1, prompts=Prompts(of_sample, 64), max_rows=6, max_tokens=None
+        rows,
+        row_lengths(rows).numpy(),
+        np.arange(6),
+        1,
+        prompts=Prompts(of_sample, 400.0),
+        max_rows=6,
+        max_tokens=None,
     )
     assert part["name"].tolist() == [0, 2, 4, 5, 1, 3]
     assert part["opo_source"].shape == (2, 39 + 4 * 7)
@@ -132,18 +153,55 @@ def test_training_is_the_same_as_in_rows(tiny_model, tmp_path, options):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("kind", "fields"),
     [
-        {"_attn_implementation": "eager"},
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        {"sliding_window": 4},
+        ("qwen3", {"attn_implementation": "eager"}),
+        ("mistral", {"sliding_window": 4}),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}),
+        ("gpt2", {}),
+        ("opt", {}),
+        ("qwen3_moe", {}),
     ],
     ids=str,
 )
-def test_models_that_would_compute_something_else_compute_rows(model, change):
-    assert is_possible(model)
-    config = SimpleNamespace(_attn_implementation="sdpa", layer_types=["full_attention"] * 2, sliding_window=None)
-    config.get_text_config = lambda: config
-    assert is_possible(SimpleNamespace(config=config, forward=model.forward))
-    vars(config).update(change)
-    assert not is_possible(SimpleNamespace(config=config, forward=model.forward))
+def test_models_that_may_compute_something_else_compute_rows(kind, fields):
+    assert balance(make_model(kind, **fields)) is None
+
+
+class OwnLogps(Recording, OPOTrainer):
+    """Calls the model as in `GRPOTrainer`."""
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        assert isinstance(model, torch.nn.Module)
+        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+
+class OwnLoss(Recording, OPOTrainer):
+    """Trains on half of the samples."""
+
+    def _compute_loss(self, model, inputs):
+        half = len(inputs["completion_ids"]) // 2
+        tables = {
+            name: value[:half] for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim
+        }
+        return super()._compute_loss(model, {**inputs, **tables})
+
+
+@pytest.mark.parametrize("kind", [OwnLogps, OwnLoss])
+def test_subclasses_see_a_model_and_samples_as_in_grpo(tiny_model, tmp_path, kind):
+    trainer = trained(tiny_model, tmp_path, trainer_class=kind, **RUN, trainer_arguments=DATA, max_steps=2)
+    assert not any(shared_parts(trainer))
+    assert norm(trainer.steps[0].gradient) > 0.01
+
+
+def test_a_checkpoint_inside_a_rollout_is_resumed_with_another_attention(tiny_model, tmp_path):
+    run = {**RUN, "trainer_arguments": DATA, "steps_per_generation": 2, "per_device_train_batch_size": 4}
+    trained(tiny_model, tmp_path, **run, max_steps=1, save_strategy="steps", save_steps=1)
+    eager = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager", dtype=torch.float32)
+    found = []
+    for model in (tiny_model, eager):
+        trainer = make_trainer(model, tmp_path, **run, max_steps=2)
+        trainer.train(resume_from_checkpoint="last")
+        found.append(logged(trainer)[-1]["grad_norm"])
+        assert any(shared_parts(trainer))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
