@@ -258,10 +258,10 @@ class OPOTrainer(RolloutTrainer):
     def _planner(self) -> Planner:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
         sharded = zero_stage >= 2 or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
-        # Overrides of these see a model and samples as in `GRPOTrainer`.
-        names = ("compute_loss", "_compute_loss", "_token_logps", "_get_per_token_logps_and_entropies")
+        # Overrides of these see a model as in `GRPOTrainer`.
+        own = self._keeps("_token_logps", "_get_per_token_logps_and_entropies")
         balance = None
-        if self._keeps(*names) and not (self.args.padding_free or self.aux_loss_enabled):
+        if own and not (self.args.padding_free or self.aux_loss_enabled):
             balance = shared_prompts.balance(self.accelerator.unwrap_model(self.model))
         return Planner(self.args, self.accelerator, self.pad_to_multiple_of, communicates=sharded, balance=balance)
 

@@ -79,7 +79,7 @@ class Planner:
         tokens, limits = rows["completion_ids"], self._limits(batch_size)
         # It may be another model than the policy.
         balance = self.balance and shared_prompts.balance(self.accelerator.unwrap_model(model))
-        of_processes = [(each[:, :2], balance and Prompts(each[:, 3], balance)) for each in read]
+        of_processes = [(each[:, :2], _prompts(each[:, 3], balance)) for each in read]
         n_parts = max(best_number(*each, **limits) for each in of_processes)
         results = [torch.zeros_like(tokens, dtype=torch.float32) for _ in range(2)]
         rows["row"] = torch.arange(len(tokens), device=tokens.device)
@@ -120,7 +120,7 @@ class Planner:
             # process computes the same partition, and takes its own part.
             assigned = partition(lengths.reshape(-1, 2), skippable.reshape(-1), len(layouts))
             tables = lengths.reshape(-1, 2), skippable.reshape(-1), prompts.reshape(-1)
-            exchanged = [table[assigned] for table in tables]
+            exchanged = tables[0][assigned], tables[1][assigned], tables[2][assigned]
             needed_then = _needed(*exchanged, balance, **limits)
             # It may divide the completions of a prompt, which are then computed with a prompt each.
             if balance is None or needed_then[1] < needed[1]:
@@ -131,7 +131,7 @@ class Planner:
         # and a process with fewer passes than the others would leave them waiting forever.
         n_parts = needed[0]
         lengths, skippable = lengths[process], skippable[process]
-        shared = balance and Prompts(prompts[process], balance)
+        shared = _prompts(prompts[process], balance)
         # No part may be empty: a process with fewer samples than parts computes some that it could have skipped.
         kept, skipped = np.split(np.argsort(skippable, kind="stable"), [max((~skippable).sum(), n_parts)])
         parts = parts_of_rows(rows, lengths, kept, n_parts, prompts=shared, multiple=self.multiple, **limits)
@@ -152,12 +152,16 @@ class Planner:
         }
 
 
+def _prompts(of_sample: np.ndarray, balance: float | None) -> Prompts | None:
+    return None if balance is None else Prompts(of_sample, balance)
+
+
 def _needed(
     lengths: np.ndarray, skippable: np.ndarray, prompts: np.ndarray, balance: float | None, **limits: Any
 ) -> tuple[int, float]:
     """Most parts, and the highest cost, that a process needs for its samples; `[processes, samples]` each."""
     cuts = [
-        best_cut(own[~skips], balance and Prompts(of_sample[~skips], balance), **limits)
+        best_cut(own[~skips], _prompts(of_sample[~skips], balance), **limits)
         for own, skips, of_sample in zip(lengths, skippable, prompts, strict=True)
     ]
     return max(len(bounds) + 1 for _, bounds, _, _ in cuts), max(cost for _, _, _, cost in cuts)
