@@ -31,7 +31,10 @@ def counted_passes(model: torch.nn.Module) -> Iterator[list[Pass]]:
 
     def count(_, args: tuple, inputs: dict[str, Any]) -> None:
         rows, columns = inputs["input_ids"].shape
-        tokens, scored = inputs["attention_mask"].sum().item(), (inputs["labels"] != -100).sum().item()
+        mask = inputs["attention_mask"]
+        if mask.ndim == 4:  # prompts computed once: which token attends to which; padding, only to itself
+            mask = (mask.sum(dim=3) > 1) | (mask.sum(dim=2) > 1)
+        tokens, scored = mask.sum().item(), (inputs["labels"] != -100).sum().item()
         passes.append(Pass(torch.is_grad_enabled(), rows, columns, tokens, scored))
 
     hook = model.register_forward_pre_hook(count, with_kwargs=True)
@@ -40,9 +43,9 @@ def counted_passes(model: torch.nn.Module) -> Iterator[list[Pass]]:
 
 
 def count_tokens(passes: Sequence[Pass]) -> dict[str, int]:
-    """Tokens that went through the model, with and without padding: forward only, and with gradient."""
+    """Tokens that went through the model, with and without padding, and were scored: without and with gradient."""
     return {
         f"{name} {column}": sum(getattr(one, column) for one in passes if one.gradient == gradient)
         for name, gradient in (("forward", False), ("gradient", True))
-        for column in ("padded", "tokens")
+        for column in ("padded", "tokens", "scored")
     }

@@ -287,7 +287,8 @@ def test_split_into_micro_batches_changes_nothing(tiny_model, tmp_path, options)
     for (rows, micro), run in zip(SPLITS, runs, strict=True):
         for step, other in zip(run.steps, whole.steps, strict=True):
             assert [len(batch["row"]) for batch in step.batches] == [rows] * micro
-            assert torch.equal(torch.cat([b["row"] for b in step.batches]), other.batches[0]["row"])
+            # In another order where completions of a prompt are together.
+            assert torch.cat([b["row"] for b in step.batches]).sort()[0].equal(other.batches[0]["row"].sort()[0])
             assert relative_error(step.gradient, other.gradient) < EXACT
             assert sum(step.losses) == pytest.approx(other.losses[0], rel=1e-4, abs=1e-5)
 

@@ -160,7 +160,8 @@ def _opened(path: Path, mode: Literal["rb", "ab"], *, linked: bool = False) -> B
             return None
         raise
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):  # a link; a pipe, a socket; a folder
+        # A link; a pipe or a socket; to read, a folder.
+        if error.errno not in (errno.ELOOP, errno.ENXIO, *([errno.EISDIR] if mode == "rb" else [])):
             raise
     raise ValueError(f"{_named(path)} is a link, or not a regular file. Put the file itself there, or remove it.")
 

@@ -117,9 +117,11 @@ def await_health(url: str, field: str, timeout: float, *, start: str) -> None:
         seen = f"{answered} at {shown}/health within vllm_server_timeout={timeout} seconds"
         raise ValueError(f"{field}: {seen}. Start `{start}` there, or set the address of a running server.")
     if not vllm_server.is_healthy(said):
-        seen = f"{shown}/health answered {said}, which a healthy vLLM server does not"
-        fix = f"Set it to a free port, and start `{start}` there; of a proxy, check scheme, user and password"
-        raise ValueError(f"{field}: {seen}. {fix}.")
+        raise ValueError(
+            f"{field}: {shown}/health answered {said}; a healthy vLLM server answers 200. If another program listens "
+            f"there, start `{start}` on a free port, and set the field to it. If it is a proxy, check the scheme, "
+            "user and password of the address."
+        )
 
 
 def check_model(field: str, name: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:

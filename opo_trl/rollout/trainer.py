@@ -101,6 +101,7 @@ class RolloutTrainer(GRPOTrainer):
         "_last_world_entropy",
     )
 
+    _has_trained = False  # whether `train` has been called before
     _is_spent = False  # whether the run is resumed from a checkpoint that spends `max_completions`
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
@@ -141,9 +142,6 @@ class RolloutTrainer(GRPOTrainer):
         self._window_start: int | None = None  # micro-step with which the accumulation window began
         self._batches_of_step: list[Any] = []  # micro-batches of that window so far, of any number of rollouts
         self._replay.clear()
-        self._metrics["train"].clear()
-        self._pending_metrics.clear()
-        self._pending_extra_logs.clear()
         self._current_train_step_time = 0.0
         if self.use_vllm:
             self._last_loaded_step = -1  # the engine may hold the weights of the same step of another call
@@ -197,6 +195,10 @@ class RolloutTrainer(GRPOTrainer):
             self.check_resumable(found)
         self._is_spent = found is not None and position.has_spent_budget(self, Path(found))
         self._begin()
+        if self._has_trained:  # before that, a script may have made rollouts to look at, which TRL logs
+            for kept in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
+                kept.clear()
+        self._has_trained = True
         if self.accelerator.is_main_process:
             # Not in a callback: DeepSpeed and FSDP allocate before the first one, and may run out of memory.
             print(printable(self.plan), flush=True)

@@ -464,7 +464,7 @@ DATA = [
     ),
     Case(
         "wrong encoding",
-        ["dataset_name=", "line 9", "UTF-8", "Fix that line"],
+        ["dataset_name=", "line 9", "UTF-8", "Save it as UTF-8"],
         change=write(
             "data/train.jsonl",
             "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in [*ROWS, {"problem": "é"}]).encode("latin-1"),

@@ -128,18 +128,19 @@ def test_opo_passes_every_token_with_less_padding_and_skips_zero_gradient_sample
     assert unplanned["gradient padded"] == theirs["gradient padded"]
     assert 2 * unplanned["forward padded"] == theirs["forward padded"]  # only for the second step
     for tokens in (unplanned, planned):
-        assert tokens["gradient tokens"] == theirs["gradient tokens"]
-    lengths = [len(p) + len(c) for p, c in zip(rollout.prompts, rollout.completions, strict=True)]
+        assert tokens["gradient scored"] == theirs["gradient scored"]
+    assert planned["gradient tokens"] < theirs["gradient tokens"]  # prompts are computed once for some completions
+    lengths = [len(completion) for completion in rollout.completions]
     step = optimizer_step_of_rows(len(lengths), QUICK.steps, seed=42, rollout=0)
     n_dead = round(QUICK.dead * update_phase.GROUPS) * update_phase.GENERATIONS
     skipped = sum(length for length, when in zip(lengths[:n_dead], step[:n_dead], strict=True) if when == 0)
-    assert theirs["gradient tokens"] - skipping["gradient tokens"] == skipped > 0
-    assert budget["gradient tokens"] == skipping["gradient tokens"]
+    assert theirs["gradient scored"] - skipping["gradient scored"] == skipped > 0
+    assert budget["gradient scored"] == skipping["gradient scored"]
     later = sum(length for length, when in zip(lengths, step, strict=True) if when == 1)
-    assert all(tokens["forward tokens"] == later for tokens in (unplanned, planned, skipping, budget))
+    assert all(tokens["forward scored"] == later for tokens in (unplanned, planned, skipping, budget))
     padded = [tokens["gradient padded"] for tokens in (theirs, planned, skipping, budget)]
-    assert padded == sorted(padded, reverse=True)
-    assert padded[1] < 0.6 * padded[0]
+    assert padded[:3] == sorted(padded[:3], reverse=True)
+    assert max(padded[1:]) < 0.3 * padded[0]  # a small budget leaves fewer completions together
 
 
 def test_opo_holds_no_more_memory_than_grpo_and_less_with_a_budget(quick):
