@@ -168,7 +168,7 @@ def test_only_regular_files_are_read(folder, outside):
 def test_nothing_is_written_through_a_link(folder, outside):
     before = outside.read_text()
     for name, path in links_and_others(folder, outside).items():
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(OSError if name == "folder" else ValueError, match=name):
             append_lines(path, [{"step": 2}])
         if name == "folder":
             with pytest.raises(IsADirectoryError, match=name):
