@@ -2,12 +2,14 @@
 
 import itertools
 import math
+import shutil
 
 import pytest
 import torch
 from test_published_objectives import force
 
 from benchmarks.objectives import design, report, training
+from benchmarks.objectives.__main__ import RECORD, read
 from benchmarks.objectives.grid import CELLS, PULL_BACKS, PUSHES, WEIGHTS, Composed
 from opo_trl.config import ObjectiveConfig
 from opo_trl.objective import OPO, Groups
@@ -109,3 +111,13 @@ def test_holm_corrects_for_all_comparisons():
         run = training.Run(name, "lag64", 1e-4, 0.1, seed, tuning=False)
         found[run] = {"sampled": 0.8 - behind.get(name, 0.0) + noise, "greedy": 1.0}
     assert report.remaining(found) == {(design.GSPO, "lag64")}
+
+
+def test_committed_pages_are_those_of_the_committed_runs(tmp_path):
+    for folder in ("results", "docs/figures"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(report.DOCS / "objectives.md", tmp_path / "docs")
+    report.write_report(read(RECORD), tmp_path / "results", tmp_path / "docs")
+    assert (tmp_path / "results" / "objectives.md").read_text() == RECORD.with_suffix(".md").read_text()
+    assert (tmp_path / "docs" / "objectives.md").read_text() == (report.DOCS / "objectives.md").read_text()
+    assert (tmp_path / "docs" / "figures" / "map.png").stat().st_size > 10_000
