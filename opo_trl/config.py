@@ -164,7 +164,7 @@ class RolloutConfig(Masked, GRPOConfig):
             )
         weights = self.reward_weights
         require(not weights or any(weights), "reward_weights", weights, "a list with at least one number other than 0")
-        require("\0" not in (self.run_name or ""), "run_name", self.run_name, "a name without a NUL")
+        require("\0" not in (self.run_name or ""), "run_name", self.run_name, "a name without a NUL character")
         if self.vllm_server_base_url is not None:
             self.vllm_server_base_url = check_url("vllm_server_base_url", self.vllm_server_base_url)
         else:
@@ -266,10 +266,10 @@ class ObjectiveConfig:
     """
 
     alpha: Annotated[float, OBJECTIVE, FRACTION] = setting(
-        0.4, "Escort exponent in [0, 1]: 1 is uniform, 0 the oracle."
+        0.4, "Escort exponent in [0, 1]: 1 weights all completions equally, 0 by P* ∝ exp(A/tau)."
     )
     escort_temperature: Annotated[float, OBJECTIVE, POSITIVE] = setting(
-        1.0, "Temperature of the oracle P* ∝ exp(A/tau), positive."
+        1.0, "Temperature of P* ∝ exp(A/tau), positive."
     )
     adaptive_temperature: Annotated[bool, OBJECTIVE] = setting(
         False, "Whether to set tau per rollout from the policy's entropy and success rate."

@@ -9,7 +9,7 @@ fluctuation `v = pi / pi_k - 1` and the log-ratio `Delta = log pi - log pi_k`:
     g      = omega - E[omega]                       the projection onto H0 = {v : E[v] = 0}    (project)
     v*     = g / mu                                 made admissible, 1 + v* >= 0               (admissible_target)
     loss   = w · (-mu · v* · u + mu/2 · u²),        u = Delta or u = exp(Delta) - 1            (loss_terms)
-    w      = min(pi / pi_k, 2)                      where several passes train on a completion (OPO.weights)
+    w      = min(pi / pi_k, 2)                      where completions are reused or stale       (OPO.weights)
 
 Completing the square, the loss is `w · mu/2 · (u - v*)²` up to a constant: a regression of u on the projected target
 with the constant Hessian mu. `alpha` enters only through omega, `mu` only from v* on. The centred escort weight g is

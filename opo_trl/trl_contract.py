@@ -223,7 +223,7 @@ def check_replaced(contract: Contract = CONTRACT) -> None:
             raise ImportError(
                 f"{path} has been replaced by {owner.__module__}.{owner.__qualname__}, as Unsloth does when it is "
                 "imported. Its methods are rewritten, so OPO would train something else. Train in a process that does "
-                "not import that package: docs/migrating.md says what to use instead."
+                "not import that package: see docs/migrating.md for alternatives."
             )
 
 

@@ -109,7 +109,7 @@ def guard(worker: AsyncRolloutWorker, client: VLLMClient, limit: float) -> None:
             reason = str(error.__cause__ or error).partition("\n")[0]
             kind = RewardError if reason.startswith(RewardError.__name__) else RuntimeError
             raise kind(
-                f"The rollout worker has failed: {reason} Once that is repaired, resume from the last checkpoint."
+                f"The rollout worker has failed: {reason} Fix this, then resume from the last checkpoint."
             ) from error
         wait_until_it_answers(client.server_url)
 
@@ -160,8 +160,8 @@ class Samples:
         if self._dropped.total() > self._limit:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self._dropped.items())
             raise RuntimeError(
-                f"None of the last {self._dropped.total()} samples can be trained: {reasons}. Raise what is too low, "
-                "or send weights less often (`weight_sync_steps`), and resume from the last checkpoint."
+                f"None of the last {self._dropped.total()} samples can be trained: {reasons}. Raise the limit named "
+                "here, or send weights less often (`weight_sync_steps`), and resume from the last checkpoint."
             )
         return sample
 
@@ -181,7 +181,7 @@ def synchronizing(trainer: Any) -> Iterator[None]:
             raise
         except Exception as error:
             raise RuntimeError(
-                f"The vLLM server at {without_secrets(url)} has not taken the weights: {error} Start it anew, and "
+                f"The vLLM server at {without_secrets(url)} did not accept the weights: {error} Start it anew, and "
                 "resume the run from its last checkpoint."
             ) from error
 

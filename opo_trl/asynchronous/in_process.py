@@ -156,7 +156,7 @@ def check(args: AsyncOPOConfig, field: str, staleness: int) -> None:
     """Check that a run can be generated in its own process, with a policy as old as a field says."""
     if args.token_budget is None:
         raise ValueError(
-            f"{field}={staleness} needs a `token_budget`, which only a server could tell. Set `token_budget` to the "
+            f"{field}={staleness} needs a `token_budget`: without a server it cannot be derived. Set it to the "
             "most tokens in a micro-batch, or to 0 for `per_device_train_batch_size` samples."
         )
     if staleness > args.max_staleness:

@@ -224,9 +224,9 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             for sample in row.samples:
                 if OWN not in sample["metrics"]:
                     raise ValueError(
-                        f"The rollout worker {type(self.rollout_worker).__name__} makes no targets for OPO. Let its "
-                        "loop derive from `opo_trl.asynchronous.targets.OPORolloutLoop`, or pass each complete group "
-                        "through `with_targets` there."
+                        f"The rollout worker {type(self.rollout_worker).__name__} computes no targets for OPO. Let "
+                        "its loop derive from `opo_trl.asynchronous.targets.OPORolloutLoop`, or pass each complete "
+                        "group through `with_targets` there."
                     )
                 generated_by, tokens, *values = sample["metrics"].pop(OWN)
                 tables.append([generated_by - version, sample["advantage"], tokens, *values])

@@ -93,7 +93,7 @@ def _check_options(field: str, options: Any) -> None:
     require(isinstance(options, Mapping), field, options, f"a mapping: `{field}: {{key: value}}`")
     for key, value in options.items():
         if key not in _TEXTS and isinstance(value, str) and value.lower() in _SWITCHES:  # "false" is true to Python
-            reject(field, options, key, "is text, not a switch", "Set it to true or false, without quotes")
+            reject(field, options, key, "is text, not true or false", "Set it to true or false, without quotes")
         try:
             json.dumps(value, allow_nan=False, skipkeys=True, default=str)
         except ValueError:

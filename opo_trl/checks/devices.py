@@ -72,8 +72,8 @@ def use_one(args: Any) -> None:
     if options["device_map"] in ("auto", "balanced", "balanced_low_0", "sequential"):
         raise ValueError(
             f"model_init_kwargs={quoted(options)} would split the model over the {args.n_gpu} devices that this "
-            "process sees, and a loss cannot be computed on several. Remove `device_map`: the model is then trained "
-            f"on one device, and with `--num_processes {args.n_gpu}` a copy of it on each."
+            "process sees, and the loss must be computed on one device. Remove `device_map`: the model is then "
+            f"trained on one device, and with `--num_processes {args.n_gpu}` a copy of it on each."
         )
     args.model_init_kwargs, args._n_gpu = options, 1
 

@@ -85,7 +85,7 @@ def read_lines(path: Path, form: Form = ENTRY) -> list[dict[str, Any]]:
     """Read a JSONL file as a whole, like [`lines`]."""
     found = list(islice(lines(path, form, longest=LONGEST), _MOST_LINES + 1))
     if len(found) > _MOST_LINES:
-        raise ValueError(f"{_named(path)} has more than {_MOST_LINES:,} lines, the most that are read.")
+        raise ValueError(f"{_named(path)} has more than {_MOST_LINES:,} lines, the limit.")
     return found
 
 
@@ -102,9 +102,9 @@ def lines(path: Path, form: Form = ENTRY, *, longest: int = _LONGEST_STREAM) -> 
         source: Any = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
         for number, raw in enumerate(iter(lambda: source.readline(_LONGEST_LINE + 1), b""), 1):
             if len(raw) > _LONGEST_LINE:
-                raise ValueError(f"line {number} is longer than {_LONGEST_LINE:,} bytes, the most that are read")
+                raise ValueError(f"line {number} is longer than {_LONGEST_LINE:,} bytes, the limit")
             if source.tell() > longest:
-                raise ValueError(f"there are more than {longest:,} bytes in it, the most that are read")
+                raise ValueError(f"there are more than {longest:,} bytes in it, the limit")
             if not raw.strip():
                 continue
             try:
@@ -142,7 +142,7 @@ def _read(path: Path, *, linked: bool = False, missing: bytes = b"") -> bytes:
     with file:
         content = file.read(LONGEST + 1)
     if len(content) > LONGEST:
-        raise ValueError(f"{_named(path)} has more than {LONGEST:,} bytes, the most that are read.")
+        raise ValueError(f"{_named(path)} has more than {LONGEST:,} bytes, the limit.")
     return content
 
 

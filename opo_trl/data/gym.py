@@ -76,7 +76,7 @@ def make_problems(
         if message.endswith(_MISSING):
             raise ImportError(message)
         is_clear = message.startswith(("dataset_name=", "dataset_settings=", "levels="))
-        raise ValueError(message if is_clear else f"dataset_name={name!r} cannot be drawn: {message}")
+        raise ValueError(message if is_clear else f"dataset_name={name!r} cannot be generated: {message}")
     return json.loads(done.stdout)
 
 

@@ -72,7 +72,7 @@ class AsyncRecipeConfig(AsyncOPOConfig):
     """
 
     in_process_staleness: Annotated[int | None, WORK, COUNT_OR_ZERO] = setting(
-        None, "Generate in the training process, with a policy so many versions old; no vLLM server."
+        None, "Generate in the training process, with a policy this many versions old; no vLLM server."
     )
     dtype: str | None = field(default="float32", init=False)  # a field of `ModelConfig`, too: a recipe sets that one
 

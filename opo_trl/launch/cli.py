@@ -164,7 +164,7 @@ def _status(process: str, code: int) -> int:
     if code >= 0:
         return code
     name = signal.Signals(-code).name
-    hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+    hint = ", probably because memory ran out" if name == "SIGKILL" else ""
     advice = "Continue with `--resume_from_checkpoint auto`."
     print(f"opo-trl train: error: {process} was ended by {name}{hint}. {advice}", file=sys.stderr)
     return 128 - code  # as in a shell

@@ -97,7 +97,7 @@ def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
     if resume:
         foreign = [name for name in (*_DESCRIPTION, PLAN, LOG, COMPLETIONS, SUMMARY) if (folder / name).exists()]
         if foreign and not (is_run(folder) or is_claimed(folder)):
-            wrong = f"is not a run of this program, and its {', '.join(foreign)} would be overwritten. {instead}."
+            wrong = f"is not a run of opo-trl, and its {', '.join(foreign)} would be overwritten. {instead}."
     elif folder.exists() and any(not _is_from_startup(entry) for entry in folder.iterdir()):
         if not overwrite:
             continued = "continue that run with `--resume_from_checkpoint last`, or delete it with `--overwrite`"

@@ -97,7 +97,7 @@ def _checked_tool(tool: Callable[..., Any], name: str, failed: list[RewardError]
         except BaseException as error:
             if is_ctrl_c(error):
                 raise
-            fix = "Let it return a text, or raise an `Exception`, which is shown to the model."
+            fix = "Return a string, or raise an `Exception`, which is shown to the model."
             failed.append(RewardError(f"The tool {name} has raised {told(error)}. {fix}"))
             raise failed[-1] from error
 

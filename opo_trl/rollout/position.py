@@ -215,7 +215,7 @@ class MovingReference:
         if not same or not checkpoint.reference_file(folder, self._shard).exists():
             raise ValueError(
                 f"{str(folder)!r} holds the reference model of `sync_ref_model` as saved by {saved} processes, and "
-                f"this run, with {self.processes}, holds it in another form. Resume with the number of processes and "
+                f"this run, with {self.processes}, shards it differently. Resume with the number of processes and "
                 "the sharding that it was saved with."
             )
 

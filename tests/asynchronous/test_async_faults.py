@@ -169,7 +169,7 @@ def test_synchronization_that_fails_names_the_server():
         faults.synchronizing(trainer),
     ):
         VLLMClient(url).pause()
-    with pytest.raises(RuntimeError, match=f"at {url} has not taken the weights: Request failed: 400, full"):  # noqa: SIM117
+    with pytest.raises(RuntimeError, match=f"at {url} did not accept the weights: Request failed: 400, full"):  # noqa: SIM117
         with faults.synchronizing(trainer):
             raise Exception("Request failed: 400, full")  # what TRL's client raises
     # A transfer that has nothing to do with a server keeps its errors.

@@ -149,7 +149,7 @@ def test_samples_without_targets_are_rejected(tiny_model, tmp_path, groups):
     rows = scripted.samples(groups, args)
     for row in rows:
         del row.metrics["opo"]
-    with pytest.raises(ValueError, match=r"ScriptedWorker makes no targets for OPO.*with_targets"):
+    with pytest.raises(ValueError, match=r"ScriptedWorker computes no targets for OPO.*with_targets"):
         scripted.train(tiny_model, args, rows)
 
 
@@ -192,7 +192,9 @@ def test_worker_with_another_loop_is_rejected_unless_it_makes_targets(worker, tm
     class OtherWithTargets(OPORolloutLoop, Other): ...
 
     worker._loop_cls = Other
-    with pytest.raises(ValueError, match=r"has the loop Other, which makes no targets for OPO\. Set its `_loop_cls`"):
+    with pytest.raises(
+        ValueError, match=r"has the loop Other, which computes no targets for OPO\. Set its `_loop_cls`"
+    ):
         make_targets(worker, OPO(scripted.config(tmp_path)))
     worker._loop_cls = OtherWithTargets
     make_targets(worker, OPO(scripted.config(tmp_path)))

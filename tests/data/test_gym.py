@@ -124,7 +124,7 @@ class TestProblems:
             ("countdown", None, {"min_numbers": 9}, "max_numbers must be >= min_numbers"),
             ("countdown", None, {"min_numbers": "x"}, "does not fit countdown"),
             ("countdown", ["0"], {"min_numbers": 3}, "the levels of countdown determine"),
-            ("countdown", None, {"size": 2, "min_target": 10**9, "max_target": 10**9}, "cannot be drawn"),
+            ("countdown", None, {"size": 2, "min_target": 10**9, "max_target": 10**9}, "cannot be generated"),
         ],
     )
     def test_mistakes_are_named(self, task, levels, settings, said):
