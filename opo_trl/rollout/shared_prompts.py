@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from ..forecast.memory import decoder
 from .rows import to_device
 
 
@@ -25,6 +24,8 @@ def balance(model: PreTrainedModel) -> float | None:
 
     It needs full attention to whatever a 4-D mask allows, at rotary positions that it is given.
     """
+    from ..forecast.memory import decoder  # needed once, and not to import a trainer
+
     config, adapters = model.config, getattr(model, "peft_config", {}).values()
     shape = decoder(config) if config.get_text_config() is config else None
     full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
