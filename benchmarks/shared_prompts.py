@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from opo_trl.rollout.planning import PASS_TOKENS, Prompts, Rows, parts_of_rows
-from opo_trl.rollout.shared_prompts import SharedPrompts
+from opo_trl.rollout.shared_prompts import balance, model_for
 
 from .pages import table
 from .record import origin
@@ -34,7 +34,7 @@ CASES = {
     "three worked lines, an answer": (4, 6, 41, 6),
     "a system prompt with tools": (1, 6, 600, 40),
 }
-ROUNDS = 3
+ROUNDS = 2
 
 
 def samples(prompts: int, completions: int, prompt: int, longest: int) -> tuple[Rows, np.ndarray]:
@@ -60,9 +60,8 @@ def update(model: LlamaForCausalLM, rows: Rows, prompts: Prompts | None) -> tupl
         )
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, : part["prompt_ids"].size(1)] = -100
-        placed = {name: part[name] for name in ("opo_source", "opo_segment") if name in part}
-        passed += placed["opo_source"].numel() if placed else ids.numel()
-        called = SharedPrompts(model, **placed) if placed else model
+        passed += part.get("opo_source", ids).numel()
+        called = model_for(model, part)
         called(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)["log_probs"].sum().backward()
     seconds = time.process_time() - began
     return seconds, passed, torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -82,7 +81,7 @@ def measure() -> dict:
         tokens, gradients = {}, {}
         for _ in range(ROUNDS):
             for shared in times:
-                prompts = Prompts(of_sample, model.config.hidden_size) if shared else None
+                prompts = Prompts(of_sample, balance(model)) if shared else None
                 seconds, tokens[shared], gradients[shared] = update(model, rows, prompts)
                 times[shared].append(seconds)
         distance = (gradients[True] - gradients[False]).norm() / gradients[False].norm()

@@ -384,6 +384,8 @@ def scripted_groups(model: str, folder: Path) -> dict:
         model,
         folder,
         script=Script(rewards, truncated=(3,)),
+        # So that samples are exchanged: with prompts computed once, the completions of a prompt may stay together.
+        model_init_kwargs={"attn_implementation": "eager"},
         mask_truncated_completions=True,
         drive_scaling="batch",
         chi2_radius=0.5,
