@@ -77,8 +77,10 @@ class Planner:
         if read[..., 2].any():
             return logps(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
         tokens, limits = rows["completion_ids"], self._limits(batch_size)
-        # It may be another model than the policy.
-        balance = self.balance and shared_prompts.balance(self.accelerator.unwrap_model(model))
+        # It may be another model than the policy. Where a quantile of entropies decides, those of equal contexts must
+        # be equal to the bit, as in rows.
+        balance = self.balance if self.args.top_entropy_quantile == 1.0 else None
+        balance = balance and shared_prompts.balance(self.accelerator.unwrap_model(model))
         of_processes = [(each[:, :2], _prompts(each[:, 3], balance)) for each in read]
         n_parts = max(best_number(*each, **limits) for each in of_processes)
         results = [torch.zeros_like(tokens, dtype=torch.float32) for _ in range(2)]
