@@ -118,8 +118,8 @@ def make_targets(worker: AsyncRolloutWorker, objective: Objective) -> None:
         worker._loop_cls = OPORolloutLoop
     elif not issubclass(worker._loop_cls, OPORolloutLoop):
         raise ValueError(
-            f"rollout_worker={type(worker).__name__} has the loop {worker._loop_cls.__name__}, which makes no targets "
-            "for OPO. Set its `_loop_cls` to a class that derives from "
+            f"rollout_worker={type(worker).__name__} has the loop {worker._loop_cls.__name__}, which computes no "
+            "targets for OPO. Set its `_loop_cls` to a class that derives from "
             "`opo_trl.asynchronous.targets.OPORolloutLoop` first, and then from that loop."
         )
     worker._loop_kwargs["opo"] = objective

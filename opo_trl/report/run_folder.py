@@ -103,7 +103,7 @@ def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
             continued = "continue that run with `--resume_from_checkpoint last`, or delete it with `--overwrite`"
             wrong = f"is not empty. {instead}, {continued}."
         elif not is_claimed(folder):
-            wrong = f"is not empty and not a run of this program (no {LOCK}), so it will not be deleted. {instead}."
+            wrong = f"is not empty and not a run of opo-trl (no {LOCK}), so it will not be deleted. {instead}."
     if wrong:
         raise ValueError(f"output_dir={str(folder)!r} {wrong}")
 

@@ -28,7 +28,7 @@ def test_new_folder_is_created_and_an_empty_one_taken(tmp_path):
     ("files", "options", "message"),
     [
         ([RECIPE, "log.jsonl"], {}, "is not empty.*--resume_from_checkpoint last.*--overwrite"),
-        (["thesis.tex"], {"overwrite": True}, "not a run of this program.*will not be deleted"),
+        (["thesis.tex"], {"overwrite": True}, "not a run of opo-trl.*will not be deleted"),
     ],
 )
 def test_folder_with_content_is_rejected_and_left_alone(tmp_path, files, options, message):
@@ -137,7 +137,7 @@ def test_folder_with_a_recipe_of_ones_own_is_not_a_run(tmp_path, lock, resume):
     if lock is not None:
         (tmp_path / LOCK).write_text(lock)
     before = content(tmp_path)
-    with pytest.raises(ValueError, match="not a run of this program"):
+    with pytest.raises(ValueError, match="not a run of opo-trl"):
         claim(tmp_path, resume=resume, overwrite=True)
     assert content(tmp_path) == before
 
