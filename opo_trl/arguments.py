@@ -166,7 +166,8 @@ def check_together(
     script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig, recipe: Mapping[str, Any]
 ) -> None:
     """Check that the fields of a recipe fit together, and that each of them has an effect."""
-    _check_data(script)
+    rollouts = getattr(args, "rollouts", None)  # asynchronous training has none
+    _check_data(script, None if rollouts is None else args)
     if script.environment_factory is not None and "reward_funcs" not in recipe:
         said = f"environment_factory={script.environment_factory!r} needs `reward_funcs` to be set, of which the first"
         fix = "Set `reward_funcs: []` if the environment alone gives the reward"
@@ -196,8 +197,15 @@ def check_together(
         raise ValueError(f"push_to_hub=True is impossible: {why}. {fix}.")
 
 
-def _check_data(script: OPOScriptArguments) -> None:
-    if not script.dataset_name and not script.datasets:
+def _check_data(script: OPOScriptArguments, of_rollouts: RolloutConfig | None) -> None:
+    if of_rollouts is not None and not script.dataset_name and not script.datasets:
+        measured = {"validation_steps": script.validation_steps, "report_levels": script.report_levels}
+        measured["eval_strategy"] = None if of_rollouts.eval_strategy == "no" else of_rollouts.eval_strategy
+        for name, value in measured.items():
+            if value:
+                said = f"{name}={value!r} needs problems, and rollouts={of_rollouts.rollouts!r} are for training"
+                raise ValueError(f"{said}. Set `dataset_name` to those to measure on, or remove `{name}`.")
+    elif not script.dataset_name and not script.datasets:
         raise ValueError("dataset_name is not set. Set it to a dataset's Hub id, file or folder, or to 'arithmetic'.")
     if script.dataset_name and script.datasets:
         both = f"dataset_name={script.dataset_name!r} and datasets={script.datasets!r}"

@@ -16,7 +16,7 @@ from .checks.blame import blamed, given
 from .checks.environment import check_installed
 from .checks.ranges import require
 from .checks.secrets import Masked
-from .fields import COUNT, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, hints, integer, setting
+from .fields import COUNT, DATA, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, hints, integer, setting
 from .metrics.log import Watch
 from .objective import DriveScaling, Positivity, RatioForm, Reduction
 
@@ -57,6 +57,15 @@ class RolloutConfig(Masked, GRPOConfig):
         max_staleness (`int`, *optional*, defaults to `0`):
             Number of earlier rollouts, at least 0, from which the passes after the first (`num_iterations`) draw
             groups besides the current one; see [`~rollout.replay`]. With 0, each pass is over the current rollout.
+        rollouts (`str`, *optional*):
+            Recorded rollouts to train on, in place of `train_dataset` and generation: a file, folder or dataset on the
+            Hub, as [`~data.rollouts.load_rollouts`] reads it.
+        rollouts_model (`str`, *optional*):
+            Model that wrote the recorded completions, folder or Hub id. It computes their log-probabilities before
+            training, if they are not recorded.
+        save_rollouts (`bool`, *optional*, defaults to `False`):
+            Whether to record all completions of training in the folder `rollouts` of `output_dir`, in the form that
+            `rollouts` reads. Costs one forward pass over each rollout if training needs none.
         max_completions (`int`, *optional*):
             Number of completions to generate for training, at least 1: the run ends with the first rollout that
             reaches it, or earlier, by `max_steps` or `num_train_epochs`.
@@ -91,6 +100,11 @@ class RolloutConfig(Masked, GRPOConfig):
     max_staleness: Annotated[int, OBJECTIVE, integer(0, 2**31 - 1)] = setting(
         0, "Earlier rollouts from which the passes after the first draw groups, too."
     )
+    rollouts: Annotated[str | None, DATA] = setting(None, "Recorded rollouts to train on, in place of generation.")
+    rollouts_model: Annotated[str | None, DATA] = setting(
+        None, "Model that wrote them, if no log-probabilities are recorded."
+    )
+    save_rollouts: Annotated[bool, RUN] = setting(False, "Whether to record the completions of training.")
     max_completions: Annotated[int | None, RUN, COUNT] = setting(
         None, "Completions to generate for training, after which the run ends."
     )
@@ -125,6 +139,17 @@ class RolloutConfig(Masked, GRPOConfig):
                 "passes over a rollout in one optimizer step: no earlier rollout would be off-policy. Lower "
                 f"`gradient_accumulation_steps` to {self.steps_per_generation} or less, or set `max_staleness` to 0."
             )
+        if self.rollouts_model is not None and self.rollouts is None:
+            raise ValueError(
+                f"rollouts_model={self.rollouts_model!r} has no effect without recorded rollouts. Set `rollouts`, or "
+                "remove it."
+            )
+        for name, value in (("use_vllm", self.use_vllm), ("max_sampling_rounds", rounds > 1)):
+            if self.rollouts is not None and value:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} cannot be combined with rollouts={self.rollouts!r}: no completion "
+                    f"is generated for training. Remove `{name}`."
+                )
         if self.enable_jit_checkpoint:
             raise ValueError(
                 "enable_jit_checkpoint=True is not allowed: it saves in the middle of an optimizer step, which cannot "
@@ -236,12 +261,14 @@ class RolloutConfig(Masked, GRPOConfig):
 
         TRL skips the log-probabilities of the behaviour policy under the same condition.
         """
-        return self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
+        return self.rollouts is None and self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
 
     def describe_policy(self) -> str:
         """Line of a run's plan: whether it takes off-policy steps, and what bounds them."""
         if self.is_on_policy:
             return "on-policy: the ratio is 1 in every optimizer step"
+        if self.rollouts is not None:
+            return "off-policy in every optimizer step, as completions are recorded: there the clip range acts"
         return f"off-policy after the first optimizer step of a rollout{self._and_replay()}: there the clip range acts"
 
     def _and_replay(self) -> str:
@@ -333,7 +360,7 @@ class ObjectiveConfig:
 # Fields that hold a path, or may hold one.
 _PATHS = (
     *("output_dir", "resume_from_checkpoint", "dataset_name", "model_name_or_path", "reward_model_name_or_path"),
-    "accelerate_config",
+    *("accelerate_config", "rollouts", "rollouts_model"),
 )
 
 
@@ -486,10 +513,10 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
                 f"on-policy: the log-ratio is 0 in every optimizer step, so the χ² term and {term} have no effect; "
                 f"for off-policy steps, set {self.off_policy_fields}"
             )
-        return (
-            f"off-policy after the first optimizer step of a rollout{self._and_replay()}: there the χ² term acts, "
-            f"with {term}"
-        )
+        when = f"after the first optimizer step of a rollout{self._and_replay()}"
+        if self.rollouts is not None:
+            when = "in every optimizer step, as completions are recorded"
+        return f"off-policy {when}: there the χ² term acts, with {term}"
 
     def describe_objective(self) -> str:
         return super().describe_objective() + (f", beta = {self.beta:g}" if self.beta else "")

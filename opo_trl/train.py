@@ -35,6 +35,7 @@ from .checks.secrets import mask, mask_words
 from .checks.weights import check_weights
 from .config import RolloutConfig
 from .data.models import EMBEDDED_MODELS
+from .data.rollouts import RECORDED
 from .launch import foreign, preflight, trackers
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data
@@ -92,7 +93,8 @@ def prepare(argv: Sequence[str]) -> Run:
             data = load_data(script, args, tokenizer, **tools.for_template)
         preflight.check_template_options(args, tokenizer, data.training["prompt"][0])
         check_rows(tools, script, data.training)
-        preflight.check_columns(reward_funcs, data.training, of_trainer=tools.for_rewards)
+        if "reward" not in (data.training[0].get(RECORDED) or [{}])[0]:
+            preflight.check_columns(reward_funcs, data.training, of_trainer=tools.for_rewards)
         limit = script.max_prompt_length
         preflight.check_prompts(data.splits, tokenizer, config, args, limit, **tools.for_template)
     if isinstance(args, RolloutConfig):  # asynchronous training repeats its prompts, and has a server of another kind
@@ -152,6 +154,10 @@ def _check_models(
         if Path(path).is_dir():  # a model on the Hub is downloaded last, and checked then
             check_weights("model_name_or_path", path, init_options)
         tokenizer = preflight.load_tokenizer(path, **source)
+    if author := getattr(args, "rollouts_model", None):
+        args.rollouts_model = author = EMBEDDED_MODELS.get(author, author)
+        with _blamed_on(f"rollouts_model={author!r}"):
+            preflight.check_model("rollouts_model", author, **source)
     if reward_model:
         with _blamed_on(f"reward_model_name_or_path={reward_model!r}"):
             preflight.check_model("reward_model_name_or_path", reward_model, **source)

@@ -139,7 +139,8 @@ class OPOTrainer(RolloutTrainer):
             generated = generate(prompts)  # a tool or a `rollout_func` may score by the policy
             # vLLM's importance weights compare the log-probabilities of every sample, so there TRL's pass is needed.
             sampler_weights = self.use_vllm and self.vllm_importance_sampling_correction
-            self._anchor_deferred = not self.args.is_on_policy and not sampler_weights
+            needed = sampler_weights or self.args.save_rollouts
+            self._anchor_deferred = not self.args.is_on_policy and not needed
             return generated
 
         try:
@@ -160,7 +161,7 @@ class OPOTrainer(RolloutTrainer):
         but in bfloat16 not for a log-ratio in micro-batches of another shape. Those that an override has set stay.
         """
         logps = rollout.get("old_per_token_logps")
-        self._anchor_is_own = logps is self._early_logps
+        self._anchor_is_own = logps is self._early_logps and not self._replays_recorded
         if self._anchor_is_own:
             rollout.pop("old_per_token_logps", None)
         self._early_logps = None
@@ -410,7 +411,7 @@ class OPOTrainer(RolloutTrainer):
             mu=inputs["opo_mu"],
             weights=torch.where(inputs["opo_valid"], weights, 0.0),
             age=self.state.global_step - inputs["opo_step"],
-            reused=self.num_iterations > 1,
+            reused=self.num_iterations > 1 or self.args.rollouts is not None,
             # Under `top_entropy_quantile`, the other tokens stay in the length but have no ratio.
             steering=inputs.get("opo_steering"),
         )

@@ -258,6 +258,11 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write(path, json.dumps(content, indent=2, default=str) + "\n")
 
 
+def write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Write a JSONL file."""
+    write(path, b"".join(map(_line, entries)))
+
+
 def append_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     """Append lines to a JSONL file."""
     with _writing(path), open_to_append(path) as file:

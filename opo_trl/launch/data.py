@@ -20,6 +20,7 @@ from ..data import INSTRUCTION, drop_long_prompts, gym, to_prompts, without_over
 from ..data.files import is_single_file
 from ..data.problems import Sources, as_problems, as_prompts, draw_or_load, has_prompts, hold_out, select
 from ..data.prompts import Style
+from ..data.rollouts import RECORDED, load_rollouts
 from . import foreign
 from .preflight import check_template
 
@@ -54,17 +55,37 @@ class Data:
         """Field that selects a dataset → the dataset; the one for training is the first."""
         report = {f"report_levels={level!r}": data for level, data in self.report.items()}
         held_out = {"validation_levels": self.validation, "eval_strategy": self.evaluation, **report}
-        return {"dataset_name": self.training} | {name: data for name, data in held_out.items() if data is not None}
+        source = "rollouts" if RECORDED in self.training.column_names else "dataset_name"
+        return {source: self.training} | {name: data for name, data in held_out.items() if data is not None}
 
 
 def load_data(
     script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, **in_template: Any
 ) -> Data:
     """
-    Load the problems of a run: `levels` of the training split, and held-out ones of the test split.
+    Load the problems of a run: `levels` of the training split, or recorded `rollouts`, and held-out ones of the test
+    split.
 
     `in_template` are further arguments of the chat template that lengthen a prompt, such as `tools`.
     """
+    rollouts = getattr(args, "rollouts", None)  # asynchronous training has none
+    if rollouts is None:
+        return _load_problems(script, args, tokenizer, **in_template)
+    groups = load_rollouts(rollouts, args.num_generations)
+    prompts, plan = groups.select_columns("prompt"), f"{len(groups):,} groups of {rollouts}"
+    check_template(prompts, tokenizer)
+    if not (script.dataset_name or script.datasets):
+        asked = _Source(script, measured=False, style="dataset").asked(prompts)
+        return Data(groups, None, {}, None, plan, "dataset", asked)
+    data = _load_problems(script, args, tokenizer, **in_template)
+    report = {level: without_overlap(problems, prompts) for level, problems in data.report.items()}
+    validation, evaluation = (d and without_overlap(d, prompts) for d in (data.validation, data.evaluation))
+    return Data(groups, validation, report, evaluation, plan, data.prompt_style, data.asked)
+
+
+def _load_problems(
+    script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, **in_template: Any
+) -> Data:
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     source = _Source(script, measured=bool(script.validation_steps or evaluates))
     training = source.read(script.dataset_train_split, script.levels, script.fraction)

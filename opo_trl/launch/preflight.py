@@ -70,7 +70,14 @@ def check_apart(script: OPOScriptArguments, args: RolloutConfig, model: str, rec
     # A run's own `recipe.yaml` repeats it in place: it is replaced, and never deleted.
     repeats = is_claimed(folder) and os.path.realpath(recipe_path or "") == os.path.realpath(folder / RECIPE)
     read: list[tuple[str, Any]] = [("config", None if repeats else recipe_path), ("model_name_or_path", model)]
-    for name in ("dataset_name", "reward_model_name_or_path", "accelerate_config", *_FILES):
+    for name in (
+        "dataset_name",
+        "rollouts",
+        "rollouts_model",
+        "reward_model_name_or_path",
+        "accelerate_config",
+        *_FILES,
+    ):
         read.append((name, getattr(script, name, None) or getattr(args, name, None)))
     for part in script.datasets:
         read += [("datasets", part.get(name)) for name in ("path", "data_dir", "data_files")]

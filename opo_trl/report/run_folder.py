@@ -59,6 +59,7 @@ _WRITTEN = (
     r"_.+\.[0-9a-f]{8}\.part",  # of a file that was being written
     r"plan\.txt|log\.jsonl|completions\.jsonl|summary\.json|evaluation\.(json|md)|report\.html",
     r"figures/(training|passes|time|accuracy)\.(png|svg)|completions/completions_\d+\.parquet",
+    r"rollouts/\d+-\d+\.jsonl",
     r"skipped_step_\d+\.pt|_?checkpoint-\d+",  # a checkpoint with all that is in it
     # Transformers, PEFT and TRL
     r"(config|generation_config|adapter_config|trainer_state|(all|train|eval)_results)\.json",
@@ -70,7 +71,7 @@ _WRITTEN = (
     r"global_step\d+|latest|zero_to_fp32\.py|runs/.+/events\.out\.tfevents\..+|emissions\.csv",
 )
 _SHOWN = 8  # names of files that stay
-_FOLDERS = ("figures", TRL_COMPLETIONS, "runs")  # of which only what `_WRITTEN` names is deleted
+_FOLDERS = ("figures", TRL_COMPLETIONS, "rollouts", "runs")  # of which only what `_WRITTEN` names is deleted
 
 
 def is_run(folder: Path) -> bool:

@@ -34,14 +34,18 @@ def temporarily(holder: Any, **values: Any) -> Iterator[None]:
 
 
 @contextmanager
-def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[torch.Tensor]]:
-    """Record the rewards over all processes, as the outermost override of `_calculate_rewards` returns them."""
+def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[tuple[torch.Tensor, list[list[int]]]]]:
+    """
+    Record the rewards over all processes, as the outermost override of `_calculate_rewards` returns them, and the
+    tokens of this process's completions.
+    """
     outermost = trainer._calculate_rewards
-    recorded: list[torch.Tensor] = []
+    recorded: list[tuple[torch.Tensor, list[list[int]]]] = []
 
-    def calculate(*args, **kwargs):
-        recorded.append(_finite(outermost(*args, **kwargs), trainer.reward_func_names))
-        return recorded[-1]
+    def calculate(inputs, prompts, completions, completion_ids_list):
+        rewards = _finite(outermost(inputs, prompts, completions, completion_ids_list), trainer.reward_func_names)
+        recorded.append((rewards, completion_ids_list))
+        return rewards
 
     with temporarily(trainer, _calculate_rewards=calculate):
         yield recorded

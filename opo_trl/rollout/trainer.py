@@ -17,7 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,7 +41,7 @@ from ..metrics.step_clock import StepClock
 from ..metrics.watches import Watches
 from ..objective import SEQUENCE_CLAMP, Objective, token_sum
 from ..rewards.checked import checked, checked_environments, checked_tools, reward_list
-from . import checkpoint, disk, position, wording
+from . import checkpoint, disk, position, recorded, wording
 from .dynamic_sampling import DynamicSampling
 from .frozen_base import FrozenBase
 from .prompts import EpochSampler, PromptStream, check_datasets, check_train_dataset, epochs_of_sampler, permutations
@@ -109,6 +109,11 @@ class RolloutTrainer(GRPOTrainer):
     def __init__(self, model, reward_funcs=None, args: RolloutConfig | None = None, *further, **named):
         trl_contract.check_replaced()
         args = self._checked_args(model, args, quantized=named.get("quantization_config") is not None)
+        if args.rollouts is not None:
+            dataset, *rest = further or [named.pop("train_dataset", None)]
+            further = (recorded.dataset_for(args, dataset), *rest)
+            recorded.check_generation(args, named)
+            reward_funcs = reward_funcs or recorded.stored_reward
         check_datasets(GRPOTrainer, model, reward_funcs, args, *further, **named)
         rewards = reward_list(reward_funcs)
         check_models(model, rewards or (), args, named.get("peft_config"))
@@ -118,6 +123,8 @@ class RolloutTrainer(GRPOTrainer):
             super().__init__(model, rewards, args, *further, **named)
         check_finite(self.accelerator, self.model, *self.reward_funcs)
         check_train_dataset(self)
+        if args.rollouts is not None:
+            self.train_dataset = recorded.completed(self)
         # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
         # none. Without the table they are not needed.
         self.log_multimodal = self.log_multimodal and self.log_completions
@@ -176,6 +183,11 @@ class RolloutTrainer(GRPOTrainer):
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
+
+    @property
+    def _replays_recorded(self) -> bool:
+        """Whether completions are taken from `rollouts`; an evaluation generates its own."""
+        return self.args.rollouts is not None and self._mode == "train"
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
@@ -396,15 +408,23 @@ class RolloutTrainer(GRPOTrainer):
         """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
         factories: Any = self.environment_factories or {}
         environments = checked_environments(factories.values(), self._environment_pool if factories else {})
+        source = nullcontext()
+        if self._replays_recorded:
+            inputs = recorded.one_by_one(inputs, self.accelerator.process_index, self.num_generations)
+            source = temporarily(self, rollout_func=partial(recorded.replay, inputs))
         # A reward may score with the policy itself, and leave it in evaluation mode.
-        with self._keep_mode(), recorded_rewards(self) as recorded, environments:
+        with self._keep_mode(), recorded_rewards(self) as scored, environments, source:
             rollout = super()._generate_and_score_completions(inputs)
-        rewards = recorded[-1]
+        rewards, completion_ids = scored[-1]
+        if self._replays_recorded:
+            rollout["old_per_token_logps"] = recorded.behaviour_logps(inputs, rollout["completion_ids"])
         n_local = len(rollout["advantages"])
         rollout["rewards_per_func"] = rewards[self.accelerator.process_index * n_local :][:n_local]
         if self._mode == "train":
             self.completions_generated += len(rewards)
             self._metrics["train"]["completions/generated"] = [self.completions_generated]
+            if self.args.save_rollouts:
+                recorded.save(self, inputs, rollout, completion_ids)
         return rollout
 
     def _tool_call_loop(self, *inputs, **options):
@@ -412,6 +432,9 @@ class RolloutTrainer(GRPOTrainer):
             return super()._tool_call_loop(*inputs, **options)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        stored = recorded.stored_rewards(inputs, self.reward_func_names) if self._replays_recorded else None
+        if stored is not None:
+            return self.accelerator.gather(stored.to(self.accelerator.device))
         with self._clock.phase("score"), checked(self):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self._mode == "train":  # the log and the limit cover training only

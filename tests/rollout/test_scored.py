@@ -43,11 +43,13 @@ def test_resumed_part_ends_the_run_in_the_same_round():
 
 def test_infinite_rewards_are_recorded_as_unscored():
     trainer = SimpleNamespace(
-        reward_func_names=["one"], _calculate_rewards=lambda: torch.tensor([[1.0], [math.inf], [-math.inf]])
+        reward_func_names=["one"], _calculate_rewards=lambda *_: torch.tensor([[1.0], [math.inf], [-math.inf]])
     )
     with recorded_rewards(trainer) as recorded:
-        trainer._calculate_rewards()
-    assert torch.equal(recorded[0].isnan(), torch.tensor([[False], [True], [True]]))
+        trainer._calculate_rewards([], [], [], [[7]])
+    rewards, completion_ids = recorded[0]
+    assert torch.equal(rewards.isnan(), torch.tensor([[False], [True], [True]]))
+    assert completion_ids == [[7]]
     assert trainer._calculate_rewards().isinf().any()  # as it was
 
 

@@ -1,0 +1,253 @@
+"""Recorded rollouts: what a run records, training on it, and what is rejected before it starts."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers import (
+    PROMPTS,
+    RecordingBaseline,
+    RecordingOPO,
+    even_tokens,
+    logged,
+    make_trainer,
+    relative_error,
+    snapshot,
+    trained,
+)
+
+from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
+from opo_trl.data.rollouts import RECORDED, load_rollouts
+from opo_trl.evaluate import evaluate
+
+
+# Two optimizer steps per rollout, each with another policy than the one that has written its completions.
+STEPS = {"steps_per_generation": 4, "max_steps": 6, "shuffle_dataset": False, "learning_rate": 0.02}
+NOT_NEEDED = ("train_dataset", "reward_funcs", "rollout_func")
+ROW = {"prompt": "1+1=", "completion": "2", "reward": 1.0}
+
+
+def without_script(**more) -> dict:
+    return {"train_dataset": None, "reward_funcs": None, "rollout_func": None, **more}
+
+
+def change(trainer) -> dict[str, torch.Tensor]:
+    """What training has done to the parameters."""
+    now = snapshot(trainer.model)
+    return {name: now[name].double() - trainer.initial[name] for name in now}
+
+
+def written(folder: Path, rows: list[dict], name: str = "rows.jsonl") -> str:
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / name)
+
+
+def replayed(
+    model: str, folder: Path, rollouts: str | Path, trainer_class=RecordingOPO, trainer_arguments=None, **options
+):
+    """A run on recorded rollouts."""
+    arguments = dict.fromkeys(NOT_NEEDED) | (trainer_arguments or {})
+    options = {**STEPS, "rollouts": str(rollouts), **options}
+    return trained(model, folder, trainer_class=trainer_class, trainer_arguments=arguments, **options)
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_model, tmp_path_factory) -> Path:
+    """The rollouts of a run, three of two groups of four."""
+    folder = tmp_path_factory.mktemp("recorded")
+    trained(tiny_model, folder, save_rollouts=True, **STEPS)
+    return folder / "rollouts"
+
+
+# Recording, and training on what was recorded
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "options"),
+    [
+        (RecordingOPO, {"num_iterations": 2, "max_staleness": 1}),
+        (RecordingBaseline, {"loss_type": "grpo", "epsilon": 0.01}),
+    ],
+)
+def test_training_on_its_recorded_rollouts_repeats_a_run(tiny_model, tmp_path, trainer_class, options):
+    options |= {"trainer_class": trainer_class}
+    run = trained(tiny_model, tmp_path / "run", save_rollouts=True, **STEPS, **options)
+    repeated = replayed(tiny_model, tmp_path / "again", tmp_path / "run" / "rollouts", **options)
+    assert relative_error(change(repeated), change(run)) < 1e-3
+    for entry, same in zip(logged(run), logged(repeated), strict=True):
+        assert same["opo/ratio/ess"] == pytest.approx(entry["opo/ratio/ess"], abs=1e-3)
+
+
+def test_stale_completions_have_the_bounded_weight_in_a_single_pass_too(tiny_model, tmp_path, recorded):
+    """Here the policy is another one than the behaviour policy from the first step on."""
+    trained(tiny_model, tmp_path / "other", **STEPS).save_model(tmp_path / "model")
+    of_pass = [
+        replayed(str(tmp_path / "model"), tmp_path / str(n), recorded, num_iterations=n, max_steps=1) for n in (1, 2)
+    ]
+    once, first_of_two = (run.steps[0].gradient for run in of_pass)
+    assert relative_error(once, first_of_two) < 1e-6  # `test_replay` compares the latter with the definition
+    assert logged(of_pass[0])[0]["opo/ratio/ess"] < 0.99
+
+
+def test_a_resumed_run_ends_as_an_uninterrupted_one(tiny_model, tmp_path, recorded):
+    whole = replayed(tiny_model, tmp_path / "whole", recorded)
+    replayed(tiny_model, tmp_path / "part", recorded, max_steps=3, save_strategy="steps", save_steps=3)
+    options = {**STEPS, "rollouts": str(recorded), "trainer_arguments": dict.fromkeys(NOT_NEEDED)}
+    rest = make_trainer(tiny_model, tmp_path / "part", **options)
+    rest.train(resume_from_checkpoint=str(tmp_path / "part" / "checkpoint-3"))
+    now, then = snapshot(rest.model), snapshot(whole.model)
+    assert all(torch.equal(now[name], then[name]) for name in then)
+
+
+def test_a_resumed_run_records_each_rollout_once(tiny_model, tmp_path):
+    generates = {"trainer_arguments": {"rollout_func": None, "reward_funcs": even_tokens}}
+    options = {**STEPS, **generates, "save_rollouts": True, "save_strategy": "steps", "save_steps": 3}
+    trained(tiny_model, tmp_path, **options)
+    files = {file: file.read_text() for file in (tmp_path / "rollouts").iterdir()}
+    assert len(files) == 3
+    rest = make_trainer(tiny_model, tmp_path, **options)
+    rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert {file: file.read_text() for file in (tmp_path / "rollouts").iterdir()} == files
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for file in sorted(folder.iterdir()) for line in file.read_text().splitlines()]
+
+
+def test_missing_log_probabilities_are_those_of_the_model_that_is_named(tiny_model, tmp_path, recorded):
+    """At the temperature of the run."""
+    for temperature in (1.0, 0.7):
+        hot = {"temperature": temperature, **STEPS, "learning_rate": 0.0}
+        trained(tiny_model, tmp_path / "run", save_rollouts=True, **hot)
+        known = load_rollouts(str(tmp_path / "run" / "rollouts"), 4)[RECORDED]
+        rows = [{n: v for n, v in row.items() if n != "logprobs"} for row in rows_of(tmp_path / "run" / "rollouts")]
+        made = {"rollouts": written(tmp_path, rows), "rollouts_model": tiny_model, "max_steps": 1}
+        found = replayed(tiny_model, tmp_path, made.pop("rollouts"), temperature=temperature, **made)
+        for group, same in zip(known, found.train_dataset[RECORDED], strict=True):
+            for row, again in zip(group, same, strict=True):
+                assert row["completion_ids"] == again["completion_ids"]
+                assert row["logprobs"] == pytest.approx(again["logprobs"], abs=1e-4)
+
+
+def test_text_is_tokenized_and_scored_by_the_reward_functions(tiny_model, tmp_path):
+    rows = [ROW | {"completion": text} for text in ("2", "22", "3", "4")] * 2
+    rows = [{n: v for n, v in row.items() if n != "reward"} | {"solution": "2"} for row in rows]
+    seen = []
+
+    def reward(completions, solution, **_):
+        seen.extend(zip(completions, solution, strict=True))
+        return [float(text == right) for text, right in zip(completions, solution, strict=True)]
+
+    run = replayed(
+        *(tiny_model, tmp_path, written(tmp_path, rows)),
+        **{"trainer_arguments": {"reward_funcs": reward}, "rollouts_model": tiny_model, "max_steps": 1},
+        **{"steps_per_generation": 2},
+    )
+    assert sorted(seen) == sorted((row["completion"], "2") for row in rows)
+    assert run.rollouts[0].advantages.view(2, 4)[:, 0].gt(0).all()
+    assert all(row["completion_ids"][-1] == run._tokenizer.eos_token_id for row in run.train_dataset[RECORDED][0])
+
+
+def test_groups(tmp_path, caplog):
+    rows = [ROW | {"completion": str(i), "note": i, "level": "1"} for i in range(5)]
+    rows += [ROW | {"prompt": [{"role": "user", "content": "2+2="}], "note": 9, "level": "2"}]
+    rows = [
+        row | {"prompt": [{"role": "user", "content": row["prompt"]}]} if i < 5 else row for i, row in enumerate(rows)
+    ]
+    groups = load_rollouts(written(tmp_path, rows), 2)
+    assert [[row["note"] for row in group] for group in groups[RECORDED]] == [[0, 1], [2, 3]]
+    assert groups["level"] == ["1", "1"]
+    assert "level" not in groups[RECORDED][0][0]
+    assert "2 of its 6 completions do not fill a group" in caplog.text
+    named = [row | {"group": i % 3} for i, row in enumerate(rows)]
+    groups = load_rollouts(written(tmp_path, named), 2)
+    assert [[row["note"] for row in group] for group in groups[RECORDED]] == [[0, 3], [1, 4], [2, 9]]
+
+
+def test_it_learns_from_completions_of_the_base_model(tmp_path):
+    options = {
+        "per_device_train_batch_size": 48,
+        "gradient_accumulation_steps": 1,
+        "num_generations": 6,
+        "max_completion_length": 32,
+        "optim": "adamw_torch",
+        "temperature": 1.0,
+    }
+    problems = [{"prompt": row["problem"], "solution": row["solution"]} for row in make_problems("train", ["Level 3"])]
+    task = {"train_dataset": Dataset.from_list(problems), "reward_funcs": arithmetic_reward, "rollout_func": None}
+    base = base_model_path()
+    trained(
+        base, tmp_path, save_rollouts=True, max_steps=12, trainer_arguments=task, **options | {"learning_rate": 0.0}
+    )
+    options |= {"learning_rate": 2e-4, "steps_per_generation": 1, "max_steps": 24, "num_iterations": 2}
+    run = replayed(base, tmp_path / "run", tmp_path / "rollouts", **options)
+    held_out = [{"prompt": r["problem"], "solution": r["solution"]} for r in make_problems("test", ["Level 3"])[:100]]
+    run.reward_funcs = [arithmetic_reward]
+    assert evaluate(run, Dataset.from_list(held_out), decoding="greedy").accuracy > 0.6  # 0.4 before
+
+
+# What is rejected
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": None}, "`prompt` is None"),
+        ({"completion": 7}, "`completion` is '7'"),
+        ({"completion": [{"role": "user", "content": "2"}]}, "`completion` is"),
+        ({"completion_ids": []}, "`completion_ids` is"),
+        ({"completion_ids": [1, -1]}, "`completion_ids` is"),
+        ({"logprobs": [-1.0]}, "no `completion_ids`"),
+        ({"completion_ids": [1, 2], "logprobs": [-1.0]}, "each of the 2 tokens"),
+        ({"completion_ids": [1], "logprobs": [0.5]}, "has 0.5"),
+        ({"completion_ids": [1], "logprobs": [math.nan]}, "has nan"),
+        ({"reward": "good"}, "`reward` is 'good'"),
+        ({"reward": math.inf}, "`reward` is inf"),
+        ({"group": None}, "`group` is null"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(tmp_path, row, said):
+    good = {name: {"group": 1, "completion_ids": [1, 2], "logprobs": [-1.0, -1.0]}.get(name, 0) for name in row}
+    rows = [ROW | {n: v for n, v in good.items() if n not in ROW}, ROW | row]
+    with pytest.raises(ValueError, match="rollouts=") as error:
+        load_rollouts(written(tmp_path, rows), 2)
+    assert said in str(error.value)
+
+
+def test_files_that_cannot_be_used(tmp_path):
+    for source, said in (
+        (str(tmp_path / "none.jsonl"), "none.jsonl"),
+        (written(tmp_path, [{"completion": "2"}], "a.jsonl"), "no column 'prompt'"),
+        (written(tmp_path, [{"prompt": "2"}], "b.jsonl"), "no column 'completion'"),
+        (written(tmp_path, [ROW], "c.jsonl"), "num_generations=2"),
+    ):
+        with pytest.raises(ValueError, match="rollouts=") as error:
+            load_rollouts(source, 2)
+        assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "rollouts_model"),
+        ({"rollouts_model": "model", "max_completion_length": 1}, "max_completion_length"),
+        ({"trainer_arguments": {"rollout_func": print}}, "rollout_func"),
+        ({"trainer_arguments": {"train_dataset": Dataset.from_dict({"prompt": PROMPTS})}}, "train_dataset"),
+        ({"max_sampling_rounds": 2}, "max_sampling_rounds"),
+    ],
+)
+def test_what_does_not_fit_is_rejected(tiny_model, tmp_path, options, said):
+    if "rollouts_model" in options:
+        options |= {"rollouts_model": tiny_model}
+    with pytest.raises(ValueError, match=said):
+        replayed(tiny_model, tmp_path, written(tmp_path, [ROW] * 16), **options)
+
+
+def test_a_model_to_score_by_needs_rollouts_without_log_probabilities(tiny_model, tmp_path, recorded):
+    with pytest.raises(ValueError, match="rollouts_model"):
+        replayed(tiny_model, tmp_path, recorded, rollouts_model=tiny_model)
+    with pytest.raises(ValueError, match="`rollouts`"):
+        make_trainer(tiny_model, tmp_path, rollouts_model=tiny_model)
