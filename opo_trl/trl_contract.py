@@ -31,6 +31,8 @@ CONTRACT: Contract = {
         "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),  # which samples are scored
         "_generate": ("prompts",),
         "_generate_single_turn": (),
+        "_tokenize_prompts": ("prompts",),
+        **dict.fromkeys(("_tokenizer", "rollout_func", "train_dataset")),  # of recorded rollouts
         "_get_per_token_logps_and_entropies": (
             *("model", "input_ids", "attention_mask", "logits_to_keep"),
             *("batch_size", "compute_entropy", "compute_aux_loss"),
@@ -66,6 +68,8 @@ CONTRACT: Contract = {
         "train": ("resume_from_checkpoint",),
         "get_batch_samples": ("epoch_iterator", "num_batches", "device"),  # called once per accumulation window
         "_run_epoch": ("epoch",),
+        "evaluation_loop": ("dataloader", "metric_key_prefix"),
+        "compute_metrics": None,
         "_finalize_training": (),
         "_get_grad_norm": ("model", "grad_norm"),  # skips a step with a non-finite gradient
         "_maybe_log_save_evaluate": (),

@@ -214,6 +214,9 @@ def test_defaults(config):
         "ratio_form": "log",
         "max_sampling_rounds": 1,
         "max_staleness": 0,
+        "rollouts": None,
+        "rollouts_model": None,
+        "save_rollouts": False,
         "max_completions": None,
         "max_reward_failure_rate": 0.1,
         "max_skipped_steps": 10,
@@ -333,6 +336,9 @@ CHANGED = {
     "ratio_form": "exact",
     "max_sampling_rounds": 3,
     "max_staleness": 4,
+    "rollouts": None,
+    "rollouts_model": None,
+    "save_rollouts": True,
     "max_completions": 1000,
     "max_reward_failure_rate": 0.3,
     "max_skipped_steps": 3,
@@ -352,7 +358,8 @@ NEEDED = {"num_iterations": 2}
 def test_these_values_change_every_field(config):
     assert sorted(CHANGED) == OWN_FIELDS
     unchanged = {name for name in OWN_FIELDS if getattr(config(), name) == CHANGED[name]}
-    assert unchanged == {"plan_micro_batches"}  # which `max_tokens_per_micro_batch` needs
+    # `max_tokens_per_micro_batch` needs the first, `max_sampling_rounds` excludes the others.
+    assert unchanged == {"plan_micro_batches", "rollouts", "rollouts_model"}
 
 
 def test_round_trip_through_a_dictionary(config):

@@ -5,6 +5,7 @@ Trackio and wandb are not dependencies of the tests; CONTRIBUTING.md says how to
 """
 
 import json
+import os
 import re
 import sqlite3
 import statistics
@@ -27,7 +28,14 @@ from invariance.launch import launch, logs
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_special import save_caller, vision_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    EvalPrediction,
+)
 from trl import BEMACallback, LogCompletionsCallback
 
 from opo_trl import OPOConfig, OPOTrainer
@@ -432,3 +440,65 @@ def test_liger_does_not_fuse_the_head(tiny_model, tmp_path):
     fused = {"fused_linear_cross_entropy": True}
     with pytest.raises(ValueError, match="fused_linear_cross_entropy"):
         make(tiny_model, tmp_path, use_liger_kernel=True, liger_kernel_config=fused)
+
+
+# A metric of the task
+
+
+def share_of_long_ones(evaluated: EvalPrediction) -> dict[str, float]:
+    """What it was called with, in a file that the run's folder is in; and a metric that falls with each call."""
+    folder = Path(evaluated.inputs[0]["folder"])
+    calls = [*folder.glob("call_*")]
+    rows = [row["row"] for row in evaluated.inputs]
+    seen = {"rows": rows, "texts": evaluated.predictions, "rewards": evaluated.label_ids.tolist()}
+    if os.environ.get("RANK", "0") == "0":
+        (folder / f"call_{len(calls)}").write_text(json.dumps(seen))
+    return {"solved": 1.0 - len(calls), "eval_rows": len(rows)}
+
+
+def evaluate_a_metric(model: str, folder: str, callbacks=(), **options) -> OPOTrainer:
+    """Three problems, two completions each: the last batch is not full."""
+    held_out = PLAIN.select(range(3)).map(lambda row, index: {"row": index, "folder": folder}, with_indices=True)
+    arguments = {"eval_dataset": held_out, "compute_metrics": share_of_long_ones, "callbacks": [*callbacks]}
+    where = Path(folder, "run")
+    sizes = {"per_device_eval_batch_size": 2, "num_generations_eval": 2, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = make(model, where, arguments=arguments, **sizes, **options)
+    trainer.train()
+    return trainer
+
+
+def check_what_the_metric_saw(folder: Path) -> None:
+    for call in folder.glob("call_*"):
+        seen = json.loads(call.read_text())
+        assert sorted(seen["rows"]) == [0, 0, 1, 1, 2, 2]
+        for text, reward in zip(seen["texts"], seen["rewards"], strict=True):
+            assert reward == [len(text) / 8]
+
+
+def test_best_model_and_early_stopping_by_a_metric_of_the_task(tiny_model, tmp_path):
+    best = {
+        "callbacks": [EarlyStoppingCallback(early_stopping_patience=2)],
+        "metric_for_best_model": "solved",
+        "load_best_model_at_end": True,
+        "save_strategy": "steps",
+    }
+    stop = {"save_steps": 1, "max_steps": 6, "greater_is_better": True}
+    trainer = evaluate_a_metric(tiny_model, str(tmp_path), **best, **stop)
+    found = [entry for entry in trainer.state.log_history if "eval_solved" in entry]
+    assert [entry["eval_solved"] for entry in found] == [1.0, 0.0, -1.0]
+    assert found[0]["eval_rows"] == 6
+    assert trainer.state.best_global_step == 1
+    check_what_the_metric_saw(tmp_path)
+
+
+def test_a_metric_on_two_processes_sees_each_completion_once(tiny_model, tmp_path):
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path}
+    assert launch(evaluate_a_metric, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
+    assert len([*tmp_path.glob("call_*")]) == 2
+    check_what_the_metric_saw(tmp_path)
+
+
+def test_a_metric_that_returns_no_dictionary(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, arguments={"eval_dataset": PLAIN, "compute_metrics": lambda evaluated: 1.0})
+    with pytest.raises(TypeError, match=r"compute_metrics returned 1\.0"):
+        trainer.evaluate()

@@ -22,11 +22,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    EvalPrediction,
+    IntervalStrategy,
+    SaveStrategy,
+    has_length,
+)
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import get_config_model_id
@@ -56,9 +62,10 @@ trl_contract.check()
 
 
 def takes_what_grpo_takes(init: Any) -> Any:
-    """Show an `__init__` that passes its arguments on with the parameters of GRPOTrainer's and its own `args`."""
+    """Show an `__init__` that passes its arguments on with the parameters of GRPOTrainer's and its own."""
     parent, own = (inspect.signature(each) for each in (GRPOTrainer.__init__, init))
-    shown = {**parent.parameters, "args": own.parameters["args"]}
+    added = inspect.Parameter("compute_metrics", inspect.Parameter.KEYWORD_ONLY, default=None)
+    shown = {**parent.parameters, "args": own.parameters["args"], added.name: added}
     init.__signature__ = parent.replace(parameters=[*shown.values()])
     return init
 
@@ -72,9 +79,15 @@ class RolloutTrainer(GRPOTrainer):
             As in [`~trl.GRPOTrainer`].
         args ([`RolloutConfig`], *optional*):
             Configuration of the trainer. `None` takes the defaults, with an output folder named after the model.
+        compute_metrics (`Callable[[EvalPrediction], dict[str, float]]`, *optional*):
+            Metrics of an evaluation on `eval_dataset`, called once per evaluation on every process. `predictions` are
+            the N completions of all processes as text; `label_ids` their rewards, `[N, number of reward functions]`,
+            NaN where unscored; `inputs` the row of the dataset of each. What it returns is logged under `eval_`,
+            where `metric_for_best_model` and early stopping find it.
 
     Raises:
-        `TypeError`: `args` is a configuration of another trainer, or one of `reward_funcs` is not a reward.
+        `TypeError`: `args` is a configuration of another trainer, one of `reward_funcs` is not a reward, or
+            `compute_metrics` does not return a dictionary.
         `ValueError`: vLLM would have to generate from a quantized base model, the dataset has fewer prompts than a
             rollout needs, `max_sampling_rounds` is above 1 and the prompts come from a stream, or `max_staleness` is
             above 0 and the prompts have images.
@@ -103,10 +116,13 @@ class RolloutTrainer(GRPOTrainer):
 
     _has_trained = False  # whether `train` has been called before
     _is_spent = False  # whether the run is resumed from a checkpoint that spends `max_completions`
+    _evaluated: list[tuple[str, list[float], dict]] | None = None  # completion, rewards and row, in an evaluation
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
     @takes_what_grpo_takes
-    def __init__(self, model, reward_funcs=None, args: RolloutConfig | None = None, *further, **named):
+    def __init__(
+        self, model, reward_funcs=None, args: RolloutConfig | None = None, *further, compute_metrics=None, **named
+    ):
         trl_contract.check_replaced()
         args = self._checked_args(model, args, quantized=named.get("quantization_config") is not None)
         if args.rollouts is not None:
@@ -122,6 +138,7 @@ class RolloutTrainer(GRPOTrainer):
         with without_password(args.vllm_server_base_url), checked_environments(factories, {}):
             super().__init__(model, rewards, args, *further, **named)
         check_finite(self.accelerator, self.model, *self.reward_funcs)
+        self.compute_metrics = compute_metrics
         check_train_dataset(self)
         if args.rollouts is not None:
             self.train_dataset = recorded.completed(self)
@@ -425,6 +442,10 @@ class RolloutTrainer(GRPOTrainer):
             self._metrics["train"]["completions/generated"] = [self.completions_generated]
             if self.args.save_rollouts:
                 recorded.save(self, inputs, rollout, completion_ids)
+        elif self._evaluated is not None:
+            texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+            own = zip(texts, rollout["rewards_per_func"].tolist(), inputs, strict=True)
+            self._evaluated += gather_object([*own])
         return rollout
 
     def _tool_call_loop(self, *inputs, **options):
@@ -467,6 +488,22 @@ class RolloutTrainer(GRPOTrainer):
             sums = torch.stack([ratio.sum(), ratio.square().sum(), ratio.new_tensor(len(ratio))])
             self._ratio_sums = sums if self._ratio_sums is None else self._ratio_sums + sums
         return loss
+
+    def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **named):
+        self._evaluated = [] if self.compute_metrics is not None else None
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
+        if self.compute_metrics is not None:
+            count = None  # of a stream, which no process repeats to fill its last batch
+            if has_length(dataloader.dataset):
+                count = len(dataloader.dataset) * self.num_generations_eval
+            completions, rewards, rows = zip(*self._evaluated[:count], strict=True)
+            found = self.compute_metrics(EvalPrediction([*completions], torch.tensor(rewards), [*rows]))
+            if not isinstance(found, Mapping):
+                raise TypeError(f"compute_metrics returned {found!r:.60}, not a dictionary. Return name → number.")
+            named_so = {name.removeprefix(f"{metric_key_prefix}_"): value for name, value in found.items()}
+            output.metrics.update({f"{metric_key_prefix}_{name}": float(value) for name, value in named_so.items()})
+        self._evaluated = None
+        return output
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from helpers import (
     PROMPTS,
@@ -22,6 +23,7 @@ from helpers import (
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.data.rollouts import RECORDED, load_rollouts
 from opo_trl.evaluate import evaluate
+from opo_trl.train import main
 
 
 # Two optimizer steps per rollout, each with another policy than the one that has written its completions.
@@ -251,3 +253,62 @@ def test_a_model_to_score_by_needs_rollouts_without_log_probabilities(tiny_model
         replayed(tiny_model, tmp_path, recorded, rollouts_model=tiny_model)
     with pytest.raises(ValueError, match="`rollouts`"):
         make_trainer(tiny_model, tmp_path, rollouts_model=tiny_model)
+
+
+# In a recipe
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    """Training on completions of the embedded task that are half right, by the embedded base model."""
+    problems = make_problems("train", ["Level 1"])[:16]
+    texts = [(row, row["solution"] if right else "1") for row in problems for right in (True, True, False, False)]
+    rows = [{"prompt": row["problem"], "completion": text, "solution": row["solution"]} for row, text in texts]
+    fields = {
+        "output_dir": str(tmp_path / "run"),
+        "model_name_or_path": "arithmetic",
+        "rollouts": written(tmp_path, rows),
+        "rollouts_model": "arithmetic",
+        "reward_funcs": ["arithmetic_reward"],
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 1,
+        "num_generations": 4,
+        "max_completion_length": 32,
+        "max_steps": 4,
+        "learning_rate": 1e-4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
+    return tmp_path / "recipe.yaml"
+
+
+def test_recipe_with_rollouts_alone(recipe):
+    assert main(["--config", str(recipe)]) == 0
+    run = recipe.parent / "run"
+    assert "recorded in" in (run / "plan.txt").read_text()
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [entry["reward"] for entry in log if "reward" in entry] == [0.5] * 4
+    (recipe.parent / "rows.jsonl").unlink()
+    assert main(["--config", str(recipe), "--output_dir", str(recipe.parent / "other")]) == 2
+
+
+def test_recipe_measures_on_other_problems_than_those_of_the_rollouts(recipe, capsys):
+    held_out = [{"prompt": row["problem"], "solution": row["solution"]} for row in make_problems("train", ["Level 1"])]
+    written(recipe.parent, held_out[:20], "test.jsonl")
+    written(recipe.parent, held_out[20:24], "train.jsonl")
+    words = ["--config", str(recipe), "--dataset_name", str(recipe.parent), "--report_levels", "all"]
+    assert main(words) == 0
+    summary = json.loads((recipe.parent / "run" / "summary.json").read_text())
+    assert summary["after"]["all"]["greedy"]["scored"] == 4
+
+
+@pytest.mark.parametrize("words", [["--validation_steps", "1"], ["--eval_strategy", "steps"]])
+def test_recipe_that_measures_needs_problems(recipe, capsys, words):
+    assert main(["--config", str(recipe), *words]) == 2
+    error = capsys.readouterr().err
+    assert words[0].strip("-") in error
+    assert "dataset_name" in error
