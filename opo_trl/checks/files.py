@@ -78,7 +78,7 @@ def read_json(path: Path, form: Form | None = None, *, linked: bool = False) -> 
     """
     content = _read(path, linked=linked, missing=b"{}")
     with _about(path):
-        return _parse(content, form or {})
+        return parse(content, form or {})
 
 
 def read_lines(path: Path, form: Form = ENTRY) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ def lines(path: Path, form: Form = ENTRY, *, longest: int = _LONGEST_STREAM) -> 
             if not raw.strip():
                 continue
             try:
-                entry = _parse(raw, form)
+                entry = parse(raw, form)
             except ValueError as error:
                 if _is_cut_short(raw, error):
                     return
@@ -180,7 +180,8 @@ def _named(path: Path) -> str:
     return repr(printable(str(path)))
 
 
-def _parse(content: bytes, form: Form) -> dict[str, Any]:
+def parse(content: bytes, form: Form) -> dict[str, Any]:
+    """Parse JSON that holds a mapping; a `ValueError` if it does not, or is of another form."""
     text = content.decode("utf-8-sig")
     if not text.strip():
         raise ValueError("it is empty")

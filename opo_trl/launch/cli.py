@@ -5,6 +5,7 @@ The `opo-trl` command.
     opo-trl compare RECIPE_OR_RUN … [--seeds 1 2 3] --output FOLDER
     opo-trl evaluate MODEL --tasks gsm8k,math [--output FOLDER]
     opo-trl report RUN_FOLDER
+    opo-trl diagnose RUN [--output REPORT.html]
     opo-trl figures RUN_FOLDER
     opo-trl recipes [RECIPE] [--output FOLDER]
     opo-trl env
@@ -63,11 +64,16 @@ def _make_parser() -> argparse.ArgumentParser:
     figures = commands.add_parser("figures", help="redraw the figures of a run")
     report = commands.add_parser("report", help="rewrite the report of a run, finished or not")
     recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
+    diagnose = commands.add_parser("diagnose", help="judge the log of any GRPO run, of TRL's trainer too")
+    diagnose.add_argument(
+        "run", type=Path, help="TRL's folder or trainer_state.json, or an export: .jsonl, .json, .csv"
+    )
+    diagnose.add_argument("--output", type=Path, help="also write this .html file")
     for command in (figures, report):
         command.add_argument("folder", type=Path, help="folder of a run")
     recipes.add_argument("recipe", nargs="?", help="recipe, or folder of recipes, to copy")
     recipes.add_argument("--output", type=Path, default=Path("recipes"), help="folder to copy to (default: recipes)")
-    for command in (figures, report, recipes):
+    for command in (figures, report, diagnose, recipes):
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands.add_parser("env", help="print what a bug report needs")
     return parser
@@ -89,6 +95,10 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
         from ..report.run_report import write_report
 
         print(write_report(arguments.folder))
+    elif arguments.command == "diagnose":
+        from ..report.diagnosis import diagnose
+
+        return diagnose(arguments.run, arguments.output)
     elif arguments.command == "recipes":
         from .shipped import copy_out
         from .shipped import describe as list_recipes

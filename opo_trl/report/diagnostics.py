@@ -22,6 +22,13 @@ class Diagnostic:
     high: float = math.inf
     off_policy: bool = False  # whether only off-policy steps count: before them, the policy is the behaviour policy
     of: float = math.nan  # what the sentence names besides facts
+    wrong: tuple[float, float] = (-math.inf, math.inf)  # outside of these, the run no longer learns
+
+    def range(self) -> str:
+        """The values within the bounds, in words."""
+        least, most = math.isfinite(self.low), math.isfinite(self.high)
+        span = f"{self.low:g} to {self.high:g}" if least and most else ""
+        return f"{span or (f'at least {self.low:g}' if least else f'at most {self.high:g}')}{_RANGES[self.fact]}"
 
     def sentence(self, facts: Mapping[str, float]) -> str:
         """What the log says, without a full stop."""
@@ -38,19 +45,22 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
     group, radius = settings.get("num_generations") or 8, settings.get("chi2_radius") or 0.7
     # Replay bounds the weights of old completions, and healthy runs have 0.2 to 0.5.
     least_ess = 0.1 if settings.get("max_staleness") else 0.5
+    # Whole completions, as in GSPO, are clipped a hundred times as often as tokens.
+    most_clipped = 0.5 if settings.get("importance_sampling_level") == "sequence" else 0.01
     return [
         # Does the policy learn, and from what?
-        Diagnostic("reward", "reward", "rise", low=1),
-        Diagnostic("groups", "opo/frac_zero_drive frac_reward_zero_std", "last", high=0.75),
-        Diagnostic("truncated", "completions/clipped_ratio", "last", high=0.2),
+        Diagnostic("reward", "reward", "rise", low=1, wrong=(-1, math.inf)),
+        Diagnostic("groups", "opo/frac_zero_drive frac_reward_zero_std", "last", high=0.75, wrong=(0, 0.95)),
+        Diagnostic("truncated", "completions/clipped_ratio", "last", high=0.2, wrong=(0, 0.5)),
         Diagnostic("entropy", "entropy", "ratio", low=0.1, high=3),
-        Diagnostic("gradient", "grad_norm", "ratio", low=0.01, high=10),
+        Diagnostic("gradient", "grad_norm", "ratio", low=0.01, high=10, wrong=(1e-4, math.inf)),
         # Where do completions pull the policy that has moved since they were written, and how far is it from theirs?
         Diagnostic("pull-back", "grad_norm", "over_on_policy", high=10, off_policy=True),
         Diagnostic("escort", "opo/escort/ess", "median", low=min(2.0, 0.6 * group), of=group),
         Diagnostic("χ²", "opo/chi2", "median", high=radius, off_policy=True, of=radius),
         Diagnostic("kept", "opo/conservation_residual", "median", low=-0.5, off_policy=True),
         Diagnostic("ratios", "opo/ratio/ess", "low", low=least_ess),
+        Diagnostic("clipped", "clip_ratio/region_mean clip_ratio", "mean", high=most_clipped),
         Diagnostic("target", "opo/target_fit", "median", low=0, off_policy=True),
         Diagnostic("clamp", "opo/frac_clamped", "most", high=0.1),
         # Which completions and steps are lost?
@@ -60,6 +70,18 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
         Diagnostic("errors", "reward/errors", "share", high=0.01),
     ]
 
+
+_RANGES = {
+    "rise": " times the ± of the trend",
+    "last": " at the end",
+    "ratio": " times the first",
+    "over_on_policy": " times on-policy",
+    "median": " in the median",
+    "mean": " on average",
+    "low": " in nine of ten",
+    "most": " in every entry",
+    "share": " of completions",
+}
 
 _SENTENCES = {
     "reward": "Reward went from {first:.3g} to {last:.3g} (linear trend {change:+.2g} ± {margin:.2g})",
@@ -73,6 +95,7 @@ _SENTENCES = {
     "kept": "Probability kept by the completions trained on changed by {median:+z.0%} in off-policy steps",
     "ratios": "Effective sample size of the ratios to the behaviour policy was at least {low:.0%} of the completions "
     "in nine of ten optimizer steps",
+    "clipped": "Clipped ratios were {mean:.2%} on average, and {most:.2%} at most",
     "target": "Target fit was {median:.2g} in off-policy steps, where 1 is the change that the target asks for",
     "clamp": "Completions at the clamp of the log-ratio were {most:.0%} at most",
     "masked": "Masked completions were {mean:.0%}",
@@ -108,6 +131,8 @@ _ADVICE = {
     "ratios <": "in the others, a few completions dominate because the policy is far from the one that wrote them. "
     "Use completions for fewer passes (`num_iterations`), less old ones (`max_staleness`), or a lower "
     "`learning_rate`. In OPO, raise `mu`, too.",
+    "clipped >": f"the policy moves far from the one that wrote the completions, and clipping removes their gradient. "
+    f"Use completions for fewer passes (`num_iterations`). {_SLOWER}",
     "target <": "adrift, the policy is further from the target than the behaviour policy is. Lower `learning_rate`. "
     "If gradient norms of off-policy steps are large, lower `mu`, too.",
     "clamp >": f"the clamp cuts off their gradient. {_TIGHTER}",

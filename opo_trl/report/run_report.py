@@ -57,7 +57,7 @@ def describe(folder: Path) -> dict[str, Any]:
     log, settings = run_folder.read_log(folder), run_folder.read_settings(folder)
     summary = run_folder.read_summary(folder)
     verdicts, watches = judge(log, settings), fired(log, settings)
-    said = [_method(settings), _progress(log, settings, summary), _conclusion(verdicts)]
+    said = [_method(settings), _progress(log, settings, summary), conclusion(verdicts)]
     return {
         "name": folder.resolve().name,
         "summary": [*said, *(watch.sentence for watch in watches)],
@@ -66,7 +66,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "evaluation": _evaluation(folder),
         "figures": _figures(folder) if log else {},
         "verdicts": verdicts,
-        "spark": _spark,
+        "spark": spark,
         "beyond": [*watches, *(verdict for verdict in verdicts if verdict.remedy)],
         "watching": settings.get("watches") or [],
         "samples": samples(folder),
@@ -91,7 +91,8 @@ def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, 
     return f"Not finished when this was written: {step:,}{wanted} optimizer steps. `opo-trl report` updates it."
 
 
-def _conclusion(verdicts: Sequence[Verdict]) -> str:
+def conclusion(verdicts: Sequence[Verdict]) -> str:
+    """The verdicts in a sentence."""
     judged = [verdict for verdict in verdicts if verdict.healthy is not None]
     if not judged:
         return "Too little has been logged for a verdict." if verdicts else "Nothing has been logged yet."
@@ -135,7 +136,7 @@ def _figures(folder: Path) -> dict[str, bytes] | None:
     return {path.stem: content for path, content in draw_run(folder).items() if path.suffix == ".png"}
 
 
-def _spark(points: Sequence[tuple[float, float]]) -> str:
+def spark(points: Sequence[tuple[float, float]]) -> str:
     """Points of an SVG polyline, with values averaged to at most its width in points."""
     width, height, margin = _SPARK
     parts = np.array_split([value for _, value in points], min(len(points), width))

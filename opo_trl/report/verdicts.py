@@ -25,6 +25,13 @@ class Verdict:
     healthy: bool | None  # whether it is within its bounds; `None` for a fact without a bound
     remedy: str  # what to try; empty if nothing needs to be done
     points: Points
+    range: str = ""  # of healthy values, in words; empty for a fact without a bound
+    wrong: bool = False  # whether the run no longer learns
+
+    @property
+    def word(self) -> str:
+        """The verdict in a word."""
+        return "wrong" if self.wrong else {True: "healthy", False: "look", None: "–"}[self.healthy]
 
 
 def facts(values: Sequence[float], on_policy: Sequence[float], generated: float) -> dict[str, float]:
@@ -93,7 +100,8 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Entry]) -> Verdict | None:
     side = "<" if value < diagnostic.low else ">" if value > diagnostic.high else ""
     meaning, remedy = diagnostic.advice(side)
     said = f"{diagnostic.sentence(found)}: {meaning}" if side else diagnostic.sentence(found)
-    return Verdict(metric, f"{said}.", not side, remedy, points)
+    lost = not diagnostic.wrong[0] <= value <= diagnostic.wrong[1]
+    return Verdict(metric, f"{said}.", not side, remedy, points, diagnostic.range(), lost)
 
 
 def _validation(log: Sequence[Entry]) -> Verdict | None:

@@ -14,7 +14,7 @@ import pytest
 from opo_trl.checks.files import append_lines, write_json
 from opo_trl.launch.cli import main
 from opo_trl.metrics.log import PHASES
-from opo_trl.report.run_report import _conclusion, describe, samples, write_report
+from opo_trl.report.run_report import conclusion, describe, samples, write_report
 from opo_trl.report.verdicts import fired, judge, trend
 
 
@@ -470,6 +470,6 @@ def test_env_prints_what_a_bug_report_needs_and_no_secret(tmp_path, monkeypatch,
 
 
 def test_facts_alone_are_not_called_healthy():
-    assert _conclusion(judge([{"step": 1, "opo/time/update": 1.0}], {})) == (
+    assert conclusion(judge([{"step": 1, "opo/time/update": 1.0}], {})) == (
         "Too little has been logged for a verdict."
     )
