@@ -115,7 +115,7 @@ _ADVICE = {
     "if the reward fell.",
     "groups >": "these carry no learning signal. If rewards are high, the problems are solved: use harder ones "
     "(`levels`). If they are low, use easier ones, or more completions per prompt (`num_generations`). "
-    "`max_sampling_rounds` replaces such groups.",
+    "`max_sampling_rounds`, of this package, replaces such groups.",
     "truncated >": "their answers are cut off. Raise `max_completion_length`, or reward short answers "
     "(`soft_overlong_punishment`).",
     "entropy <": "the policy barely explores. If validation rises, this is learning. If not, the policy collapses: "

@@ -87,8 +87,8 @@ def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
 
 
 def _judge(diagnostic: Diagnostic, log: Sequence[Entry]) -> Verdict | None:
-    metric = next((name for name in diagnostic.metrics.split() if any(name in row for row in log)), "")
-    points = finite(log, metric, lambda row: not diagnostic.off_policy or off_policy(row))
+    metric = next((name for name in diagnostic.metrics.split() if any(name in row for row in log)), None)
+    points = metric and finite(log, metric, lambda row: not diagnostic.off_policy or off_policy(row))
     if not points:
         return None
     on_policy = finite(log, metric, lambda row: row.get("opo/off_policy_steps") == 0)
