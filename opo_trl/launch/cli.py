@@ -10,7 +10,8 @@ The `opo-trl` command.
     opo-trl recipes [RECIPE] [--output FOLDER]
     opo-trl env
 
-`opo_trl.checks.errors` explains the exit status. `--debug` also shows the traceback of an error.
+`opo_trl.checks.errors` explains the exit status; of `diagnose`, 1 says that something is wrong with the run.
+`--debug` also shows the traceback of an error.
 """
 
 import argparse

@@ -119,6 +119,9 @@ def _entries(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
     has_norm = any("grad_norm" in row for row in rows)
     rows = [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
     clock = next((name for name in _CLOCKS if any(name in row for row in rows)), "")
+    steps = [row[clock] for row in rows if clock in row]
+    if steps[:1] > steps[-1:] and steps == sorted(steps, reverse=True):  # a table with the newest row first
+        rows.reverse()
     calls = [row["_step"] for row in rows if "_step" in row]
     is_whole = all(after - before <= 1 for before, after in pairwise(calls))  # wandb's `history()` draws a sample
     log: list[dict[str, Any]] = []

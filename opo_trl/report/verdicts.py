@@ -82,11 +82,18 @@ def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     Verdicts on a run, from the lines of its `log.jsonl` and its settings: one for each diagnostic that was logged, one
     for the validation, and the slowest phase.
     """
-    found = [_judge(diagnostic, log) for diagnostic in diagnostics(settings)]
+    learns = _learns([value for _, value in finite(log, "reward")])
+    found = [_judge(diagnostic, log, learns) for diagnostic in diagnostics(settings)]
     return [verdict for verdict in (*found, _validation(log), _slowest_phase(log)) if verdict is not None]
 
 
-def _judge(diagnostic: Diagnostic, log: Sequence[Entry]) -> Verdict | None:
+def _learns(rewards: Sequence[float]) -> bool:
+    """Whether the reward rises, and ends high: without a signal, such a run has solved its problems."""
+    found = facts(rewards, [], math.nan) if rewards else {}
+    return bool(found) and found["rise"] >= 1 and found["last"] >= found["median"]
+
+
+def _judge(diagnostic: Diagnostic, log: Sequence[Entry], learns: bool) -> Verdict | None:
     metric = next((name for name in diagnostic.metrics.split() if any(name in row for row in log)), None)
     points = metric and finite(log, metric, lambda row: not diagnostic.off_policy or off_policy(row))
     if not points:
@@ -100,7 +107,7 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Entry]) -> Verdict | None:
     side = "<" if value < diagnostic.low else ">" if value > diagnostic.high else ""
     meaning, remedy = diagnostic.advice(side)
     said = f"{diagnostic.sentence(found)}: {meaning}" if side else diagnostic.sentence(found)
-    lost = not diagnostic.wrong[0] <= value <= diagnostic.wrong[1]
+    lost = not learns and not diagnostic.wrong[0] <= value <= diagnostic.wrong[1]
     return Verdict(metric, f"{said}.", not side, remedy, points, diagnostic.range(), lost)
 
 

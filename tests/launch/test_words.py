@@ -57,7 +57,7 @@ def test_help_imports_nothing_slow():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
-@pytest.mark.parametrize("command", [["train", "--config"], ["report"]])
+@pytest.mark.parametrize("command", [["train", "--config"], ["report"], ["diagnose"]])
 def test_no_library_is_imported_for_it(tmp_path, command):
     argv = [*command, str(tmp_path / "absent.yaml")]
     done = subprocess.run([sys.executable, "-c", SEEN, *argv], capture_output=True, text=True, check=True)

@@ -199,6 +199,15 @@ def test_ratios_of_whole_completions_have_a_bound_of_their_own(tmp_path, capsys)
     assert words(capsys, tmp_path)[1]["Clipped ratios"] == "healthy"
 
 
+@pytest.mark.parametrize(("crashed", "status"), [(False, 0), (True, 1)])
+def test_groups_without_signal_are_not_wrong_where_the_problems_are_solved(tmp_path, capsys, crashed, status):
+    rows = [{**row, "reward": min(row["step"] / 25, 1), "frac_reward_zero_std": 0.3} for row in rows_of(*range(1, 31))]
+    for row in rows[-5:]:
+        row |= {"frac_reward_zero_std": 1.0, **({"reward": 0.0} if crashed else {})}
+    found, said, _ = words(capsys, written(tmp_path / "log.jsonl", rows))
+    assert (found, said["Zero-variance groups"]) == (status, "wrong" if crashed else "look")
+
+
 @pytest.mark.parametrize("method", ["grpo", "dapo", "gspo"])
 def test_committed_runs_that_learn_are_within_the_bounds(tmp_path, capsys, method):
     logs = sorted((ROOT / "benchmarks" / "evidence").glob(f"*/{method}/seed-*/log.jsonl.gz"))
@@ -331,14 +340,14 @@ def test_path_without_a_log_is_named(tmp_path, capsys):
     assert "pipe.jsonl' does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("form", ["one row", "strings", "huge", "cut", "linked"])
+@pytest.mark.parametrize("form", ["one row", "strings", "huge", "cut", "linked", "reversed"])
 def test_odd_logs_are_judged_as_far_as_they_go(tmp_path, capsys, form):
     rows = rows_of(*range(1, 2 if form == "one row" else 9))
     if form == "strings":
         rows = [{name: str(value) for name, value in row.items()} for row in rows]
     if form == "huge":
         rows[3] |= {"reward": 1e39, "grad_norm": -1e300, "entropy": True}
-    path = written(tmp_path / "log.jsonl", rows)
+    path = written(tmp_path / "log.jsonl", rows[::-1] if form == "reversed" else rows)
     if form == "cut":
         path.write_bytes(path.read_bytes()[:-9])
     if form == "linked":
