@@ -176,7 +176,7 @@ def table_of_results(found: Results) -> str:
             seconds = np.mean([found[run]["seconds"] for run in reported(name, regime, found).values()])
             measured = [shown(values(name, regime, found, measure)) for measure in ("sampled", "greedy")]
             rows.append([_title(name), *measured, f"{seconds:.0f}"])
-        missing = len(REPORTED) + len(LITERATURE) - len(names)
+        missing = len(design.reporting(regime)) + len(LITERATURE) - len(names)
         described = REGIMES[regime].described + (f"; {missing} objectives are still to be run." if missing else ".")
         text.append(f"### `{regime}`\n\n{textwrap.fill(described, 119)}")
         if rows:
@@ -200,8 +200,7 @@ def write_report(found: Results, folder: Path, docs: Path = DOCS) -> None:
     for regime in REGIMES:
         lines += [f"\n## `{regime}`", *_regime(regime, found, kept)]
     lines.append("\n## The whole grid\n\nMean of the best trial over the three tuning seeds, on the tuning problems.")
-    for regime in design.WHOLE_GRID:
-        lines += _grid(regime, found)
+    lines += _grid(design.WHOLE, found)
     (folder / "objectives.md").write_text("\n".join(lines) + "\n")
     _draw(found, folder / "objectives.png")
 
