@@ -1,6 +1,7 @@
 """Checks of a model's weights: its files hold every tensor of the model, in its shape, and none is NaN or infinite."""
 
 import logging
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ _SOURCE = (
     *("revision", "cache_dir", "token", "subfolder", "variant", "local_files_only", "use_safetensors"),
     *("trust_remote_code", "key_mapping"),
 )
+_RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _RESTORE = "Restore the files, or correct config.json."
 
 
@@ -204,24 +206,34 @@ def _of_any_layer(name: str) -> str:
 
 
 @contextmanager
+def unsharded() -> Iterator[None]:
+    """Load whole models on every process. Under ZeRO-3 Transformers shards them, under FSDP one process reads them."""
+    zero3, efficient = deepspeed._hf_deepspeed_config_weak_ref, os.environ.pop(_RAM_EFFICIENT, None)
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = zero3
+        if efficient is not None:
+            os.environ[_RAM_EFFICIENT] = efficient
+
+
+@contextmanager
 def unloaded() -> Iterator[StringIO]:
     """
     Make a model on the `meta` device.
 
-    What Transformers reports of its weights is collected, not shown: loading them for good shows it. Under ZeRO-3, it
-    would shard the model over all processes.
+    What Transformers reports of its weights is collected, not shown: loading them for good shows it.
     """
     report, logger = StringIO(), logging.getLogger("transformers.modeling_utils")
-    zero3 = deepspeed._hf_deepspeed_config_weak_ref
     handler, propagate = logging.StreamHandler(report), logger.propagate
     hook = set_tqdm_hook(lambda factory, args, options: factory(*args, **{**options, "disable": True}))
     logger.addHandler(handler)
     logger.propagate = False
-    deepspeed.unset_hf_deepspeed_config()
     try:
-        yield report
+        with unsharded():
+            yield report
     finally:
-        deepspeed._hf_deepspeed_config_weak_ref = zero3
         logger.propagate = propagate
         logger.removeHandler(handler)
         set_tqdm_hook(hook)

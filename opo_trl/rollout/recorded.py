@@ -18,6 +18,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, pad
 
 from ..checks import files
+from ..checks.weights import unsharded
 from ..config import RolloutConfig
 from ..data.rollouts import RECORDED, load_rollouts, text_of
 
@@ -133,7 +134,8 @@ def _add_logps(trainer: Any, recorded: list[list[dict[str, Any]]]) -> None:
             "the completions, or record their log-probabilities where they are written."
         )
     options = {name: value for name, value in (args.model_init_kwargs or {}).items() if name != "revision"}
-    author = create_model_from_path(model, **options).to(trainer.accelerator.device).eval()
+    with unsharded():
+        author = create_model_from_path(model, **options).to(trainer.accelerator.device).eval()
     add_fused_lm_head(author, trainer.temperature, args.cast_lm_head_to_fp32)
     process, processes, found = trainer.accelerator.process_index, trainer.accelerator.num_processes, {}
     for index in range(process, len(recorded), processes):

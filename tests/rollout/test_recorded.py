@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from helpers import (
     PROMPTS,
     RecordingBaseline,
     RecordingOPO,
+    distance,
     even_tokens,
     logged,
     make_trainer,
@@ -19,6 +21,8 @@ from helpers import (
     snapshot,
     trained,
 )
+from invariance.launch import launch, logs
+from safetensors.torch import load_file
 
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.data.rollouts import RECORDED, load_rollouts
@@ -29,6 +33,7 @@ from opo_trl.train import main
 # Two optimizer steps per rollout, each with another policy than the one that has written its completions.
 STEPS = {"steps_per_generation": 4, "max_steps": 6, "shuffle_dataset": False, "learning_rate": 0.02}
 NOT_NEEDED = ("train_dataset", "reward_funcs", "rollout_func")
+GENERATES = {"rollout_func": None, "reward_funcs": even_tokens}
 ROW = {"prompt": "1+1=", "completion": "2", "reward": 1.0}
 
 
@@ -105,14 +110,53 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tiny_model, tmp_path, record
 
 
 def test_a_resumed_run_records_each_rollout_once(tiny_model, tmp_path):
-    generates = {"trainer_arguments": {"rollout_func": None, "reward_funcs": even_tokens}}
-    options = {**STEPS, **generates, "save_rollouts": True, "save_strategy": "steps", "save_steps": 3}
+    options = {
+        **STEPS,
+        "trainer_arguments": GENERATES,
+        "save_rollouts": True,
+        "save_strategy": "steps",
+        "save_steps": 3,
+    }
     trained(tiny_model, tmp_path, **options)
     files = {file: file.read_text() for file in (tmp_path / "rollouts").iterdir()}
     assert len(files) == 3
     rest = make_trainer(tiny_model, tmp_path, **options)
     rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert {file: file.read_text() for file in (tmp_path / "rollouts").iterdir()} == files
+
+
+def record_and_repeat(model: str, folder: str) -> None:
+    """Record on all processes, and train on what they have recorded, with log-probabilities of the named model too."""
+    rank, processes = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", 1))
+    sizes = {"per_device_train_batch_size": 4 // processes}
+    place = Path(folder)
+    trained(model, place / "run", save_rollouts=True, trainer_arguments=GENERATES, **STEPS | sizes)
+    for name, options in (("known", {}), ("computed", {"rollouts_model": model})):
+        source = place / "run" / "rollouts"
+        if options:
+            source = place / f"without_{rank}"
+            source.mkdir()
+            rows = rows_of(place / "run" / "rollouts")
+            written(source, [{n: v for n, v in row.items() if n != "logprobs"} for row in rows])
+        run = replayed(model, place / name, source, **STEPS | sizes | options)
+        if rank == "0":
+            run.model.save_pretrained(place / name)
+
+
+def test_two_processes_record_and_train_as_one(tiny_model, tmp_path):
+    record_and_repeat(tiny_model, str(tmp_path / "one"))
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path}
+    (tmp_path / "two").mkdir()
+    assert launch(record_and_repeat, tiny_model, str(tmp_path / "two"), **where) == [0, 0], logs(tmp_path)
+    rows = [sorted(rows_of(tmp_path / name / "run" / "rollouts"), key=str) for name in ("one", "two")]
+    assert len(rows[1]) == len(rows[0]) == 48
+    assert {row["group"] for row in rows[1]} == {row["group"] for row in rows[0]}
+    before, known, computed = (
+        load_file(Path(folder) / "model.safetensors")
+        for folder in (tiny_model, tmp_path / "two" / "known", tmp_path / "two" / "computed")
+    )
+    assert any(not torch.equal(known[name], before[name]) for name in known)
+    assert distance(known, computed) < 1e-3 * distance(known, before)
 
 
 def rows_of(folder: Path) -> list[dict]:
