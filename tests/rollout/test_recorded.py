@@ -130,7 +130,9 @@ def record_and_repeat(model: str, folder: str) -> None:
     rank, processes = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", 1))
     sizes = {"per_device_train_batch_size": 4 // processes}
     place = Path(folder)
-    trained(model, place / "run", save_rollouts=True, trainer_arguments=GENERATES, **STEPS | sizes)
+    trained(
+        model, place / "run", save_rollouts=True, trainer_arguments=GENERATES, **STEPS | sizes | {"learning_rate": 0.0}
+    )
     for name, options in (("known", {}), ("computed", {"rollouts_model": model})):
         source = place / "run" / "rollouts"
         if options:
