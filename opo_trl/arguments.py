@@ -203,8 +203,8 @@ def _check_data(script: OPOScriptArguments, of_rollouts: RolloutConfig | None) -
         measured["eval_strategy"] = None if of_rollouts.eval_strategy == "no" else of_rollouts.eval_strategy
         for name, value in measured.items():
             if value:
-                said = f"{name}={value!r} needs problems, and rollouts={of_rollouts.rollouts!r} are for training"
-                raise ValueError(f"{said}. Set `dataset_name` to those to measure on, or remove `{name}`.")
+                said = f"{name}={value!r} needs held-out problems, and rollouts={of_rollouts.rollouts!r} has none"
+                raise ValueError(f"{said}. Set `dataset_name` to problems to measure on, or remove `{name}`.")
     elif not script.dataset_name and not script.datasets:
         raise ValueError("dataset_name is not set. Set it to a dataset's Hub id, file or folder, or to 'arithmetic'.")
     if script.dataset_name and script.datasets:

@@ -102,7 +102,7 @@ class RolloutConfig(Masked, GRPOConfig):
     )
     rollouts: Annotated[str | None, DATA] = setting(None, "Recorded rollouts to train on, in place of generation.")
     rollouts_model: Annotated[str | None, DATA] = setting(
-        None, "Model that wrote them, if no log-probabilities are recorded."
+        None, "Model that wrote the completions of `rollouts`, if they have no log-probabilities."
     )
     save_rollouts: Annotated[bool, RUN] = setting(False, "Whether to record the completions of training.")
     max_completions: Annotated[int | None, RUN, COUNT] = setting(
@@ -144,11 +144,17 @@ class RolloutConfig(Masked, GRPOConfig):
                 f"rollouts_model={self.rollouts_model!r} has no effect without recorded rollouts. Set `rollouts`, or "
                 "remove it."
             )
-        for name, value in (("use_vllm", self.use_vllm), ("max_sampling_rounds", rounds > 1)):
-            if self.rollouts is not None and value:
+        generates = "no completion is generated for training"
+        excluded = {
+            "use_vllm": (self.use_vllm, generates),
+            "max_sampling_rounds": (rounds > 1, generates),
+            "remove_unused_columns": (self.remove_unused_columns, "it would remove the completions"),
+        }
+        for name, (is_set, why) in excluded.items() if self.rollouts is not None else ():
+            if is_set:
                 raise ValueError(
-                    f"{name}={getattr(self, name)} cannot be combined with rollouts={self.rollouts!r}: no completion "
-                    f"is generated for training. Remove `{name}`."
+                    f"{name}={getattr(self, name)} cannot be combined with rollouts={self.rollouts!r}: {why}. Remove "
+                    f"`{name}`."
                 )
         if self.enable_jit_checkpoint:
             raise ValueError(
@@ -257,11 +263,14 @@ class RolloutConfig(Masked, GRPOConfig):
     @property
     def is_on_policy(self) -> bool:
         """
-        Whether every rollout serves a single optimizer step, so that the log-ratio is always 0.
-
-        TRL skips the log-probabilities of the behaviour policy under the same condition.
+        Whether every rollout is generated for a single optimizer step, so that the log-ratio is always 0.
         """
-        return self.rollouts is None and self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
+        return self.rollouts is None and self.is_aligned
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every rollout serves a single optimizer step: TRL then scores no completion before its step."""
+        return self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
 
     def describe_policy(self) -> str:
         """Line of a run's plan: whether it takes off-policy steps, and what bounds them."""

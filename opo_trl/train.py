@@ -48,6 +48,7 @@ from .launch.words import check_at_once, split
 from .report import run_folder
 from .report.run_report import write_or_say_why
 from .rewards.errors import RewardError, told
+from .rollout import recorded
 from .rollout.checkpoint import resolve as find_checkpoint
 from .rollout.prompts import check_enough_prompts
 from .rollout.trainer import RolloutTrainer
@@ -93,8 +94,10 @@ def prepare(argv: Sequence[str]) -> Run:
             data = load_data(script, args, tokenizer, **tools.for_template)
         preflight.check_template_options(args, tokenizer, data.training["prompt"][0])
         check_rows(tools, script, data.training)
-        if "reward" not in (data.training[0].get(RECORDED) or [{}])[0]:
-            preflight.check_columns(reward_funcs, data.training, of_trainer=tools.for_rewards)
+        is_recorded = RECORDED in data.training.column_names
+        if not (is_recorded and recorded.has_rewards(data.training)):
+            row = recorded.as_scored(data.training) if is_recorded else data.training
+            preflight.check_columns(reward_funcs, row, of_trainer=tools.for_rewards)
         limit = script.max_prompt_length
         preflight.check_prompts(data.splits, tokenizer, config, args, limit, **tools.for_template)
     if isinstance(args, RolloutConfig):  # asynchronous training repeats its prompts, and has a server of another kind

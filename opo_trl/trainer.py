@@ -142,7 +142,7 @@ class OPOTrainer(RolloutTrainer):
             # vLLM's importance weights compare the log-probabilities of every sample, so there TRL's pass is needed.
             sampler_weights = self.use_vllm and self.vllm_importance_sampling_correction
             needed = sampler_weights or self.args.save_rollouts
-            self._anchor_deferred = not self.args.is_on_policy and not needed
+            self._anchor_deferred = not self.args.is_aligned and not needed
             return generated
 
         try:
@@ -209,7 +209,8 @@ class OPOTrainer(RolloutTrainer):
         logps, entropies = self._logps_of_rollout(rollout), None
         anchor_pass = partial(self._anchor_pass, rollout, batch_size=self.args.per_device_train_batch_size)
         if (self.policy_objective.reads_logps and logps is None) or self.top_entropy_quantile < 1.0:
-            logps, entropies = anchor_pass()
+            current, entropies = anchor_pass()
+            logps = current if logps is None or self._anchor_is_own else logps
         moves = self._mode == "train" and self.num_iterations > 1 and not self.args.is_on_policy
         if moves and "old_per_token_logps" not in rollout:
             # Each pass has other micro-batches, so there is no shape in which a log-ratio would be free of rounding.
@@ -246,7 +247,8 @@ class OPOTrainer(RolloutTrainer):
         # The log-ratio of a completion is a sum over its tokens, and so is its gradient: a constant of the rollout
         # makes the norm comparable with that of GRPO, whose loss is a mean over tokens.
         scale = 1 / length[valid].mean() if args.log_ratio_reduction == "sum" and valid.any() else torch.tensor(1.0)
-        step = target.new_tensor(float(self.state.global_step))  # at which the policy is the behaviour policy
+        # At which the policy is the behaviour policy; that of recorded completions is older.
+        step = target.new_tensor(float(self.state.global_step - self._replays_recorded))
         columns = {"opo_target": target, "opo_valid": valid, "opo_mu": found.mu, "opo_scale": scale, "opo_step": step}
         own = own_samples(rollout, {n: column.expand_as(target) for n, column in columns.items()}, self.accelerator)
         return {**own, "opo_valid": own["opo_valid"].bool()}

@@ -447,6 +447,9 @@ def test_liger_does_not_fuse_the_head(tiny_model, tmp_path):
 
 def share_of_long_ones(evaluated: EvalPrediction) -> dict[str, float]:
     """What it was called with, in a file that the run's folder is in; and a metric that falls with each call."""
+    predictions, label_ids = evaluated  # as scripts take them
+    assert predictions is evaluated.predictions
+    assert label_ids is evaluated.label_ids
     folder = Path(evaluated.inputs[0]["folder"])
     calls = [*folder.glob("call_*")]
     rows = [row["row"] for row in evaluated.inputs]
@@ -498,7 +501,16 @@ def test_a_metric_on_two_processes_sees_each_completion_once(tiny_model, tmp_pat
     check_what_the_metric_saw(tmp_path)
 
 
-def test_a_metric_that_returns_no_dictionary(tiny_model, tmp_path):
-    trainer = make(tiny_model, tmp_path, arguments={"eval_dataset": PLAIN, "compute_metrics": lambda evaluated: 1.0})
-    with pytest.raises(TypeError, match=r"compute_metrics returned 1\.0"):
+@pytest.mark.parametrize(
+    ("returned", "said"), [(1.0, r"1\.0"), ({"a": "high"}, "high"), ({1: 2.0}, "{1: 2"), (None, "None")]
+)
+def test_a_metric_that_returns_no_numbers(tiny_model, tmp_path, returned, said):
+    data = {"eval_dataset": PLAIN.select(range(2)), "compute_metrics": lambda evaluated: returned}
+    trainer = make(tiny_model, tmp_path, arguments=data)
+    with pytest.raises(TypeError, match=f"compute_metrics returned {said}"):
         trainer.evaluate()
+
+
+def test_a_metric_that_cannot_be_called(tiny_model, tmp_path):
+    with pytest.raises(TypeError, match="compute_metrics='f1'"):
+        make(tiny_model, tmp_path, arguments={"compute_metrics": "f1"})

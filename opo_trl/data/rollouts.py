@@ -5,23 +5,26 @@ Recorded rollouts: completions that somebody has written and perhaps scored alre
 |---|---|
 | `prompt` | text, or messages |
 | `completion` | text, or the message of the assistant; not needed where there are tokens |
-| `completion_ids` | its tokens; by default those of its text, and the end of a sequence |
-| `logprobs` | of each token, under the policy that wrote it, at the `temperature` of the run |
+| `completion_ids` | its tokens; without them, those of its text and the token that ends a turn |
+| `logprobs` | of each token, under the policy that wrote it |
+| `temperature` | at which it was sampled, and for which `logprobs` are |
 | `reward` | a number, or null for a completion that could not be scored |
-| `group` | the same for the completions of a group; by default, for those with the same prompt |
+| `group` | the same for the completions of a group; they have the same prompt |
 
-Each of the last four has a value in every row or in none; `reward` may be null. Any further columns, such as
-`solution`, are passed to the reward functions.
+Of `completion_ids`, `logprobs`, `temperature` and `group`, a dataset has each in every row or not at all. Further
+columns, such as `solution`, are passed to the reward functions.
 """
 
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, concatenate_datasets
+import pyarrow as pa
+from datasets import Dataset
 
 from .files import load_rows
 
@@ -32,7 +35,7 @@ RECORDED = (
     "recorded"  # column of a dataset of groups: what differs between the completions of a group, for each of them
 )
 
-_COLUMNS = ("completion", "completion_ids", "logprobs", "reward")
+KNOWN = ("completion", "completion_ids", "logprobs", "temperature", "reward")  # of a completion
 
 
 def load_rollouts(source: str, num_generations: int) -> Dataset:
@@ -53,45 +56,41 @@ def load_rollouts(source: str, num_generations: int) -> Dataset:
     Raises:
         `ValueError`: it cannot be read, a row lacks something or contradicts itself, or no group is large enough.
     """
-    try:
-        files = sorted(Path(source).expanduser().glob("*.jsonl"))
-        loaded = concatenate_datasets([load_rows(str(file)) for file in files]) if files else load_rows(source)
-    except ValueError as error:
-        said = str(error).replace("dataset_name=", "rollouts=").replace("`dataset_name`", "`rollouts`")
-        raise ValueError(said) from error
-    rows: list[dict[str, Any]] = [*loaded]
-    _check(source, rows, loaded.column_names)
-    members: dict[str, list[dict[str, Any]]] = {}
+    rows = _rows(source)
+    names = [*rows[0]]
+    _check(source, rows, names)
+    members: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        members.setdefault(json.dumps(row.get("group", row["prompt"]), default=str), []).append(row)
-    groups = [
-        group[start : start + num_generations]
-        for group in members.values()
-        for start in range(0, len(group) - num_generations + 1, num_generations)
-    ]
-    sizes = sorted({len(group) for group in members.values()})
+        members.setdefault(json.dumps([row.get("group"), row["prompt"]], default=str), []).append(row)
+    # Not one after the other: a file may have the right answers of each prompt first.
+    divided = ((group, len(group) // num_generations) for group in members.values())
+    groups = [group[part::parts][:num_generations] for group, parts in divided for part in range(parts)]
     if not groups:
         raise ValueError(
             f"rollouts={source!r} has no group of num_generations={num_generations} completions: its "
-            f"{len(members):,} groups have up to {sizes[-1]}. Lower `num_generations`, or give the completions of a "
-            "prompt the same `group`."
+            f"{len(members):,} groups have up to {max(map(len, members.values()))}. Lower `num_generations`, or "
+            "record more completions of each prompt."
         )
     if dropped := len(rows) - len(groups) * num_generations:
         logger.warning(
-            f"rollouts={source!r}: {dropped:,} of its {len(rows):,} completions do not fill a group of "
-            f"num_generations={num_generations}, and are not used."
+            f"rollouts={source!r}: {dropped:,} of its {len(rows):,} completions are left over after dividing them "
+            f"into groups of num_generations={num_generations}, and are not used."
         )
-    further = [name for name in loaded.column_names if name not in ("prompt", "group", *_COLUMNS)]
+    further = [name for name in names if name not in ("prompt", "group", *KNOWN)]
     shared = [name for name in further if all(row[name] == group[0][name] for group in groups for row in group)]
-    of_completion = [name for name in loaded.column_names if name not in ("prompt", "group", *shared)]
-    return Dataset.from_list(
-        [
-            {"prompt": group[0]["prompt"]}
-            | {name: group[0][name] for name in shared}
-            | {RECORDED: [{name: row[name] for name in of_completion} for row in group]}
-            for group in groups
-        ]
-    )
+    of_completion = [name for name in names if name not in ("prompt", "group", *shared)]
+    try:
+        return Dataset.from_list(
+            [
+                {"prompt": group[0]["prompt"]}
+                | {name: group[0][name] for name in shared}
+                | {RECORDED: [{name: row[name] for name in of_completion} for row in group]}
+                for group in groups
+            ]
+        )
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        fix = "Give each column one type"
+        raise ValueError(f"rollouts={source!r} has values of several types in one column: {error}. {fix}.") from error
 
 
 def text_of(completion: Any) -> str | None:
@@ -99,9 +98,27 @@ def text_of(completion: Any) -> str | None:
     if isinstance(completion, Mapping):
         completion = [completion]
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], Mapping):
-        turn = completion[0]
-        completion = turn.get("content") if turn.get("role") == "assistant" and not turn.get("tool_calls") else None
+        turn = {name: value for name, value in completion[0].items() if value}
+        completion = turn.get("content") if turn.keys() == {"role", "content"} else None
+        completion = completion if turn.get("role") == "assistant" else None
     return completion if isinstance(completion, str) else None
+
+
+def _rows(source: str) -> list[dict[str, Any]]:
+    folder = Path(os.path.expanduser(source))
+    files = [] if any(folder.glob("train.*")) else sorted(folder.glob("*.jsonl"))
+    try:
+        parts = [[*load_rows(str(file))] for file in files] or [[*load_rows(source)]]
+    except ValueError as error:
+        said = str(error).replace("dataset_name=", "rollouts=").replace("`dataset_name`", "`rollouts`")
+        raise ValueError(said) from error
+    if not all(parts):
+        raise ValueError(f"rollouts={source!r} is empty. Restore or replace it.")
+    for file, part in zip(files, parts, strict=False):
+        if odd := part[0].keys() ^ parts[0][0].keys():
+            said = f"{file.name} and {files[0].name} have other columns: only one has {', '.join(sorted(odd))}"
+            raise ValueError(f"rollouts={source!r}: {said}. Give all files the same.")
+    return [row for part in parts for row in part]
 
 
 def _check(source: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
@@ -109,6 +126,8 @@ def _check(source: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str])
     for name in ("prompt", written):
         if name not in names:
             raise ValueError(f"rollouts={source!r} has no column {name!r}, only {names}. Add it.")
+    if RECORDED in names:
+        raise ValueError(f"rollouts={source!r} has a column {RECORDED!r}, a name that is taken. Rename it.")
     if "logprobs" in names and written == "completion":
         raise ValueError(
             f"rollouts={source!r} has `logprobs` but no `completion_ids`: which token each belongs to is not known. "
@@ -117,6 +136,8 @@ def _check(source: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str])
     for number, row in enumerate(rows, 1):
         if wrong := _wrong(row, written):
             raise ValueError(f"rollouts={source!r}, row {number}: {wrong}.")
+        if isinstance(row["prompt"], str) != isinstance(rows[0]["prompt"], str):
+            raise ValueError(f"rollouts={source!r}, row {number}: `prompt` is text in some rows only. Use one form.")
 
 
 def _wrong(row: Mapping[str, Any], written: str) -> str:
@@ -125,18 +146,20 @@ def _wrong(row: Mapping[str, Any], written: str) -> str:
     if not isinstance(row["prompt"], str | list) or not row["prompt"]:
         return f"`prompt` is {row['prompt']!r}. Write text, or a list of messages"
     if written == "completion" and text_of(row["completion"]) is None:
-        return f"`completion` is {str(row['completion'])[:60]!r}. Write text, or one message of the assistant"
+        said = f"`completion` is {str(row['completion'])[:60]!r}"
+        return f"{said}. Write text, or one message of the assistant with nothing but `content`"
     if written == "completion_ids" and not (_are(int, ids) and ids and min(ids) >= 0):
-        return f"`completion_ids` is {str(ids)[:60]}. Write the tokens of the completion, at least one"
+        return f"`completion_ids` is {str(ids)[:60]}. Write token ids, integers of at least 0, at least one"
     if "logprobs" in row:
         if not _are(int | float, logps) or len(logps) != len(ids or ()):
             return f"`logprobs` is {str(logps)[:60]}. Write one number for each of the {len(ids or ())} tokens"
         if not all(-math.inf < logp <= 1e-3 for logp in logps):
             return f"`logprobs` has {max(logps)!r}. Write logarithms of probabilities, finite and at most 0"
-    if not (reward is None or (isinstance(reward, int | float) and math.isfinite(reward))):
+    if not (reward is None or (_are(int | float, [reward]) and math.isfinite(reward))):
         return f"`reward` is {reward!r}. Write a finite number, or null if it could not be scored"
-    if "group" in row and row["group"] is None:
-        return "`group` is null. Give each row one, or remove the column"
+    for name in ("temperature", "group"):
+        if name in row and row[name] is None:
+            return f"`{name}` is null. Give each row one, or remove the column"
     return ""
 
 

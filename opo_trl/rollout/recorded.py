@@ -6,7 +6,6 @@ completions in place of new ones, so that all else is as with generation.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,70 +14,105 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, pad
 
 from ..checks import files
 from ..checks.weights import unsharded
 from ..config import RolloutConfig
-from ..data.rollouts import RECORDED, load_rollouts, text_of
+from ..data.rollouts import KNOWN, RECORDED, load_rollouts, text_of
+from .prompts import check_columns
 
 
 FOLDER = "rollouts"  # in the output folder of a run that records its own
 
+Rows = Sequence[Mapping[str, Any]]
 
-def dataset_for(args: RolloutConfig, given: Any) -> Dataset:
-    """The training dataset of a trainer with `rollouts`, unless it has been loaded before."""
+
+# Training on them
+
+
+def dataset_for(args: RolloutConfig, given: Any, named: Mapping[str, Any]) -> Dataset:
+    """
+    The training dataset of a trainer with `rollouts`: what it was `given`, if that has been loaded by `load_rollouts`.
+    `named` are its other arguments, none of which may write completions.
+    """
+    for name in ("rollout_func", "tools", "environment_factory"):
+        if named.get(name):
+            said = f"{name} cannot be combined with rollouts={args.rollouts!r}: completions are recorded"
+            raise ValueError(f"{said}. Remove one of them.")
     if given is None:
-        return load_rollouts(str(args.rollouts), args.num_generations)
-    if RECORDED not in (getattr(given, "column_names", None) or ()):
+        given = load_rollouts(str(args.rollouts), args.num_generations)
+    elif RECORDED not in (getattr(given, "column_names", None) or ()):
         raise ValueError(
             f"train_dataset and rollouts={args.rollouts!r} are both given, but the prompts come with the rollouts. "
             "Remove one of them."
         )
+    columns = as_scored(given)
+    if images := sorted({"image", "images"} & {*columns.column_names}):
+        raise ValueError(f"rollouts={args.rollouts!r} has a column {images[0]!r}, but only text can be recorded.")
+    check_columns(columns, "rollouts")
     return given
 
 
-def check_generation(args: RolloutConfig, named: Mapping[str, Any]) -> None:
-    """Check that a trainer with `rollouts` gets no argument that would write completions."""
-    for name in ("rollout_func", "tools", "environment_factory"):
-        if named.get(name):
-            raise ValueError(
-                f"{name} cannot be combined with rollouts={args.rollouts!r}: completions are recorded. Remove one."
-            )
+def as_scored(dataset: Dataset) -> Dataset:
+    """One row of a recorded dataset, with the columns that reward functions get."""
+    return Dataset.from_list([_of_place(dataset[0], 0)])
 
 
-def stored_reward(completions: Sequence[Any], **_: Any) -> list[None]:
+def has_rewards(dataset: Dataset) -> bool:
+    """Whether the completions of a recorded dataset have been scored."""
+    return "reward" in dataset[0][RECORDED][0]
+
+
+def recorded_reward(completions: Sequence[Any], **_: Any) -> list[None]:
     """Stand-in for a reward function where the rollouts have their rewards: new completions are unscored."""
     return [None] * len(completions)
 
 
-def stored_rewards(inputs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> torch.Tensor | None:
-    """Rewards `[B, number of reward functions]` that were recorded, as those of the first; `None` if none were."""
-    if "reward" not in inputs[0]:
+def _of_place(row: Mapping[str, Any], place: int) -> dict[str, Any]:
+    own = {name: value for name, value in row[RECORDED][place].items() if name not in KNOWN}
+    return {name: value for name, value in row.items() if name != RECORDED} | own
+
+
+def one_by_one(inputs: Rows, process: int, num_generations: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """From the group of each of this process's samples, `[B]`, to its row for reward functions, and its recording."""
+    places = [place % num_generations for place in range(process * len(inputs), (process + 1) * len(inputs))]
+    rows = [_of_place(row, place) for row, place in zip(inputs, places, strict=True)]
+    return rows, [row[RECORDED][place] for row, place in zip(inputs, places, strict=True)]
+
+
+def rewards(samples: Rows, weights: torch.Tensor) -> torch.Tensor | None:
+    """
+    Recorded rewards `[B, number of reward functions]`, such that TRL's sum with `weights` is the reward; `None` if
+    none were recorded.
+    """
+    if "reward" not in samples[0]:
         return None
-    table = torch.full((len(inputs), len(names)), torch.nan)
-    table[:, 0] = torch.tensor([torch.nan if row["reward"] is None else row["reward"] for row in inputs])
+    table, column = torch.full((len(samples), len(weights)), torch.nan), int(weights.nonzero()[0])
+    given = [torch.nan if row["reward"] is None else row["reward"] for row in samples]
+    table[:, column] = torch.tensor(given) / weights[column].cpu()
     return table
 
 
-def one_by_one(inputs: Sequence[Mapping[str, Any]], process: int, num_generations: int) -> list[dict[str, Any]]:
-    """From the groups of each sample, `[B]`, to the samples of this process."""
-    places = range(process * len(inputs), (process + 1) * len(inputs))
-    return [
-        {**{name: value for name, value in row.items() if name != RECORDED}, **row[RECORDED][place % num_generations]}
-        for place, row in zip(places, inputs, strict=True)
-    ]
+def rollout_func(samples: Rows) -> Any:
+    """TRL's `rollout_func` for recorded samples."""
+
+    def recall(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        tokens = {name: [row[name] for row in samples] for name in ("completion_ids", "logprobs")}
+        return {"prompt_ids": trainer._tokenize_prompts(prompts)[0], **tokens}
+
+    return recall
 
 
-def replay(samples: Sequence[Mapping[str, Any]], prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """TRL's `rollout_func` for recorded `samples`."""
-    tokens: dict[str, Any] = {name: [row[name] for row in samples] for name in ("completion_ids", "logprobs")}
-    return {"prompt_ids": trainer._tokenize_prompts(prompts)[0], **tokens}
-
-
-def behaviour_logps(samples: Sequence[Mapping[str, Any]], like: torch.Tensor) -> torch.Tensor:
+def behaviour_logps(samples: Rows, completion_ids: list[list[int]], like: torch.Tensor) -> torch.Tensor:
     """Recorded log-probabilities of tokens, with the shape and place of `like`, `[B, T]`."""
-    logps = pad([torch.tensor(row["logprobs"]) for row in samples], padding_value=0.0, padding_side="right")
+    if completion_ids != [row["completion_ids"] for row in samples]:
+        raise RuntimeError(
+            "`_generate` has been overridden, and changes recorded completions: their log-probabilities are those of "
+            "other tokens. Leave `completion_ids` as they are, or remove `rollouts`."
+        )
+    logps = pad([torch.tensor(row["logprobs"]) for row in samples], padding_value=0, padding_side="right")
     return torch.nn.functional.pad(logps, (0, like.shape[1] - logps.shape[1])).to(like.device)
 
 
@@ -87,101 +121,154 @@ def completed(trainer: Any) -> Dataset:
     The recorded dataset of a trainer, where each completion has its tokens and their log-probabilities.
 
     Raises:
-        `ValueError`: no log-probabilities are recorded and `rollouts_model` does not say whose the completions are, it
-            has another vocabulary, or a completion does not fit into `max_completion_length` or the vocabulary.
+        `ValueError`: the completions do not fit the run (length, temperature, vocabulary), or it is not known which
+            model wrote them.
     """
-    args, dataset, tokenizer = trainer.args, trainer.train_dataset, trainer._tokenizer
-    if images := sorted({"image", "images"} & {*dataset.column_names}):
-        raise ValueError(f"rollouts={args.rollouts!r} has a column {images[0]!r}: only text can be recorded.")
-    recorded: list[list[dict[str, Any]]] = [*dataset[RECORDED]]
-    for row in (row for group in recorded for row in group):
-        if not row.get("completion_ids"):
-            row["completion_ids"] = tokenizer(text_of(row["completion"]), add_special_tokens=False)["input_ids"]
-            row["completion_ids"].append(tokenizer.eos_token_id)
-    longest = max(len(row["completion_ids"]) for group in recorded for row in group)
+    args, dataset = trainer.args, trainer.train_dataset
+    groups: list[list[dict[str, Any]]] = [*dataset[RECORDED]]
+    samples = [row for group in groups for row in group]
+    if is_text := "completion_ids" not in samples[0]:
+        _tokenize(trainer, samples)
+    longest = max(len(row["completion_ids"]) for row in samples)
     if args.max_completion_length is not None and longest > args.max_completion_length:
         raise ValueError(
             f"rollouts={args.rollouts!r} has completions of up to {longest:,} tokens, more than max_completion_length="
             f"{args.max_completion_length:,}. Set `max_completion_length` to {longest}, or remove the longer ones."
         )
-    highest, vocabulary = max(max(row["completion_ids"]) for group in recorded for row in group), len(tokenizer)
+    highest, vocabulary = max(max(row["completion_ids"]) for row in samples), len(trainer._tokenizer)
+    vocabulary = max(vocabulary, trainer.model.config.get_text_config().vocab_size)
     if highest >= vocabulary:
         raise ValueError(
-            f"rollouts={args.rollouts!r} has the token {highest}, but the model's vocabulary has {vocabulary}: its "
-            "completions are of another tokenizer. Record their text without `completion_ids`."
+            f"rollouts={args.rollouts!r} has the token {highest}, but the model's vocabulary has {vocabulary}: it was "
+            "made with another tokenizer. Remove `completion_ids` and `logprobs`, and keep `completion`."
         )
-    if "logprobs" not in recorded[0][0]:
-        _add_logps(trainer, recorded)
+    if "logprobs" not in samples[0]:
+        _add_logps(trainer, groups)
     elif args.rollouts_model is not None:
         raise ValueError(
             f"rollouts_model={args.rollouts_model!r} has no effect: {args.rollouts!r} has log-probabilities of its "
             "own. Remove `rollouts_model`, or their column `logprobs`."
         )
-    return dataset.remove_columns(RECORDED).add_column(RECORDED, recorded)
+    else:
+        other = {row.get("temperature", args.temperature) for row in samples} - {args.temperature}
+        if other:
+            raise ValueError(
+                f"temperature={args.temperature:g}, but rollouts={args.rollouts!r} has log-probabilities at a "
+                f"temperature of {other.pop():g}. Set `temperature` to that."
+            )
+        if not is_text:
+            return dataset
+    return dataset.remove_columns(RECORDED).add_column(RECORDED, groups)
 
 
-def _add_logps(trainer: Any, recorded: list[list[dict[str, Any]]]) -> None:
+def _tokenize(trainer: Any, samples: list[dict[str, Any]]) -> None:
+    """Add the tokens of completions that are text: complete ones, with the token that ends a turn."""
+    tokenizer, prompt = trainer._tokenizer, trainer.train_dataset[0]["prompt"]
+    end = tokenizer.eos_token_id
+    if isinstance(prompt, list):  # a chat template may end a turn by another token
+        turns = [*prompt, {"role": "assistant", "content": "x"}]
+        ids = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
+        end = next((token for token in reversed(ids) if token in trainer.eos_token_ids), end)
+    for row in samples:
+        ids = tokenizer(text_of(row["completion"]), add_special_tokens=False)["input_ids"]
+        finished = end is None or (ids and ids[-1] in trainer.eos_token_ids)
+        row["completion_ids"] = ids if finished else [*ids, end]
+
+
+def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
     """Add the log-probabilities under the model that wrote the completions, computed by all processes together."""
     args, prompts, model = trainer.args, trainer.train_dataset["prompt"], trainer.args.rollouts_model
     if model is None:
         raise ValueError(
-            f"rollouts={args.rollouts!r} has no column `logprobs`, and whose the completions are is not known. Set "
-            "`rollouts_model` to the model that wrote them."
+            f"rollouts={args.rollouts!r} has no column `logprobs`, and it is not known which model wrote the "
+            "completions. Set `rollouts_model` to it."
         )
-    if AutoTokenizer.from_pretrained(model).get_vocab() != trainer._tokenizer.get_vocab():
+    try:
+        vocabulary = AutoTokenizer.from_pretrained(model).get_vocab()
+    except (OSError, ValueError) as error:
+        fix = "Set it to the folder or Hub id of the model that wrote the completions"
+        raise ValueError(f"rollouts_model={model!r} cannot be loaded: {error}. {fix}.") from error
+    if vocabulary != trainer._tokenizer.get_vocab():
         raise ValueError(
             f"rollouts_model={model!r} has another vocabulary than the model to train. Set it to the model that wrote "
             "the completions, or record their log-probabilities where they are written."
         )
     options = {name: value for name, value in (args.model_init_kwargs or {}).items() if name != "revision"}
-    with unsharded():
-        author = create_model_from_path(model, **options).to(trainer.accelerator.device).eval()
-    add_fused_lm_head(author, trainer.temperature, args.cast_lm_head_to_fp32)
     process, processes, found = trainer.accelerator.process_index, trainer.accelerator.num_processes, {}
-    for index in range(process, len(recorded), processes):
-        ids = trainer._tokenize_prompts(prompts[index : index + 1])[0][0]
-        found[index] = _logps(trainer, author, ids, [row["completion_ids"] for row in recorded[index]])
+    with unsharded():
+        author = create_model_from_path(model, **{**options, "device_map": None})
+        author = author.to(trainer.accelerator.device).eval()
+        add_fused_lm_head(author, trainer.temperature, args.cast_lm_head_to_fp32)
+        for index in range(process, len(groups), processes):
+            prompt = torch.tensor(trainer._tokenize_prompts(prompts[index : index + 1])[0][0])
+            ids = [torch.tensor(row["completion_ids"]) for row in groups[index]]
+            prompts_of_group = prompt.expand(len(ids), -1)
+            logps = _scored(trainer, author, prompts_of_group, torch.ones_like(prompts_of_group), ids)
+            found[index] = [row[: len(tokens)].tolist() for row, tokens in zip(logps, ids, strict=True)]
     for index, group in [pair for part in gather_object([found]) for pair in part.items()]:
-        for row, logps in zip(recorded[index], group, strict=True):
+        for row, logps in zip(groups[index], group, strict=True):
             row["logprobs"] = logps
 
 
 @torch.no_grad()
-def _logps(trainer: Any, model: Any, prompt: list[int], completions: list[list[int]]) -> list[list[float]]:
-    """Log-probabilities of the tokens of one prompt's completions, at the temperature of the run."""
-    padding = {"padding_value": 0, "padding_side": "right"}
-    ids = pad([torch.tensor(tokens) for tokens in completions], **padding)
-    mask = pad([torch.ones(len(tokens), dtype=torch.long) for tokens in completions], **padding)
-    first = torch.tensor(prompt).expand(len(ids), -1)
-    inputs = (torch.cat(pair, dim=1).to(model.device) for pair in ((first, ids), (torch.ones_like(first), mask)))
-    size = trainer.args.per_device_train_batch_size
-    logps = GRPOTrainer._get_per_token_logps_and_entropies(trainer, model, *inputs, ids.shape[1], size)[0].tolist()
-    return [row[: len(tokens)] for row, tokens in zip(logps, completions, strict=True)]
+def _scored(
+    trainer: Any, model: Any, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, completions: list[torch.Tensor]
+) -> torch.Tensor:
+    """Log-probabilities `[B, T]` of completions' tokens, at the temperature of the run; prompts are `[B, P]`."""
+    padding: Any = {"padding_value": 0, "padding_side": "right"}
+    ids, mask = pad(completions, **padding), pad([torch.ones_like(tokens) for tokens in completions], **padding)
+    device, size = trainer.accelerator.device, trainer.args.per_device_train_batch_size
+    pairs = ((prompt_ids.to(device), ids.to(device)), (prompt_mask.to(device), mask.to(device)))
+    inputs = [torch.cat(pair, dim=1) for pair in pairs]
+    with disable_gradient_checkpointing(model, trainer.args.gradient_checkpointing_kwargs):
+        return GRPOTrainer._get_per_token_logps_and_entropies(trainer, model, *inputs, ids.shape[1], size)[0]
 
 
-def save(
-    trainer: Any, inputs: Sequence[Mapping[str, Any]], rollout: Mapping[str, Any], completion_ids: list[list[int]]
-) -> None:
+# Recording
+
+
+def check_recordable(args: RolloutConfig, named: Mapping[str, Any], dataset: Any) -> None:
+    """Check that completions of a trainer are tokens of the model alone, after a prompt that the dataset has."""
+    names = [name for name in ("tools", "environment_factory") if named.get(name)]
+    images = {"image", "images"} & {*(getattr(dataset, "column_names", None) or ())}
+    if args.save_rollouts and (names or images):
+        raise ValueError(
+            f"save_rollouts=True cannot record {'images' if images else names[0]}: a row has one prompt and one "
+            "completion as text. Remove `save_rollouts`."
+        )
+
+
+def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids: list[list[int]]) -> None:
     """Write this process's samples of a round of generation to a file of their own, which a resumed run rewrites."""
-    own, done = trainer.accelerator.process_index, trainer.completions_generated
-    logps = rollout.get("old_per_token_logps")
-    if logps is None:
-        tokens = [torch.cat([rollout[f"prompt_{x}"], rollout[f"completion_{x}"]], dim=1) for x in ("ids", "mask")]
-        score = partial(GRPOTrainer._get_per_token_logps_and_entropies, trainer, trainer.model)
-        with torch.no_grad():
-            logps = score(*tokens, rollout["completion_ids"].shape[1], trainer.args.per_device_train_batch_size)[0]
-    weights = trainer.reward_weights.to(rollout["rewards_per_func"].device)
-    rewards = (rollout["rewards_per_func"] * weights).nansum(dim=1)
+    accelerator, done = trainer.accelerator, trainer.completions_generated
+    if "tool_mask" in rollout:
+        raise ValueError("save_rollouts=True cannot record tokens that the model has not written. Remove it.")
+    logps, mask = rollout.get("old_per_token_logps"), rollout["completion_mask"]
+    ids = [torch.tensor(tokens) for tokens in completion_ids]
+    if logps is None or any(len(tokens) != n for tokens, n in zip(ids, mask.sum(dim=1).tolist(), strict=True)):
+        # Without a pass over the rollout, or if it has left truncated completions out.
+        logps = _scored(trainer, trainer.model, rollout["prompt_ids"], rollout["prompt_mask"], ids)
+    totals = (rollout["rewards_per_func"] * trainer.reward_weights.to(rollout["rewards_per_func"].device)).nansum(
+        dim=1
+    )
     unscored = rollout["rewards_per_func"].isnan().all(dim=1)
-    lines = []
-    for place, (row, ids) in enumerate(zip(inputs, completion_ids, strict=True)):
-        sample = {
+    first = accelerator.process_index * len(inputs)
+    lines = [
+        {
+            **row,
             "completion": trainer.processing_class.decode(ids, skip_special_tokens=True),
             "completion_ids": ids,
             "logprobs": logps[place, : len(ids)].tolist(),
-            "reward": None if unscored[place] else rewards[place].item(),
-            "group": f"{done}-{(own * len(inputs) + place) // trainer.num_generations}",
+            "temperature": trainer.temperature,
+            "reward": None if unscored[place] else totals[place].item(),
+            "group": f"{done}-{(first + place) // trainer.num_generations}",
         }
-        lines.append({**row, **sample})
+        for place, (row, ids) in enumerate(zip(inputs, completion_ids, strict=True))
+    ]
     folder = files.inner_folder(Path(trainer.args.output_dir), FOLDER)
-    files.write_lines(folder / f"{done:09}-{own}.jsonl", lines)
+    files.write_lines(folder / f"{done:09}-{accelerator.process_index}.jsonl", lines)
+    if accelerator.is_main_process:  # an earlier run in this folder may have gone further, or with more processes
+        for file in folder.glob("*-*.jsonl"):
+            numbers = file.stem.split("-")
+            if all(map(str.isdecimal, numbers)) and (*map(int, numbers),) >= (done, accelerator.num_processes):
+                file.unlink()

@@ -17,18 +17,17 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
-    EvalPrediction,
     IntervalStrategy,
     SaveStrategy,
     has_length,
@@ -47,7 +46,7 @@ from ..metrics.step_clock import StepClock
 from ..metrics.watches import Watches
 from ..objective import SEQUENCE_CLAMP, Objective, token_sum
 from ..rewards.checked import checked, checked_environments, checked_tools, reward_list
-from . import checkpoint, disk, position, recorded, wording
+from . import checkpoint, disk, evaluated, position, recorded, wording
 from .dynamic_sampling import DynamicSampling
 from .frozen_base import FrozenBase
 from .prompts import EpochSampler, PromptStream, check_datasets, check_train_dataset, epochs_of_sampler, permutations
@@ -82,8 +81,9 @@ class RolloutTrainer(GRPOTrainer):
         compute_metrics (`Callable[[EvalPrediction], dict[str, float]]`, *optional*):
             Metrics of an evaluation on `eval_dataset`, called once per evaluation on every process. `predictions` are
             the N completions of all processes as text; `label_ids` their rewards, `[N, number of reward functions]`,
-            NaN where unscored; `inputs` the row of the dataset of each. What it returns is logged under `eval_`,
-            where `metric_for_best_model` and early stopping find it.
+            NaN where unscored; `inputs` the row of the dataset of each. (From a stream, several processes may repeat
+            some in the last batch.) What it returns is logged under `eval_`, where `metric_for_best_model` and early
+            stopping find it.
 
     Raises:
         `TypeError`: `args` is a configuration of another trainer, one of `reward_funcs` is not a reward, or
@@ -116,7 +116,8 @@ class RolloutTrainer(GRPOTrainer):
 
     _has_trained = False  # whether `train` has been called before
     _is_spent = False  # whether the run is resumed from a checkpoint that spends `max_completions`
-    _evaluated: list[tuple[str, list[float], dict]] | None = None  # completion, rewards and row, in an evaluation
+    _recorded_samples: recorded.Rows = ()  # of the current rollout
+    _evaluated: list[evaluated.Sample] | None = None  # in an evaluation
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
     @takes_what_grpo_takes
@@ -126,10 +127,12 @@ class RolloutTrainer(GRPOTrainer):
         trl_contract.check_replaced()
         args = self._checked_args(model, args, quantized=named.get("quantization_config") is not None)
         if args.rollouts is not None:
-            dataset, *rest = further or [named.pop("train_dataset", None)]
-            further = (recorded.dataset_for(args, dataset), *rest)
-            recorded.check_generation(args, named)
-            reward_funcs = reward_funcs or recorded.stored_reward
+            given, *rest = further or [named.pop("train_dataset", None)]
+            dataset = recorded.dataset_for(args, given, named)
+            further = (dataset, *rest)
+            if not reward_funcs and recorded.has_rewards(dataset):
+                reward_funcs = recorded.recorded_reward
+        recorded.check_recordable(args, named, named.get("train_dataset"))
         check_datasets(GRPOTrainer, model, reward_funcs, args, *further, **named)
         rewards = reward_list(reward_funcs)
         check_models(model, rewards or (), args, named.get("peft_config"))
@@ -138,6 +141,7 @@ class RolloutTrainer(GRPOTrainer):
         with without_password(args.vllm_server_base_url), checked_environments(factories, {}):
             super().__init__(model, rewards, args, *further, **named)
         check_finite(self.accelerator, self.model, *self.reward_funcs)
+        evaluated.check(compute_metrics, args)
         self.compute_metrics = compute_metrics
         check_train_dataset(self)
         if args.rollouts is not None:
@@ -425,16 +429,17 @@ class RolloutTrainer(GRPOTrainer):
         """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
         factories: Any = self.environment_factories or {}
         environments = checked_environments(factories.values(), self._environment_pool if factories else {})
-        source = nullcontext()
+        given: dict[str, Any] = {}
         if self._replays_recorded:
-            inputs = recorded.one_by_one(inputs, self.accelerator.process_index, self.num_generations)
-            source = temporarily(self, rollout_func=partial(recorded.replay, inputs))
+            inputs, samples = recorded.one_by_one(inputs, self.accelerator.process_index, self.num_generations)
+            given = {"rollout_func": recorded.rollout_func(samples), "_recorded_samples": samples}
         # A reward may score with the policy itself, and leave it in evaluation mode.
-        with self._keep_mode(), recorded_rewards(self) as scored, environments, source:
+        with self._keep_mode(), recorded_rewards(self) as scored, environments, temporarily(self, **given):
             rollout = super()._generate_and_score_completions(inputs)
         rewards, completion_ids = scored[-1]
         if self._replays_recorded:
-            rollout["old_per_token_logps"] = recorded.behaviour_logps(inputs, rollout["completion_ids"])
+            logps = recorded.behaviour_logps(samples, completion_ids, like=rollout["completion_ids"])
+            rollout["old_per_token_logps"] = logps
         n_local = len(rollout["advantages"])
         rollout["rewards_per_func"] = rewards[self.accelerator.process_index * n_local :][:n_local]
         if self._mode == "train":
@@ -443,9 +448,7 @@ class RolloutTrainer(GRPOTrainer):
             if self.args.save_rollouts:
                 recorded.save(self, inputs, rollout, completion_ids)
         elif self._evaluated is not None:
-            texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
-            own = zip(texts, rollout["rewards_per_func"].tolist(), inputs, strict=True)
-            self._evaluated += gather_object([*own])
+            self._evaluated += evaluated.gather(self, completion_ids, rollout["rewards_per_func"], inputs)
         return rollout
 
     def _tool_call_loop(self, *inputs, **options):
@@ -453,9 +456,9 @@ class RolloutTrainer(GRPOTrainer):
             return super()._tool_call_loop(*inputs, **options)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        stored = recorded.stored_rewards(inputs, self.reward_func_names) if self._replays_recorded else None
-        if stored is not None:
-            return self.accelerator.gather(stored.to(self.accelerator.device))
+        known = recorded.rewards(self._recorded_samples, self.reward_weights) if self._replays_recorded else None
+        if known is not None:
+            return self.accelerator.gather(known.to(self.accelerator.device))
         with self._clock.phase("score"), checked(self):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self._mode == "train":  # the log and the limit cover training only
@@ -490,19 +493,14 @@ class RolloutTrainer(GRPOTrainer):
         return loss
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **named):
-        self._evaluated = [] if self.compute_metrics is not None else None
-        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
-        if self.compute_metrics is not None:
-            count = None  # of a stream, which no process repeats to fill its last batch
-            if has_length(dataloader.dataset):
-                count = len(dataloader.dataset) * self.num_generations_eval
-            completions, rewards, rows = zip(*self._evaluated[:count], strict=True)
-            found = self.compute_metrics(EvalPrediction([*completions], torch.tensor(rewards), [*rows]))
-            if not isinstance(found, Mapping):
-                raise TypeError(f"compute_metrics returned {found!r:.60}, not a dictionary. Return name → number.")
-            named_so = {name.removeprefix(f"{metric_key_prefix}_"): value for name, value in found.items()}
-            output.metrics.update({f"{metric_key_prefix}_{name}": float(value) for name, value in named_so.items()})
-        self._evaluated = None
+        samples: list[evaluated.Sample] | None = [] if self.compute_metrics is not None else None
+        with temporarily(self, _evaluated=samples):
+            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
+        if samples is not None:
+            if has_length(dataloader.dataset):  # the last batch may be filled with repetitions
+                del samples[len(dataloader.dataset) * self.num_generations_eval :]
+            found = evaluated.metrics(self.compute_metrics, samples)
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
         return output
 
     def training_step(self, model, inputs, num_items_in_batch=None):

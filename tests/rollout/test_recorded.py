@@ -181,7 +181,7 @@ def test_missing_log_probabilities_are_those_of_the_model_that_is_named(tiny_mod
 
 
 def test_text_is_tokenized_and_scored_by_the_reward_functions(tiny_model, tmp_path):
-    rows = [ROW | {"completion": text} for text in ("2", "22", "3", "4")] * 2
+    rows = [ROW | {"completion": text} for text in ("2", "2", "22", "22", "3", "3", "4", "4")]
     rows = [{n: v for n, v in row.items() if n != "reward"} | {"solution": "2"} for row in rows]
     seen = []
 
@@ -200,19 +200,50 @@ def test_text_is_tokenized_and_scored_by_the_reward_functions(tiny_model, tmp_pa
 
 
 def test_groups(tmp_path, caplog):
-    rows = [ROW | {"completion": str(i), "note": i, "level": "1"} for i in range(5)]
-    rows += [ROW | {"prompt": [{"role": "user", "content": "2+2="}], "note": 9, "level": "2"}]
-    rows = [
-        row | {"prompt": [{"role": "user", "content": row["prompt"]}]} if i < 5 else row for i, row in enumerate(rows)
-    ]
+    asks = [[{"role": "user", "content": text}] for text in ("1+1=", "2+2=")]
+    rows = [ROW | {"prompt": asks[0], "completion": str(i), "note": i, "level": "1"} for i in range(5)]
+    rows += [ROW | {"prompt": asks[1], "note": 9, "level": "2"}]
     groups = load_rollouts(written(tmp_path, rows), 2)
-    assert [[row["note"] for row in group] for group in groups[RECORDED]] == [[0, 1], [2, 3]]
+    assert [[row["note"] for row in group] for group in groups[RECORDED]] == [[0, 2], [1, 3]]
     assert groups["level"] == ["1", "1"]
     assert "level" not in groups[RECORDED][0][0]
-    assert "2 of its 6 completions do not fill a group" in caplog.text
-    named = [row | {"group": i % 3} for i, row in enumerate(rows)]
+    assert "2 of its 6 completions are left over" in caplog.text
+    # Two runs may give their groups the same names.
+    named = [row | {"group": i % 2} for i, row in enumerate(rows)]
     groups = load_rollouts(written(tmp_path, named), 2)
-    assert [[row["note"] for row in group] for group in groups[RECORDED]] == [[0, 3], [1, 4], [2, 9]]
+    assert [[row["note"] for row in group] for group in groups[RECORDED]] == [[0, 2], [1, 3]]
+
+
+def test_reference_policy_with_one_step_per_rollout(tiny_model, tmp_path, recorded):
+    """TRL then makes no pass for the behaviour policy, whose place the reference's would take."""
+    run = replayed(tiny_model, tmp_path, recorded, steps_per_generation=2, beta=0.1, max_steps=1)
+    assert logged(run)[0]["kl"] == 0
+    assert logged(run)[0]["opo/off_policy_steps"] == 1
+
+
+@pytest.mark.parametrize("weights", [[1.0, 0.5], [0.0, 2.0]])
+def test_recorded_rewards_are_those_of_the_run_whatever_its_weights(tiny_model, tmp_path, weights):
+    both = {"trainer_arguments": {**GENERATES, "reward_funcs": [even_tokens, even_tokens]}, "reward_weights": weights}
+    run = trained(tiny_model, tmp_path / "run", save_rollouts=True, **STEPS | {"max_steps": 1}, **both)
+    both["trainer_arguments"] = {"reward_funcs": [even_tokens, even_tokens]}
+    again = replayed(tiny_model, tmp_path / "again", tmp_path / "run" / "rollouts", max_steps=1, **both)
+    assert logged(again)[0]["reward"] == pytest.approx(logged(run)[0]["reward"])
+
+
+def test_truncated_completions_are_recorded_with_their_log_probabilities(tiny_model, tmp_path):
+    """Also if this run leaves them out."""
+    short = {"trainer_arguments": GENERATES, "max_completion_length": 3, "mask_truncated_completions": True}
+    trained(tiny_model, tmp_path, save_rollouts=True, **STEPS | {"max_steps": 1}, **short)
+    rows = rows_of(tmp_path / "rollouts")
+    assert all(len(row["logprobs"]) == len(row["completion_ids"]) for row in rows)
+    assert all(logp < 0 for row in rows for logp in row["logprobs"])
+
+
+def test_a_new_run_in_a_folder_leaves_no_rollout_of_an_earlier_one(tiny_model, tmp_path):
+    for steps in (6, 2):
+        options = {**STEPS, "max_steps": steps, "save_rollouts": True, "trainer_arguments": GENERATES}
+        trained(tiny_model, tmp_path, **options)
+    assert [file.name for file in (tmp_path / "rollouts").iterdir()] == ["000000016-0.jsonl"]
 
 
 def test_it_learns_from_completions_of_the_base_model(tmp_path):
@@ -255,6 +286,7 @@ def test_it_learns_from_completions_of_the_base_model(tmp_path):
         ({"reward": "good"}, "`reward` is 'good'"),
         ({"reward": math.inf}, "`reward` is inf"),
         ({"group": None}, "`group` is null"),
+        ({"prompt": [{"role": "user", "content": "1+1="}]}, "text in some rows only"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path, row, said):
@@ -285,6 +317,8 @@ def test_files_that_cannot_be_used(tmp_path):
         ({"trainer_arguments": {"rollout_func": print}}, "rollout_func"),
         ({"trainer_arguments": {"train_dataset": Dataset.from_dict({"prompt": PROMPTS})}}, "train_dataset"),
         ({"max_sampling_rounds": 2}, "max_sampling_rounds"),
+        ({"remove_unused_columns": True}, "remove_unused_columns"),
+        ({"rollouts_model": "model", "trainer_arguments": {"tools": [print]}}, "tools"),
     ],
 )
 def test_what_does_not_fit_is_rejected(tiny_model, tmp_path, options, said):
@@ -292,6 +326,16 @@ def test_what_does_not_fit_is_rejected(tiny_model, tmp_path, options, said):
         options |= {"rollouts_model": tiny_model}
     with pytest.raises(ValueError, match=said):
         replayed(tiny_model, tmp_path, written(tmp_path, [ROW] * 16), **options)
+
+
+def test_log_probabilities_of_another_temperature_are_rejected(tiny_model, tmp_path, recorded):
+    with pytest.raises(ValueError, match=r"temperature=0\.5"):
+        replayed(tiny_model, tmp_path, recorded, temperature=0.5)
+
+
+def test_tools_cannot_be_recorded(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="save_rollouts=True cannot record tools"):
+        make_trainer(tiny_model, tmp_path, save_rollouts=True, trainer_arguments={"tools": [print]})
 
 
 def test_a_model_to_score_by_needs_rollouts_without_log_probabilities(tiny_model, tmp_path, recorded):

@@ -1,0 +1,51 @@
+"""Metrics of an evaluation by a function of the user's, `compute_metrics`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from accelerate.utils import gather_object
+from transformers.trainer_utils import EvalPrediction
+
+
+Sample = tuple[str, list[float], Mapping[str, Any]]  # completion, its rewards, and the row of the dataset
+
+
+def check(compute_metrics: Any, args: Any) -> None:
+    """Check a trainer's argument, before it is called for the first time after an evaluation."""
+    if compute_metrics is not None and not callable(compute_metrics):
+        raise TypeError(f"compute_metrics={compute_metrics!r:.60} is not a function. Pass one that takes predictions.")
+    if compute_metrics is not None and "inputs" in args.include_for_metrics:
+        raise ValueError("include_for_metrics=['inputs'] has no effect: `inputs` are always passed. Remove it.")
+
+
+def gather(
+    trainer: Any, completion_ids: list[list[int]], rewards: torch.Tensor, rows: Sequence[Mapping[str, Any]]
+) -> list[Sample]:
+    """The samples of an evaluated batch, of all processes; the arguments are of this process's."""
+    texts = trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+    return gather_object([*zip(texts, rewards.tolist(), rows, strict=True)])
+
+
+def metrics(compute_metrics: Callable[[EvalPrediction], Any], samples: Sequence[Sample]) -> dict[str, float]:
+    """
+    What the function returns for these samples; names without `eval_`.
+
+    Raises:
+        `TypeError`: it is not a dictionary of numbers.
+        `RuntimeError`: there is no sample.
+    """
+    if not samples:
+        raise RuntimeError(
+            "compute_metrics has nothing to measure: an override of `_generate_and_score_completions` does not call "
+            "the parent's. Call it, or remove `compute_metrics`."
+        )
+    completions, rewards, rows = zip(*samples, strict=True)
+    seen: Any = EvalPrediction(cast(Any, [*completions]), cast(Any, torch.tensor(rewards)))
+    seen.inputs = [*rows]  # not in the constructor: `predictions, label_ids = seen` would have three values
+    found = compute_metrics(seen)
+    try:
+        return {name.removeprefix("eval_"): float(value) for name, value in found.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        said = f"compute_metrics returned {found!r:.60}, not a dictionary of names and numbers"
+        raise TypeError(f"{said}: {error}. Return such as {{'solved': 0.5}}.") from error
