@@ -182,8 +182,9 @@ def test_level_of_the_ratio_can_be_what_opo_does(config):
 @pytest.mark.parametrize(("trainer", "config_class"), [(OPOTrainer, OPOConfig), (RolloutTrainer, RolloutConfig)])
 def test_trainers_show_the_parameters_of_grpo(trainer, config_class):
     shown, parent = inspect.signature(trainer), inspect.signature(GRPOTrainer)
-    assert [*shown.parameters] == [*parent.parameters]
-    assert {n: p.default for n, p in shown.parameters.items()} == {n: p.default for n, p in parent.parameters.items()}
+    assert [*shown.parameters] == [*parent.parameters, "compute_metrics"]
+    defaults = {n: p.default for n, p in parent.parameters.items()} | {"compute_metrics": None}
+    assert {n: p.default for n, p in shown.parameters.items()} == defaults
     assert shown.parameters["args"].annotation == config_class | None
     assert f"args: {config_class.__module__}.{config_class.__name__} | None = None" in pydoc.render_doc(trainer)
 

@@ -502,7 +502,7 @@ def test_a_metric_on_two_processes_sees_each_completion_once(tiny_model, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"), [(1.0, r"1\.0"), ({"a": "high"}, "high"), ({1: 2.0}, "{1: 2"), (None, "None")]
+    ("returned", "said"), [(1.0, r"1\.0"), ({"a": "high"}, ".*high"), ({1: 2.0}, "{1: 2"), (None, "None")]
 )
 def test_a_metric_that_returns_no_numbers(tiny_model, tmp_path, returned, said):
     data = {"eval_dataset": PLAIN.select(range(2)), "compute_metrics": lambda evaluated: returned}

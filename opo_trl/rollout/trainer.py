@@ -16,7 +16,7 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -429,16 +429,18 @@ class RolloutTrainer(GRPOTrainer):
         """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
         factories: Any = self.environment_factories or {}
         environments = checked_environments(factories.values(), self._environment_pool if factories else {})
-        given: dict[str, Any] = {}
+        source: AbstractContextManager[None] = nullcontext()
         if self._replays_recorded:
             inputs, samples = recorded.one_by_one(inputs, self.accelerator.process_index, self.num_generations)
-            given = {"rollout_func": recorded.rollout_func(samples), "_recorded_samples": samples}
+            source = temporarily(self, rollout_func=recorded.rollout_func(samples))
+            self._recorded_samples = samples
         # A reward may score with the policy itself, and leave it in evaluation mode.
-        with self._keep_mode(), recorded_rewards(self) as scored, environments, temporarily(self, **given):
+        with self._keep_mode(), recorded_rewards(self) as scored, environments, source:
             rollout = super()._generate_and_score_completions(inputs)
         rewards, completion_ids = scored[-1]
         if self._replays_recorded:
-            logps = recorded.behaviour_logps(samples, completion_ids, like=rollout["completion_ids"])
+            like, known = rollout["completion_ids"], self._recorded_samples
+            logps = recorded.behaviour_logps(known, completion_ids, like)
             rollout["old_per_token_logps"] = logps
         n_local = len(rollout["advantages"])
         rollout["rewards_per_func"] = rewards[self.accelerator.process_index * n_local :][:n_local]
@@ -493,10 +495,13 @@ class RolloutTrainer(GRPOTrainer):
         return loss
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **named):
-        samples: list[evaluated.Sample] | None = [] if self.compute_metrics is not None else None
-        with temporarily(self, _evaluated=samples):
+        samples: list[evaluated.Sample] = []
+        self._evaluated = samples if self.compute_metrics is not None else None
+        try:
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
-        if samples is not None:
+        finally:
+            self._evaluated = None
+        if self.compute_metrics is not None:
             if has_length(dataloader.dataset):  # the last batch may be filled with repetitions
                 del samples[len(dataloader.dataset) * self.num_generations_eval :]
             found = evaluated.metrics(self.compute_metrics, samples)
