@@ -233,8 +233,8 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
     def _generate_and_score_completions(self, inputs):
         device, prompts = self.accelerator.device, [row["prompt"] for row in inputs]
         conversations = [_as_conversation(row)["prompt"] for row in inputs]
-        how: Any = {"padding": True, "padding_side": "left", "return_dict": True, "return_tensors": "pt"}
-        how |= self.args.chat_template_kwargs or {}
+        how: Any = {"padding": True, "return_dict": True, "return_tensors": "pt"}
+        how |= {"tokenizer_kwargs": {"padding_side": "left"}, **(self.args.chat_template_kwargs or {})}
         asked: Any = self._chat.apply_chat_template(conversations, add_generation_prompt=True, **how)
         if isinstance(self.model, FSDPModule) and "generate" not in vars(self.model):
             register_fsdp_forward_method(self.model, "generate")  # PEFT's calls the inner model

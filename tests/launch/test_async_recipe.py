@@ -269,6 +269,21 @@ def test_prompts_are_shuffled_by_the_seed(tmp_path):
     assert sorted(orders[0]) == list(range(20)) != orders[0]
 
 
+def test_evaluation_pads_prompts_on_the_left_also_with_a_tokenizer_that_pads_on_the_right(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(base_model_path())
+    tokenizer.padding_side = "right"
+    AutoModelForCausalLM.from_pretrained(base_model_path()).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    texts, options = ["35-12=", "61-27-21+72-34+36="], {"in_process_staleness": 0, "token_budget": 0, "bf16": False}
+    data = Dataset.from_dict({"prompt": texts, "place": [0, 1]})
+    answers = []
+    for batch in (1, 2):
+        options |= {"per_device_eval_batch_size": batch, "use_cpu": USE_CPU, "report_to": "none"}
+        trainer = AsyncRecipeTrainer(str(tmp_path), [places], AsyncRecipeConfig(str(tmp_path), **options), data)
+        answers.append([sample["completion"] for sample in evaluate(trainer, data, decoding="greedy").samples])
+    assert answers[0] == answers[1]
+
+
 def test_rewards_of_text_get_text_also_asynchronous_ones():
     async def longest(prompts, completions, **columns):
         return [float(len(prompt + completion)) for prompt, completion in zip(prompts, completions, strict=True)]
