@@ -82,3 +82,14 @@ def test_progress_bar_accepts_it(value):
     names = ("reward", "validation/accuracy", "entropy", "grad_norm")
     bar.on_log(None, state, TrainerControl(), logs=dict.fromkeys(names, value))
     bar.on_train_end(None, state, TrainerControl())
+
+
+def test_progress_bar_ends_with_the_budget_of_completions(tiny_model: str, tmp_path: Path):
+    class Bar(ProgressBar):
+        def on_train_end(self, args, state, control, **kwargs):
+            self.shown = self.training_bar.n, self.training_bar.total
+            super().on_train_end(args, state, control, **kwargs)
+
+    bar = Bar()
+    trained(tiny_model, tmp_path, max_steps=50, max_completions=20, trainer_arguments={"callbacks": [bar]})
+    assert bar.shown[0] == bar.shown[1] < 50
