@@ -9,6 +9,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from datasets import Dataset
 
+from ..data import tokenize_prompts
 from . import memory
 
 
@@ -243,15 +244,21 @@ def _row_tokens(trainer: Any) -> tuple[int, int]:
 
 def _prompt_tokens(trainer: Any) -> int:
     """
-    Tokens of the longest of the first 10,000 prompts, without the chat template; 0 for a stream, and for environments
-    that make their own prompts.
+    Tokens of the longest of the first 10,000 prompts, as the model gets it; for a model with images, without the chat
+    template; 0 for a stream, and for environments that make their own prompts.
     """
     if not isinstance(trainer.train_dataset, Dataset) or "prompt" not in trainer.train_dataset.column_names:
         return 0
     prompts = trainer.train_dataset.select_columns("prompt")[:10_000]["prompt"]
-    texts = (p if isinstance(p, str) else " ".join(str(message.get("content")) for message in p) for p in prompts)
-    tokenizer: Any = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    return len(tokenizer(max(texts, key=len))["input_ids"])
+    longest, tokenizer = max(prompts, key=lambda prompt: len(_text(prompt))), trainer.processing_class
+    if hasattr(tokenizer, "tokenizer"):
+        longest, tokenizer = _text(longest), tokenizer.tokenizer
+    template = {"tools": trainer.tools or None, "chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+    return len(tokenize_prompts([longest], tokenizer, template)[0])
+
+
+def _text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else " ".join(str(message.get("content")) for message in prompt)
 
 
 def _device_bytes(trainer: Any) -> int | None:

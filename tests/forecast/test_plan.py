@@ -10,6 +10,7 @@ from helpers import PROMPTS, USE_CPU
 from tiny import make_tokenizer
 from transformers import AutoConfig
 from trl import ModelConfig
+from trl.chat_template_utils import qwen3_chat_template
 
 from opo_trl import OPOConfig, OPOTrainer, RolloutConfig
 from opo_trl.checks.model import dry_run_model
@@ -99,6 +100,29 @@ def test_unlimited_completions_in_an_unlimited_context(tmp_path):
     trainer = make(transformers.AutoModelForCausalLM.from_config(config), tmp_path, max_completion_length=None)
     assert plan._row_tokens(trainer)[1] == 0
     assert "of any length" in trainer.plan
+
+
+def calculate(expression: str) -> str:
+    """
+    Compute an expression.
+
+    Args:
+        expression: What to compute.
+    """
+    return expression
+
+
+@pytest.mark.parametrize("tools", [[], [calculate]], ids=["no tools", "a tool"])
+def test_prompts_are_counted_as_the_model_gets_them(tiny_model, tmp_path, tools):
+    prompts = [[{"role": "user", "content": text}] for text in PROMPTS]
+    tokenizer = make_tokenizer()
+    if tools:
+        tokenizer.chat_template = qwen3_chat_template
+    args = OPOConfig(str(tmp_path), use_cpu=USE_CPU, bf16=False, report_to="none", max_completion_length=3)
+    data = Dataset.from_dict({"prompt": prompts})
+    trainer = OPOTrainer(tiny_model, lambda **_: [0.0], args, data, processing_class=tokenizer, tools=tools or None)
+    how = {"tools": tools or None, "add_generation_prompt": True, "return_dict": True}
+    assert plan._row_tokens(trainer)[0] == max(map(len, tokenizer.apply_chat_template(prompts, **how)["input_ids"]))
 
 
 def test_what_cannot_be_planned_is_left_out_with_a_warning(tiny_model, tmp_path, monkeypatch, capsys, caplog):
