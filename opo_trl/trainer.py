@@ -259,8 +259,11 @@ class OPOTrainer(RolloutTrainer):
 
     # 3. The parts of a micro-step
 
-    @cached_property
-    def _planner(self) -> Planner:
+    def _largest_micro_batch(self, prompt: int, completion: int) -> tuple[int, int]:
+        # Not `_planner`: methods may still be replaced before training.
+        return self._make_planner().largest_part(prompt, completion)
+
+    def _make_planner(self) -> Planner:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
         sharded = zero_stage >= 2 or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
         # Overrides of these see a model as in `GRPOTrainer`.
@@ -269,6 +272,8 @@ class OPOTrainer(RolloutTrainer):
         if own and not (self.args.padding_free or self.aux_loss_enabled):
             balance = shared_prompts.balance(self.accelerator.unwrap_model(self.model))
         return Planner(self.args, self.accelerator, self.pad_to_multiple_of, communicates=sharded, balance=balance)
+
+    _planner = cached_property(_make_planner)
 
     def _keeps(self, *names: str) -> bool:
         """Whether these methods are the ones of this class, and not a subclass's or this object's."""

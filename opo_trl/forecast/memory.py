@@ -124,6 +124,7 @@ def memory_plan(
     rows: int = 1,
     prompt: int = 0,
     completion: int = 0,
+    shared: int = 1,
     checkpointing: bool = True,
     fused_kernels: bool = True,
     reference: bool = False,
@@ -150,8 +151,9 @@ def memory_plan(
             Bytes of optimizer state per trained parameter; AdamW's by default.
         bucket (`float`, *optional*, defaults to `5e8`), live (`float`, *optional*, defaults to `1e9`):
             DeepSpeed's R and L, in elements.
-        rows (`int`), prompt (`int`), completion (`int`):
-            Completions of a micro-batch on this process, and the tokens of each.
+        rows (`int`), prompt (`int`), completion (`int`), shared (`int`, *optional*, defaults to `1`):
+            Rows of a micro-batch on this process, tokens of a prompt and of a completion, and completions of a row,
+            which share its prompt.
         checkpointing (`bool`, *optional*, defaults to `True`):
             Gradient checkpointing, one checkpoint per layer.
         fused_kernels (`bool`, *optional*, defaults to `True`):
@@ -179,9 +181,11 @@ def memory_plan(
     awake, asleep = {"vLLM": vllm}, {"vLLM": vllm * (_ASLEEP if vllm_sleeps else 1)}
     plan: dict[str, dict[str, float]] = {"generation": held | awake, "optimizer step": held | step | asleep}
     if shape is not None:
-        length, full = prompt + completion, trained >= shape.layers * shape.layer_weights
+        # Each further completion of a row begins with a copy of the prompt's last token.
+        length = prompt + shared * completion + shared - 1
+        full = trained >= shape.layers * shape.layer_weights
         copies = not split and c < (w if full else b)  # sharded weights come gathered, in the dtype of the products
-        scored = rows * (completion if fused_kernels else max(length - 1, 0))
+        scored = rows * (shared * completion if fused_kernels else max(length - 1, 0))
         if sharding == "zero3":
             update["gathered weights"] = min(1, live / parameters) * total
         elif sharding == "fsdp2":
@@ -190,7 +194,7 @@ def memory_plan(
         how = {"full": full, "copies": copies, "checkpointing": checkpointing}
         activations = _activations(shape, precision, rows, length, head, **how)
         plan |= {moment: held | update | asleep | components for moment, components in activations.items()}
-        plan["generation"]["KV cache"] = 2 * shape.layers * shape.key * w * generated_rows * length
+        plan["generation"]["KV cache"] = 2 * shape.layers * shape.key * w * generated_rows * (prompt + completion)
     if sharding == "zero3" and generated_rows:
         plan["generation"]["gathered weights"] = total  # `ds3_gather_for_generation`
     return {moment: {name: size for name, size in parts.items() if size} for moment, parts in plan.items()}

@@ -116,10 +116,12 @@ def _memory(trainer: Any) -> str:
     total = {moment: sum(components.values()) for moment, components in plan.items()}
     at = max(total, key=lambda moment: total[moment])
     largest = sorted(plan[at].items(), key=lambda item: -item[1])
-    rows, (prompt, completion) = args.per_device_train_batch_size, _row_tokens(trainer)
+    prompt, completion = _row_tokens(trainer)
+    rows, shared = trainer._largest_micro_batch(prompt, completion)
+    completions = f"{completion:,}" if shared == 1 else f"{shared} × {completion:,}"
     sharding = f"{_SHARDING[_sharding(trainer)]}, {args.world_size} process{'' if args.world_size == 1 else 'es'}"
     lines = [
-        f"per process ({sharding}; {rows} × ({prompt:,} + {completion:,}) tokens): "
+        f"per process ({sharding}; {rows} × ({prompt:,} + {completions}) tokens): "
         + ", ".join(f"{moment} {_human(size)}" for moment, size in total.items()),
         f"peak at {at}: " + ", ".join(f"{component} {_human(size)}" for component, size in largest),
     ]
@@ -137,6 +139,7 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
     """[`forecast.memory.memory_plan`] of a trainer whose model has not been wrapped yet."""
     args, sharding = trainer.args, _sharding(trainer)
     prompt, completion = _row_tokens(trainer)
+    rows, shared = trainer._largest_micro_batch(prompt, completion)
     half = trainer.accelerator.mixed_precision != "no"
     zero: dict = {}
     if sharding.startswith("zero"):
@@ -163,9 +166,10 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
         moments=_moments(args.optim, 4 if zero else trained_width),
         bucket=hidden**2 if bucket == "auto" else float(bucket),  # as Transformers fills it in
         live=float(zero.get("stage3_max_live_parameters", 1e9)),
-        rows=args.per_device_train_batch_size,
+        rows=rows,
         prompt=prompt,
         completion=completion,
+        shared=shared,
         checkpointing=args.gradient_checkpointing,
         fused_kernels=trainer.accelerator.device.type in ("cuda", "xpu"),
         reference=trainer.ref_model is not None,

@@ -32,7 +32,7 @@ from .planning import (
     parts_of_rows,
     row_lengths,
 )
-from .rows import exchange_rows, layout, micro_batches, resize, take_rows, to_device
+from .rows import exchange_rows, layout, micro_batches, resize, rows_of_steps, take_rows, to_device
 
 
 _TEXTS = ("prompt", "completion")
@@ -60,6 +60,25 @@ class Planner:
             return (micro_batches(rows, n_batches) for rows in steps)
         read = self._read_samples(steps, skippable)
         return (self._parts(rows, read[:, number]) for number, rows in enumerate(steps))
+
+    def largest_part(self, prompt: int, completion: int) -> tuple[int, int]:
+        """
+        Rows of the part with the most tokens, and completions of its longest row, if all prompts and completions of
+        an optimizer step have so many tokens.
+        """
+        args, process = self.args, self.accelerator.process_index
+        most = args.per_device_train_batch_size
+        if not args.plan_micro_batches:
+            return most, 1
+        own = most * args.steps_per_generation
+        prompts = torch.arange(process * own, (process + 1) * own) // args.num_generations
+        rollout = {"completion_ids": prompts}
+        of_sample = rows_of_steps(rollout, args, self.accelerator, index=0, passed=0)[0]["completion_ids"].numpy()
+        lengths = np.tile([prompt, completion], (len(of_sample), 1))
+        order, bounds, shared, _ = best_cut(lengths, _prompts(of_sample, self.balance), **self._limits(most))
+        parts = [np.unique(of_sample[part], return_counts=True)[1] for part in np.split(order, bounds)]
+        rows = [(len(counts), int(counts.max())) if shared else (int(counts.sum()), 1) for counts in parts]
+        return max(rows, key=lambda row: row[0] * (prompt + row[1] * (completion + 1)))
 
     def score(self, logps: Callable, model, input_ids, attention_mask, logits_to_keep, batch_size, **options):
         """

@@ -245,6 +245,10 @@ class RolloutTrainer(GRPOTrainer):
 
         return training_plan(self)
 
+    def _largest_micro_batch(self, prompt: int, completion: int) -> tuple[int, int]:
+        """Rows of a micro-batch, and completions in each, if all prompts and completions have so many tokens."""
+        return self.args.per_device_train_batch_size, 1
+
     def check_resumable(self, folder: str) -> None:
         """Check that this run can resume a checkpoint, as [`position.check_resumable`]."""
         position.check_resumable(self, folder)

@@ -232,6 +232,7 @@ def test_plan_on_the_page_is_the_one_of_the_recipe(monkeypatch):
     trainer = SimpleNamespace(
         args=SimpleNamespace(per_device_train_batch_size=4, world_size=4),
         model=SimpleNamespace(config=probes.make_config(QWEN)),
+        _largest_micro_batch=lambda *_: (4, 1),
     )
     # Remedies are looked up before it is known whether the run fits.
     monkeypatch.setattr(plan, "_remedy", lambda *_: "")

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from opo_trl import OPOTrainer
+from opo_trl.forecast.plan import _row_tokens
 from opo_trl.rollout.planning import FEWEST_PASSES, Prompts, best_cut, parts_of_rows, row_lengths
 from opo_trl.rollout.shared_prompts import arrange, balance, hashes, model_for
 
@@ -150,6 +151,30 @@ def test_training_is_the_same_as_in_rows(tiny_model, tmp_path, options):
     assert distance(snapshot(shared.model), end) < EXACT * moved
     largest, expected = (logged(trainer)[1]["opo/log_ratio/absmax"] for trainer in (shared, rows))
     assert largest == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 1, "steps_per_generation": 2},
+        {"max_tokens_per_micro_batch": 100},
+        {"model_init_kwargs": {"attn_implementation": "eager"}},
+        {"plan_micro_batches": False},
+    ],
+    ids=str,
+)
+def test_the_plan_knows_the_largest_micro_batch(tiny_model, tmp_path, options):
+    options = {"gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 2, **options}
+    script = Script(min_length=12, max_length=12)
+    trainer = trained(tiny_model, tmp_path, script=script, trainer_arguments=DATA, **options)
+    prompt, completion = _row_tokens(trainer)
+    rows, shared = trainer._largest_micro_batch(prompt, completion)
+    parts = [part for step in trainer.steps for part in step.batches]
+    tokens = [part.get("opo_source", torch.cat([part["prompt_ids"], part["completion_ids"]], 1)) for part in parts]
+    assert rows * (prompt + shared * completion + shared - 1) == max(part.numel() for part in tokens)
+    assert (shared > 1) is any(shared_parts(trainer))
+    assert f"{rows} × ({prompt} + {f'{shared} × ' if shared > 1 else ''}{completion}) tokens" in trainer.plan
 
 
 @pytest.mark.parametrize(
