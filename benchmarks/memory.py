@@ -3,11 +3,13 @@
 
     python -m benchmarks.memory --measure               measure (CPU, about 10 minutes) and write the tables
     python -m benchmarks.memory --measure ops losses    measure only these again
+    python -m benchmarks.memory --measure runs --model runs/smollm2    runs of a pretrained model (10 minutes)
     python -m benchmarks.memory --write                 write the tables from the formula and the committed results
     python -m benchmarks.memory                         print predictions and measurements
 
 `ops` are the operations of a pass at the shape of Qwen3-1.7B and `losses` the CPU allocator on small models
-(`benchmarks/memory_probes.py`), `ranks` the tensors that the processes of a run hold (`benchmarks/memory_ranks.py`).
+(`benchmarks/memory_probes.py`), `ranks` the tensors that the processes of a run hold and `runs` the resident memory of
+runs with SmolLM2-135M-Instruct, made by `benchmarks/smollm2.py` (`benchmarks/memory_ranks.py`).
 """
 
 import argparse
@@ -23,7 +25,7 @@ import torch
 from opo_trl.forecast.memory import HEADROOM, Precision, decoder, memory_plan
 
 from .memory_probes import Pass, build, make_config, measure_loss, measure_ops
-from .memory_ranks import COMPONENTS, measure_ranks
+from .memory_ranks import COMPONENTS, measure_ranks, measure_resident
 from .pages import fill, table
 from .record import origin
 from .shapes import QWEN3_1_7B
@@ -55,6 +57,7 @@ SCALED_ZERO = {
     "reduce_bucket_size": 7812500,
 }
 
+PARTS = ("ops", "losses", "ranks", "runs")
 PROMPT, COMPLETION, LORA_RANK = 1024, 1280, 32
 LENGTH = PROMPT + COMPLETION
 CARD, PROCESSES, SHARE = 24e9, 4, 0.4
@@ -96,9 +99,19 @@ RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "FSDP2": (MEDIUM, {"sharding": "fsdp2"}),
 }
 
+RECIPE = ROOT / "recipes" / "smollm2-135m" / "opo.yaml"
+_LORA = ["--use_peft", "true", "--lora_r", "32", "--lora_dropout", "0", "--lora_target_modules", "all-linear"]
+_RECOMPUTED = ["--gradient_checkpointing", "true"]
+RUNS = {
+    "all weights": [],
+    "all weights, checkpointing": _RECOMPUTED,
+    "LoRA": _LORA,
+    "LoRA, checkpointing": [*_LORA, *_RECOMPUTED],
+}
 
-def measure(only: Iterable[str]):
-    """Measure these parts again, and keep the others."""
+
+def measure(only: Iterable[str], model: Path | None = None):
+    """Measure these parts again, and keep the others; `model` is the folder of the model for `runs`."""
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     if "ops" in only:
         results["ops"] = {name: measure_ops(QWEN3_1_7B, **case) for name, case in OPS.items()}
@@ -106,6 +119,9 @@ def measure(only: Iterable[str]):
         results["losses"] = {name: measure_loss(shape, **case) for name, (shape, case) in LOSSES.items()}
     if "ranks" in only:
         results["ranks"] = {name: measure_ranks(shape, **case) for name, (shape, case) in RANKS.items()}
+    if "runs" in only:
+        start = ["--config", str(RECIPE), "--model_name_or_path", str(model)]
+        results["runs"] = {name: measure_resident([*start, *words]) for name, words in RUNS.items()}
     results |= origin()
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
@@ -237,6 +253,12 @@ def rank_cells(result: dict[str, Any]) -> list[str]:
     return [f"{said / 1e6:.1f} / {held / 1e6:.1f}" if held else "" for said, held in cells]
 
 
+def run_cells(result: dict[str, float]) -> list[str]:
+    sizes = [result[name] for name in ("planned", "returned", "kept")]
+    ratios = [f"{result['planned'] / result[name]:.2f}" for name in ("returned", "kept")]
+    return [f"{size / 1e9:.2f}" for size in sizes] + ratios
+
+
 def blocks() -> dict[str, str]:
     """Tables of both pages, by name."""
     results = json.loads(RESULTS.read_text())
@@ -261,6 +283,10 @@ def blocks() -> dict[str, str]:
             ["", *COMPONENTS, "gradients in the step"],
             [[name, *rank_cells(result)] for name, result in results["ranks"].items()],
         ),
+        "runs": table(
+            ["GB", "plan", "measured", "by glibc's defaults", "ratio", "ratio by glibc's defaults"],
+            [[name, *run_cells(result)] for name, result in results["runs"].items()],
+        ),
         "versions": ", ".join(f"{name} {version}" for name, version in results["versions"].items()),
     }
 
@@ -272,12 +298,15 @@ def filled(page: str) -> str:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", nargs="*", choices=("ops", "losses", "ranks"), help="measure all, or only these")
+    parser.add_argument("--measure", nargs="*", choices=PARTS, help="measure all but runs, or only these")
+    parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct, for runs")
     parser.add_argument("--write", action="store_true", help="write the tables of both pages")
     args = parser.parse_args()
+    if "runs" in (args.measure or ()) and args.model is None:
+        parser.error("--measure runs needs --model")
     warnings.filterwarnings("ignore", category=FutureWarning)
     if args.measure is not None:
-        measure(args.measure or ("ops", "losses", "ranks"))
+        measure(args.measure or PARTS[:3], args.model)
     if args.write or args.measure is not None:
         for page in (PAGE, MEASURED):
             page.write_text(filled(page.read_text()))

@@ -2,8 +2,10 @@
 What the processes of a training run hold, by component, measured on CPUs; for `benchmarks/memory.py`.
 
     python -m benchmarks.memory_ranks '{"sharding": …}'    a process of `measure_ranks`, in a launch
+    python -m benchmarks.memory_ranks '{"words": …}'       the process of `measure_resident`
 """
 
+import ctypes
 import itertools
 import json
 import sys
@@ -68,6 +70,62 @@ def train_rank(*, sharding: str, weights: str, folder: str, **options):
         (Path(folder) / "result.json").write_text(json.dumps(result))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def measure_resident(words: list[str]) -> dict[str, float]:
+    """
+    Start a run with the `words` of a command line; bytes of its second optimizer step.
+
+    Returns:
+        `dict[str, float]`: `"planned"`, the highest peak of the plan, and the peak of resident memory without what
+        libraries take: `"returned"` if freed memory goes back to the system, `"kept"` by glibc's defaults.
+    """
+    result: dict[str, float] = {}
+    for name in ("returned", "kept"):
+        with tempfile.TemporaryDirectory() as folder:
+            task = {"words": words, "folder": folder, "returned": name == "returned"}
+            measured = launch("benchmarks.memory_ranks", task, folder, sharding="none", processes=1)
+        result |= {"planned": measured["planned"], name: measured["resident"]}
+    return result
+
+
+def train_recipe(*, words: list[str], folder: str, returned: bool):
+    """The process of [`measure_resident`]."""
+    from opo_trl.forecast.plan import memory_plan
+    from opo_trl.train import prepare
+
+    if returned:
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
+    few = {"report_size": 2, "validation_size": 2, "disable_tqdm": "true"}
+    options = {"output_dir": f"{folder}/run", "max_steps": 2, "validation_steps": "None", **few}
+    ready = prepare([*words, *(word for name, value in options.items() for word in (f"--{name}", str(value)))])
+    plan, seen = memory_plan(ready.trainer), _Resident(ready.trainer)
+    ready.trainer.add_callback(seen)
+    with ready.lock:
+        ready.trainer.train()
+    planned = max(sum(components.values()) for components in plan.values())
+    (Path(folder) / "result.json").write_text(json.dumps({"planned": planned, "resident": seen.peak}))
+
+
+class _Resident(TrainerCallback):
+    """Peak resident memory of the last optimizer step, without what libraries take."""
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.libraries, self.peak = trainer, 0, 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self.libraries = _status("VmRSS") - sum(holdings(self.trainer).values())
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.peak = _status("VmHWM") - self.libraries
+
+
+def _status(name: str) -> int:
+    """Bytes of a line of Linux's status of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def watch(trainer: Any) -> dict[str, dict[str, int]]:
@@ -198,4 +256,5 @@ def tensors_held(trainer: Any) -> dict[str, list[torch.Tensor]]:
 
 
 if __name__ == "__main__":
-    train_rank(**json.loads(sys.argv[1]))
+    task = json.loads(sys.argv[1])
+    (train_recipe if "words" in task else train_rank)(**task)
