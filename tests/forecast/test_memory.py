@@ -249,3 +249,5 @@ def test_measurements_agree_with_the_formula():
     for name, result in results["ranks"].items():
         for planned, held in [*result["update"].values(), *result["step"].values()]:
             assert not held or planned == pytest.approx(held, rel=0.05), name
+    for name, result in results["runs"].items():
+        assert result["planned"] == pytest.approx(result["returned"], rel=0.05), name
