@@ -1,5 +1,6 @@
 """
-What it saves to compute a prompt once for its completions: forward and backward pass over the samples of a step.
+What it saves to compute a prompt once for its completions: forward and backward pass over the samples of a step; and
+what an update of OPOTrainer takes, beside one of TRL's GRPOTrainer on the same rollout.
 
     python -m benchmarks.shared_prompts    # → results/shared_prompts.md
 
@@ -23,6 +24,7 @@ from opo_trl.rollout.shared_prompts import balance, model_for
 
 from .pages import table
 from .record import origin
+from .replay import Rollout, make_trainer, ratio, take_turns
 
 
 RESULTS = Path(__file__).with_name("results")
@@ -34,7 +36,17 @@ CASES = {
     "three worked lines, an answer": (4, 6, 41, 6),
     "a system prompt with tools": (1, 6, 600, 40),
 }
+UPDATES = ("as long", "three worked lines, an answer")  # with whole trainers, of 48 completions in micro-batches of 16
 ROUNDS = 2
+SHAPE = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49_152,
+    "tie_word_embeddings": True,
+}
 
 
 def samples(prompts: int, completions: int, prompt: int, longest: int) -> tuple[Rows, np.ndarray]:
@@ -69,10 +81,9 @@ def update(model: LlamaForCausalLM, rows: Rows, prompts: Prompts | None) -> tupl
 
 def measure() -> dict:
     """Both ways, by case."""
-    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=3, vocab_size=49_152, tie_word_embeddings=True))
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     add_fused_lm_head(model)
     found = {}
     for name, case in CASES.items():
@@ -90,6 +101,25 @@ def measure() -> dict:
     return found
 
 
+def measure_updates() -> dict:
+    """Processor time of an optimizer step of each trainer, by case. No group has zero variance."""
+    found = {}
+    for name in UPDATES:
+        _, completions, prompt, longest = CASES[name]
+        rows, _ = samples(48 // completions, completions, prompt, longest)
+        lengths = rows["completion_mask"].sum(1).tolist()
+        tokens = [ids[:length] for ids, length in zip(rows["completion_ids"].tolist(), lengths, strict=True)]
+        rewarded = [[2 * (ids[0] // 2) + place % 2, *ids[1:]] for place, ids in enumerate(tokens)]
+        rollout = Rollout(rows["prompt_ids"].tolist(), rewarded, completions)
+        trainers = {
+            method: make_trainer(method, {"model_type": "llama", **SHAPE}, rollout, rows=16, steps=1)
+            for method in ("GRPO", "OPO")
+        }
+        seconds = take_turns(trainers, ROUNDS)
+        found[name] = {"seconds": seconds, "ratio": ratio(seconds["OPO"], seconds["GRPO"])}
+    return found
+
+
 def write_page(file: Path) -> None:
     """Write the page of a file of results."""
     found = json.loads(file.read_text())
@@ -100,15 +130,26 @@ def write_page(file: Path) -> None:
         rows.append([name, f"{tokens:.2f}", f"{middle:.2f} ({low:.2f}–{high:.2f})", f"{case['distance']:.0e}"])
     header = ("prompts", "tokens", "processor time", "difference of the gradients")
     origin_line = f"`{found['origin']['command']}`, {found['origin']['date']}, {found['origin']['device']}."
+    updates = [[name, *_seconds(case)] for name, case in found["updates"].items()]
+    header_of_updates = ("prompts", "GRPOTrainer, seconds", "OPOTrainer, seconds", "ratio")
     text = f"# A prompt computed once: fractions of what rows take\n\n{origin_line}\n\n{table(header, rows)}\n"
+    text += "\n## An update of 48 completions, beside GRPOTrainer's\n\nNo group has zero variance; one thread.\n\n"
+    text += table(header_of_updates, updates) + "\n"
     file.with_suffix(".md").write_text(text)
+
+
+def _seconds(case: dict) -> list[str]:
+    times = [f"{statistics.median(case['seconds'][name]):.1f}" for name in ("GRPO", "OPO")]
+    return [*times, f"{case['ratio']['median']:.2f} ({case['ratio']['low']:.2f}–{case['ratio']['high']:.2f})"]
 
 
 def main() -> None:
     """Measure, and write the page."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     file = RESULTS / "shared_prompts.json"
-    file.write_text(json.dumps({"origin": origin(), "cases": measure()}, indent=1) + "\n")
+    file.write_text(
+        json.dumps({"origin": origin(), "cases": measure(), "updates": measure_updates()}, indent=1) + "\n"
+    )
     write_page(file)
 
 

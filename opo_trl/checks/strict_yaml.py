@@ -68,6 +68,11 @@ class _Loader(yaml.SafeLoader):
                 )
         return super().construct_object(node, deep)
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        # Own keys come after merged ones, and replace them: merged again, PyYAML 6.0.4 takes the first of a name.
+        node.value = [*{(key.tag, str(key.value)): (key, value) for key, value in node.value}.values()]
+
 
 # The first match wins.
 for _tag, _pattern in (

@@ -441,7 +441,14 @@ def test_every_field_that_decides_a_rollout_is_saved(run: Path):
     saved = json.loads(state["plain"])["settings"].keys()
     fields, of_transformers = ({f.name for f in dataclasses.fields(kind)} for kind in (OPOConfig, TrainingArguments))
     work = {"plan_micro_batches", "max_tokens_per_micro_batch", "skip_inert_rows", "padding_free"}
-    bounds = {"max_completions", "max_reward_failure_rate", "max_skipped_steps", "watches", "save_failure"}
+    bounds = {
+        "max_completions",
+        "max_reward_failure_rate",
+        "max_skipped_steps",
+        "watches",
+        "save_failure",
+        "save_rollouts",
+    }
     assert fields - of_transformers - saved == work | bounds | set(NOT_IN_A_ROLLOUT.split())
 
 
