@@ -26,8 +26,6 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset
 
-from .files import load_rows
-
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +103,8 @@ def text_of(completion: Any) -> str | None:
 
 
 def _rows(source: str) -> list[dict[str, Any]]:
+    from .files import load_rows  # not to import a trainer
+
     folder = Path(os.path.expanduser(source))
     files = [] if any(folder.glob("train.*")) else sorted(folder.glob("*.jsonl"))
     try:
