@@ -262,9 +262,7 @@ class RolloutConfig(Masked, GRPOConfig):
 
     @property
     def is_on_policy(self) -> bool:
-        """
-        Whether every rollout is generated for a single optimizer step, so that the log-ratio is always 0.
-        """
+        """Whether every rollout is generated for a single optimizer step, so that the log-ratio is always 0."""
         return self.rollouts is None and self.is_aligned
 
     @property

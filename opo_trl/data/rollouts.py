@@ -29,10 +29,8 @@ from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 
-RECORDED = (
-    "recorded"  # column of a dataset of groups: what differs between the completions of a group, for each of them
-)
-
+# Column of a dataset of groups: for each completion of a group, what differs from the others.
+RECORDED = "recorded"
 KNOWN = ("completion", "completion_ids", "logprobs", "temperature", "reward")  # of a completion
 
 

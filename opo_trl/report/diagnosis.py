@@ -106,8 +106,8 @@ def _estimate(log: Sequence[Entry]) -> str:
     share = sum(row.get(GENERATION, 0.0) for row, _ in steps) / total if total > 0 else math.nan
     said = (
         f"Estimate: replay that needs {COMPLETIONS:g} of the completions, and {GRADIENTS} gradients for each, as on "
+        "the embedded task (`docs/reuse.md`), takes"
     )
-    said += "the embedded task (`docs/reuse.md`), takes"
     if 0 < share <= 1:
         times = COMPLETIONS * (share + GRADIENTS * (1 - share))
         return f"{said} {times:.2f} times as long: generation and scoring take {share:.0%} of a step."
