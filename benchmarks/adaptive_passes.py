@@ -148,6 +148,7 @@ def run_of(rate: float, name: str, seed: int) -> CurveRun:
         "learning_rate": rate,
         "report_samples": 2,
         "skip_inert_rows": False,
+        "ratio_form": "log",
         "seed": seed,
     }
     if name in RULES:

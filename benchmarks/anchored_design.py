@@ -50,7 +50,7 @@ class Cell:
 
 
 def _opo(trainer: str = "opo", **fields: Any) -> Fields:
-    return {"trainer": trainer, "skip_inert_rows": False, **fields}
+    return {"trainer": trainer, "ratio_form": "log", "skip_inert_rows": False, **fields}
 
 
 _UNSCALED = {"scale_rewards": "none"}

@@ -69,24 +69,10 @@ def train(run: tuple[str, float, int, bool]) -> dict[str, Any]:
     staleness_methods.LEVEL = level
     with tempfile.TemporaryDirectory() as folder:
         args = AsyncOPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=BATCH,
-            num_generations=GROUP,
-            max_completion_length=staleness_methods.MAX_TOKENS,
-            max_steps=COMPLETIONS // BATCH,
-            learning_rate=rate,
-            lr_scheduler_type="constant",
-            max_grad_norm=0.0,
-            seed=seed,
+            **staleness_methods.common_fields(folder, rate, seed, max_steps=COMPLETIONS // BATCH),
+            ratio_form="log",
             token_budget=0,
             max_staleness=64,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
         )
         loop = Dropping if drops else InProcessLoop
         trainer = staleness_methods.make_trainer(AsyncOPOTrainer, args, LAG, loop)

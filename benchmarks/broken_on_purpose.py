@@ -34,6 +34,7 @@ PAGE = ROOT / "docs" / "diagnostics.md"
 _SHARED: dict[str, Any] = {
     **{name: value for name, value in COMMON.items() if not name.startswith("report_") or name == "report_to"},
     "trainer": "opo",
+    "ratio_form": "log",
     "skip_inert_rows": False,  # entropy is then logged in every step
     "steps_per_generation": 8,
     "learning_rate": 1e-4,

@@ -28,9 +28,10 @@ METHODS: dict[str, dict[str, Any]] = {
         "max_sampling_rounds": 4,
     },
     # Sum, log form, alpha = 0.4, and `PAPERS_MU`. Zero-gradient samples are computed for their entropy.
-    "OPO": {"trainer": "opo", "skip_inert_rows": False},
+    "OPO": {"trainer": "opo", "ratio_form": "log", "skip_inert_rows": False},
     "OPO mean": {  # the paper's experiments, as in the Qwen3 recipes
         "trainer": "opo",
+        "ratio_form": "log",
         "skip_inert_rows": False,
         "log_ratio_reduction": "mean",
         "log_ratio_clamp": 5.0,

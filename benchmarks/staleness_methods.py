@@ -207,27 +207,12 @@ def train(run: Run) -> None:
     method = METHODS[run.method]
     is_opo = issubclass(method.trainer, AsyncOPOTrainer)
     args = (AsyncOPOConfig if is_opo else AsyncGRPOConfig)(
-        str(run.folder),
-        per_device_train_batch_size=BATCH,
-        num_generations=GROUP,
-        max_completion_length=MAX_TOKENS,
+        **common_fields(run.folder, run.learning_rate, run.seed, max_steps=run.steps * run.passes),
         token_budget=0,
-        max_steps=run.steps * run.passes,
         weight_sync_steps=run.passes,
         max_staleness=run.staleness + 4,
-        learning_rate=run.learning_rate,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        seed=run.seed,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         **({} if method.field == "own" else {method.field: run.own}),
-        **({"num_iterations": run.passes} if is_opo else {}),
+        **({"num_iterations": run.passes, "ratio_form": "log"} if is_opo else {}),
     )
     trainer_class = method.trainer if is_opo else repeated(method.trainer, run.passes)
     trainer = make_trainer(trainer_class, args, run.staleness, InProcessLoop if is_opo else AdvantageLoop)
@@ -242,6 +227,28 @@ def train(run: Run) -> None:
         "entropy": round(sum(entry["entropy"] for entry in steps[-5:]) / 5, 4),
     }
     (run.folder / "run.json").write_text(json.dumps(found))
+
+
+def common_fields(folder: str | Path, learning_rate: float, seed: int, *, max_steps: int) -> dict[str, Any]:
+    """Fields of every run: 8 prompts × 6 completions per optimizer step, without clipping, on a CPU, silent."""
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": BATCH,
+        "num_generations": GROUP,
+        "max_completion_length": MAX_TOKENS,
+        "max_steps": max_steps,
+        "learning_rate": learning_rate,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "seed": seed,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
 
 
 def make_trainer(kind: Any, args: Any, staleness: int, loop_class: Any = InProcessLoop) -> Any:

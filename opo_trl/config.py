@@ -333,7 +333,9 @@ class ObjectiveConfig:
     log_ratio_clamp: Annotated[float | None, OBJECTIVE, POSITIVE] = setting(
         None, "Bound on the absolute log-ratio. 20 for 'sum' and 5 for 'mean' when not set."
     )
-    ratio_form: Annotated[RatioForm, OBJECTIVE] = setting("log", "Coordinate of the loss.")
+    ratio_form: Annotated[RatioForm, OBJECTIVE] = setting(
+        "truncated", "Form of the chi2 term: of the ratio up to 2, of its logarithm, or exact."
+    )
 
     def check_objective(self) -> None:
         """Check the combinations of fields, and fill in the defaults that depend on other fields."""
@@ -456,8 +458,10 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
         log_ratio_clamp (`float`, *optional*):
             Bound on |Δ|, positive. Defaults to 20 for `"sum"` and 5 for `"mean"`. Completions beyond it have
             no gradient; `opo/frac_clamped` is their fraction.
-        ratio_form (`str`, *optional*, defaults to `"log"`):
-            Coordinate of the loss: `"log"`: u = Δ, the paper's surrogate; `"exact"`: u = π/π_k − 1.
+        ratio_form (`str`, *optional*, defaults to `"truncated"`):
+            Form of the loss: `"truncated"`: the gradient of the χ²-regularized reward, with π/π_k bounded at 2;
+            `"log"`: the paper's surrogate, in u = Δ; `"exact"`: in u = π/π_k − 1, unbounded. Where completions are
+            reused or stale, the last two also have the weight min(π/π_k, 2).
 
         > Parameters that control how an optimizer step is computed, not its gradient
 

@@ -8,12 +8,20 @@ fluctuation `v = pi / pi_k - 1` and the log-ratio `Delta = log pi - log pi_k`:
     omega  = rho_alpha / pi_k,  rho_alpha ∝ pi_k^alpha · P*^(1 - alpha),  P* ∝ exp(A / tau)    (escort_weights)
     g      = omega - E[omega]                       the projection onto H0 = {v : E[v] = 0}    (project)
     v*     = g / mu                                 made admissible, 1 + v* >= 0               (admissible_target)
-    loss   = w · (-mu · v* · u + mu/2 · u²),        u = Delta or u = exp(Delta) - 1            (loss_terms)
-    w      = min(pi / pi_k, 2)                      where completions are reused or stale       (OPO.weights)
+    loss   = w · (-mu · v* + mu · (w - 1)) · Delta, w = min(pi / pi_k, 2) without gradient     (loss_terms)
 
-Completing the square, the loss is `w · mu/2 · (u - v*)²` up to a constant: a regression of u on the projected target
-with the constant Hessian mu. `alpha` enters only through omega, `mu` only from v* on. The centred escort weight g is
-the paper's drive, the χ² coefficient mu its stiffness.
+Its gradient by Delta is `-w · (g - mu · (w - 1))`. As long as `pi / pi_k <= 2`, this is the gradient of `E_pi[g] -
+mu/2 · χ²(pi ‖ pi_k)`, the paper's equation 14, whose optimum is v = v*; the bound keeps its variance finite
+(`docs/theory.md`). `alpha` enters only through omega, `mu` only from v* on. The centred escort weight g is the paper's
+drive, the χ² coefficient mu its stiffness.
+
+The paper's surrogate, with w only where completions are reused or stale, and its exact form are the other two values
+of `ratio_form`:
+
+    loss   = w · (-mu · v* · u + mu/2 · u²),        u = Delta or u = exp(Delta) - 1
+
+Completing the square, that is `w · mu/2 · (u - v*)²` up to a constant: a regression of u on the projected target with
+the constant Hessian mu.
 
 [`OPO`] puts these together for both trainers. Another [`Objective`] overrides a method or two (`docs/subclassing.md`).
 
@@ -39,10 +47,10 @@ from torch import Tensor
 
 DriveScaling = Literal["none", "group", "batch"]
 Positivity = Literal["none", "stiffen", "clip", "project"]
-RatioForm = Literal["log", "exact"]
+RatioForm = Literal["truncated", "log", "exact"]
 Reduction = Literal["sum", "mean"]
 
-# Bound on the weight π/π_k of a completion that several passes train on (docs/theory.md: its bias and variance).
+# Bound on the ratio π/π_k as a weight (docs/theory.md: its bias and variance).
 MAX_WEIGHT = 2.0
 # Bound on the log-ratio of whole completions, which keeps the square of its exponential finite.
 SEQUENCE_CLAMP = 20.0
@@ -243,18 +251,28 @@ def loss_terms(
 
     `log_ratio` Delta carries the gradient; `target` is v\*, `weights` are w, 1 by default, `[B]` each. A row of weight
     0 has exactly zero loss and gradient, even if it contains NaN or inf. `ratio_form="log"` is u = Delta, the paper's
-    surrogate, `"exact"` is u = v = exp(Delta) − 1.
+    surrogate, `"exact"` is u = v = exp(Delta) − 1. In the `"truncated"` form, the terms are `−w · mu · v* · Delta` and
+    `w · mu · (min(exp(Delta), 2) − 1) · Delta`, the factor before Delta without gradient: with min(exp(Delta), 2) in
+    w, their gradients are those of the exact form's two terms below the bound.
     """
-    if ratio_form not in ("log", "exact"):
-        raise ValueError(f"ratio_form={ratio_form!r} is unknown. Use 'log' or 'exact'.")
     if weights is None:
         weights = torch.ones_like(log_ratio)
     keep = weights != 0
     log_ratio = torch.where(keep, log_ratio, 0.0)
     target = torch.where(keep, target, 0.0).to(log_ratio.dtype)
-    u = torch.expm1(log_ratio) if ratio_form == "exact" else log_ratio
-    weights = weights.to(log_ratio.dtype)
+    u, weights = coordinate(log_ratio, ratio_form), weights.to(log_ratio.dtype)
+    if ratio_form == "truncated":
+        return -weights * mu * target * log_ratio, weights * mu * u.detach() * log_ratio
     return -weights * mu * target * u, weights * mu / 2 * u.square()
+
+
+def coordinate(log_ratio: Tensor, ratio_form: RatioForm) -> Tensor:
+    """What of the policy is to be at the target: Delta, `exp(Delta) - 1`, or `min(exp(Delta), 2) - 1`; `[B]`."""
+    if ratio_form not in ("truncated", "log", "exact"):
+        raise ValueError(f"ratio_form={ratio_form!r} is unknown. Use 'truncated', 'log' or 'exact'.")
+    if ratio_form == "log":
+        return log_ratio
+    return torch.expm1(log_ratio if ratio_form == "exact" else log_ratio.clamp(max=math.log(MAX_WEIGHT)))
 
 
 @dataclass(frozen=True)
@@ -470,10 +488,10 @@ class OPO(Objective):
 
     def weights(self, samples: Samples) -> Tensor:
         """
-        Where several passes train on a completion, min(pi / pi_k, 2): one that the policy has made unlikely has almost
-        no gradient. The weight stays above 0, which would exclude the sample.
+        min(pi / pi_k, 2): a completion that the policy has made unlikely has almost no gradient. The paper's two forms
+        have it only where completions are reused or stale. The weight stays above 0, which would exclude the sample.
         """
-        if not samples.reused:
+        if not samples.reused and self.args.ratio_form != "truncated":
             return samples.weights
         moved = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
         return samples.weights * moved.exp().clamp(max=MAX_WEIGHT)

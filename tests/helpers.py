@@ -572,16 +572,19 @@ class Reference:
             length = max(int(own.sum()), 1)
             logps, entropies = self.logps(policy, row)
             anchor, age = self.anchor(k, i), 1.0
-            if args.num_iterations > 1:
+            if args.num_iterations > 1 or args.ratio_form == "truncated":
                 moved = (logps - anchor)[own].sum().item()
                 age = min(math.exp(moved / length if args.log_ratio_reduction == "mean" else moved), 2.0)
             steered = own if kept_tokens is None else own & kept_tokens(k, i, entropies.detach())
             ratio = (logps - anchor)[steered].sum()
             delta = ratio / length if args.log_ratio_reduction == "mean" else ratio
             delta = delta.clamp(-args.log_ratio_clamp, args.log_ratio_clamp)
-            u = delta.exp() - 1 if args.ratio_form == "exact" else delta
+            u = delta if args.ratio_form == "log" else delta.exp() - 1
             weight = age * row_weight(k, i) if drive.valid[i] else 0.0
             work, dissipation = -weight * drive.mu * drive.target[i] * u, weight * drive.mu / 2 * u**2
+            if args.ratio_form == "truncated":
+                u = min(u.item(), 1.0)
+                work, dissipation = -weight * drive.mu * drive.target[i] * delta, weight * drive.mu * u * delta
             loss = scales[k] * (work + dissipation)
             if args.beta:
                 with torch.no_grad():

@@ -212,7 +212,7 @@ def test_defaults(config):
         "positivity_epsilon": 1e-3,
         "log_ratio_reduction": "sum",
         "log_ratio_clamp": 20.0,
-        "ratio_form": "log",
+        "ratio_form": "truncated",
         "max_sampling_rounds": 1,
         "max_staleness": 0,
         "rollouts": None,
@@ -277,7 +277,7 @@ def test_ends_of_the_escort_path_are_allowed(config, alpha):
         ("drive_scaling", "rollout", "none, group, batch"),
         ("positivity", "clamp", "none, stiffen, clip, project"),
         ("log_ratio_reduction", "token", "sum, mean"),
-        ("ratio_form", "linear", "log, exact"),
+        ("ratio_form", "linear", "truncated, log, exact"),
     ],
 )
 def test_value_out_of_range_is_rejected_with_field_value_and_fix(config, name, value, fix):

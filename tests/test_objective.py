@@ -954,7 +954,7 @@ def test_the_logarithmic_form_is_the_default():
 
 
 @pytest.mark.parametrize("trash", TRASH)
-@pytest.mark.parametrize("ratio_form", ["log", "exact"])
+@pytest.mark.parametrize("ratio_form", ["truncated", "log", "exact"])
 def test_row_of_weight_zero_has_exactly_zero_loss_and_gradient(ratio_form, trash):
     log_ratio, target = f64([0.3, trash, -0.2, 0.1]).requires_grad_(), f64([0.1, trash, trash, -0.4])
     weights = f64([1.0, 0.0, 0.0, 0.6])
@@ -1049,7 +1049,7 @@ def opo(**fields) -> OPO:
 
 @pytest.mark.parametrize("reused", [False, True])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("form", ["log", "exact"])
+@pytest.mark.parametrize("form", ["truncated", "log", "exact"])
 def test_loss_is_the_definition_with_the_bounded_weight_of_reused_completions(form, reduction, reused):
     logps, anchor, mask = token_logps()
     anchor[3] = logps[3] - 0.3
@@ -1060,14 +1060,15 @@ def test_loss_is_the_definition_with_the_bounded_weight_of_reused_completions(fo
     for row in range(4):
         moved = [(logps[row, t] - anchor[row, t]).item() for t in range(5) if MASK[row][t]]
         delta = math.fsum(moved) / (max(len(moved), 1) if reduction == "mean" else 1)
-        weight = sampler[row].item() * (min(math.exp(delta), 2.0) if reused else 1.0)
+        weight = sampler[row].item() * (min(math.exp(delta), 2.0) if reused or form == "truncated" else 1.0)
         clamped = max(-1.0, min(delta, 1.0))
         u = math.expm1(clamped) if form == "exact" else clamped
+        pull_back = min(math.expm1(clamped), 1.0) * clamped if form == "truncated" else u**2 / 2
         assert got.log_ratio[row].item() == pytest.approx(clamped, rel=1e-12)
         assert got.clamped[row].item() == (abs(delta) > 1)
         assert got.weights[row].item() == pytest.approx(weight, rel=1e-12)
         assert got.work[row].item() == pytest.approx(-weight * 0.3 * target[row].item() * u, rel=1e-12)
-        assert got.dissipation[row].item() == pytest.approx(weight * 0.15 * u**2, rel=1e-12)
+        assert got.dissipation[row].item() == pytest.approx(weight * 0.3 * pull_back, rel=1e-12)
         bounds.add(math.exp(delta) > 2)
     assert bounds == ({True, False} if reduction == "sum" else {False})  # both sides of the bound
 
@@ -1080,7 +1081,7 @@ def test_steering_tokens_alone_have_a_ratio_while_the_weight_is_of_the_whole_com
     assert_tight(made.moved, [(logps - anchor)[i, mask[i].bool()].sum().item() for i in range(4)])
 
 
-@pytest.mark.parametrize("form", ["log", "exact"])
+@pytest.mark.parametrize("form", ["truncated", "log", "exact"])
 def test_weight_of_a_completion_that_was_left_behind_stays_above_zero(form):
     logps = torch.full((1, 3), -400.0)
     made = samples(logps, torch.zeros(1, 3), torch.ones(1, 3), weights=torch.ones(1))

@@ -25,7 +25,7 @@ every_example = settings(deadline=None, derandomize=True, max_examples=150)
 
 SCALINGS = st.sampled_from(["none", "group", "batch"])
 POSITIVITIES = st.sampled_from(["none", "stiffen", "clip", "project"])
-RATIO_FORMS = st.sampled_from(["log", "exact"])
+RATIO_FORMS = st.sampled_from(["truncated", "log", "exact"])
 TRASH = st.sampled_from([math.nan, math.inf, -math.inf, 1e30, -1e30, 0.0])
 # Moderate values next to extreme ones: without them nearly every example would be one-hot.
 ADVANTAGES = st.one_of(st.floats(-3, 3), st.floats(-1e4, 1e4), st.sampled_from([0.1, 1.0, -1.0]))

@@ -19,14 +19,26 @@ def chi2(policy, before, push):
     return policy @ push - MU / 2 * before @ (policy / before - 1).square()
 
 
+def truncated(policy, before, push):
+    """The two functions of t = π/π_k whose derivatives are min(t, 2)/t times those of t and (t − 1)²/2."""
+    ratio = policy / before
+    bounded, beyond = ratio.clamp(max=MAX_WEIGHT), (ratio / MAX_WEIGHT).log().clamp(min=0)
+    reward = bounded + MAX_WEIGHT * beyond
+    penalty = (bounded - 1).square() / 2 + MAX_WEIGHT * (MAX_WEIGHT - 1) * beyond
+    return before @ (reward * push - MU * penalty)
+
+
 def reward(policy, before, push):
     return policy @ push
 
 
 CASES = {
-    "default, with several passes": (OPO, {}, True, reverse_kl),
+    "default": (OPO, {}, False, chi2),
+    "default, with several passes": (OPO, {}, True, chi2),
+    "default, beyond the bound": (OPO, {}, False, truncated),
     "exact form, with one": (OPO, {"ratio_form": "exact"}, False, chi2),
-    "the paper's force, truncated": (CELLS["escort-bounded-chi2"], {}, True, chi2),
+    "log form, with several": (OPO, {"ratio_form": "log"}, True, reverse_kl),
+    "the ablation's cell": (CELLS["escort-bounded-chi2"], {}, True, chi2),
     "push alone": (CELLS["escort-bounded-none"], {}, True, reward),
 }
 
@@ -36,10 +48,12 @@ def test_gradient_is_that_of_the_objective(case):
     kind, fields, reused, objective = CASES[case]
     random = torch.Generator().manual_seed(3)
     before = torch.randn(6, generator=random, dtype=torch.float64).softmax(0)
-    logits = (before.log() + 0.4 * torch.randn(6, generator=random, dtype=torch.float64)).requires_grad_()
+    moved = (2.0 if objective is truncated else 0.4) * torch.randn(6, generator=random, dtype=torch.float64)
+    logits = (before.log() + moved).requires_grad_()
     push = torch.randn(6, generator=random, dtype=torch.float64)
     policy = logits.softmax(0)
-    assert 1.2 < (policy / before).max() < MAX_WEIGHT
+    largest = (policy / before).max()
+    assert largest > 2 * MAX_WEIGHT if objective is truncated else 1.2 < largest < MAX_WEIGHT
     one = torch.ones_like(push)
     tokens = {"logps": policy.log()[:, None], "anchor_logps": before.log()[:, None], "mask": one.bool()[:, None]}
     loss = kind(ObjectiveConfig(mu=MU, log_ratio_clamp=20.0, **fields)).loss(

@@ -91,10 +91,12 @@ LITERATURE = {
 }
 ENTRIES |= LITERATURE
 
-TODAY = "escort-bounded-log"
-PAPER = "escort-bounded-chi2"
+TODAY = "escort-bounded-log"  # the default when the plan was made
+PAPER = "escort-bounded-chi2"  # the default since, by the plan's second rule
 GSPO = "advantage-clipped-none"
-# What the default is compared with, in every regime.
+# From simple to complex, as the plan's second rule goes through them.
+FORMS = ("reward-bounded-none", "advantage-bounded-none", "escort-bounded-none", PAPER, TODAY)
+# What today's form is compared with, in every regime.
 RIVALS = (
     PAPER,
     "escort-bounded-none",

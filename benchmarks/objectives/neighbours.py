@@ -66,25 +66,6 @@ class Decoupled(OPO):
         return super().terms(log_ratio - log_ratio.detach(), weights, samples)
 
 
-class WithoutPullBack(OPO):
-    """The push alone."""
-
-    is_regression = False
-
-    def terms(self, log_ratio, weights, samples):
-        work, dissipation = super().terms(log_ratio, weights, samples)
-        return work, 0 * dissipation
-
-
-class ChiSquared(OPO):
-    """Pulled back by the paper's χ² force μ(t − 1), with the ratio t = min(π/π_behaviour, 2), in place of μΔ."""
-
-    def terms(self, log_ratio, weights, samples):
-        work, _ = super().terms(log_ratio, weights, samples)
-        ratio = self.reduce(samples.moved, samples).exp().clamp(max=MAX_WEIGHT)
-        return work, weights * samples.mu * (ratio - 1) * log_ratio
-
-
 # 2. Other targets
 
 

@@ -26,8 +26,9 @@ _INTRODUCTION = """\
 `python -m benchmarks.objectives report` makes this page from `objectives.jsonl`, in which every run is a line. [The
 plan](../objectives/plan.md) was committed before the first run: objectives, regimes, trials, seeds and rules.
 
-A form is called push-weight-pull-back (`grid.py`); `{today}` is today's default, `{gspo}` GSPO. Embedded arithmetic
-task, accuracies in % on 500 test problems, ± half of the 95 % t interval over seeds {seeds}.
+A form is called push-weight-pull-back (`grid.py`). `{today}` is today's form, the default when the plan was made
+(`ratio_form: log`); `{paper}`, the paper's χ² with a truncated ratio, is the default since; `{gspo}` is GSPO. Embedded
+arithmetic task, accuracies in % on 500 test problems, ± half of the 95 % t interval over seeds {seeds}.
 Differences are paired by seed. ▲ and ▼ mark the confirmatory comparisons that remain after Holm's correction for all
 {comparisons} of them; ≈ marks those whose interval lies within ±{near:g} points. Everything else is a direction."""
 
@@ -49,9 +50,9 @@ def values(name: str, regime: str, found: Results, measure: str) -> list[float]:
     return [100 * found[runs[seed]][measure] for seed in sorted(runs)]
 
 
-def differences(name: str, regime: str, found: Results, measure: str) -> list[float]:
-    """Differences of an objective from today's form, by seed."""
-    of_two = (values(each, regime, found, measure) for each in (name, TODAY))
+def differences(name: str, regime: str, found: Results, measure: str, other: str = TODAY) -> list[float]:
+    """Differences of an objective from another, by seed."""
+    of_two = (values(each, regime, found, measure) for each in (name, other))
     return [own - other for own, other in zip(*of_two, strict=True)]
 
 
@@ -134,11 +135,24 @@ def _grid(regime: str, found: Results) -> Iterator[str]:
         yield "\n" + table(("", "learning rate", "own field", "sampled"), sorted(rows, key=lambda row: -float(row[3])))
 
 
-def admissible(name: str, found: Results) -> bool:
-    """Whether today's form beats an objective in no regime, and is not more than a point ahead in any."""
-    kept = remaining(found)
-    means = {regime: np.mean(differences(name, regime, found, "sampled")) for regime in REGIMES}
-    return all(mean >= -ADMISSIBLE and not (mean < 0 and (name, regime) in kept) for regime, mean in means.items())
+def _default(found: Results, kept: set[tuple[str, str]]) -> Iterator[str]:
+    """The plan's second rule, form by form."""
+    if not all(is_complete(name, regime, found) for name in design.FORMS for regime in REGIMES):
+        return
+    yield (
+        "\n## The default\n\nSampled accuracy less that of today's form, from simple to complex. A form is admissible if "
+        f"today's form does\nnot beat it (▼) and is not more than {ADMISSIBLE:g} point ahead, in any regime.\n"
+    )
+    rows = []
+    for name in design.FORMS[:-1]:
+        gains = {regime: differences(name, regime, found, "sampled") for regime in REGIMES}
+        is_admissible = all(
+            np.mean(gain) >= -ADMISSIBLE and not (np.mean(gain) < 0 and (name, regime) in kept)
+            for regime, gain in gains.items()
+        )
+        cells = [shown(gain, signed=True) + _mark(name, regime, gain, kept) for regime, gain in gains.items()]
+        rows.append([f"`{name}`", *cells, "yes" if is_admissible else "no"])
+    yield table(("", *(f"`{regime}`" for regime in REGIMES), "admissible"), rows)
 
 
 def table_of_losses() -> str:
@@ -155,7 +169,8 @@ def table_of_losses() -> str:
 def _title(name: str) -> str:
     if name in (*LITERATURE, "GRPO"):
         return name
-    return {design.GSPO: "GSPO", TODAY: f"OPO: `{TODAY}`"}.get(name, f"`{name}`")
+    names = {design.GSPO: "GSPO", design.PAPER: f"OPO: `{design.PAPER}`", TODAY: f"OPO, `log`: `{TODAY}`"}
+    return names.get(name, f"`{name}`")
 
 
 def _loss_of_form(name: str) -> str:
@@ -193,12 +208,13 @@ def write_report(found: Results, folder: Path, docs: Path = DOCS) -> None:
     seeds = f"{SEEDS[0]} to {SEEDS[-1]}"
     lines = [
         _INTRODUCTION.format(
-            today=TODAY, gspo=design.GSPO, seeds=seeds, comparisons=len(REGIMES) * len(RIVALS), near=NEAR
+            today=TODAY, paper=design.PAPER, gspo=design.GSPO, seeds=seeds, comparisons=len(REGIMES) * len(RIVALS), near=NEAR
         )
     ]
     lines.append("\n![Differences from today's form](objectives.png)")
     for regime in REGIMES:
         lines += [f"\n## `{regime}`", *_regime(regime, found, kept)]
+    lines += _default(found, kept)
     lines.append("\n## The whole grid\n\nMean of the best trial over the three tuning seeds, on the tuning problems.")
     lines += _grid(design.WHOLE, found)
     (folder / "objectives.md").write_text("\n".join(lines) + "\n")
@@ -234,16 +250,16 @@ def best_other(regime: str, found: Results) -> str | None:
 
 
 def draw_map(found: Results, file: Path) -> None:
-    """Today's form less the best published method, by age of completions and passes over them."""
+    """The default less the best published method, by age of completions and passes over them."""
     plt.switch_backend("Agg")
     ages = ["fresh", "16 versions", "64 versions", "replay"]
     passes = sorted({regime.passes for regime in REGIMES.values()})
     figure, axis = plt.subplots(figsize=(7.2, 4.2))
     for name, regime in REGIMES.items():
         other = best_other(name, found)
-        if other is None or not is_complete(TODAY, name, found):
+        if other is None or not is_complete(design.PAPER, name, found):
             continue
-        gains = {m: [-d for d in differences(other, name, found, m)] for m in ("sampled", "greedy")}
+        gains = {m: differences(design.PAPER, name, found, m, other) for m in ("sampled", "greedy")}
         verdict, color = _verdict(estimate(gains["sampled"]))
         place = passes.index(regime.passes), ages.index("replay" if regime.replay else _age(regime.lag))
         axis.add_patch(plt.Rectangle((place[0] - 0.48, place[1] - 0.46), 0.96, 0.92, color=color, linewidth=0))

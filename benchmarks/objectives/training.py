@@ -15,10 +15,9 @@ from opo_trl.objective import Objective
 
 from ..staleness_methods import (
     BATCH,
-    GROUP,
-    MAX_TOKENS,
     accuracies,
     arithmetic_rewards,
+    common_fields,
     make_tokenizer,
     make_trainer,
     training_problems,
@@ -108,23 +107,9 @@ def _train(run: Run, objective_class: type[Objective], field: str, options: dict
     names = field.split()
     in_configuration = {name: run.own for name in names if name in OPOConfig.__dataclass_fields__}
     fields: dict[str, Any] = {
-        "output_dir": folder,
-        "per_device_train_batch_size": BATCH,
-        "num_generations": GROUP,
-        "max_completion_length": MAX_TOKENS,
-        "max_steps": regime.rollouts * regime.passes,
+        **common_fields(folder, run.learning_rate, run.seed, max_steps=regime.rollouts * regime.passes),
         "num_iterations": regime.passes,
-        "learning_rate": run.learning_rate,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "seed": run.seed,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
+        "ratio_form": "log",  # pull-backs of the grid and the neighbours are their own
         **options,
         **in_configuration,
     }

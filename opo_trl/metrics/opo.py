@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..objective import Groups, RatioForm, Targets, grouped
+from ..objective import Groups, RatioForm, Targets, coordinate, grouped
 
 
 @torch.no_grad()
@@ -98,13 +98,13 @@ def target_fit(
 
     Args:
         log_ratio, target, ratio_form, weights:
-            As in [`loss_terms`].
+            As in [`loss_terms`]; u is the [`coordinate`].
 
     Returns:
         `torch.Tensor`: scalar, at most 1: 0 while the policy is the behaviour policy, 1 at the target, below 0 when
         the policy is further from the target than the behaviour policy is; NaN without a target.
     """
-    u = torch.expm1(log_ratio) if ratio_form == "exact" else log_ratio
+    u = coordinate(log_ratio, ratio_form)
     weights = torch.where(target == 0, 0.0, torch.ones_like(u) if weights is None else weights)
     keep = weights != 0
     missing = torch.where(keep, weights * (u - target).square(), 0.0).sum()

@@ -185,8 +185,11 @@ def reference(
                 delta = moved / share / (length if args.log_ratio_reduction == "mean" else 1)
                 weight = min(math.exp(delta.item()), 2.0) * row_weight(v)
                 delta = delta.clamp(-args.log_ratio_clamp, args.log_ratio_clamp)
-                u = delta.exp() - 1 if args.ratio_form == "exact" else delta
-                losses.append(share * weight * (-args.mu * v * u + args.mu / 2 * u**2))
+                u = delta if args.ratio_form == "log" else delta.exp() - 1
+                loss = -args.mu * v * u + args.mu / 2 * u**2
+                if args.ratio_form == "truncated":
+                    loss = args.mu * (min(u.item(), 1.0) - v) * delta
+                losses.append(share * weight * loss)
                 out.deltas.append(delta.item())
                 out.targets.append(v)
                 out.weights.append(weight)

@@ -54,7 +54,7 @@ def draw_run(draw: random.Random, steps: int) -> tuple[Options, Script]:
         "anchor_correction": draw.choice(["absorbed", "length_normalized", "sequence"]),
         "positivity": draw.choice(["none", "clip", "project", "stiffen"]),
         "log_ratio_reduction": draw.choice(["sum", "mean"]),
-        "ratio_form": draw.choice(["log", "exact"]),
+        "ratio_form": draw.choice(["truncated", "log", "exact"]),
         "adaptive_temperature": draw.random() < 0.3,
         "top_entropy_quantile": draw.choice([1.0, 1.0, 0.5]),
         "entropy_coef": draw.choice([0.0, 0.0, 0.01]),

@@ -147,13 +147,14 @@ def test_step_metrics_carry_no_gradient_and_count_nothing_clamped_unless_told():
     assert not any(value.requires_grad for value in got.values())
 
 
-@pytest.mark.parametrize("form", ["log", "exact"])
+@pytest.mark.parametrize("form", ["truncated", "log", "exact"])
 def test_target_fit_is_the_weighted_share_of_the_target_that_is_reached(form):
-    delta, target, weights = [0.3, -0.2, 0.5, 0.1, math.nan], [1.0, -0.5, 0.0, 0.4, 2.0], [1.0, 0.5, 1.0, 2.0, 0.0]
+    delta, target, weights = [0.9, -0.2, 0.5, 0.1, math.nan], [1.0, -0.5, 0.0, 0.4, 2.0], [1.0, 0.5, 1.0, 2.0, 0.0]
     missing = asked = 0.0
     for d, v, w in zip(delta, target, weights, strict=True):
         if v and w:  # neither a sample without a target nor an excluded one counts
-            missing += w * ((math.expm1(d) if form == "exact" else d) - v) ** 2
+            u = {"truncated": min(math.expm1(d), 1.0), "log": d, "exact": math.expm1(d)}[form]
+            missing += w * (u - v) ** 2
             asked += w * v**2
     got = target_fit(f64(delta), f64(target), ratio_form=form, weights=f64(weights))
     assert got.item() == pytest.approx(1 - missing / asked)

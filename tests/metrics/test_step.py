@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 
 from opo_trl.metrics.step import SampleReport, count_low_ess
 
@@ -52,6 +53,7 @@ def test_skipped_samples_have_only_a_weight_and_mu():
 
 
 def test_count_of_low_sample_sizes_starts_again_and_warns_at_ten(caplog):
+    PartialState()  # for the logger
     args = SimpleNamespace(num_generations=8, alpha=0.0, escort_temperature=1.0, anchor_correction="sequence")
     count = 0
     with caplog.at_level(logging.WARNING, logger="opo_trl"):

@@ -69,8 +69,6 @@ def test_force_on_the_log_ratio_is_that_of_the_formula(moved, target):
     ratio, token = math.exp(moved), math.exp(moved / 2)
     bounded = min(ratio, 2.0)
     forces = {
-        neighbours.WithoutPullBack: bounded * 0.3 * target,
-        neighbours.ChiSquared: bounded * (0.3 * target - 0.3 * (bounded - 1)),
         neighbours.Decoupled: bounded * 0.3 * target,
         published.TOPR: target * (1.0 if target >= 0 else min(ratio, 1.0)),
         published.AReaL: min(token, 2.0) * target,
