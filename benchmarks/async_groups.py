@@ -35,7 +35,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 RECORD, PAGE = RESULTS / "async_groups.jsonl", RESULTS / "async_groups.md"
 LEVELS, RATES, SEEDS = ("Level 2", "Level 3"), (5e-5, 1e-4), range(401, 406)
 COMPLETIONS, LAG = 1_920, 4
-BATCH, GROUP = staleness_methods.BATCH, staleness_methods.GROUP
+BATCH = staleness_methods.BATCH
 RUNS = [*product(LEVELS, RATES, SEEDS, (False, True))]
 
 

@@ -32,6 +32,15 @@ arithmetic task, accuracies in % on 500 test problems, ± half of the 95 % t int
 Differences are paired by seed. ▲ and ▼ mark the confirmatory comparisons that remain after Holm's correction for all
 {comparisons} of them; ≈ marks those whose interval lies within ±{near:g} points. Everything else is a direction."""
 
+_SECOND_RULE = """\
+Sampled accuracy less that of today's form, from simple to complex. A form is admissible if today's form does not beat
+it (▼) and is not more than {most:g} point ahead, in any regime."""
+
+
+def wrapped(text: str) -> str:
+    """Paragraphs, with lines that end where the sources' do."""
+    return "\n\n".join(textwrap.fill(paragraph, 119) for paragraph in text.split("\n\n"))
+
 
 def reported(name: str, regime: str, found: Results) -> dict[int, Run]:
     """The finished runs that report, by seed."""
@@ -139,10 +148,7 @@ def _default(found: Results, kept: set[tuple[str, str]]) -> Iterator[str]:
     """The plan's second rule, form by form."""
     if not all(is_complete(name, regime, found) for name in design.FORMS for regime in REGIMES):
         return
-    yield (
-        "\n## The default\n\nSampled accuracy less that of today's form, from simple to complex. A form is admissible if "
-        f"today's form does\nnot beat it (▼) and is not more than {ADMISSIBLE:g} point ahead, in any regime.\n"
-    )
+    yield "\n## The default\n\n" + wrapped(_SECOND_RULE.format(most=ADMISSIBLE)) + "\n"
     rows = []
     for name in design.FORMS[:-1]:
         gains = {regime: differences(name, regime, found, "sampled") for regime in REGIMES}
@@ -206,11 +212,9 @@ def write_report(found: Results, folder: Path, docs: Path = DOCS) -> None:
     draw_map(found, docs / "figures" / "map.png")
     kept = remaining(found)
     seeds = f"{SEEDS[0]} to {SEEDS[-1]}"
-    lines = [
-        _INTRODUCTION.format(
-            today=TODAY, paper=design.PAPER, gspo=design.GSPO, seeds=seeds, comparisons=len(REGIMES) * len(RIVALS), near=NEAR
-        )
-    ]
+    known = {"today": TODAY, "paper": design.PAPER, "gspo": design.GSPO, "near": NEAR}
+    introduction = _INTRODUCTION.format(**known, seeds=seeds, comparisons=len(REGIMES) * len(RIVALS))
+    lines = [wrapped(introduction)]
     lines.append("\n![Differences from today's form](objectives.png)")
     for regime in REGIMES:
         lines += [f"\n## `{regime}`", *_regime(regime, found, kept)]
