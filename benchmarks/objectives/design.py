@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from opo_trl.objective import Objective
+from opo_trl.objective import OPO, Objective
 
 from . import neighbours, published
 from .grid import CELLS
-from .training import REGIMES, Run, train
+from .training import REGIMES, Run, ScaledRate, train
 
 
 TUNING_SEEDS = (311, 312, 313)  # every trial has the first; the best few have all
@@ -35,6 +35,7 @@ class Entry:
         values (`tuple[float, float]`): that are tried.
         options (`Mapping[str, Any]`): other fields of the configuration.
         loss (`str`): of a completion, for the page.
+        callback (`Callable`, *optional*): of the run, made from the trainer.
     """
 
     objective: type[Objective]
@@ -42,6 +43,7 @@ class Entry:
     values: tuple[float, ...] = (0.0,)
     options: Mapping[str, Any] = field(default_factory=dict)
     loss: str = ""
+    callback: Callable[[Any], Any] | None = None
 
     @property
     def settings(self) -> list[Setting]:
@@ -89,7 +91,9 @@ LITERATURE = {
     "Kimi k1.5": Entry(CELLS["reward-one-log"], "mu", (0.3, 0.1), {}, "−(r − r̄)·Δ + μ/2·Δ² (2501.12599)"),
     "OAPL": Entry(LogNormalizedReward, "mu", (0.3, 0.1), {}, "μ/2·(Δ − r/μ + log mean exp(r/μ))² (2602.19362)"),
 }
-ENTRIES |= LITERATURE
+# The default with a published signal, tried on the tuning seeds.
+SIGNALS = {"rate × ESS": Entry(OPO, "power", (0.5, 1.0), {"ratio_form": "truncated"}, callback=ScaledRate)}
+ENTRIES |= LITERATURE | SIGNALS
 
 TODAY = "escort-bounded-log"  # the default when the plan was made
 PAPER = "escort-bounded-chi2"  # the default since, by the plan's second rule
@@ -123,6 +127,7 @@ def cells() -> Iterator[tuple[str, str]]:
     for regime in TABLE:
         yield from ((name, regime) for name in LITERATURE)
     yield from ((name, WHOLE) for name in CELLS if name not in REPORTED)
+    yield from ((name, regime) for name in SIGNALS for regime in REGIMES if regime != "fresh")
 
 
 def reporting(regime: str) -> tuple[str, ...]:
@@ -172,4 +177,4 @@ def next_runs(name: str, regime: str, found: Results) -> list[Run]:
 def make(job: tuple[Run, Entry]) -> dict[str, Any]:
     """Make a run, in a process of its own."""
     run, entry = job
-    return train(run, entry.objective, entry.own, dict(entry.options))
+    return train(run, entry.objective, entry.own, dict(entry.options), entry.callback)

@@ -3,11 +3,12 @@
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 from opo_trl import AsyncOPOConfig, AsyncOPOTrainer, OPOConfig, OPOTrainer
 from opo_trl.data.arithmetic import base_model_path
@@ -83,7 +84,28 @@ class Run:
     tuning: bool
 
 
-def train(run: Run, objective_class: type[Objective], field: str, options: dict[str, Any]) -> dict[str, Any]:
+class ScaledRate(TrainerCallback):
+    """
+    A learning rate that is multiplied by a power of the effective sample size of the step's importance ratios, as in
+    VCPO (2602.17616); the schedule sets it anew for the next step.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        share = self.trainer._metrics["train"]["opo/ratio/ess"][-1]
+        for group in kwargs["optimizer"].param_groups:
+            group["lr"] *= share**self.trainer.policy_objective.power
+
+
+def train(
+    run: Run,
+    objective_class: type[Objective],
+    field: str,
+    options: dict[str, Any],
+    callback: Callable[[Any], TrainerCallback] | None = None,
+) -> dict[str, Any]:
     """
     Train and measure in this process, which must be a new one.
 
@@ -91,6 +113,7 @@ def train(run: Run, objective_class: type[Objective], field: str, options: dict[
         objective_class: the objective.
         field: its own field, of the configuration or of the objective; several names for several that are equal.
         options: other fields of the configuration.
+        callback: makes a callback from the trainer.
 
     Returns:
         The run's fields, its accuracies, the mean entropy of the last five optimizer steps, and processor seconds.
@@ -98,10 +121,12 @@ def train(run: Run, objective_class: type[Objective], field: str, options: dict[
     with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "log.txt"), "w") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
-        return _train(run, objective_class, field, options, folder)
+        return _train(run, objective_class, field, options, callback, folder)
 
 
-def _train(run: Run, objective_class: type[Objective], field: str, options: dict[str, Any], folder: str):
+def _train(
+    run: Run, objective_class: type[Objective], field: str, options: dict[str, Any], callback: Any, folder: str
+):
     torch.set_num_threads(1)
     regime, began = REGIMES[run.regime], time.process_time()
     names = field.split()
@@ -118,6 +143,8 @@ def _train(run: Run, objective_class: type[Objective], field: str, options: dict
         if name not in in_configuration:
             setattr(trainer.policy_objective, name, run.own)
     trainer.remove_callback(PrinterCallback)
+    if callback is not None:
+        trainer.add_callback(callback(trainer))
     trainer.train()
     entropies = [entry["entropy"] for entry in trainer.state.log_history if "entropy" in entry][-5:]
     return {
