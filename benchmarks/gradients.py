@@ -66,8 +66,8 @@ METHODS: dict[str, tuple[type, dict[str, Any]]] = {
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
     ),
     "DAPO": (GRPOTrainer, {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28}),
-    "OPO": (OPOTrainer, {"mu": 1.0}),
-    "OPO, mean": (OPOTrainer, {"mu": 1.0, "log_ratio_reduction": "mean"}),
+    "OPO": (OPOTrainer, {"mu": 1.0, "ratio_form": "log"}),
+    "OPO, mean": (OPOTrainer, {"mu": 1.0, "ratio_form": "log", "log_ratio_reduction": "mean"}),
 }
 # Whose gradient leads away from the behaviour policy.
 WALKERS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -105,7 +105,8 @@ def load_policy(model: torch.nn.Module, policy: Tensor):
 
 def train(folder: str) -> tuple[dict[int, Tensor], Dataset]:
     """Train with the recipe; policies by step, and the training problems."""
-    script, args, model_config, _ = parse(["--config", str(RECIPE), "--output_dir", folder, "--save_strategy", "no"])
+    options = ["--output_dir", folder, "--save_strategy", "no", "--ratio_form", "log"]
+    script, args, model_config, _ = parse(["--config", str(RECIPE), *options])
     model_config.model_name_or_path = base_model_path()
     data = load_data(script, args, AutoTokenizer.from_pretrained(base_model_path()))
     data, problems = replace(data, validation=None, report={}), data.training

@@ -191,7 +191,7 @@ def opo_keeps(rewards: Tensor, old: Tensor, fields: dict[str, Any]) -> tuple[Ten
 
 def opo_mean_loss(log_ratio: Tensor, kept: tuple[Tensor, ...], fields: dict[str, Any]) -> Tensor:
     target, mu = kept
-    return opo_loss(log_ratio, target, mu=mu).mean()
+    return opo_loss(log_ratio, target, mu=mu, ratio_form="log").mean()
 
 
 Keeps = Callable[[Tensor, Tensor, dict[str, Any]], tuple[Tensor, ...]]

@@ -7,21 +7,20 @@ fluctuation `v = pi / pi_k - 1` and the log-ratio `Delta = log pi - log pi_k`:
 
     omega  = rho_alpha / pi_k,  rho_alpha ∝ pi_k^alpha · P*^(1 - alpha),  P* ∝ exp(A / tau)    (escort_weights)
     g      = omega - E[omega]                       the projection onto H0 = {v : E[v] = 0}    (project)
-    v*     = g / mu                                 made admissible, 1 + v* >= 0               (admissible_target)
+    v*     = g / mu                                 made admissible, 1 + v* >= 0, if asked for  (admissible_target)
     loss   = w · (-mu · v* + mu · (w - 1)) · Delta, w = min(pi / pi_k, 2) without gradient     (loss_terms)
 
-Its gradient by Delta is `-w · (g - mu · (w - 1))`. As long as `pi / pi_k <= 2`, this is the gradient of `E_pi[g] -
-mu/2 · χ²(pi ‖ pi_k)`, the paper's equation 14, whose optimum is v = v*; the bound keeps its variance finite
-(`docs/theory.md`). `alpha` enters only through omega, `mu` only from v* on. The centred escort weight g is the paper's
-drive, the χ² coefficient mu its stiffness.
+As long as `pi / pi_k <= 2`, this has the gradient of `-E_pi[g] + mu/2 · χ²(pi ‖ pi_k)`, the paper's equation 14, whose
+optimum is v = v* if it is admissible; the bound keeps the variance finite (`docs/theory.md`). `alpha` enters only
+through omega, `mu` only from v* on. The centred escort weight g is the paper's drive, the χ² coefficient mu its
+stiffness.
 
-The paper's surrogate, with w only where completions are reused or stale, and its exact form are the other two values
-of `ratio_form`:
+The paper's surrogate and its exact form are the other two values of `ratio_form`:
 
     loss   = w · (-mu · v* · u + mu/2 · u²),        u = Delta or u = exp(Delta) - 1
 
-Completing the square, that is `w · mu/2 · (u - v*)²` up to a constant: a regression of u on the projected target with
-the constant Hessian mu.
+Here w is 1, except where completions are reused or stale (`OPO.weights`). Completing the square, this is `w · mu/2 ·
+(u - v*)²` up to a constant: a regression of u on the projected target with the constant Hessian mu.
 
 [`OPO`] puts these together for both trainers. Another [`Objective`] overrides a method or two (`docs/subclassing.md`).
 
@@ -243,17 +242,19 @@ def loss_terms(
     target: Tensor,
     *,
     mu: float | Tensor,
-    ratio_form: RatioForm = "log",
+    ratio_form: RatioForm = "truncated",
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""
-    The two terms of OPO's loss, `−w · mu · v* · u` (work) and `w · mu/2 · u²` (dissipation); equations 14 and 18.
+    The two terms of OPO's loss: the push towards the target (the paper's work) and the pull back to the behaviour
+    policy (its dissipation), `[B]` each.
 
-    `log_ratio` Delta carries the gradient; `target` is v\*, `weights` are w, 1 by default, `[B]` each. A row of weight
-    0 has exactly zero loss and gradient, even if it contains NaN or inf. `ratio_form="log"` is u = Delta, the paper's
-    surrogate, `"exact"` is u = v = exp(Delta) − 1. In the `"truncated"` form, the terms are `−w · mu · v* · Delta` and
-    `w · mu · (min(exp(Delta), 2) − 1) · Delta`, the factor before Delta without gradient: with min(exp(Delta), 2) in
-    w, their gradients are those of the exact form's two terms below the bound.
+    With u the [`coordinate`] and `weights` w, 1 by default: `−w · mu · v* · u` and `w · mu/2 · u²`, equations 14 and
+    18 of the paper. In the truncated form, with b = min(exp(Delta), 2) without gradient: `−w · b · mu · v* · Delta`
+    and `w · b · mu · (b − 1) · Delta`, whose gradients are those of the exact form where exp(Delta) < 2.
+
+    `log_ratio` Delta carries the gradient; `target` is v\*, `[B]` each. A row of weight 0 has exactly zero loss and
+    gradient, even if it contains NaN or inf.
     """
     if weights is None:
         weights = torch.ones_like(log_ratio)
@@ -262,12 +263,14 @@ def loss_terms(
     target = torch.where(keep, target, 0.0).to(log_ratio.dtype)
     u, weights = coordinate(log_ratio, ratio_form), weights.to(log_ratio.dtype)
     if ratio_form == "truncated":
-        return -weights * mu * target * log_ratio, weights * mu * u.detach() * log_ratio
+        u = u.detach()
+        weighted = weights * (1 + u) * mu * log_ratio
+        return -weighted * target, weighted * u
     return -weights * mu * target * u, weights * mu / 2 * u.square()
 
 
 def coordinate(log_ratio: Tensor, ratio_form: RatioForm) -> Tensor:
-    """What of the policy is to be at the target: Delta, `exp(Delta) - 1`, or `min(exp(Delta), 2) - 1`; `[B]`."""
+    """What is to be at the target: Delta (`"log"`), exp(Delta) − 1 (`"exact"`) or min(exp(Delta), 2) − 1; `[B]`."""
     if ratio_form not in ("truncated", "log", "exact"):
         raise ValueError(f"ratio_form={ratio_form!r} is unknown. Use 'truncated', 'log' or 'exact'.")
     if ratio_form == "log":
@@ -375,7 +378,7 @@ class Objective:
     when they are used.
     """
 
-    is_regression = False  # whether the loss has a χ² term, and is smallest where u is the target
+    is_regression = False  # whether the loss has a χ² term, and no force where the coordinate is at the target
 
     def __init__(self, args: Any):
         self.args = args
@@ -440,6 +443,11 @@ class OPO(Objective):
         return fields if type(self) is OPO else f"{type(self).__name__}; {fields}"
 
     @property
+    def ratio_form(self) -> RatioForm:
+        """Form of the loss."""
+        return self.args.ratio_form
+
+    @property
     def reads_logps(self) -> bool:
         return self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
 
@@ -488,14 +496,15 @@ class OPO(Objective):
 
     def weights(self, samples: Samples) -> Tensor:
         """
-        min(pi / pi_k, 2): a completion that the policy has made unlikely has almost no gradient. The paper's two forms
-        have it only where completions are reused or stale. The weight stays above 0, which would exclude the sample.
+        Those of the sampler. In the paper's two forms, which have no ratio of their own, times min(pi / pi_k, 2) where
+        completions are reused or stale: one that the policy has made unlikely has almost no gradient. The weight stays
+        above 0, which would exclude the sample.
         """
-        if not samples.reused and self.args.ratio_form != "truncated":
+        if not samples.reused or self.ratio_form == "truncated":
             return samples.weights
         moved = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
         return samples.weights * moved.exp().clamp(max=MAX_WEIGHT)
 
     def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
-        form = self.args.ratio_form
+        form = self.ratio_form
         return loss_terms(log_ratio, samples.target, mu=samples.mu, ratio_form=form, weights=weights)

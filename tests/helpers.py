@@ -572,7 +572,7 @@ class Reference:
             length = max(int(own.sum()), 1)
             logps, entropies = self.logps(policy, row)
             anchor, age = self.anchor(k, i), 1.0
-            if args.num_iterations > 1 or args.ratio_form == "truncated":
+            if args.num_iterations > 1 and args.ratio_form != "truncated":
                 moved = (logps - anchor)[own].sum().item()
                 age = min(math.exp(moved / length if args.log_ratio_reduction == "mean" else moved), 2.0)
             steered = own if kept_tokens is None else own & kept_tokens(k, i, entropies.detach())
@@ -584,7 +584,8 @@ class Reference:
             work, dissipation = -weight * drive.mu * drive.target[i] * u, weight * drive.mu / 2 * u**2
             if args.ratio_form == "truncated":
                 u = min(u.item(), 1.0)
-                work, dissipation = -weight * drive.mu * drive.target[i] * delta, weight * drive.mu * u * delta
+                weighted = weight * (1 + u) * drive.mu * delta
+                work, dissipation = -weighted * drive.target[i], weighted * u
             loss = scales[k] * (work + dissipation)
             if args.beta:
                 with torch.no_grad():

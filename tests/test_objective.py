@@ -41,6 +41,7 @@ from opo_trl.objective import (
     Samples,
     admissible_target,
     escort_weights,
+    loss_terms,
     opo_loss,
     project,
     stiffness_for_radius,
@@ -350,7 +351,7 @@ def test_gradient_descent_does_not_converge_at_step_sizes_from_two_over_mu(mu):
         start = (u - target).norm()
         for _ in range(20):
             u = u.requires_grad_()
-            (gradient,) = torch.autograd.grad(opo_loss(u, target, mu=mu).sum(), u)
+            (gradient,) = torch.autograd.grad(opo_loss(u, target, mu=mu, ratio_form="log").sum(), u)
             u = (u - eta * gradient).detach()
         assert_close((u - target).norm(), start * growth**20, rtol=1e-9, atol=0)
 
@@ -432,7 +433,7 @@ def test_on_policy_the_dissipation_has_no_effect(mu):
     drive = f64(drive_by_hand(escort_by_hand(ADVANTAGES, 0.4)))
     target, _ = admissible_target(drive, mu=mu, num_generations=G)
     log_ratio = torch.zeros(12, dtype=torch.float64, requires_grad=True)
-    loss = opo_loss(log_ratio, target, mu=mu)
+    loss = opo_loss(log_ratio, target, mu=mu, ratio_form="log")
     (gradient,) = torch.autograd.grad(loss.sum(), log_ratio)
     assert_exact(loss.detach(), torch.zeros_like(drive))
     assert_tight(gradient, -drive)  # without mu
@@ -484,7 +485,7 @@ def test_stiffness_for_radius_without_a_drive_is_positive_and_harmless(valid):
     assert mu > 0
     target, _ = admissible_target(drive, mu=mu, num_generations=4)
     assert_exact(target, drive)
-    assert_exact(opo_loss(drive, target, mu=mu), drive)
+    assert_exact(opo_loss(drive, target, mu=mu, ratio_form="log"), drive)
 
 
 @pytest.mark.parametrize("radius", [0.05, 0.5])
@@ -915,7 +916,7 @@ def test_mean_reduction_is_sum_with_mu_and_gradient_over_length(tokens):
         logps = start.clone().requires_grad_()
         log_ratio, _ = log_ratio_of(logps, anchor, torch.ones(2, tokens), reduction=reduction)
         target, _ = admissible_target(drive, mu=stiffness, num_generations=2)
-        return torch.autograd.grad(opo_loss(log_ratio, target, mu=stiffness).sum(), logps)[0]
+        return torch.autograd.grad(opo_loss(log_ratio, target, mu=stiffness, ratio_form="log").sum(), logps)[0]
 
     assert_tight(gradient("mean", mu), gradient("sum", mu / tokens) / tokens)
 
@@ -949,8 +950,15 @@ def test_loss_is_work_plus_dissipation(ratio_form, mu, weights):
     )
 
 
-def test_the_logarithmic_form_is_the_default():
-    assert_tight(opo_loss(f64([0.5]), f64([0.2]), mu=1.0), [-0.2 * 0.5 + 0.5**2 / 2])
+@pytest.mark.parametrize("log_ratio", [-3.0, -0.5, 0.0, 0.5, 0.69, 0.7, 4.0])
+def test_the_default_has_the_force_of_the_truncated_chi2_form(log_ratio):
+    """Value: push and pull-back times Delta. Gradient: -b · (g - mu · (b - 1)), b = min(exp(Delta), 2)."""
+    delta, bounded = f64([log_ratio]).requires_grad_(), min(math.exp(log_ratio), 2.0)
+    work, dissipation = loss_terms(delta, f64([0.2]), mu=1.5)
+    assert_tight(work.detach(), [-bounded * 1.5 * 0.2 * log_ratio])
+    assert_tight(dissipation.detach(), [bounded * 1.5 * (bounded - 1) * log_ratio])
+    (gradient,) = torch.autograd.grad((work + dissipation).sum(), delta)
+    assert_tight(gradient, [-bounded * 1.5 * (0.2 - (bounded - 1))])
 
 
 @pytest.mark.parametrize("trash", TRASH)
@@ -1060,14 +1068,17 @@ def test_loss_is_the_definition_with_the_bounded_weight_of_reused_completions(fo
     for row in range(4):
         moved = [(logps[row, t] - anchor[row, t]).item() for t in range(5) if MASK[row][t]]
         delta = math.fsum(moved) / (max(len(moved), 1) if reduction == "mean" else 1)
-        weight = sampler[row].item() * (min(math.exp(delta), 2.0) if reused or form == "truncated" else 1.0)
+        weight = sampler[row].item() * (min(math.exp(delta), 2.0) if reused and form != "truncated" else 1.0)
         clamped = max(-1.0, min(delta, 1.0))
         u = math.expm1(clamped) if form == "exact" else clamped
-        pull_back = min(math.expm1(clamped), 1.0) * clamped if form == "truncated" else u**2 / 2
+        push, pull_back = u, u**2 / 2
+        if form == "truncated":
+            bounded = min(math.exp(clamped), 2.0)
+            push, pull_back = bounded * clamped, bounded * (bounded - 1) * clamped
         assert got.log_ratio[row].item() == pytest.approx(clamped, rel=1e-12)
         assert got.clamped[row].item() == (abs(delta) > 1)
         assert got.weights[row].item() == pytest.approx(weight, rel=1e-12)
-        assert got.work[row].item() == pytest.approx(-weight * 0.3 * target[row].item() * u, rel=1e-12)
+        assert got.work[row].item() == pytest.approx(-weight * 0.3 * target[row].item() * push, rel=1e-12)
         assert got.dissipation[row].item() == pytest.approx(weight * 0.3 * pull_back, rel=1e-12)
         bounds.add(math.exp(delta) > 2)
     assert bounds == ({True, False} if reduction == "sum" else {False})  # both sides of the bound

@@ -48,12 +48,12 @@ def test_gradient_is_that_of_the_objective(case):
     kind, fields, reused, objective = CASES[case]
     random = torch.Generator().manual_seed(3)
     before = torch.randn(6, generator=random, dtype=torch.float64).softmax(0)
-    moved = (2.0 if objective is truncated else 0.4) * torch.randn(6, generator=random, dtype=torch.float64)
+    moved = (3.0 if objective is truncated else 0.4) * torch.randn(6, generator=random, dtype=torch.float64)
     logits = (before.log() + moved).requires_grad_()
     push = torch.randn(6, generator=random, dtype=torch.float64)
     policy = logits.softmax(0)
     largest = (policy / before).max()
-    assert largest > 2 * MAX_WEIGHT if objective is truncated else 1.2 < largest < MAX_WEIGHT
+    assert largest > 1.5 * MAX_WEIGHT if objective is truncated else 1.2 < largest < MAX_WEIGHT
     one = torch.ones_like(push)
     tokens = {"logps": policy.log()[:, None], "anchor_logps": before.log()[:, None], "mask": one.bool()[:, None]}
     loss = kind(ObjectiveConfig(mu=MU, log_ratio_clamp=20.0, **fields)).loss(

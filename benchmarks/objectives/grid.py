@@ -9,15 +9,18 @@ The force on the log-ratio Δ of a completion with t = π/π_behaviour is `weigh
 | weight | `one`; `bounded`: min(t, 2); `tapered`: 1 where g ≥ 0, min(t, 1) elsewhere |
 | pull-back | `none`; `log`: μΔ, the quadratic term of the log form; `chi2`: μ(min(t, 2) − 1), the paper's, truncated |
 
-`escort-bounded-log` is OPO's default, `escort-bounded-chi2` the force of the paper's χ² term. With the weight
-`clipped`, the loss is GSPO's: −min(s·g, clip(s)·g) of the geometric mean s of the tokens' ratios, without a pull-back.
+`escort-bounded-chi2` is OPO's default, the truncated force of the paper's χ² term, and `escort-bounded-log` its form
+`ratio_form: log` with reused completions. With the weight `clipped`, the loss is GSPO's: −min(s·g, clip(s)·g) of the
+geometric mean s of the tokens' ratios, without a pull-back.
 """
 
 import itertools
 
 import torch
 
-from opo_trl.objective import MAX_WEIGHT, OPO, SEQUENCE_CLAMP, project
+from opo_trl.objective import MAX_WEIGHT, SEQUENCE_CLAMP, project
+
+from .neighbours import Surrogate
 
 
 PUSHES = ("reward", "advantage", "escort")
@@ -25,7 +28,7 @@ WEIGHTS = ("one", "bounded", "tapered")
 PULL_BACKS = ("none", "log", "chi2")
 
 
-class Composed(OPO):
+class Composed(Surrogate):
     """A push, a weight and a pull-back."""
 
     push = "escort"
@@ -78,7 +81,7 @@ def _cell(push: str, weight: str, pull_back: str) -> tuple[str, type[Composed]]:
     name = f"{push}-{weight}-{pull_back}"
     if weight == "clipped":
         return name, type(name, (Clipped,), {"push": push})
-    own = {"push": push, "weight": weight, "pull_back": pull_back, "is_regression": pull_back == "log"}
+    own = {"push": push, "weight": weight, "pull_back": pull_back, "is_regression": pull_back != "none"}
     return name, type(name, (Composed,), own)
 
 

@@ -1,13 +1,12 @@
 r"""
 Neighbours of OPO, and OPO with single parts replaced, for both trainers.
 
-All regress the log-ratio Δ = log π/π_behaviour of a completion on a target. With r̄ the mean reward of a group of G:
+Most regress the log-ratio Δ = log π/π_behaviour of a completion on a target. With r̄ the mean reward of a group of G:
 
 | method | target, or loss where it is no regression of each completion | here |
 |---|---|---|
-| OPO | (ω − 1)/μ, mean 0 in each group; weight min(π/π_behaviour, 2) | `opo_trl.objective.OPO` |
+| OPO, `ratio_form: log` | (ω − 1)/μ, mean 0 in each group; weight min(π/π_behaviour, 2) | [`Surrogate`] |
 | OPO without the weight | the same | [`Unweighted`] |
-| OPO without the quadratic term, and with the χ² force of the paper | the same | [`WithoutPullBack`], [`ChiSquared`] |
 | Kimi k1.5 (arXiv 2501.12599) | (r − r̄)/τ; its gradient is (r − r̄)·∇log π − τ/2·∇Δ² | [`Kimi`], μ = τ |
 | OAPL (2602.19362), β₁ = β₂ = β | log ω at α = 0, = r/β − log mean exp(r/β) | [`OAPL`], μ = β |
 | REBEL, A\*-PO (2505.20686) | differences of Δ on differences of r/η, over all pairs of a group | [`REBEL`], μ = η |
@@ -31,10 +30,18 @@ from opo_trl.objective import MAX_WEIGHT, OPO, Objective, grouped, project
 M2_THRESHOLD = 0.04  # of M2PO's paper
 
 
+class Surrogate(OPO):
+    """OPO with its paper's surrogate, unless `ratio_form` is `exact`."""
+
+    @property
+    def ratio_form(self):
+        return "log" if self.args.ratio_form == "truncated" else self.args.ratio_form
+
+
 # 1. Other weights
 
 
-class Unweighted(OPO):
+class Unweighted(Surrogate):
     """Completions have weight 1."""
 
     def weights(self, samples):
@@ -50,7 +57,7 @@ class FallingMu(Unweighted):
         return super().terms(log_ratio, weights, fallen)
 
 
-class Decoupled(OPO):
+class Decoupled(Surrogate):
     """
     The policy that takes a completion up is its anchor, as in AReaL's decoupled loss where an optimizer step is a
     whole pass: the log-ratio is 0, and the weight min(π/π_behaviour, `own`).
@@ -69,14 +76,14 @@ class Decoupled(OPO):
 # 2. Other targets
 
 
-class Linear(OPO):
+class Linear(Surrogate):
     """The drive is the advantage, centred over the group."""
 
     def drive(self, omega, groups):
         return project(groups.advantages, scaling=self.args.drive_scaling, **groups.rows)
 
 
-class WithoutProjection(OPO):
+class WithoutProjection(Surrogate):
     """The drive is ω itself."""
 
     def drive(self, omega, groups):

@@ -1,7 +1,7 @@
 """The page and the figure of the ablation, from its runs."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -130,10 +130,10 @@ def _mark(name: str, regime: str, gain: list[float], kept: set[tuple[str, str]])
     return " ≈" if abs(found.mean) + half(found) <= NEAR else ""
 
 
-def _grid(regime: str, found: Results) -> Iterator[str]:
-    """Best trials of all cells that are tuned."""
+def _best_trials(regime: str, names: Iterable[str], found: Results) -> Iterator[str]:
+    """Best trials of the objectives that are tuned."""
     rows = []
-    for name in ENTRIES:
+    for name in names:
         if design.next_runs(name, regime, found) and not reported(name, regime, found):
             continue
         setting = design.chosen(name, regime, found)
@@ -220,7 +220,14 @@ def write_report(found: Results, folder: Path, docs: Path = DOCS) -> None:
         lines += [f"\n## `{regime}`", *_regime(regime, found, kept)]
     lines += _default(found, kept)
     lines.append("\n## The whole grid\n\nMean of the best trial over the three tuning seeds, on the tuning problems.")
-    lines += _grid(design.WHOLE, found)
+    lines += _best_trials(design.WHOLE, (name for name in ENTRIES if name not in design.SIGNALS), found)
+    lines.append(
+        "\n## A published signal\n\nThe default, and with a learning rate times a power of the effective sample "
+        "size: the same trials."
+    )
+    for regime in REGIMES:
+        if any(run.objective in design.SIGNALS and run.regime == regime for run in found):
+            lines += _best_trials(regime, (design.PAPER, *design.SIGNALS), found)
     (folder / "objectives.md").write_text("\n".join(lines) + "\n")
     _draw(found, folder / "objectives.png")
 

@@ -134,7 +134,6 @@ def _train(
     fields: dict[str, Any] = {
         **common_fields(folder, run.learning_rate, run.seed, max_steps=regime.rollouts * regime.passes),
         "num_iterations": regime.passes,
-        "ratio_form": "log",  # pull-backs of the grid and the neighbours are their own
         **options,
         **in_configuration,
     }

@@ -283,9 +283,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         policy, `[M]` each, their row, `[M]`, and `_collate`'s table.
 
         A conversation that TRL forks into several rows has the loss `Σ s · loss(Δ_r / s)`, with the share s of its
-        trained tokens that is in a row, and the log-ratio Δ_r of the row: at Δ = 0 and at the target this has the
-        gradient that one row would have. In between, it is at least as large: it asks for the same log-ratio per token
-        everywhere.
+        trained tokens that is in a row, and the log-ratio Δ_r of the row: it asks for the same log-ratio per token in
+        all rows, and has the gradient of a single row where that is so.
         """
         table = table[table[:, 2] > 0].to(torch.promote_types(logps.dtype, torch.float32))  # without padding
         generated_at, target, tokens, _, *means = table.T

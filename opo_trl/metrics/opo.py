@@ -91,7 +91,7 @@ def step_metrics(
 
 @torch.no_grad()
 def target_fit(
-    log_ratio: Tensor, target: Tensor, *, ratio_form: RatioForm = "log", weights: Tensor | None = None
+    log_ratio: Tensor, target: Tensor, *, ratio_form: RatioForm = "truncated", weights: Tensor | None = None
 ) -> Tensor:
     r"""
     How much of the change that the target asks for has happened: `1 − Σ w·(u − v*)² / Σ w·v*²`, over v\* ≠ 0.

@@ -47,11 +47,15 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
     least_ess = 0.1 if settings.get("max_staleness") else 0.5
     # Whole completions, as in GSPO, are clipped a hundred times as often as tokens.
     most_clipped = 0.5 if settings.get("importance_sampling_level") == "sequence" else 0.01
+    # What is cut off after the first line is not read.
+    most_truncated = 1.0 if settings.get("reward_funcs") == ["first_line_reward"] else 0.2
     return [
         # Does the policy learn, and from what?
         Diagnostic("reward", "reward", "rise", low=1, wrong=(-1, math.inf)),
         Diagnostic("groups", "opo/frac_zero_drive frac_reward_zero_std", "last", high=0.75, wrong=(0, 0.95)),
-        Diagnostic("truncated", "completions/clipped_ratio", "last", high=0.2, wrong=(0, 0.5)),
+        Diagnostic(
+            "truncated", "completions/clipped_ratio", "last", high=most_truncated, wrong=(0, max(most_truncated, 0.5))
+        ),
         Diagnostic("entropy", "entropy", "ratio", low=0.1, high=3),
         Diagnostic("gradient", "grad_norm", "ratio", low=0.01, high=10, wrong=(1e-4, math.inf)),
         # Where do completions pull the policy that has moved since they were written, and how far is it from theirs?

@@ -165,7 +165,7 @@ def reference(
     """
     network = AutoModelForCausalLM.from_pretrained(model).double().eval()
     network.load_state_dict(in_float64(policy))
-    out = SimpleNamespace(deltas=[], targets=[], weights=[])
+    out = SimpleNamespace(deltas=[], targets=[], weights=[], ratios=[])
     losses, tokens = [], 0
     for group in groups:
         rewards = [each.reward for each in group]
@@ -183,16 +183,19 @@ def reference(
                 moved = (chosen(network, row.ids) - torch.tensor(row.old[1:]).double())[own].sum()
                 share = int(own.sum()) / length
                 delta = moved / share / (length if args.log_ratio_reduction == "mean" else 1)
-                weight = min(math.exp(delta.item()), 2.0) * row_weight(v)
+                ratio = min(math.exp(delta.item()), 2.0)
+                weight = row_weight(v) if args.ratio_form == "truncated" else ratio * row_weight(v)
                 delta = delta.clamp(-args.log_ratio_clamp, args.log_ratio_clamp)
                 u = delta if args.ratio_form == "log" else delta.exp() - 1
                 loss = -args.mu * v * u + args.mu / 2 * u**2
                 if args.ratio_form == "truncated":
-                    loss = args.mu * (min(u.item(), 1.0) - v) * delta
+                    bounded = min(delta.exp().item(), 2.0)
+                    loss = args.mu * bounded * (bounded - 1 - v) * delta
                 losses.append(share * weight * loss)
                 out.deltas.append(delta.item())
                 out.targets.append(v)
                 out.weights.append(weight)
+                out.ratios.append(ratio)
             tokens += length if args.log_ratio_reduction == "sum" else 1
     loss = sum(losses) / tokens
     names, parameters = zip(*network.named_parameters(), strict=True)

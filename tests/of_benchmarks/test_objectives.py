@@ -11,6 +11,7 @@ from test_published_objectives import force
 from benchmarks.objectives import design, report, training
 from benchmarks.objectives.__main__ import RECORD, read
 from benchmarks.objectives.grid import CELLS, PULL_BACKS, PUSHES, WEIGHTS, Composed
+from benchmarks.objectives.neighbours import Surrogate
 from opo_trl.config import ObjectiveConfig
 from opo_trl.objective import OPO, Groups
 
@@ -62,10 +63,12 @@ def test_published_targets_are_those_of_their_papers():
     assert torch.allclose(oapl, rewards / MU - (rewards / MU).exp().mean().log())
 
 
-def test_default_cell_is_the_trainers_objective():
+@pytest.mark.parametrize(("cell", "kind"), [(design.PAPER, OPO), (design.TODAY, Surrogate)])
+def test_cells_of_opo_are_the_trainers_objective(cell, kind):
     for moved, target in itertools.product((-1.0, 0.3, 1.5), (-2.0, 1.5)):
-        assert force(CELLS[design.TODAY], moved=moved, target=target) == force(OPO, moved=moved, target=target)
-    assert Composed in CELLS[design.TODAY].__mro__
+        expected = force(kind, moved=moved, target=target)
+        assert force(CELLS[cell], moved=moved, target=target) == pytest.approx(expected, rel=1e-12)
+    assert Composed in CELLS[cell].__mro__
 
 
 @pytest.mark.parametrize("regime", [training.Regime(2, lag=1, passes=2), training.Regime(2, passes=2, replay=4)])
@@ -75,7 +78,7 @@ def test_run_measures_a_trained_objective(monkeypatch, tmp_path, regime):
     found = []
     for rate in (1e-12, 1e-3):
         run = training.Run("reward-bounded-chi2", "short", rate, 0.1, 1, tuning=True)
-        found.append(training._train(run, CELLS[run.objective], "mu", {}, str(tmp_path)))
+        found.append(training._train(run, CELLS[run.objective], "mu", {}, None, str(tmp_path)))
     torch.set_num_threads(threads)
     assert 0.3 < found[0]["sampled"] < 0.7  # of the base model
     assert found[0]["sampled"] != found[1]["sampled"]
@@ -98,7 +101,7 @@ def test_stages_follow_the_plan():
     assert [stage[:2] for stage in stages[3:]] == [("reward-one-chi2", 8), ("reward-one-chi2", 6)]
     assert design.chosen(design.TODAY, "lag64", found) == design.ENTRIES[design.TODAY].settings[2]
     assert report.row_of(design.TODAY, "lag64", found).startswith(f"{design.TODAY}: sampled 80.")
-    assert (len(design.ENTRIES), len({*design.REPORTED})) == (43, 13)
+    assert (len(design.ENTRIES), len({*design.REPORTED})) == (44, 13)
     assert all(len(entry.settings) == 8 for entry in design.ENTRIES.values())
 
 
