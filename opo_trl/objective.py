@@ -388,6 +388,11 @@ class Objective:
         """Whether targets need `Groups.logps`."""
         return False
 
+    @property
+    def ratio_form(self) -> RatioForm:
+        """Form of a χ² term."""
+        return self.args.ratio_form
+
     def describe_objective(self) -> str:
         """Line of a run's plan."""
         return f"{type(self).__name__}, log-ratio {self.args.log_ratio_reduction}"
@@ -441,11 +446,6 @@ class OPO(Objective):
     def describe_objective(self) -> str:
         fields = self.args.describe_objective()
         return fields if type(self) is OPO else f"{type(self).__name__}; {fields}"
-
-    @property
-    def ratio_form(self) -> RatioForm:
-        """Form of the loss."""
-        return self.args.ratio_form
 
     @property
     def reads_logps(self) -> bool:

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from ..objective import OPO, SEQUENCE_CLAMP, Loss, Objective, Samples
+from ..objective import SEQUENCE_CLAMP, Loss, Objective, Samples
 from .opo import ratio_ess, step_metrics, target_fit
 
 
@@ -84,7 +84,7 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
     if args.log_ratio_reduction == "mean":
         # Only the log-ratio of whole completions gives the χ² divergence of the policy.
         step["sequence_chi2"] = step_metrics(samples.sequence_log_ratio, weights=weights)["chi2"]
-    if isinstance(objective, OPO) and objective.is_regression:
+    if objective.is_regression:
         form = objective.ratio_form
         step["target_fit"] = target_fit(samples.log_ratio, samples.target, ratio_form=form, weights=weights)
     step["ratio/ess"] = ratio_ess(samples.sequence_log_ratio, samples.weights != 0)
