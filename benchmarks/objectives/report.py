@@ -144,6 +144,20 @@ def _best_trials(regime: str, names: Iterable[str], found: Results) -> Iterator[
         yield "\n" + table(("", "learning rate", "own field", "sampled"), sorted(rows, key=lambda row: -float(row[3])))
 
 
+def is_admissible(name: str, found: Results) -> bool:
+    """Whether today's form beats an objective in no regime, and is not more than a point ahead in any."""
+    kept = remaining(found)
+    means = {regime: np.mean(differences(name, regime, found, "sampled")) for regime in REGIMES}
+    return all(mean >= -ADMISSIBLE and not (mean < 0 and (name, regime) in kept) for regime, mean in means.items())
+
+
+def beats_today(name: str, found: Results) -> set[str]:
+    """The regimes in which an objective beats today's form."""
+    kept = remaining(found)
+    gains = {regime: np.mean(differences(name, regime, found, "sampled")) for regime in REGIMES}
+    return {regime for regime, gain in gains.items() if gain > 0 and (name, regime) in kept}
+
+
 def _default(found: Results, kept: set[tuple[str, str]]) -> Iterator[str]:
     """The plan's second rule, form by form."""
     if not all(is_complete(name, regime, found) for name in design.FORMS for regime in REGIMES):
@@ -152,12 +166,8 @@ def _default(found: Results, kept: set[tuple[str, str]]) -> Iterator[str]:
     rows = []
     for name in design.FORMS[:-1]:
         gains = {regime: differences(name, regime, found, "sampled") for regime in REGIMES}
-        is_admissible = all(
-            np.mean(gain) >= -ADMISSIBLE and not (np.mean(gain) < 0 and (name, regime) in kept)
-            for regime, gain in gains.items()
-        )
         cells = [shown(gain, signed=True) + _mark(name, regime, gain, kept) for regime, gain in gains.items()]
-        rows.append([f"`{name}`", *cells, "yes" if is_admissible else "no"])
+        rows.append([f"`{name}`", *cells, "yes" if is_admissible(name, found) else "no"])
     yield table(("", *(f"`{regime}`" for regime in REGIMES), "admissible"), rows)
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,14 @@ def test_run_measures_a_trained_objective(monkeypatch, tmp_path, regime):
     assert found[0]["sampled"] != found[1]["sampled"]
 
 
+def test_rate_is_scaled_by_a_power_of_the_last_effective_sample_size():
+    objective, metrics = SimpleNamespace(power=0.5), {"train": {"opo/ratio/ess": [1.0, 0.25]}}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scaled = training.ScaledRate(SimpleNamespace(_metrics=metrics, policy_objective=objective))
+    scaled.on_pre_optimizer_step(None, None, None, optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
 def _accuracy(run: training.Run) -> float:
     """The best setting is the third; the second seems better on the first seed."""
     place = design.ENTRIES[run.objective].settings.index((run.learning_rate, run.own))
@@ -114,6 +123,14 @@ def test_holm_corrects_for_all_comparisons():
         run = training.Run(name, "lag64", 1e-4, 0.1, seed, tuning=False)
         found[run] = {"sampled": 0.8 - behind.get(name, 0.0) + noise, "greedy": 1.0}
     assert report.remaining(found) == {(design.GSPO, "lag64")}
+
+
+def test_default_of_the_configuration_is_what_the_second_rule_chooses():
+    found = read(RECORD)
+    assert report.is_admissible(design.PAPER, found)
+    simpler = design.FORMS[: design.FORMS.index(design.PAPER)]
+    assert all(report.beats_today(name, found) <= report.beats_today(design.PAPER, found) for name in simpler)
+    assert force(OPO, moved=1.5, target=2.0) == pytest.approx(force(CELLS[design.PAPER], moved=1.5, target=2.0))
 
 
 def test_committed_pages_are_those_of_the_committed_runs(tmp_path):
