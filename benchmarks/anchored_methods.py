@@ -42,7 +42,7 @@ class LatestAnchor(OPOTrainer):
 _OBJECTIVES = "benchmarks.objectives.neighbours"
 _SAME = "Unweighted LogNormalized Lowered Raised Kimi OAPL REBEL TPO M2PO Algorithm1"
 _LATEST = {
-    "LatestAnchor": "opo_trl.objective.OPO",
+    "LatestAnchor": f"{_OBJECTIVES}.Surrogate",
     "UnweightedLatestAnchor": f"{_OBJECTIVES}.Unweighted",
     "LatestLinear": f"{_OBJECTIVES}.Linear",
     "LatestWithoutProjection": f"{_OBJECTIVES}.WithoutProjection",
