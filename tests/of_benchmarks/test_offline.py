@@ -1,0 +1,41 @@
+"""Training on completions that exist already: what each method is given, and how trials lead to reports."""
+
+import json
+
+from benchmarks import offline
+from opo_trl.data.rollouts import RECORDED, load_rollouts
+
+
+def test_recorded_completions_are_rollouts_of_the_base_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(offline, "PROMPTS", 4)
+    rows = offline.record(1)
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    groups = load_rollouts(str(file), offline.GROUP)
+    assert len(groups) == 4
+    assert all(len(group) == offline.GROUP for group in groups[RECORDED])
+    assert all(sample["logprobs"][0] < 0 for group in groups[RECORDED] for sample in group)
+    assert rows != offline.record(2)
+
+
+def test_pairs_use_each_completion_once():
+    rows = [
+        {"prompt": prompt, "completion": f"{prompt}{i}", "reward": reward}
+        for prompt, rewards in {"a": [1, 0, 1, 1], "b": [0, 0, 1, 0], "c": [1, 1, 1, 1]}.items()
+        for i, reward in enumerate(rewards)
+    ]
+    assert offline.pairs(rows) == [
+        {"prompt": "a", "chosen": "a0", "rejected": "a1"},
+        {"prompt": "b", "chosen": "b2", "rejected": "b0"},
+    ]
+
+
+def test_stages_follow_the_plan():
+    found, stages = {}, []
+    while runs := offline.next_runs("SFT", found):
+        stages.append((len(runs), {run.seed for run in runs}, {run.tuning for run in runs}))
+        for run in runs:  # with one epoch better on the first seed, and worse on the second
+            lost = run.epochs == 1 and run.seed == 412
+            found[run] = {"sampled": 0.5 + (run.learning_rate == 5e-5) - 0.1 * run.epochs - lost}
+    assert stages == [(8, {411}, {True}), (6, {412, 413}, {True}), (10, set(offline.SEEDS), {False})]
+    assert offline.chosen("SFT", found) == (5e-5, 4)
