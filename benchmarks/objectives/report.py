@@ -45,7 +45,7 @@ directions:"""
 
 def wrapped(text: str) -> str:
     """Paragraphs, with lines that end where the sources' do."""
-    return "\n\n".join(textwrap.fill(paragraph, 119) for paragraph in text.split("\n\n"))
+    return "\n\n".join(textwrap.fill(paragraph, 119, break_on_hyphens=False) for paragraph in text.split("\n\n"))
 
 
 def reported(name: str, regime: str, found: Results) -> dict[int, Run]:
@@ -246,6 +246,9 @@ def write_report(found: Results, folder: Path, docs: Path = DOCS) -> None:
     seeds = f"{SEEDS[0]} to {SEEDS[-1]}"
     known = {"today": TODAY, "paper": design.PAPER, "gspo": design.GSPO, "near": NEAR}
     introduction = _INTRODUCTION.format(**known, seeds=seeds, comparisons=len(REGIMES) * len(RIVALS))
+    missing = [f"`{n}` in `{r}`" for r in REGIMES for n in RIVALS if not is_complete(n, r, found)]
+    if missing:
+        introduction += f"\n\nOf these comparisons, {len(missing)} are still to be run: {', '.join(missing)}."
     lines = [wrapped(introduction)]
     lines.append("\n![Differences from today's form](objectives.png)")
     for regime in REGIMES:
@@ -255,7 +258,7 @@ def write_report(found: Results, folder: Path, docs: Path = DOCS) -> None:
     lines += _best_trials(design.WHOLE, (name for name in ENTRIES if name not in design.SIGNALS), found)
     lines.append(
         "\n## A published signal\n\nThe default, and with a learning rate times a power of the effective sample "
-        "size: the same trials."
+        "size: the same trials; still to be run where there is no table."
     )
     for regime in REGIMES:
         if any(run.objective in design.SIGNALS and run.regime == regime for run in found):
