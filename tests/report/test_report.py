@@ -14,6 +14,7 @@ import pytest
 from opo_trl.checks.files import append_lines, write_json
 from opo_trl.launch.cli import main
 from opo_trl.metrics.log import PHASES
+from opo_trl.report.diagnostics import diagnostics
 from opo_trl.report.run_report import conclusion, describe, samples, write_report
 from opo_trl.report.verdicts import fired, judge, trend
 
@@ -473,3 +474,10 @@ def test_facts_alone_are_not_called_healthy():
     assert conclusion(judge([{"step": 1, "opo/time/update": 1.0}], {})) == (
         "Too little has been logged for a verdict."
     )
+
+
+def test_truncation_after_the_line_that_is_scored_is_healthy():
+    for rewards, most in ((["first_line_reward"], 1.0), (["accuracy_reward"], 0.2)):
+        (truncated,) = (each for each in diagnostics({"reward_funcs": rewards}) if each.name == "truncated")
+        assert truncated.high == most
+        assert truncated.wrong[1] >= most
