@@ -23,15 +23,14 @@ Reports: seeds 401 to 410, on the first 500. Primary measure: sampled accuracy. 
 method, paired t tests, Holm at 5 % for all five.
 """
 
-import argparse
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -40,7 +39,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from scipy import stats
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_callback import PrinterCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
@@ -50,22 +48,22 @@ from opo_trl.asynchronous.in_process import sample
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.objective import OPO
 
+from .many_runs import read_command_line
 from .objectives.grid import CELLS
 from .objectives.published import TOPR
 from .objectives.report import shown
 from .pages import table
+from .staged import Stages, holm, read, run_missing
 from .staleness_methods import BATCH, GROUP, LEVEL, MAX_TOKENS, accuracies, common_fields, make_tokenizer
 
 
 RECORD = Path(__file__).resolve().parent / "results" / "offline.jsonl"
 PROMPTS = 480
 RATES, EPOCHS = (2.5e-5, 5e-5, 1e-4, 2e-4), (1, 4)
-TUNING_SEEDS, FEW, SEEDS = (411, 412, 413), 3, tuple(range(401, 411))
+TUNING_SEEDS, SEEDS = (411, 412, 413), tuple(range(401, 411))
 GSPO = type("GSPO", (CELLS["advantage-clipped-none"],), {"clip": 0.2})
 OBJECTIVES = {"OPO": OPO, "r − r̄, bounded": CELLS["reward-bounded-none"], "GSPO": GSPO, "TOPR": TOPR}
 METHODS = (*OBJECTIVES, "SFT", "DPO")
-
-Setting = tuple[float, int]  # learning rate, epochs
 
 
 @dataclass(frozen=True)
@@ -151,61 +149,28 @@ def train(run: Run) -> dict[str, Any]:
     return {**asdict(run), **measured, "steps": trainer.state.global_step, "seconds": seconds}
 
 
-def read() -> dict[Run, dict[str, Any]]:
-    """The finished runs."""
-    lines = [json.loads(line) for line in RECORD.read_text().splitlines()] if RECORD.exists() else []
-    return {Run(**{name: line[name] for name in Run.__dataclass_fields__}): line for line in lines}
-
-
-def scores(method: str, setting: Setting, found: dict[Run, dict[str, Any]], seeds: tuple) -> list[float]:
-    """Sampled accuracy of a setting on the tuning problems."""
-    return [found[Run(method, *setting, seed, True)]["sampled"] for seed in seeds]
-
-
-def best_few(method: str, found: dict[Run, dict[str, Any]]) -> list[Setting]:
-    """The best settings on the first seed."""
-
-    def first(setting: Setting) -> float:
-        return scores(method, setting, found, TUNING_SEEDS[:1])[0]
-
-    return sorted(product(RATES, EPOCHS), key=first, reverse=True)[:FEW]
-
-
-def chosen(method: str, found: dict[Run, dict[str, Any]]) -> Setting:
-    """The best of them on all tuning seeds."""
-    return max(best_few(method, found), key=lambda setting: fmean(scores(method, setting, found, TUNING_SEEDS)))
-
-
-def next_runs(method: str, found: dict[Run, dict[str, Any]]) -> list[Run]:
-    """The runs of a method that can be made now: trials, the best few on more seeds, then those that report."""
-    stages = (
-        lambda: [Run(method, *setting, TUNING_SEEDS[0], True) for setting in product(RATES, EPOCHS)],
-        lambda: [Run(method, *s, seed, True) for s in best_few(method, found) for seed in TUNING_SEEDS[1:]],
-        lambda: [Run(method, *chosen(method, found), seed, False) for seed in SEEDS],
+def stages(method: str) -> Stages:
+    """The runs of a method."""
+    return Stages(
+        lambda setting, seed, tuning: Run(method, *setting, seed, tuning),
+        list(product(RATES, EPOCHS)),
+        TUNING_SEEDS,
+        SEEDS,
     )
-    for stage in stages:
-        if missing := [run for run in stage() if run not in found]:
-            return missing
-    return []
 
 
 def page(found: dict[Run, dict[str, Any]]) -> str:
     """The results as a page."""
-    reports = {name: [found[Run(name, *chosen(name, found), seed, False)] for seed in SEEDS] for name in METHODS}
+    reports = {name: stages(name).reports(found) for name in METHODS}
     differences = {
         name: [100 * (mine["sampled"] - own["sampled"]) for mine, own in zip(runs, reports["OPO"], strict=True)]
         for name, runs in reports.items()
         if name != "OPO"
     }
-    p = {name: float(stats.ttest_1samp(gain, 0).pvalue) for name, gain in differences.items()}
-    kept: list[str] = []
-    for rank, name in enumerate(sorted(p, key=p.__getitem__)):
-        if p[name] > 0.05 / (len(p) - rank):
-            break
-        kept.append(name)
+    kept = holm({name: float(stats.ttest_1samp(gain, 0).pvalue) for name, gain in differences.items()})
     rows = []
     for name, runs in sorted(reports.items(), key=lambda item: -fmean(run["sampled"] for run in item[1])):
-        rate, epochs = chosen(name, found)
+        rate, epochs = stages(name).chosen(found)
         row = [name, f"{rate:.2g}, {epochs}", *(shown([100 * r[m] for r in runs]) for m in ("sampled", "greedy"))]
         gain = shown(differences[name], signed=True) + (" \\*" if name in kept else "") if name != "OPO" else ""
         spent = [f"{fmean(run[name] for run in runs):.0f}" for name in ("steps", "seconds")]
@@ -223,22 +188,15 @@ test problems, ± half of the 95 % t interval over ten seeds; \\* marks differen
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "report"))
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    arguments = parser.parse_args()
+    arguments = read_command_line(__doc__, "run", "report")
     if arguments.command == "report":
-        RECORD.with_suffix(".md").write_text(page(read()))
+        RECORD.with_suffix(".md").write_text(page(read(Run, RECORD)))
         return 0
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.offline"])
-    with context.Pool(arguments.jobs, maxtasksperchild=1) as pool, RECORD.open("a") as lines, tqdm() as bar:
-        for method in METHODS:
-            while missing := next_runs(method, read()):
-                for line in pool.imap_unordered(train, missing):
-                    lines.write(json.dumps(line) + "\n")
-                    lines.flush()
-                    bar.update()
+
+    def next_runs(method: str) -> list[Run]:
+        return stages(method).next_runs(read(Run, RECORD))
+
+    run_missing([partial(next_runs, method) for method in METHODS], train, RECORD, arguments.jobs)
     return 0
 
 

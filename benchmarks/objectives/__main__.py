@@ -11,16 +11,13 @@ machine. `add` takes an objective with the loss of tokens or completions, and ke
 """
 
 import argparse
-import json
-import multiprocessing
 import sys
 from collections.abc import Iterable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from tqdm import tqdm
-
+from .. import staged
 from . import design
 from .design import ENTRIES, Entry, Results
 from .report import row_of, write_report
@@ -31,26 +28,17 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 RECORD, ADDED = RESULTS / "objectives.jsonl", Path("runs/objectives.jsonl")
 
 
-def read(*files: Path) -> dict[Run, dict[str, Any]]:
-    """The finished runs of some files."""
-    lines = [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
-    return {Run(**{name: line[name] for name in Run.__dataclass_fields__}): line for line in lines}
+read = partial(staged.read, Run)  # the finished runs of some files
 
 
 def run_missing(cells: Iterable[tuple[str, str]], file: Path, jobs: int) -> None:
-    """Make the missing runs of some objectives and regimes, stage by stage; each is written when it ends."""
-    cells, found = list(cells), read(RECORD, file)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.objectives.design"])
-    with context.Pool(jobs, maxtasksperchild=1) as pool, file.open("a") as lines, tqdm(desc="runs") as bar:
-        for name, regime in cells:
-            while missing := design.next_runs(name, regime, found):
-                for line in pool.imap_unordered(design.make, [(run, ENTRIES[run.objective]) for run in missing]):
-                    lines.write(json.dumps(line) + "\n")
-                    lines.flush()
-                    bar.update()
-                found = read(RECORD, file)
+    """Make the missing runs of some objectives and regimes."""
+
+    def next_jobs(name: str, regime: str) -> list[tuple[Run, design.Entry]]:
+        found = read(RECORD, file)
+        return [(run, ENTRIES[name]) for run in design.stages(name, regime).next_runs(found)]
+
+    staged.run_missing([partial(next_jobs, *cell) for cell in cells], design.make, file, jobs)
 
 
 def add(path: str, jobs: int, field: str, values: tuple[float, ...]) -> None:

@@ -1,19 +1,18 @@
 """Which runs the ablation consists of, and how one leads to the next (see plan.md, which was written first)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 from opo_trl.objective import OPO, Objective
 
+from ..staged import Stages
 from . import neighbours, published
 from .grid import CELLS
 from .training import REGIMES, Run, ScaledRate, train
 
 
-TUNING_SEEDS = (311, 312, 313)  # every trial has the first; the best few have all
-FEW = 3
+TUNING_SEEDS = (311, 312, 313)
 SEEDS = tuple(range(301, 311))  # that no choice was based on
 
 # Eight trials of each objective, in one region of learning rates.
@@ -135,43 +134,14 @@ def reporting(regime: str) -> tuple[str, ...]:
     return REPORTED if regime == WHOLE else CONFIRMED
 
 
-def trial(name: str, regime: str, setting: Setting, seed: int) -> Run:
-    """A run that tunes."""
-    return Run(name, regime, *setting, seed, tuning=True)
-
-
-def scores(name: str, regime: str, setting: Setting, found: Results) -> list[float]:
-    """Sampled accuracy of a setting on the tuning seeds that have been run."""
-    runs = [trial(name, regime, setting, seed) for seed in TUNING_SEEDS]
-    return [found[run]["sampled"] for run in runs if run in found]
-
-
-def best_few(name: str, regime: str, found: Results) -> list[Setting]:
-    """The best settings on the first seed."""
-
-    def score(setting: Setting) -> float:
-        return found[trial(name, regime, setting, TUNING_SEEDS[0])]["sampled"]
-
-    return sorted(ENTRIES[name].settings, key=score, reverse=True)[:FEW]
-
-
-def chosen(name: str, regime: str, found: Results) -> Setting:
-    """The best of the few, on all tuning seeds."""
-    return max(best_few(name, regime, found), key=lambda setting: fmean(scores(name, regime, setting, found)))
-
-
-def next_runs(name: str, regime: str, found: Results) -> list[Run]:
-    """The runs of an objective in a regime that can be made now: all trials, then the best few, then the report's."""
-    stages: Sequence[Callable[[], list[Run]]] = (
-        lambda: [trial(name, regime, setting, TUNING_SEEDS[0]) for setting in ENTRIES[name].settings],
-        lambda: [trial(name, regime, s, seed) for s in best_few(name, regime, found) for seed in TUNING_SEEDS[1:]],
-        lambda: [Run(name, regime, *chosen(name, regime, found), seed, tuning=False) for seed in SEEDS],
+def stages(name: str, regime: str) -> Stages:
+    """The runs of an objective in a regime; those that report only of the objectives that do."""
+    return Stages(
+        lambda setting, seed, tuning: Run(name, regime, *setting, seed, tuning),
+        ENTRIES[name].settings,
+        TUNING_SEEDS,
+        SEEDS if name in (*REPORTED, *LITERATURE) else (),
     )
-    for stage in stages if name in (*REPORTED, *LITERATURE) else stages[:2]:
-        missing = [run for run in stage() if run not in found]
-        if missing:
-            return missing
-    return []
 
 
 def make(job: tuple[Run, Entry]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from scipy import stats
 from opo_trl.report.intervals import Estimate, estimate
 
 from ..pages import fill, table
+from ..staged import holm
 from . import design
 from .design import ENTRIES, LITERATURE, REPORTED, RIVALS, SEEDS, TODAY, Results
 from .training import REGIMES, Run
@@ -79,12 +80,7 @@ def remaining(found: Results) -> set[tuple[str, str]]:
         for name in RIVALS
         if is_complete(name, regime, found) and is_complete(TODAY, regime, found)
     }
-    comparisons, kept = len(REGIMES) * len(RIVALS), set()
-    for rank, each in enumerate(sorted(p, key=p.__getitem__)):
-        if p[each] > 0.05 / (comparisons - rank):
-            break
-        kept.add(each)
-    return kept
+    return holm(p, comparisons=len(REGIMES) * len(RIVALS))
 
 
 def half(found: Estimate) -> float:
@@ -113,7 +109,7 @@ def _regime(regime: str, found: Results, kept: set[tuple[str, str]]) -> Iterator
         return
     rows = []
     for name in complete:
-        rate, own = design.chosen(name, regime, found)
+        rate, own = design.stages(name, regime).chosen(found)
         tuned = f"{rate:.2g}" + (f", {ENTRIES[name].own.split()[0]} {own:g}" if ENTRIES[name].own else "")
         row = [f"`{name}`", tuned]
         for measure in ("sampled", "greedy"):
@@ -140,10 +136,11 @@ def _best_trials(regime: str, names: Iterable[str], found: Results) -> Iterator[
     """Best trials of the objectives that are tuned."""
     rows = []
     for name in names:
-        if design.next_runs(name, regime, found) and not reported(name, regime, found):
+        stages = design.stages(name, regime)
+        if stages.next_runs(found) and not reported(name, regime, found):
             continue
-        setting = design.chosen(name, regime, found)
-        scored = design.scores(name, regime, setting, found)
+        setting = stages.chosen(found)
+        scored = stages.scores(setting, found)
         rows.append([f"`{name}`", f"{setting[0]:.2g}", f"{setting[1]:g}", f"{100 * np.mean(scored):.1f}"])
     if rows:
         yield f"\n### `{regime}`"

@@ -102,13 +102,13 @@ def _accuracy(run: training.Run) -> float:
 def test_stages_follow_the_plan():
     found, stages = {}, []
     for name in (design.TODAY, "reward-one-chi2"):
-        while runs := design.next_runs(name, "lag64", found):
+        while runs := design.stages(name, "lag64").next_runs(found):
             stages.append((name, len(runs), {run.seed for run in runs}, {run.tuning for run in runs}))
             found |= {run: {"sampled": _accuracy(run), "greedy": 1.0} for run in runs}
     reports = (design.TODAY, 10, set(design.SEEDS), {False})
     assert stages[:3] == [(design.TODAY, 8, {311}, {True}), (design.TODAY, 6, {312, 313}, {True}), reports]
     assert [stage[:2] for stage in stages[3:]] == [("reward-one-chi2", 8), ("reward-one-chi2", 6)]
-    assert design.chosen(design.TODAY, "lag64", found) == design.ENTRIES[design.TODAY].settings[2]
+    assert design.stages(design.TODAY, "lag64").chosen(found) == design.ENTRIES[design.TODAY].settings[2]
     assert report.row_of(design.TODAY, "lag64", found).startswith(f"{design.TODAY}: sampled 80.")
     assert (len(design.ENTRIES), len({*design.REPORTED})) == (44, 13)
     assert all(len(entry.settings) == 8 for entry in design.ENTRIES.values())

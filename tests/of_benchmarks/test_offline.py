@@ -32,10 +32,10 @@ def test_pairs_use_each_completion_once():
 
 def test_stages_follow_the_plan():
     found, stages = {}, []
-    while runs := offline.next_runs("SFT", found):
+    while runs := offline.stages("SFT").next_runs(found):
         stages.append((len(runs), {run.seed for run in runs}, {run.tuning for run in runs}))
         for run in runs:  # with one epoch better on the first seed, and worse on the second
             lost = run.epochs == 1 and run.seed == 412
             found[run] = {"sampled": 0.5 + (run.learning_rate == 5e-5) - 0.1 * run.epochs - lost}
     assert stages == [(8, {411}, {True}), (6, {412, 413}, {True}), (10, set(offline.SEEDS), {False})]
-    assert offline.chosen("SFT", found) == (5e-5, 4)
+    assert offline.stages("SFT").chosen(found) == (5e-5, 4)

@@ -1,0 +1,117 @@
+"""
+Trials, then reports: the same stages for every method of a comparison.
+
+All settings are tried with the first tuning seed, the best few with the other tuning seeds, and the best of those
+reports, with seeds that no choice was based on. Each finished run is a line of a file that is committed, so that the
+same command goes on anywhere.
+"""
+
+import json
+import multiprocessing
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tqdm import tqdm
+
+
+Results = Mapping[Any, Mapping[str, Any]]  # run → what it measured
+
+
+@dataclass(frozen=True)
+class Stages:
+    """
+    The runs of a method.
+
+    Args:
+        run (`Callable[[setting, seed, tuning], Run]`): makes a run, a dataclass; `tuning` if a choice depends on it.
+        settings (`Sequence`): that are tried.
+        tuning_seeds, seeds (`Sequence[int]`): of trials and of reports; none of a method that is only tuned.
+        few (`int`): settings that are tried with all tuning seeds.
+        measure (`str`): result of a run by which settings are chosen, the higher the better.
+    """
+
+    run: Callable[[Any, int, bool], Hashable]
+    settings: Sequence[Any]
+    tuning_seeds: Sequence[int]
+    seeds: Sequence[int]
+    few: int = 3
+    measure: str = "sampled"
+
+    def scores(self, setting: Any, found: Results) -> list[float]:
+        """What the finished trials of a setting measured."""
+        runs = [self.run(setting, seed, True) for seed in self.tuning_seeds]
+        return [found[run][self.measure] for run in runs if run in found]
+
+    def best_few(self, found: Results) -> list[Any]:
+        """The best settings on the first tuning seed."""
+
+        def first(setting: Any) -> float:
+            return found[self.run(setting, self.tuning_seeds[0], True)][self.measure]
+
+        return sorted(self.settings, key=first, reverse=True)[: self.few]
+
+    def chosen(self, found: Results) -> Any:
+        """The best of the few, on all tuning seeds."""
+        return max(self.best_few(found), key=lambda setting: fmean(self.scores(setting, found)))
+
+    def next_runs(self, found: Results) -> list[Any]:
+        """The missing runs that can be made now, of one stage; none when all are finished."""
+        first, *others = self.tuning_seeds
+        stages: Sequence[Callable[[], list[Any]]] = (
+            lambda: [self.run(setting, first, True) for setting in self.settings],
+            lambda: [self.run(setting, seed, True) for setting in self.best_few(found) for seed in others],
+            lambda: [self.run(self.chosen(found), seed, False) for seed in self.seeds],
+        )
+        for stage in stages:
+            if missing := [run for run in stage() if run not in found]:
+                return missing
+        return []
+
+    def reports(self, found: Results) -> list[Mapping[str, Any]]:
+        """What the finished runs of the chosen setting measured, by seed."""
+        runs = [self.run(self.chosen(found), seed, False) for seed in self.seeds]
+        return [found[run] for run in runs if run in found]
+
+
+def read(kind: Any, *files: Path) -> dict[Any, dict[str, Any]]:
+    """The finished runs of some files, as `kind`, the dataclass of a run."""
+    lines = [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
+    return {kind(**{name: line[name] for name in kind.__dataclass_fields__}): line for line in lines}
+
+
+def run_missing(
+    methods: Iterable[Callable[[], list[Any]]], make: Callable[[Any], dict[str, Any]], file: Path, jobs: int
+) -> None:
+    """
+    Make the missing runs of each method, stage by stage, in new processes; each is written when it ends.
+
+    Args:
+        methods (`Iterable[Callable]`): of each method, what gives its next runs.
+        make (`Callable[[Run], dict]`): makes a run; returns its line of the file.
+        file (`Path`): of finished runs.
+        jobs (`int`): runs at a time.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    context: Any = multiprocessing.get_context("forkserver")
+    # Importing takes longer than some of the runs. A module that was started with `-m` has its name in its spec only.
+    context.set_forkserver_preload([make.__globals__["__spec__"].name])
+    with context.Pool(jobs, maxtasksperchild=1) as pool, file.open("a") as lines, tqdm(desc="runs") as bar:
+        for next_runs in methods:
+            while missing := next_runs():
+                for line in pool.imap_unordered(make, missing):
+                    lines.write(json.dumps(line) + "\n")
+                    lines.flush()
+                    bar.update()
+
+
+def holm(p: Mapping[Any, float], comparisons: int | None = None) -> set[Any]:
+    """The comparisons that remain at 5 % after Holm's correction for all `comparisons`, by default those given."""
+    remaining: set[Any] = set()
+    for rank, name in enumerate(sorted(p, key=p.__getitem__)):
+        if p[name] > 0.05 / ((comparisons or len(p)) - rank):
+            break
+        remaining.add(name)
+    return remaining
