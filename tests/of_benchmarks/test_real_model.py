@@ -1,0 +1,63 @@
+"""The comparison on a pretrained model: what a run is asked for, and what the page says of the results."""
+
+from dataclasses import asdict
+
+import pytest
+
+from benchmarks import real_model
+from benchmarks.real_model import METHODS, SEEDS, TASKS, Run, stages
+from opo_trl import methods
+from opo_trl.config import OPOConfig, RolloutConfig
+from opo_trl.launch.recipe import parse
+
+
+@pytest.fixture
+def registered():
+    kept = [*methods.METHODS]
+    methods.register(real_model.SIMPLE)
+    yield
+    methods.METHODS[:] = kept
+
+
+@pytest.mark.parametrize("tuning", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_command_line_asks_for_what_the_plan_says(method, tuning, registered, tmp_path):
+    run = Run(method, "largest", 2e-5, 3, tuning)
+    script, args, _, _ = parse(run.command_line(tmp_path))
+    assert script.levels == script.validation_levels == script.report_levels == ["largest"]
+    assert script.dataset_test_split == ("validation" if tuning else "test")
+    assert (args.learning_rate, args.seed, args.generation_batch_size) == (2e-5, 3, real_model.COMPLETIONS)
+    assert args.max_completions == (384 if tuning else 768)
+    assert script.validation_steps == 4 * args.num_iterations
+    assert type(args) is (OPOConfig if METHODS[method] == "opo" else RolloutConfig)
+    assert (args.num_iterations, args.max_staleness) == ((2, 0) if method == "GRPO" else (4, 8))
+
+
+def test_simple_form_is_the_ablations(registered):
+    trainer = methods.by_trainer()["reward_bounded"].trainer_class
+    assert trainer.objective_class is real_model.CELLS["reward-bounded-none"]
+
+
+def test_page_has_complete_tasks_and_marks_what_remains():
+    """GRPO is behind by much, GSPO by little; a task with a missing run is left out."""
+    behind, found = {"GRPO": 0.2, "GSPO": 0.001}, {}
+    for task in TASKS:
+        for name in METHODS:
+            while runs := stages(name, task).next_runs(found):
+                for run in runs:
+                    over_run = (
+                        0.5
+                        - behind.get(name, 0)
+                        - abs(run.learning_rate - 2e-5)
+                        + 0.01 * (run.seed % 3) * (name != "OPO")
+                    )
+                    ends = dict.fromkeys(("sampled", "greedy", "pass@2"), 0.5)
+                    found[run] = {**asdict(run), "over_run": over_run, "curve": [0.1, 0.5], "seconds": 60, **ends}
+    del found[Run("GSPO", "largest", 2e-5, SEEDS[-1], False)]
+    page = real_model.page(found)
+    rows = {line.split(" | ")[0][2:]: line for line in page.splitlines() if line.startswith("| ")}
+    assert "## `addition`" in page
+    assert "## `largest`" not in page
+    assert "\\*" in rows["GRPO"]
+    assert "\\*" not in rows["GSPO"]
+    assert "2e-05" in rows["OPO"]
