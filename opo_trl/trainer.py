@@ -38,7 +38,7 @@ from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
 from .rollout.rows import completion_tokens, gather_samples, high_values, own_samples
 from .rollout.scored import temporarily
-from .rollout.trainer import RolloutTrainer, takes_what_grpo_takes
+from .rollout.trainer import RolloutTrainer
 from .trl_contract import MULTIMODAL_KEYS
 
 
@@ -104,15 +104,10 @@ class OPOTrainer(RolloutTrainer):
     pad_to_multiple_of: int | None
     _saved_numbers = (*RolloutTrainer._saved_numbers, "_drive_metrics", "_low_ess_rollouts")
 
-    @takes_what_grpo_takes
-    def __init__(self, model, reward_funcs=None, args: OPOConfig | None = None, *further, **named):
-        super().__init__(model, reward_funcs, args, *further, **named)
-        if self.args.padding_free:
-            packing.check(self.accelerator.unwrap_model(self.model))
-        self.policy_objective = self.objective_class(self.args)
-
     def _begin(self) -> None:
         super()._begin()
+        if self.args.padding_free:
+            packing.check(self.accelerator.unwrap_model(self.model))
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
         self._low_ess_rollouts = 0  # in a row
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per part

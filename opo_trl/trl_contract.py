@@ -24,7 +24,11 @@ Contract = Mapping[str, Mapping[str, Collection[str] | None]]
 # the attributes of its body, and those that a method assigns to `self`.
 CONTRACT: Contract = {
     "trl.GRPOTrainer": {
-        "__init__": ("model", "reward_funcs", "args"),
+        "__init__": (
+            *("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
+            *("reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config", "tools"),
+            *("rollout_func", "environment_factory"),
+        ),
         **dict.fromkeys(("_name", "_paper", "_tag_names")),
         # A rollout
         "_generate_and_score_completions": ("inputs",),  # returns the rollout, to which we add targets

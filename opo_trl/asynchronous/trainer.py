@@ -110,12 +110,14 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     args: AsyncOPOConfig
     _has_begun = False
 
-    def __init__(self, model: str, reward_funcs=None, args: AsyncOPOConfig | None = None, *further, **named):
+    def __init__(
+        self, model: str, reward_funcs=None, args: AsyncOPOConfig | None = None, train_dataset=None, *further, **named
+    ):
         trl_contract.check_replaced()
         args = AsyncOPOConfig(f"{model.split('/')[-1]}-AsyncOPO") if args is None else args
         if not isinstance(args, AsyncOPOConfig):
             raise TypeError(f"args is of type {type(args).__name__}. Pass an `AsyncOPOConfig`.")
-        check_datasets(AsyncGRPOTrainer, model, reward_funcs, args, *further, **named)
+        check_datasets(train_dataset, None, named.get("environment_factory"))
         options: Any = args.model_init_kwargs or {}  # a dict, once parsed
         server = named.get("rollout_worker") is None
         own_attention = attention.check_requirements(args, options, server=server)
@@ -126,7 +128,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             attention.in_pytorch(args.device) if own_attention else nullcontext(),
             without_password(args.vllm_server_base_url),
         ):
-            super().__init__(model, reward_funcs, args, *further, **named)
+            super().__init__(model, reward_funcs, args, train_dataset, *further, **named)
         check_finite(self.accelerator, self.model)
         faults.check_sharding(self.accelerator)
         # An adapter that is sent as it is (`_lora_sync`) is not merged.

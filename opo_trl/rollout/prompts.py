@@ -6,7 +6,6 @@ offers, so it draws from a [`PromptStream`].
 """
 
 import heapq
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -49,15 +48,10 @@ def check_enough_prompts(available: int, args: RolloutConfig, described: str = "
         )
 
 
-def check_datasets(trainer_class: type, *positional: Any, **named: Any) -> None:
-    """Check the columns of the datasets that a trainer is made with; the arguments are those of TRL's class."""
-    try:
-        given = inspect.signature(trainer_class).bind_partial(*positional, **named).arguments
-    except TypeError:  # TRL's own constructor, which is called next, says what is wrong
-        return
-    held_out, factory = given.get("eval_dataset"), given.get("environment_factory")
+def check_datasets(train: Any, held_out: Any, factory: Any) -> None:
+    """Check the columns of the datasets of a trainer, which has an environment factory, several by name, or none."""
     parts = {f"eval_dataset[{name!r}]": part for name, part in held_out.items()} if isinstance(held_out, dict) else {}
-    parts |= {"train_dataset": given.get("train_dataset"), "eval_dataset": held_out}
+    parts |= {"train_dataset": train, "eval_dataset": held_out}
     for name, data in parts.items():
         if isinstance(data, Dataset | IterableDataset):
             check_columns(data, name, needs_prompt=factory is None)

@@ -12,7 +12,6 @@ A comparison thus changes nothing but the loss. This trainer adds to TRL's:
 4. A checkpoint holds all that the rest of the run depends on, including the current rollout (`position`).
 """
 
-import inspect
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -60,15 +59,6 @@ from .vllm_server import watched, without_password
 trl_contract.check()
 
 
-def takes_what_grpo_takes(init: Any) -> Any:
-    """Show an `__init__` that passes its arguments on with the parameters of GRPOTrainer's and its own."""
-    parent, own = (inspect.signature(each) for each in (GRPOTrainer.__init__, init))
-    added = inspect.Parameter("compute_metrics", inspect.Parameter.KEYWORD_ONLY, default=None)
-    shown = {**parent.parameters, "args": own.parameters["args"], added.name: added}
-    init.__signature__ = parent.replace(parameters=[*shown.values()])
-    return init
-
-
 class RolloutTrainer(GRPOTrainer):
     """
     [`~trl.GRPOTrainer`] with reproducible rollouts, dynamic sampling and exact resumption; the losses are TRL's.
@@ -101,7 +91,8 @@ class RolloutTrainer(GRPOTrainer):
     config_class: type[RolloutConfig] = RolloutConfig
     args: RolloutConfig
     model: Any  # a PreTrainedModel, or PEFT's wrapper around one
-    policy_objective: Objective | None = None  # the losses are TRL's
+    objective_class: type[Objective] | None = None  # the losses are TRL's
+    policy_objective: Objective | None = None
     num_generations: int
     num_generations_eval: int
 
@@ -120,29 +111,59 @@ class RolloutTrainer(GRPOTrainer):
     _evaluated: list[evaluated.Sample] | None = None  # in an evaluation
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
-    @takes_what_grpo_takes
     def __init__(
-        self, model, reward_funcs=None, args: RolloutConfig | None = None, *further, compute_metrics=None, **named
+        self,
+        model,
+        reward_funcs=None,
+        args: RolloutConfig | None = None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class=None,
+        reward_processing_classes=None,
+        callbacks=None,
+        optimizers=(None, None),
+        quantization_config=None,
+        peft_config=None,
+        tools=None,
+        rollout_func=None,
+        environment_factory=None,
+        *,
+        compute_metrics=None,
     ):
         trl_contract.check_replaced()
-        args = self._checked_args(model, args, quantized=named.get("quantization_config") is not None)
+        args = self._checked_args(model, args, quantized=quantization_config is not None)
+        not_recorded = {"rollout_func": rollout_func, "tools": tools, "environment_factory": environment_factory}
         if args.rollouts is not None:
-            given, *rest = further or [named.pop("train_dataset", None)]
-            dataset = recorded.dataset_for(args, given, named)
-            further = (dataset, *rest)
-            if not reward_funcs and recorded.has_rewards(dataset):
+            train_dataset = recorded.dataset_for(args, train_dataset, not_recorded)
+            if not reward_funcs and recorded.has_rewards(train_dataset):
                 reward_funcs = recorded.recorded_reward
-        recorded.check_recordable(args, named, named.get("train_dataset"))
-        check_datasets(GRPOTrainer, model, reward_funcs, args, *further, **named)
+        recorded.check_recordable(args, not_recorded, train_dataset)
+        check_datasets(train_dataset, eval_dataset, environment_factory)
         rewards = reward_list(reward_funcs)
-        check_models(model, rewards or (), args, named.get("peft_config"))
-        factories = named.get("environment_factory")
-        factories = [*factories.values()] if isinstance(factories, dict) else [factories]
+        check_models(model, rewards or (), args, peft_config)
+        factories = [*environment_factory.values()] if isinstance(environment_factory, dict) else [environment_factory]
         with without_password(args.vllm_server_base_url), checked_environments(factories, {}):
-            super().__init__(model, rewards, args, *further, **named)
+            super().__init__(
+                model,
+                rewards,
+                args,
+                train_dataset,
+                eval_dataset,
+                processing_class,
+                reward_processing_classes,
+                callbacks,
+                optimizers,
+                quantization_config,
+                peft_config,
+                tools,
+                rollout_func,
+                environment_factory,
+            )
         check_finite(self.accelerator, self.model, *self.reward_funcs)
         evaluated.check(compute_metrics, args)
         self.compute_metrics = compute_metrics
+        if self.objective_class is not None:
+            self.policy_objective = self.objective_class(args)
         check_train_dataset(self)
         if args.rollouts is not None:
             self.train_dataset = recorded.completed(self)

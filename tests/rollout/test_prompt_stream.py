@@ -84,10 +84,10 @@ def test_columns_are_checked_before_a_model_is_loaded(tmp_path, trainer_class, d
 def test_columns_that_can_be_used_pass():
     stream = IterableDataset.from_generator(lambda: iter([{"question": "1"}]))  # its columns are not known
     for data in (GOOD, bad(prompt=TURN), bad(prompt="1", rewards="x", tools="y", completion="z"), stream, None):
-        check_datasets(OPOTrainer, "model", len, None, data, eval_dataset={"some": data})
-    check_datasets(OPOTrainer, "model", len, train_dataset=bad(level="1"), environment_factory=dict)
+        check_datasets(data, {"some": data}, None)
+    check_datasets(bad(level="1"), None, dict)
     with pytest.raises(ValueError, match=r"no column 'environment', only \['prompt'\].*chess"):
-        check_datasets(OPOTrainer, "model", len, train_dataset=GOOD, environment_factory={"chess": dict})
+        check_datasets(GOOD, None, {"chess": dict})
 
 
 def test_images_need_a_model_that_reads_them(tiny_model, tmp_path):
