@@ -104,10 +104,13 @@ class OPOTrainer(RolloutTrainer):
     pad_to_multiple_of: int | None
     _saved_numbers = (*RolloutTrainer._saved_numbers, "_drive_metrics", "_low_ess_rollouts")
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _set_up(self) -> None:
         if self.args.padding_free:
             packing.check(self.accelerator.unwrap_model(self.model))
+        self.policy_objective = self.objective_class(self.args)
+
+    def _begin(self) -> None:
+        super()._begin()
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
         self._low_ess_rollouts = 0  # in a row
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per part

@@ -140,8 +140,8 @@ _WORKER = "trl.experimental.async_grpo.async_rollout_worker"
 ASYNC_CONTRACT: Contract = {
     f"{_ASYNC}.AsyncGRPOTrainer": {
         "__init__": (
-            *("model", "reward_funcs", "args", "train_dataset", "processing_class", "callbacks", "peft_config"),
-            *("rollout_worker", "weight_transfer"),
+            *("model", "reward_funcs", "args", "train_dataset", "processing_class", "callbacks", "optimizers"),
+            *("peft_config", "tools", "environment_factory", "rollout_worker", "weight_transfer"),
         ),
         **dict.fromkeys(("_name", "_paper", "_tag_names")),
         "train": (),

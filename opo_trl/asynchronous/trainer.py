@@ -111,15 +111,27 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     _has_begun = False
 
     def __init__(
-        self, model: str, reward_funcs=None, args: AsyncOPOConfig | None = None, train_dataset=None, *further, **named
+        self,
+        model: str,
+        reward_funcs=None,
+        args: AsyncOPOConfig | None = None,
+        train_dataset=None,
+        processing_class=None,
+        callbacks=None,
+        optimizers=(None, None),
+        peft_config=None,
+        tools=None,
+        environment_factory=None,
+        rollout_worker=None,
+        weight_transfer=None,
     ):
         trl_contract.check_replaced()
         args = AsyncOPOConfig(f"{model.split('/')[-1]}-AsyncOPO") if args is None else args
         if not isinstance(args, AsyncOPOConfig):
             raise TypeError(f"args is of type {type(args).__name__}. Pass an `AsyncOPOConfig`.")
-        check_datasets(train_dataset, None, named.get("environment_factory"))
+        check_datasets(train_dataset, None, environment_factory)
         options: Any = args.model_init_kwargs or {}  # a dict, once parsed
-        server = named.get("rollout_worker") is None
+        server = rollout_worker is None
         own_attention = attention.check_requirements(args, options, server=server)
         check_models(model, (), args)
         # TRL sets the attention itself.
@@ -128,7 +140,20 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             attention.in_pytorch(args.device) if own_attention else nullcontext(),
             without_password(args.vllm_server_base_url),
         ):
-            super().__init__(model, reward_funcs, args, train_dataset, *further, **named)
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                processing_class=processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                peft_config=peft_config,
+                tools=tools,
+                environment_factory=environment_factory,
+                rollout_worker=rollout_worker,
+                weight_transfer=weight_transfer,
+            )
         check_finite(self.accelerator, self.model)
         faults.check_sharding(self.accelerator)
         # An adapter that is sent as it is (`_lora_sync`) is not merged.

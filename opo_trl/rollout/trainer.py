@@ -91,8 +91,7 @@ class RolloutTrainer(GRPOTrainer):
     config_class: type[RolloutConfig] = RolloutConfig
     args: RolloutConfig
     model: Any  # a PreTrainedModel, or PEFT's wrapper around one
-    objective_class: type[Objective] | None = None  # the losses are TRL's
-    policy_objective: Objective | None = None
+    policy_objective: Objective | None = None  # the losses are TRL's
     num_generations: int
     num_generations_eval: int
 
@@ -144,26 +143,24 @@ class RolloutTrainer(GRPOTrainer):
         factories = [*environment_factory.values()] if isinstance(environment_factory, dict) else [environment_factory]
         with without_password(args.vllm_server_base_url), checked_environments(factories, {}):
             super().__init__(
-                model,
-                rewards,
-                args,
-                train_dataset,
-                eval_dataset,
-                processing_class,
-                reward_processing_classes,
-                callbacks,
-                optimizers,
-                quantization_config,
-                peft_config,
-                tools,
-                rollout_func,
-                environment_factory,
+                model=model,
+                reward_funcs=rewards,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
             )
         check_finite(self.accelerator, self.model, *self.reward_funcs)
         evaluated.check(compute_metrics, args)
         self.compute_metrics = compute_metrics
-        if self.objective_class is not None:
-            self.policy_objective = self.objective_class(args)
         check_train_dataset(self)
         if args.rollouts is not None:
             self.train_dataset = recorded.completed(self)
@@ -174,6 +171,7 @@ class RolloutTrainer(GRPOTrainer):
         self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=process)
         self._reward_failures = RewardFailures(args, self.accelerator)
         self._skipped = SkippedSteps(args, self.accelerator)
+        self._set_up()
         self._begin()
         self._clock, self._watches = StepClock(self.accelerator.device), Watches(args.watches)
         self.add_callback(self._clock)
@@ -184,6 +182,9 @@ class RolloutTrainer(GRPOTrainer):
             if args.vllm_mode == "server" and self.accelerator.is_main_process:
                 watch = watched(engine.vllm_client.base_url)
                 engine.sync_weights, engine.generate = watch(engine.sync_weights), watch(engine.generate)
+
+    def _set_up(self) -> None:
+        """What a subclass makes and checks once, when the model is loaded and before a run begins."""
 
     def _begin(self) -> None:
         """Be at the start of a run, whatever an earlier call of `train` has left: it may have ended anywhere."""
