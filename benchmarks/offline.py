@@ -196,8 +196,7 @@ def main() -> int:
     def next_runs(method: str) -> list[Run]:
         return stages(method).next_runs(read(Run, RECORD))
 
-    run_missing([partial(next_runs, method) for method in METHODS], train, RECORD, arguments.jobs)
-    return 0
+    return run_missing([partial(next_runs, method) for method in METHODS], train, RECORD, arguments.jobs)
 
 
 if __name__ == "__main__":

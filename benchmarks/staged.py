@@ -7,9 +7,13 @@ same command goes on anywhere.
 """
 
 import json
+import math
 import multiprocessing
+import sys
+import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,9 +45,8 @@ class Stages:
     measure: str = "sampled"
 
     def scores(self, setting: Any, found: Results) -> list[float]:
-        """What the finished trials of a setting measured."""
-        runs = [self.run(setting, seed, True) for seed in self.tuning_seeds]
-        return [found[run][self.measure] for run in runs if run in found]
+        """What the trials of a setting measured, if all are finished."""
+        return [found[self.run(setting, seed, True)][self.measure] for seed in self.tuning_seeds]
 
     def best_few(self, found: Results) -> list[Any]:
         """The best settings on the first tuning seed."""
@@ -71,9 +74,8 @@ class Stages:
         return []
 
     def reports(self, found: Results) -> list[Mapping[str, Any]]:
-        """What the finished runs of the chosen setting measured, by seed."""
-        runs = [self.run(self.chosen(found), seed, False) for seed in self.seeds]
-        return [found[run] for run in runs if run in found]
+        """What the runs of the chosen setting measured, in the order of the seeds, if all are finished."""
+        return [found[self.run(self.chosen(found), seed, False)] for seed in self.seeds]
 
 
 def read(kind: Any, *files: Path) -> dict[Any, dict[str, Any]]:
@@ -84,7 +86,7 @@ def read(kind: Any, *files: Path) -> dict[Any, dict[str, Any]]:
 
 def run_missing(
     methods: Iterable[Callable[[], list[Any]]], make: Callable[[Any], dict[str, Any]], file: Path, jobs: int
-) -> None:
+) -> int:
     """
     Make the missing runs of each method, stage by stage, in new processes; each is written when it ends.
 
@@ -93,23 +95,40 @@ def run_missing(
         make (`Callable[[Run], dict]`): makes a run; returns its line of the file.
         file (`Path`): of finished runs.
         jobs (`int`): runs at a time.
+
+    Returns:
+        `int`: the exit status, 1 if a run failed. Then its method's later stages are left out, and the others go on.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    context: Any = multiprocessing.get_context("forkserver")
-    # Importing takes longer than some of the runs. A module that was started with `-m` has its name in its spec only.
-    context.set_forkserver_preload([make.__globals__["__spec__"].name])
+    context, failed = multiprocessing.get_context("forkserver"), False
+    context.set_forkserver_preload(["opo_trl.train", "trl.experimental.async_grpo"])  # importing them takes long
     with context.Pool(jobs, maxtasksperchild=1) as pool, file.open("a") as lines, tqdm(desc="runs") as bar:
         for next_runs in methods:
-            while missing := next_runs():
-                for line in pool.imap_unordered(make, missing):
-                    lines.write(json.dumps(line) + "\n")
-                    lines.flush()
-                    bar.update()
+            complete = True
+            while complete and (missing := next_runs()):
+                for line, error in pool.imap_unordered(partial(_made, make), missing):
+                    if error:
+                        print(error, file=sys.stderr)
+                        complete, failed = False, True
+                    else:
+                        lines.write(json.dumps(line) + "\n")
+                        lines.flush()
+                        bar.update()
+    return int(failed)
+
+
+def _made(make: Callable[[Any], dict[str, Any]], run: Any) -> tuple[dict[str, Any], str]:
+    """A run's line of the file; or an empty one, and what was wrong."""
+    try:
+        return make(run), ""
+    except Exception:
+        return {}, f"{run} failed:\n{traceback.format_exc()}"
 
 
 def holm(p: Mapping[Any, float], comparisons: int | None = None) -> set[Any]:
     """The comparisons that remain at 5 % after Holm's correction for all `comparisons`, by default those given."""
     remaining: set[Any] = set()
+    p = {name: 1.0 if math.isnan(value) else value for name, value in p.items()}  # NaN where nothing differs
     for rank, name in enumerate(sorted(p, key=p.__getitem__)):
         if p[name] > 0.05 / ((comparisons or len(p)) - rank):
             break

@@ -31,28 +31,29 @@ RECORD, ADDED = RESULTS / "objectives.jsonl", Path("runs/objectives.jsonl")
 read = partial(staged.read, Run)  # the finished runs of some files
 
 
-def run_missing(cells: Iterable[tuple[str, str]], file: Path, jobs: int) -> None:
-    """Make the missing runs of some objectives and regimes."""
+def run_missing(cells: Iterable[tuple[str, str]], file: Path, jobs: int) -> int:
+    """Make the missing runs of some objectives and regimes; returns the exit status."""
 
     def next_jobs(name: str, regime: str) -> list[tuple[Run, design.Entry]]:
         found = read(RECORD, file)
         return [(run, ENTRIES[name]) for run in design.stages(name, regime).next_runs(found)]
 
-    staged.run_missing([partial(next_jobs, *cell) for cell in cells], design.make, file, jobs)
+    return staged.run_missing([partial(next_jobs, *cell) for cell in cells], design.make, file, jobs)
 
 
-def add(path: str, jobs: int, field: str, values: tuple[float, ...]) -> None:
-    """Tune and run an objective that is not in the table, and print its rows beside the table's."""
+def add(path: str, jobs: int, field: str, values: tuple[float, ...]) -> int:
+    """Tune and run an objective that is not in the table, and print its rows beside the table's; the exit status."""
     module, _, name = path.rpartition(".")
     sys.path.insert(0, "")
     ENTRIES[name] = Entry(getattr(import_module(module), name), field, values if field else (0.0,))
     design.REPORTED = (*design.REPORTED, name)
-    run_missing([(name, regime) for regime in design.TABLE], ADDED, jobs)
+    status = run_missing([(name, regime) for regime in design.TABLE], ADDED, jobs)
     found: Results = read(RECORD, ADDED)
     for regime in design.TABLE:
         print(f"\n{regime}")
         for each in design.REPORTED:
             print("  " + row_of(each, regime, found))
+    return status
 
 
 def main() -> int:
@@ -66,13 +67,12 @@ def main() -> int:
     commands.add_parser("report")
     arguments = parser.parse_args()
     if arguments.command == "run":
-        run_missing(design.cells(), RECORD, arguments.jobs)
-    elif arguments.command == "add":
+        return run_missing(design.cells(), RECORD, arguments.jobs)
+    if arguments.command == "add":
         if bool(arguments.field) != bool(arguments.values):
             parser.error("--field and --values go together.")
-        add(arguments.path, arguments.jobs, arguments.field, tuple(arguments.values or ()))
-    else:
-        write_report(read(RECORD), RESULTS)
+        return add(arguments.path, arguments.jobs, arguments.field, tuple(arguments.values or ()))
+    write_report(read(RECORD), RESULTS)
     return 0
 
 

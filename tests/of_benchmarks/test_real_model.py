@@ -24,11 +24,10 @@ def registered():
 def test_command_line_asks_for_what_the_plan_says(method, tuning, registered, tmp_path):
     run = Run(method, "largest", 2e-5, 3, tuning)
     script, args, _, _ = parse(run.command_line(tmp_path))
-    assert script.levels == script.validation_levels == script.report_levels == ["largest"]
+    assert script.levels == script.report_levels == ["largest"]
     assert script.dataset_test_split == ("validation" if tuning else "test")
     assert (args.learning_rate, args.seed, args.generation_batch_size) == (2e-5, 3, real_model.COMPLETIONS)
     assert args.max_completions == (384 if tuning else 768)
-    assert script.validation_steps == 4 * args.num_iterations
     assert type(args) is (OPOConfig if METHODS[method] == "opo" else RolloutConfig)
     assert (args.num_iterations, args.max_staleness) == ((2, 0) if method == "GRPO" else (4, 8))
 
