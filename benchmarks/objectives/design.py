@@ -76,11 +76,11 @@ LITERATURE = {
     "VESPO": Entry(published.VESPO, loss="−t^k·exp(λ(1 − t))·A·log π (2602.10693)"),
     "AReaL": Entry(published.AReaL, "low high", (0.2, 0.4), _MEAN, "min(ρ, 2) times GRPO's (2505.24298)"),
     "SPO": Entry(
-        published.SPO, "epsilon", (0.2, 0.4), _MEAN, "−ρA + \\|A\\|/(2ε)·(ρ − 1)² of each token (2401.16025)"
+        published.SPO, "radius", (0.2, 0.4), _MEAN, "−ρA + \\|A\\|/(2ε)·(ρ − 1)² of each token (2401.16025)"
     ),
     "DRPO": Entry(
         published.DRPO,
-        "epsilon",
+        "radius",
         (0.2, 0.4),
         _MEAN,
         "−ρA + \\|A\\|/(2ε)·(π − π_k)²/π_k of each token (2606.09821)",

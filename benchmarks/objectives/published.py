@@ -100,11 +100,11 @@ class VESPO(Objective):
 class SPO(Objective):
     """SPO's quadratic penalty on the ratio of tokens."""
 
-    epsilon = 0.2
+    radius = 0.2
 
     def terms(self, log_ratio, weights, samples):
         ratio, advantage = samples.log_ratios.exp(), samples.spread(samples.target)
-        penalty = advantage.abs() / (2 * self.epsilon) * self.size(samples) * (ratio - 1).square()
+        penalty = advantage.abs() / (2 * self.radius) * self.size(samples) * (ratio - 1).square()
         return tuple(weights * self.reduce(samples.sum(x), samples) for x in (-ratio * advantage, penalty))
 
     def size(self, samples):
@@ -113,7 +113,7 @@ class SPO(Objective):
 
 
 class DRPO(SPO):
-    """DRPO's quadratic penalty on the probability of tokens; `epsilon` is its δ."""
+    """DRPO's quadratic penalty on the probability of tokens; `radius` is its δ."""
 
     def size(self, samples):
         return samples.anchor_logps.exp()

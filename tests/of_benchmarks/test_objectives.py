@@ -13,7 +13,7 @@ from benchmarks.objectives import design, report, training
 from benchmarks.objectives.__main__ import RECORD, read
 from benchmarks.objectives.grid import CELLS, PULL_BACKS, PUSHES, WEIGHTS, Composed
 from benchmarks.objectives.neighbours import Surrogate
-from opo_trl.config import ObjectiveConfig
+from opo_trl.config import ObjectiveConfig, OPOConfig
 from opo_trl.objective import OPO, Groups
 
 
@@ -97,6 +97,16 @@ def _accuracy(run: training.Run) -> float:
     """The best setting is the third; the second seems better on the first seed."""
     place = design.ENTRIES[run.objective].settings.index((run.learning_rate, run.own))
     return 0.8 - 0.05 * abs(place - 2) + 0.07 * (place == 1 and run.seed == 311) + 0.001 * (run.seed % 7)
+
+
+@pytest.mark.parametrize("name", design.ENTRIES)
+def test_own_field_is_one_that_opo_reads_or_the_objectives(name, tmp_path):
+    entry = design.ENTRIES[name]
+    for value in entry.values if entry.own else ():
+        fields = {own: value for own in entry.own.split() if own in OPOConfig.__dataclass_fields__}
+        OPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **entry.options, **fields)
+        others = entry.own.split() if not fields else []
+        assert all(hasattr(entry.objective, own) or own == "power" for own in others)
 
 
 def test_stages_follow_the_plan():
