@@ -75,9 +75,7 @@ LITERATURE = {
     "SAPO": Entry(published.SAPO, "negative", (1.05, 2.0), _MEAN, "−4/τ·σ(τ(ρ − 1))·A of each token (2511.20347)"),
     "VESPO": Entry(published.VESPO, loss="−t^k·exp(λ(1 − t))·A·log π (2602.10693)"),
     "AReaL": Entry(published.AReaL, "low high", (0.2, 0.4), _MEAN, "min(ρ, 2) times GRPO's (2505.24298)"),
-    "SPO": Entry(
-        published.SPO, "radius", (0.2, 0.4), _MEAN, "−ρA + \\|A\\|/(2ε)·(ρ − 1)² of each token (2401.16025)"
-    ),
+    "SPO": Entry(published.SPO, "radius", (0.2, 0.4), _MEAN, "−ρA + \\|A\\|/(2ε)·(ρ − 1)² of each token (2401.16025)"),
     "DRPO": Entry(
         published.DRPO,
         "radius",

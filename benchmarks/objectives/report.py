@@ -103,7 +103,7 @@ def row_of(name: str, regime: str, found: Results) -> str:
 
 
 def _regime(regime: str, found: Results, kept: set[tuple[str, str]]) -> Iterator[str]:
-    complete = [name for name in REPORTED if is_complete(name, regime, found)]
+    complete = [name for name in (*REPORTED, *LITERATURE) if is_complete(name, regime, found)]
     if TODAY not in complete:
         yield f"\n{sum(run.regime == regime for run in found)} runs so far."
         return
@@ -175,9 +175,10 @@ def _default(found: Results, kept: set[tuple[str, str]]) -> Iterator[str]:
 
 
 def _of_default(found: Results) -> Iterator[str]:
-    """How far the default is ahead of the other forms."""
+    """How far the default is ahead of the other forms, and of published losses that have been run."""
     yield "\n" + wrapped(_OF_DEFAULT) + "\n"
-    names = [name for name in design.CONFIRMED if name != design.PAPER]
+    run = [name for name in LITERATURE if any(is_complete(name, regime, found) for regime in REGIMES)]
+    names = [name for name in (*design.CONFIRMED, *run) if name != design.PAPER]
     rows = []
     for name, measure in itertools.product(names, ("sampled", "greedy")):
         cells = [
