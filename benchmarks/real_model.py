@@ -67,6 +67,7 @@ METHODS = {"OPO": "opo", "r − r̄, bounded": "opo", "GSPO": "gspo", "GRPO": "g
 PASSES = {"opo": 4, "gspo": 4, "grpo": 2}
 RATES, TUNING_SEEDS, SEEDS = (5e-6, 1e-5, 2e-5, 4e-5), (511, 512), tuple(range(501, 507))
 COMPLETIONS, EVERY = 48, 4  # of a rollout; rollouts between measurements
+TRIAL, REPORT = 8, 16  # rollouts of a run
 MEASURES = ("over_run", "sampled", "greedy", "pass@2")
 
 RewardBounded = CELLS["reward-bounded-none"]
@@ -86,7 +87,7 @@ class Run:
     @property
     def rollouts(self) -> int:
         """How many are trained on."""
-        return 8 if self.tuning else 16
+        return TRIAL if self.tuning else REPORT
 
     def command_line(self, folder: Path) -> list[str]:
         """For `opo_trl.train`."""
@@ -197,7 +198,7 @@ def _tasks(found: dict[Run, dict[str, Any]]) -> Iterator[str]:
 def _row(name: str, task: str, gain: str, runs: list[Any]) -> list[str]:
     rate, passes = runs[0]["learning_rate"], PASSES[METHODS[name]]
     tried = f"{rate:.0e}" + (" (end of the range)" if rate in (min(RATES), max(RATES)) else "")
-    steps = f"{16 * passes}{', replay' if passes > 2 else ''}"
+    steps = f"{REPORT * passes}{', replay' if passes > 2 else ''}"
     over_run, *at_end = (shown([100 * run[measure] for run in runs]) for measure in MEASURES)
     curve = " ".join(f"{100 * fmean(points):.0f}" for points in zip(*(run["curve"] for run in runs), strict=True))
     seconds = f"{fmean(run['seconds'] for run in runs):.0f}"

@@ -256,7 +256,7 @@ def write_report(found: Results, folder: Path, docs: Path = DOCS) -> None:
     lines += _best_trials(design.WHOLE, (name for name in ENTRIES if name not in design.SIGNALS), found)
     lines.append(
         "\n## A published signal\n\nThe default, and with a learning rate times a power of the effective sample "
-        "size: the same trials; still to be run where there is no table."
+        "size: the same trials."
     )
     for regime in REGIMES:
         if any(run.objective in design.SIGNALS and run.regime == regime for run in found):

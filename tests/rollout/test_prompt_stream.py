@@ -90,6 +90,17 @@ def test_columns_that_can_be_used_pass():
         check_datasets(GOOD, None, {"chess": dict})
 
 
+def test_arguments_by_position_are_checked_too(tmp_path):
+    """A dataset with images to record, and an asynchronous trainer's tenth argument."""
+    fields = {"use_cpu": USE_CPU, "bf16": False, "report_to": "none", "max_steps": 1}
+    with_image = GOOD.add_column("image", ["x"] * len(GOOD))
+    with pytest.raises(ValueError, match="save_rollouts=True cannot record images"):
+        OPOTrainer("nowhere", len, OPOConfig(str(tmp_path), save_rollouts=True, **fields), with_image)
+    rest = (None, None, (None, None), None, None, {"chess": dict})
+    with pytest.raises(ValueError, match="train_dataset has no column 'environment'"):
+        AsyncOPOTrainer("nowhere", len, AsyncOPOConfig(str(tmp_path), **fields), GOOD, *rest)
+
+
 def test_images_need_a_model_that_reads_them(tiny_model, tmp_path):
     args = OPOConfig(str(tmp_path), max_steps=1, use_cpu=USE_CPU, bf16=False, report_to="none")
     with pytest.raises(ValueError, match="a column 'image', but the model reads text only"):
