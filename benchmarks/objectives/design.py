@@ -9,7 +9,7 @@ from opo_trl.objective import OPO, Objective
 from ..staged import Stages
 from . import neighbours, published
 from .grid import CELLS
-from .training import REGIMES, Run, ScaledRate, train
+from .training import REGIMES, GatedSteps, Run, ScaledRate, train
 
 
 TUNING_SEEDS = (311, 312, 313)
@@ -89,7 +89,11 @@ LITERATURE = {
     "OAPL": Entry(LogNormalizedReward, "mu", (0.3, 0.1), {}, "μ/2·(Δ − r/μ + log mean exp(r/μ))² (2602.19362)"),
 }
 # The default with a published signal, tried on the tuning seeds.
-SIGNALS = {"rate × ESS": Entry(OPO, "power", (0.5, 1.0), {"ratio_form": "truncated"}, callback=ScaledRate)}
+_DEFAULT = {"ratio_form": "truncated"}
+SIGNALS = {
+    "rate × ESS": Entry(OPO, "power", (0.5, 1.0), _DEFAULT, callback=ScaledRate),
+    "gated steps": Entry(OPO, "ceiling", (1.5, 3.0), _DEFAULT, callback=GatedSteps),
+}
 ENTRIES |= LITERATURE | SIGNALS
 
 TODAY = "escort-bounded-log"  # the default when the plan was made

@@ -255,8 +255,8 @@ def write_report(found: Results, folder: Path, docs: Path = DOCS) -> None:
     lines.append("\n## The whole grid\n\nMean of the best trial over the three tuning seeds, on the tuning problems.")
     lines += _best_trials(design.WHOLE, (name for name in ENTRIES if name not in design.SIGNALS), found)
     lines.append(
-        "\n## A published signal\n\nThe default, and with a learning rate times a power of the effective sample "
-        "size: the same trials."
+        "\n## Published signals\n\nThe default; with a learning rate times a power of the effective sample size; "
+        "and without the\nsteps in which the gradient of the output layer surges: the same trials."
     )
     for regime in REGIMES:
         if any(run.objective in design.SIGNALS and run.regime == regime for run in found):

@@ -99,6 +99,24 @@ class ScaledRate(TrainerCallback):
             group["lr"] *= share**self.trainer.policy_objective.power
 
 
+class GatedSteps(TrainerCallback):
+    """
+    Drops the gradient of a step in which that of the output layer is more than `ceiling` times as long as it was on
+    average in the steps before (weights 0.9^k, dropped steps left out), in the spirit of DGG (2605.19425).
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.usual: float | None = None
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        norm = self.trainer.model.get_output_embeddings().weight.grad.norm().item()
+        if self.usual is not None and norm > self.trainer.policy_objective.ceiling * self.usual:
+            kwargs["optimizer"].zero_grad()  # an optimizer leaves parameters without a gradient as they are
+        else:
+            self.usual = norm if self.usual is None else 0.9 * self.usual + 0.1 * norm
+
+
 def train(
     run: Run,
     objective_class: type[Objective],
