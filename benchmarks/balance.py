@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from opo_trl.rollout.planning import cut, longest_first, partition, split_further
+from opo_trl.rollout.planning import best_cut, partition, split_further
 
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -27,7 +27,7 @@ def padded_tokens(lengths: np.ndarray, n_parts: int) -> int:
     """Tokens that a process passes through the model for samples `[B, 2]`, longest first, in planned micro-batches."""
     if len(lengths) <= n_parts:
         return int(lengths.sum())
-    parts = np.split(lengths, split_further(lengths, cut(lengths, **LIMITS), n_parts))
+    parts = np.split(lengths, split_further(lengths, best_cut(lengths, **LIMITS)[1], n_parts))
     return sum(len(part) * int(part.max(axis=0).sum()) for part in parts)
 
 
@@ -43,8 +43,9 @@ def busiest(processes: int, dead: float, exchange: bool) -> float:
         zero = np.repeat(random.random(n // GROUP) < dead, GROUP)
         parts = partition(lengths, zero, processes) if exchange else np.arange(n).reshape(processes, -1)
         active = [lengths[rows][~zero[rows]] for rows in parts]
-        active = [rows[longest_first(rows)] for rows in active]
-        n_parts = max(len(cut(rows, **LIMITS)) + 1 for rows in active)
+        cuts = [best_cut(rows, **LIMITS) for rows in active]
+        active = [rows[order] for rows, (order, *_) in zip(active, cuts, strict=True)]
+        n_parts = max(len(bounds) + 1 for _, bounds, *_ in cuts)
         most += max(padded_tokens(rows, n_parts) for rows in active)
         mean += lengths[~zero].sum() / processes
     return most / mean

@@ -26,7 +26,6 @@ from .planning import (
     Prompts,
     Rows,
     best_cut,
-    best_number,
     columns,
     partition,
     parts_of_rows,
@@ -101,7 +100,7 @@ class Planner:
         balance = self.balance if self.args.top_entropy_quantile == 1.0 else None
         balance = balance and shared_prompts.balance(self.accelerator.unwrap_model(model))
         of_processes = [(each[:, :2], _prompts(each[:, 3], balance)) for each in read]
-        n_parts = max(best_number(*each, **limits) for each in of_processes)
+        n_parts = max(len(best_cut(*each, **limits)[1]) + 1 for each in of_processes)
         results = [torch.zeros_like(tokens, dtype=torch.float32) for _ in range(2)]
         rows["row"] = torch.arange(len(tokens), device=tokens.device)
         (own, prompts), order = of_processes[self.accelerator.process_index], np.arange(len(tokens))

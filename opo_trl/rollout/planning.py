@@ -70,31 +70,13 @@ def trim(rows: Mapping[str, Any], lengths: np.ndarray, multiple: int | None = No
     return resize(rows, **columns(lengths, most, multiple))
 
 
-def longest_first(lengths: np.ndarray) -> np.ndarray:
-    """Order of samples by their tokens, prompt and completion together."""
-    return np.argsort(-lengths.sum(axis=1), kind="stable")
-
-
-def cut(lengths: np.ndarray, *, max_rows: int, max_tokens: int | None, pass_tokens: float = PASS_TOKENS) -> list[int]:
+def _cheapest(costs_of_parts: np.ndarray, pass_tokens: float) -> tuple[list[int], float]:
     """
-    Cut samples, in their order, into the parts that cost the least: padded tokens, plus `pass_tokens` per part.
+    Bounds of the cheapest cut, and its cost, by the cost of the part of each size that begins at each sample.
 
     Dynamic programming over the samples, with `max_rows` choices for each. It is worth its lines: on MATH's
     lengths, greedily filled bins cost 2–7 % more, and up to 23 % more tokens with [`FEWEST_PASSES`] and `max_tokens`.
-
-    Args:
-        lengths (`np.ndarray`): tokens of prompts and of completions, `[B, 2]`, longest first.
-        max_rows (`int`), max_tokens (`int`, *optional*): most samples of a part, and most tokens, with padding; a
-            single longer sample is a part by itself.
-        pass_tokens (`float`): cost of a part besides its tokens. [`FEWEST_PASSES`] gives the fewest parts.
-
-    Returns where each part but the first begins.
     """
-    return _cheapest(_padded_tokens(lengths, max_rows, max_tokens), pass_tokens)[0]
-
-
-def _cheapest(costs_of_parts: np.ndarray, pass_tokens: float) -> tuple[list[int], float]:
-    """Bounds of the cheapest cut, and its cost, by the cost of the part of each size that begins at each sample."""
     max_rows, n_rows = costs_of_parts.shape
     least, last = np.zeros(n_rows + 1), np.zeros(n_rows + 1, dtype=int)  # of the first i samples
     for end in range(1, n_rows + 1):
@@ -109,8 +91,8 @@ def _cheapest(costs_of_parts: np.ndarray, pass_tokens: float) -> tuple[list[int]
 
 def split_further(lengths: np.ndarray, bounds: list[int], n_parts: int) -> list[int]:
     """
-    Split the parts with these `bounds`, of [`cut`], until there are `n_parts`, as on other processes: each time where
-    it saves the most padding.
+    Split the parts with these `bounds`, of [`best_cut`], until there are `n_parts`, as on other processes: each time
+    where it saves the most padding.
     """
     bounds = list(bounds)
     edges = [0, *bounds, len(lengths)]
@@ -214,37 +196,41 @@ class Prompts:
 
 
 def best_cut(
-    lengths: np.ndarray, prompts: Prompts | None = None, **limits: Any
+    lengths: np.ndarray,
+    prompts: Prompts | None = None,
+    *,
+    max_rows: int,
+    max_tokens: int | None,
+    pass_tokens: float = PASS_TOKENS,
 ) -> tuple[np.ndarray, list[int], bool, float]:
     """
-    The cheapest way to cut samples of these lengths `[B, 2]` within the limits of [`cut`].
+    The cheapest way to cut samples into parts: padded tokens, plus `pass_tokens` per part.
+
+    Args:
+        lengths (`np.ndarray`): tokens of prompts and of completions, `[B, 2]`.
+        prompts ([`Prompts`], *optional*): of the samples, if a model can compute them once.
+        max_rows (`int`), max_tokens (`int`, *optional*): most samples of a part, and most tokens, with padding; a
+            single longer sample is a part by itself.
+        pass_tokens (`float`): cost of a part besides its tokens. [`FEWEST_PASSES`] gives the fewest parts.
 
     Returns:
         `tuple[np.ndarray, list[int], bool, float]`: the samples in order; where each part but the first begins;
         whether parts compute a prompt once for all its completions; what they cost besides attention between tokens,
         or with it where there are `prompts`.
     """
-    order = longest_first(lengths)
-    padded = _padded_tokens(lengths[order], limits["max_rows"], limits["max_tokens"])
-    bounds, cost = _cheapest(padded, limits.get("pass_tokens", PASS_TOKENS))
+    order = np.argsort(-lengths.sum(axis=1), kind="stable")
+    bounds, cost = _cheapest(_padded_tokens(lengths[order], max_rows, max_tokens), pass_tokens)
     if prompts is None:
         return order, bounds, False, cost
     widths = [(len(part), lengths[part].max(axis=0, initial=0).sum()) for part in np.split(order, bounds)]
-    pass_tokens = limits.get("pass_tokens", PASS_TOKENS)
-    tokens = sum(prompts.cost(n * width, width) for n, width in widths)
+    tokens = float(sum(prompts.cost(n * width, width) for n, width in widths))
     shared = prompts.order(lengths)
-    shared_bounds, shared_cost = _cheapest(
-        prompts.take(shared).tokens(lengths[shared], limits["max_rows"], limits["max_tokens"]), pass_tokens
-    )
+    costs = prompts.take(shared).tokens(lengths[shared], max_rows, max_tokens)
+    shared_bounds, shared_cost = _cheapest(costs, pass_tokens)
     cost, shared_tokens = tokens + pass_tokens * len(widths), shared_cost - pass_tokens * (len(shared_bounds) + 1)
     if shared_cost < cost and shared_tokens < (1 - WORTH_SHARING) * tokens:
         return shared, shared_bounds, True, shared_cost
     return order, bounds, False, cost
-
-
-def best_number(lengths: np.ndarray, prompts: Prompts | None = None, **limits: Any) -> int:
-    """Number of parts, at least one, of [`best_cut`]."""
-    return len(best_cut(lengths, prompts, **limits)[1]) + 1
 
 
 def parts_of_rows(
@@ -258,8 +244,8 @@ def parts_of_rows(
     **limits: Any,
 ) -> list[Rows]:
     """
-    Cut some `samples` of rows, whose lengths are `[B, 2]`, into `n_parts`, or more where the limits of [`cut`] need
-    more, each trimmed. Those that compute a prompt once have the entries of [`arrange`].
+    Cut some `samples` of rows, whose lengths are `[B, 2]`, into `n_parts`, or more where the limits of [`best_cut`]
+    need more, each trimmed. Those that compute a prompt once have the entries of [`arrange`].
     """
     order, bounds, shared, _ = best_cut(lengths[samples], prompts and prompts.take(samples), **limits)
     bounds, order = split_further(lengths[samples][order], bounds, n_parts), samples[order]

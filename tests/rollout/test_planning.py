@@ -24,9 +24,7 @@ from hypothesis import strategies as st
 
 from opo_trl.rollout.planning import (
     FEWEST_PASSES,
-    best_number,
-    cut,
-    longest_first,
+    best_cut,
     partition,
     parts_of_rows,
     row_lengths,
@@ -104,6 +102,11 @@ def steps(draw):
     return lengths, draw(st.integers(1, 5)), draw(st.one_of(st.none(), st.integers(1, 300)))
 
 
+def cut(lengths: np.ndarray, **limits) -> list[int]:
+    """Where each part but the first begins."""
+    return best_cut(lengths, **limits)[1]
+
+
 def padded_tokens(part: np.ndarray) -> int:
     return len(part) * int(part.max(axis=0).sum())
 
@@ -157,7 +160,7 @@ def test_fewest_passes_are_never_more_than_without_a_plan():
     random = np.random.default_rng(0)
     for _ in range(8):
         lengths = np.stack([random.integers(60, 250, 24), np.minimum(random.lognormal(6.0, 0.6, 24), 1280)], axis=1)
-        lengths = lengths.astype(int)[longest_first(lengths.astype(int))]
+        lengths = lengths.astype(int)
         by_padding = cut(lengths, max_rows=4, max_tokens=None)
         fewest = cut(lengths, max_rows=4, max_tokens=None, pass_tokens=FEWEST_PASSES)
         assert len(fewest) + 1 == 6 < len(by_padding) + 1
@@ -168,17 +171,17 @@ def test_cost_of_planning_is_linear_in_the_samples():
 
     def calls(n_rows: int) -> int:
         lengths = np.random.default_rng(0).integers(1, 2000, (n_rows, 2))
-        lengths = lengths[longest_first(lengths)]
         profile = cProfile.Profile()
         with profile:
-            split_further(lengths, cut(lengths, max_rows=8, max_tokens=16384), n_rows // 2)
+            order, bounds, *_ = best_cut(lengths, max_rows=8, max_tokens=16384)
+            split_further(lengths[order], bounds, n_rows // 2)
         return sum(entry.callcount for entry in profile.getstats())
 
     assert calls(2048) < 9 * calls(256)
 
 
 def test_no_rows_need_one_part():
-    assert best_number(np.zeros((0, 2), dtype=int), max_rows=4, max_tokens=100) == 1
+    assert cut(np.zeros((0, 2), dtype=int), max_rows=4, max_tokens=100) == []
 
 
 def test_parts_hold_every_sample_once_and_long_ones_together():
