@@ -25,6 +25,7 @@ from scipy.stats import binomtest
 from trl.trainer.utils import strip_images_from_messages
 
 from .checks.devices import check_placed
+from .trl_contract import temporarily
 
 
 if TYPE_CHECKING:
@@ -265,13 +266,9 @@ def _solve(twin: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _decoding(twin: Any, decoding: Decoding) -> Iterator[None]:
     if decoding == "greedy" and twin.use_vllm:
         engine = twin.vllm_generation
-        kept = engine.temperature, engine.generation_kwargs
-        engine.temperature = 0.0
-        engine.generation_kwargs = {name: value for name, value in kept[1].items() if name != "temperature"}
-        try:
+        plain = {name: value for name, value in engine.generation_kwargs.items() if name != "temperature"}
+        with temporarily(engine, temperature=0.0, generation_kwargs=plain):
             yield
-        finally:
-            engine.temperature, engine.generation_kwargs = kept
         return
     if decoding == "greedy":
         greedy = twin.generation_config = copy(twin.generation_config)

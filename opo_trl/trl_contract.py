@@ -9,6 +9,7 @@ modules rely on what does not fit.
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
@@ -21,7 +22,7 @@ TESTED_VERSIONS = SpecifierSet(">=1.16,<1.17")
 Contract = Mapping[str, Mapping[str, Collection[str] | None]]
 
 # Owner (a class or a module) -> name -> the parameters that we pass or override; `None` for an attribute. A class has
-# the attributes of its body, and those that a method assigns to `self`.
+# the attributes of its body, and those that a method assigns to `self`, which only `tests/contract.py` checks.
 CONTRACT: Contract = {
     "trl.GRPOTrainer": {
         "__init__": (
@@ -102,7 +103,7 @@ CONTRACT: Contract = {
         "_get_values": ("action", "arg_strings"),
         "_actions": None,
     },
-    "transformers.TrainingArguments": {"_n_gpu": None},
+    "transformers.TrainingArguments": dict.fromkeys(("_n_gpu", "save_total_limit")),
     "accelerate.PartialState": {"wait_for_everyone": ()},
     "transformers.integrations.WandbCallback": {"_initialized": None},
     "trl.trainer.utils.RepeatSampler": {"__iter__": ()},
@@ -115,24 +116,11 @@ CONTRACT: Contract = {
     "accelerate.state.GradientState": {"_set_sync_gradients": ("sync_gradients",)},
 }
 
-# What the trainers read from a rollout.
-ROLLOUT_KEYS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
-
-# What they read if it is there. Under another name it would be ignored silently, so the code of TRL must contain it.
-OPTIONAL_ROLLOUT_KEYS = (
-    *("importance_sampling_ratio", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
-    "tool_mask",
-)
-# Likewise, what the model's forward pass takes besides the tokens: images and the like.
+# Entries of a rollout that the model's forward pass takes besides the tokens: images and the like.
 MULTIMODAL_KEYS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
 )
-
-# Function -> entries that it must add to a rollout.
-KEYS: Mapping[str, Collection[str]] = {
-    "trl.GRPOTrainer._generate_and_score_completions": (*ROLLOUT_KEYS, *OPTIONAL_ROLLOUT_KEYS, *MULTIMODAL_KEYS)
-}
 
 # What `opo_trl.asynchronous` relies on in TRL's experimental trainer; checked when it is imported.
 _ASYNC = "trl.experimental.async_grpo.async_grpo_trainer"
@@ -187,25 +175,18 @@ ASYNC_CONTRACT: Contract = {
     _WORKER: {"_AsyncRolloutLoop": None},
     "trl.experimental.async_grpo.AsyncGRPOConfig": {"__post_init__": (), "to_dict": (), "dtype": None},
 }
-ASYNC_KEYS: Mapping[str, Collection[str]] = {
-    "trl.experimental.async_grpo.packing.TreeRow.pack": ("token_index", "old_log_probs", "segment_id"),
-    f"{_ASYNC}.RolloutQueueDataset.__iter__": ("completion_mask", "advantage", "group_id", "metrics"),
-    f"{_WORKER}._AsyncRolloutLoop._score_group": ("reward",),
-}
 
 
-def check(
-    contract: Contract = CONTRACT, version: str = trl.__version__, keys: Mapping[str, Collection[str]] = KEYS
-) -> None:
+def check(contract: Contract = CONTRACT, version: str = trl.__version__) -> None:
     """
-    Check the version of TRL, the names of the contract and the keys that functions must add to a rollout.
+    Check the version of TRL and the names of the contract.
 
     Raises:
         `ImportError`: names everything that does not fit, and the tested range; or a class that another package has
             replaced.
     """
     check_replaced(contract)
-    problems = [f"{name} {problem}" for name, problem in mismatches(contract, version, keys)]
+    problems = [f"{name} {problem}" for name, problem in mismatches(contract, version)]
     if problems:
         raise ImportError(
             f"opo_trl does not fit the installed libraries: {'; '.join(problems)}. Tested with TRL {TESTED_VERSIONS}: "
@@ -235,18 +216,18 @@ def check_replaced(contract: Contract = CONTRACT) -> None:
             )
 
 
-def check_rollout(rollout: Mapping) -> None:
-    """
-    Check that TRL's rollout holds what the trainers read.
-
-    Raises:
-        `RuntimeError`: names the missing entries and the tested range.
-    """
-    missing = [key for key in ROLLOUT_KEYS if key not in rollout]
-    if missing:
-        raise RuntimeError(
-            f"The rollout of TRL {trl.__version__} has no {', '.join(missing)}. Tested with TRL {TESTED_VERSIONS}."
-        )
+@contextmanager
+def temporarily(holder: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of an object, and restore them afterwards."""
+    attributes = vars(holder)
+    own = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            attributes.pop(name, None)
+        attributes.update(own)
 
 
 def resolve(path: str) -> Any:
@@ -257,15 +238,7 @@ def resolve(path: str) -> Any:
         return ImportError(" ".join(str(error).split()))
 
 
-def _has(owner: Any, name: str) -> bool:
-    """Whether a module or a class has an attribute, or a method of the class names one."""
-    members = [member for base in getattr(owner, "__mro__", ()) for member in vars(base).values()]
-    members = [getattr(member, "fget", None) or getattr(member, "func", None) or member for member in members]
-    functions = [inspect.unwrap(member) for member in members if callable(member)]
-    return hasattr(owner, name) or any(name in f.__code__.co_names for f in functions if inspect.isfunction(f))
-
-
-def mismatches(contract: Contract, version: str, keys: Mapping[str, Collection[str]]) -> Iterator[tuple[str, str]]:
+def mismatches(contract: Contract, version: str) -> Iterator[tuple[str, str]]:
     """Names that do not fit, and what is wrong with each."""
     if not TESTED_VERSIONS.contains(version, prereleases=True):
         yield f"TRL {version}", "is outside the tested range"
@@ -276,19 +249,9 @@ def mismatches(contract: Contract, version: str, keys: Mapping[str, Collection[s
             continue
         for name, parameters in entries.items():
             method = getattr(owner, name, None)
-            present = _has(owner, name) if parameters is None else callable(method)
+            # Attributes that a class's methods set are not seen here.
+            present = hasattr(owner, name) or inspect.isclass(owner) if parameters is None else callable(method)
             if not present:
                 yield f"{path}.{name}", "is missing"
             elif parameters and (missing := set(parameters) - inspect.signature(method).parameters.keys()):
                 yield f"{path}.{name}", f"has no parameter {', '.join(sorted(missing))}"
-    for path, wanted in keys.items():
-        made = resolve(path)
-        constants = set() if isinstance(made, ImportError) else set(_flat(inspect.unwrap(made).__code__.co_consts))
-        for key in sorted({*wanted} - constants):
-            yield path, f"does not add {key!r} to a rollout"
-
-
-def _flat(constants: tuple) -> Iterator[Any]:
-    """Constants of a function's code; keys of a dictionary are in a tuple."""
-    for constant in constants:
-        yield from _flat(constant) if isinstance(constant, tuple) else (constant,)

@@ -5,15 +5,15 @@ Everything of the contract that does not fit the installed releases.
 
 prints a line for each name, with the modules of the package that rely on it, and exits with status 1 if there is any.
 `trl_contract.check`, which runs when a trainer is imported, compares names and parameters. This also reads the source
-of the package and the bytecode of the libraries: new parameters of methods that we override, imports that fail, and
-attributes that a library still reads but no longer sets.
+of the package and the bytecode of the libraries: new parameters of methods that we override, imports that fail,
+attributes that a library still reads but no longer sets, and entries that it no longer adds to a rollout.
 """
 
 import ast
 import dis
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +26,22 @@ from opo_trl import trl_contract
 
 
 LIBRARIES = ("trl", "transformers", "accelerate", "deepspeed", "datasets", "peft", "torch")
+
+
+_ASYNC = "trl.experimental.async_grpo"
+# Function → entries that it must add to a rollout. Under another name they would be ignored silently.
+KEYS: Mapping[str, Collection[str]] = {
+    "trl.GRPOTrainer._generate_and_score_completions": (
+        *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "tool_mask"),
+        *("importance_sampling_ratio", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
+        *trl_contract.MULTIMODAL_KEYS,
+    ),
+    f"{_ASYNC}.packing.TreeRow.pack": ("token_index", "old_log_probs", "segment_id"),
+    f"{_ASYNC}.async_grpo_trainer.RolloutQueueDataset.__iter__": (
+        *("completion_mask", "advantage", "group_id", "metrics"),
+    ),
+    f"{_ASYNC}.async_rollout_worker._AsyncRolloutLoop._score_group": ("reward",),
+}
 
 
 def has(owner: Any, name: str) -> bool:
@@ -116,13 +132,25 @@ def _unset(contract: trl_contract.Contract) -> Iterator[str]:
                 yield f"{path}.{name}"
 
 
+def _unmade() -> Iterator[tuple[str, str]]:
+    """Functions that no longer add an entry to a rollout, and what is wrong with each."""
+
+    def flat(constants: tuple) -> Iterator[Any]:
+        for constant in constants:  # keys of a dictionary are in a tuple
+            yield from flat(constant) if isinstance(constant, tuple) else (constant,)
+
+    for path, wanted in KEYS.items():
+        made = trl_contract.resolve(path)
+        constants = set() if isinstance(made, ImportError) else set(flat(inspect.unwrap(made).__code__.co_consts))
+        yield from ((path, f"does not add {key!r} to a rollout") for key in sorted({*wanted} - constants))
+
+
 def report() -> Iterator[str]:
     """A line for each name that does not fit: what is wrong with it, and the modules that rely on it."""
     modules = package()
     used = {module: names(tree) for module, tree in modules.items()}
     everything = {**trl_contract.CONTRACT, **trl_contract.ASYNC_CONTRACT}
-    keys = {**trl_contract.KEYS, **trl_contract.ASYNC_KEYS}
-    problems = [*trl_contract.mismatches(everything, trl.__version__, keys)]
+    problems = [*trl_contract.mismatches(everything, trl.__version__), *_unmade()]
     known = {path for path, _ in problems}
     problems += [(name, "is read but not set") for name in _unset(everything) if name not in known]
     for path, problem in problems:

@@ -29,7 +29,7 @@ from transformers.integrations import deepspeed
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from opo_trl import trl_contract
-from opo_trl.trl_contract import ASYNC_CONTRACT, ASYNC_KEYS
+from opo_trl.trl_contract import ASYNC_CONTRACT
 
 
 MODULES = contract.package()
@@ -101,11 +101,6 @@ def test_every_problem_is_in_one_message(monkeypatch):
         assert text in str(error.value)
 
 
-def test_attribute_that_no_method_names_is_missing():
-    with pytest.raises(ImportError, match=r"libraries: trl\.GRPOTrainer\._scores is missing\. Tested"):
-        trl_contract.check({"trl.GRPOTrainer": {"_logs": None, "_scores": None}})
-
-
 def test_class_that_is_gone_is_named():
     with pytest.raises(ImportError, match=r"trl\.NoSuchTrainer cannot be imported"):
         trl_contract.check({"trl.NoSuchTrainer": {"log": ("logs",)}})
@@ -164,7 +159,7 @@ def test_check_runs_when_the_trainer_is_imported(monkeypatch):
         importlib.import_module("opo_trl.trainer")
 
 
-@pytest.mark.parametrize("key", [*trl_contract.OPTIONAL_ROLLOUT_KEYS, *trl_contract.MULTIMODAL_KEYS])
+@pytest.mark.parametrize("key", contract.KEYS["trl.GRPOTrainer._generate_and_score_completions"])
 def test_renamed_entry_of_a_rollout_is_named(key, monkeypatch):
     """Without it OPO would train without a correction, or on the output of tools."""
     made = inspect.unwrap(trl.GRPOTrainer._generate_and_score_completions)
@@ -175,8 +170,7 @@ def test_renamed_entry_of_a_rollout_is_named(key, monkeypatch):
         )
 
     monkeypatch.setattr(made, "__code__", made.__code__.replace(co_consts=renamed(made.__code__.co_consts)))
-    with pytest.raises(ImportError, match=f"does not add '{key}' to a rollout"):
-        trl_contract.check()
+    assert any(f"does not add {key!r} to a rollout: opo_trl." in line for line in contract.report())
 
 
 def test_change_of_the_experimental_trainer_leaves_the_others_usable(monkeypatch):
@@ -190,26 +184,14 @@ def test_change_of_the_experimental_trainer_leaves_the_others_usable(monkeypatch
     assert "opo_trl.asynchronous.trainer" in line
 
 
-@pytest.mark.parametrize(("path", "key"), [(path, key) for path, keys in ASYNC_KEYS.items() for key in keys])
+ASYNC_KEYS = [(path, key) for path, keys in contract.KEYS.items() for key in keys if "experimental" in path]
+
+
+@pytest.mark.parametrize(("path", "key"), ASYNC_KEYS)
 def test_renamed_entry_of_an_asynchronous_sample_is_named(path, key, monkeypatch):
     owner, _, name = path.rpartition(".")
     monkeypatch.setattr(resolve_name(owner), name, lambda: "what it returned under other names")
-    with pytest.raises(ImportError, match=f"does not add '{key}' to a rollout"):
-        trl_contract.check(ASYNC_CONTRACT, keys=ASYNC_KEYS)
-
-
-def test_complete_rollout_passes():
-    trl_contract.check_rollout(dict.fromkeys(trl_contract.ROLLOUT_KEYS))
-
-
-def test_incomplete_rollout_is_rejected_with_every_missing_name():
-    rollout = dict.fromkeys(trl_contract.ROLLOUT_KEYS)
-    del rollout["advantages"], rollout["completion_mask"]
-    with pytest.raises(RuntimeError) as error:
-        trl_contract.check_rollout(rollout)
-    for text in ("completion_mask", "advantages", trl.__version__, str(trl_contract.TESTED_VERSIONS)):
-        assert text in str(error.value)
-    assert "prompt_ids" not in str(error.value)
+    assert any(line.startswith(f"{path} does not add {key!r} to a rollout") for line in contract.report())
 
 
 # The package

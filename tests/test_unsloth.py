@@ -50,7 +50,7 @@ for module in ("opo_trl.trainer", "opo_trl.asynchronous.trainer", "opo_trl.train
         print(f"ImportError: {error}")
 from opo_trl import objective, trl_contract
 from opo_trl.rewards import accuracy_reward
-found = trl_contract.mismatches(trl_contract.CONTRACT, trl.__version__, trl_contract.KEYS)
+found = trl_contract.mismatches(trl_contract.CONTRACT, trl.__version__)
 print(*map(" ".join, found), sep="\\n")
 """
 

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.experimental.async_grpo import async_grpo_trainer, packing
 
 from ..checks.environment import check_installed
-from ..rollout.scored import temporarily
+from ..trl_contract import temporarily
 from .config import AsyncOPOConfig
 
 

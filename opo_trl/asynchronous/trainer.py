@@ -38,6 +38,7 @@ from ..rollout.prompts import check_datasets
 from ..rollout.skipped_steps import SkippedSteps
 from ..rollout.vllm_server import without_password
 from ..trainer import OPOTrainer
+from ..trl_contract import temporarily
 from . import attention, faults, resumable
 from .config import AsyncOPOConfig
 from .targets import MEANS, OWN, make_targets
@@ -402,13 +403,13 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         if self.args.should_save:
             checkpoint.make_way(folder)
         self.accelerator.wait_for_everyone()
-        with checkpoint.no_rotation(self.args):
+        with temporarily(self.args, save_total_limit=None):  # older ones are deleted by `finish`
             super()._save_checkpoint(model, trial)
         if self.args.should_save:
             checkpoint.finish(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _finalize_training(self, *inputs, **named):
-        with checkpoint.no_rotation(self.args):
+        with temporarily(self.args, save_total_limit=None):
             return super()._finalize_training(*inputs, **named)
 
     def _save_rng_state(self, output_dir: str):

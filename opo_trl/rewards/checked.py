@@ -3,12 +3,13 @@
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 from trl.trainer.utils import is_async_callable
 
+from ..trl_contract import temporarily
 from .errors import CountingReward, RewardError, is_ctrl_c, naming, numbers, shown, told
 
 
@@ -37,21 +38,15 @@ def reward_list(reward_funcs: Any) -> list[Any] | None:
     return given
 
 
-@contextmanager
-def checked(trainer: "GRPOTrainer") -> Iterator[None]:
+def checked(trainer: "GRPOTrainer") -> AbstractContextManager[None]:
     """
     Within this context, failures of a trainer's reward functions raise a [`RewardError`] that names the function.
 
     The functions are wrapped only while TRL calls them; otherwise the trainer holds the user's own objects. Reward
     models and [`IsolatedReward`] always return numbers and are not wrapped.
     """
-    given: list[Any] = trainer.reward_funcs
-    named = zip(given, trainer.reward_func_names, strict=True)
-    trainer.reward_funcs = [checked_reward(reward, name) for reward, name in named]
-    try:
-        yield
-    finally:
-        trainer.reward_funcs = given
+    named = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
+    return temporarily(trainer, reward_funcs=[checked_reward(reward, name) for reward, name in named])
 
 
 def checked_reward(reward: Any, name: str) -> Any:

@@ -17,9 +17,8 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import safe_open
-from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
@@ -131,16 +129,6 @@ def _checksum(path: Path) -> int:
         while piece := file.read(_PIECE):
             checksum = zlib.crc32(piece, checksum)
     return checksum
-
-
-@contextmanager
-def no_rotation(args: TrainingArguments) -> Iterator[None]:
-    """Keep Transformers from deleting checkpoints, which [`rotate`] does."""
-    limit, args.save_total_limit = args.save_total_limit, None
-    try:
-        yield
-    finally:
-        args.save_total_limit = limit
 
 
 def rotate(run: Path, limit: int | None, best: str | None) -> None:

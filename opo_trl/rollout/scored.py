@@ -11,26 +11,13 @@ from trl import GRPOTrainer
 
 from ..config import RolloutConfig
 from ..rewards.errors import CountingReward, RewardError
+from ..trl_contract import temporarily
 
 
 logger = get_logger(__name__)
 
 # Weight of a round of generation in the moving average of reward failures: about ten rounds count.
 _FAILURE_WEIGHT = 0.1
-
-
-@contextmanager
-def temporarily(holder: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object, and restore them afterwards."""
-    attributes = vars(holder)
-    own = {name: attributes[name] for name in values if name in attributes}
-    attributes.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            attributes.pop(name, None)
-        attributes.update(own)
 
 
 @contextmanager

@@ -45,13 +45,14 @@ from ..metrics.step_clock import StepClock
 from ..metrics.watches import Watches
 from ..objective import SEQUENCE_CLAMP, Objective, token_sum
 from ..rewards.checked import checked, checked_environments, checked_tools, reward_list
+from ..trl_contract import temporarily
 from . import checkpoint, disk, evaluated, position, recorded, wording
 from .dynamic_sampling import DynamicSampling
 from .frozen_base import FrozenBase
 from .prompts import EpochSampler, PromptStream, check_datasets, check_train_dataset, epochs_of_sampler, permutations
 from .replay import ReplayBuffer
 from .rows import completion_tokens, micro_batches, rows_of_steps
-from .scored import RewardFailures, recorded_rewards, temporarily
+from .scored import RewardFailures, recorded_rewards
 from .skipped_steps import SkippedSteps
 from .vllm_server import watched, without_password
 
@@ -419,7 +420,6 @@ class RolloutTrainer(GRPOTrainer):
             rollout, metrics = fill(self._generate_round, len(inputs), self.reward_weights)
             for name, value in metrics.items():
                 self._metrics["train"][f"dynamic_sampling/{name}"].append(value)
-        trl_contract.check_rollout(rollout)
         return rollout
 
     def _rollout(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
@@ -577,7 +577,7 @@ class RolloutTrainer(GRPOTrainer):
             if writes:
                 checkpoint.make_way(folder)
             disk.check_room(self, folder.parent)
-            with checkpoint.no_rotation(self.args):
+            with temporarily(self.args, save_total_limit=None):  # older ones are deleted by `finish`
                 super()._save_checkpoint(model, trial)
             if writes:
                 checkpoint.finish(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
@@ -585,7 +585,7 @@ class RolloutTrainer(GRPOTrainer):
             disk.give_up(self, folder, error)
 
     def _finalize_training(self, *inputs, **named):
-        with checkpoint.no_rotation(self.args):
+        with temporarily(self.args, save_total_limit=None):
             return super()._finalize_training(*inputs, **named)
 
     def _save_rng_state(self, output_dir: str):

@@ -8,7 +8,8 @@ import torch
 from accelerate import Accelerator
 
 from opo_trl.rewards.errors import CountingReward, RewardError
-from opo_trl.rollout.scored import RewardFailures, recorded_rewards, temporarily
+from opo_trl.rollout.scored import RewardFailures, recorded_rewards
+from opo_trl.trl_contract import temporarily
 
 
 class Failing(CountingReward):
