@@ -31,15 +31,14 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from .config import OPOConfig
 from .metrics.opo import rollout_metrics
-from .metrics.step import SampleReport, count_low_ess, metrics_of_samples
+from .metrics.step import SampleReport, metrics_of_samples
 from .objective import OPO, Groups, Objective, Samples, token_mean
 from .rollout import packing, shared_prompts
 from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
 from .rollout.rows import completion_tokens, gather_samples, high_values, own_samples
-from .rollout.scored import temporarily
 from .rollout.trainer import RolloutTrainer
-from .trl_contract import MULTIMODAL_KEYS
+from .trl_contract import MULTIMODAL_KEYS, temporarily
 
 
 logger = get_logger(__name__)
@@ -102,7 +101,7 @@ class OPOTrainer(RolloutTrainer):
     policy_objective: Objective
     args: OPOConfig
     pad_to_multiple_of: int | None
-    _saved_numbers = (*RolloutTrainer._saved_numbers, "_drive_metrics", "_low_ess_rollouts")
+    _saved_numbers = (*RolloutTrainer._saved_numbers, "_drive_metrics")
 
     def _set_up(self) -> None:
         if self.args.padding_free:
@@ -112,7 +111,6 @@ class OPOTrainer(RolloutTrainer):
     def _begin(self) -> None:
         super()._begin()
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
-        self._low_ess_rollouts = 0  # in a row
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per part
         self._pending: deque[dict[str, Any]] = deque()  # parts of the current micro-step that are left
         self._anchor_is_own = False  # whether the rollout's behaviour policy is the policy that its samples come from
@@ -236,11 +234,8 @@ class OPOTrainer(RolloutTrainer):
         )
         found = self.policy_objective.targets(groups)
         target = found.target
-        metrics = {name: value.item() for name, value in rollout_metrics(found, groups).items()}
-        self._drive_metrics[mode] = metrics
+        self._drive_metrics[mode] = {name: value.item() for name, value in rollout_metrics(found, groups).items()}
         if mode == "train":
-            if "escort/ess" in metrics:
-                self._low_ess_rollouts = count_low_ess(self._low_ess_rollouts, metrics["escort/ess"], args)
             self._advantage_range = (advantages.max().float() - advantages.min().float()).item()
         # The log-ratio of a completion is a sum over its tokens, and so is its gradient: a constant of the rollout
         # makes the norm comparable with that of GRPO, whose loss is a mean over tokens.

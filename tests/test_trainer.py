@@ -531,20 +531,6 @@ def test_plan_is_printed_once_and_is_right(tiny_model, tmp_path, capsys, options
     assert not any(text in plan for text in unsaid)
 
 
-@pytest.mark.parametrize(
-    ("options", "warnings"),
-    [({"anchor_correction": "sequence", "alpha": 0.0}, 1), ({"anchor_correction": "absorbed", "alpha": 0.4}, 0)],
-)
-def test_warning_of_collapsed_escort_weights_comes_once(tiny_model, tmp_path, caplog, options, warnings):
-    with caplog.at_level(logging.WARNING, logger="opo_trl.trainer"):
-        trainer = trained(tiny_model, tmp_path, max_steps=14, **options)
-    assert (logged(trainer)[-1]["opo/escort/ess"] < 2) == bool(warnings)
-    found = [record.getMessage() for record in caplog.records if "effective sample size" in record.getMessage()]
-    assert len(found) == warnings
-    if warnings:
-        assert all(text in found[0] for text in ("10 rollouts", "alpha", "absorbed", "sequence"))
-
-
 def test_gradient_norm_does_not_grow_with_the_length(tiny_model, tmp_path):
     """That of a log-ratio does: without scaling, the gradient would be clipped in nearly every step."""
     norms = {}

@@ -3,22 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from torch import Tensor
 
 from ..objective import SEQUENCE_CLAMP, Loss, Objective, Samples
 from .opo import ratio_ess, step_metrics, target_fit
-
-
-logger = get_logger(__name__)
-
-# Below this effective sample size, one completion per group has nearly all the weight; warn after this many rollouts.
-_LOW_ESS = 2.0
-_LOW_ESS_ROLLOUTS = 10
 
 
 @dataclass
@@ -99,22 +90,3 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
     if bonus:
         metrics["policy_loss"] = samples.policy_loss.mean()
     return {name: value.item() for name, value in metrics.items()}
-
-
-def count_low_ess(rollouts: int, ess: float, args: Any) -> int:
-    """
-    Count consecutive rollouts with a low effective sample size of the escort weights; warn when there are too many.
-
-    `rollouts` is the count so far, `ess` the effective sample size of the current rollout.
-    """
-    if args.num_generations <= _LOW_ESS:
-        return 0
-    rollouts = rollouts + 1 if ess < _LOW_ESS else 0
-    if rollouts == _LOW_ESS_ROLLOUTS:
-        logger.warning(
-            f"The effective sample size of the escort weights has been below {_LOW_ESS:g} of {args.num_generations} "
-            f"for {_LOW_ESS_ROLLOUTS} rollouts: one completion per group takes nearly all the weight. Raise "
-            f"`alpha` ({args.alpha}) or `escort_temperature` ({args.escort_temperature}), or use "
-            f"`anchor_correction='absorbed'` (now '{args.anchor_correction}')."
-        )
-    return rollouts

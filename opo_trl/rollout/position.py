@@ -127,10 +127,12 @@ def settings(trainer: Any) -> dict[str, Any]:
     """Settings that determine the rest of a rollout and of a checkpoint, as read from JSON."""
     args, data = trainer.args, trainer.train_dataset
     kind: Any = type(args)
+    samples = args.per_device_train_batch_size * args.steps_per_generation
     content = [name for topic in CONTENT for name in deciding(kind, topic)]
     found = {
         "processes": trainer.accelerator.num_processes,
         **{name: getattr(args, name) for name in (*CUT, *STATE, *content, "seed", "use_vllm")},
+        "per_device_train_batch_size × steps_per_generation": samples,
         "trainer": trainer._name,
         "reward_funcs": trainer.reward_func_names,
         "tools": [getattr(tool, "__name__", type(tool).__name__) for tool in trainer.tools],
@@ -152,8 +154,6 @@ def check_resumable(trainer: Any, folder: str) -> None:
     state = checkpoint.load_state(place, trainer.accelerator.process_index)
     saved, own = json.loads(state["plain"])["settings"], settings(trainer)
     inside, replays = state["position"] > 0, bool(trainer.args.max_staleness and state["replay"])
-    if replays and not inside:
-        _check_replays(trainer, folder, state["replay"], saved["processes"])
     for name in own:
         if saved.get(name) == own[name]:
             continue
@@ -161,7 +161,7 @@ def check_resumable(trainer: Any, folder: str) -> None:
             how, instead = "", "start from its weights: set the model (`model_name_or_path`) to this folder"
         elif inside:
             how, instead = "in the middle of a rollout ", "resume from a checkpoint at the end of a rollout"
-        elif replays and name not in ("processes", *CUT):
+        elif replays and name not in CUT:
             how, instead = "with earlier rollouts, made ", "set `max_staleness` to 0"
         else:
             continue
@@ -171,21 +171,6 @@ def check_resumable(trainer: Any, folder: str) -> None:
         )
     if trainer.args.sync_ref_model:
         MovingReference(trainer).check(place, saved["processes"])
-
-
-def _check_replays(trainer: Any, folder: str, replay: Mapping[str, Any], processes: int) -> None:
-    """Check that earlier rollouts in a checkpoint have as many samples per process, and groups, as this run's."""
-    args, own_processes = trainer.args, trainer.accelerator.num_processes
-    samples, groups = len(replay["rollouts"][-1]["advantages"]), len(replay["useful"][-1])
-    saved = (samples, processes, samples * processes // groups)
-    own = (args.per_device_train_batch_size * args.steps_per_generation, own_processes, trainer.num_generations)
-    if saved != own:
-        described = "{} samples on each of {} processes in groups of {}"
-        raise ValueError(
-            f"{folder!r} holds earlier rollouts for max_staleness={args.max_staleness}, of "
-            f"{described.format(*saved)}, but this run has {described.format(*own)}. Resume with the processes, "
-            "batch sizes and `num_generations` that it was saved with, or set `max_staleness` to 0."
-        )
 
 
 def _check_loads(trainer: Any, folder: Path) -> None:

@@ -1,14 +1,11 @@
-"""Reports of samples: gathered in one call under their names; skipped samples; a low effective sample size."""
+"""Reports of samples: gathered in one call under their names; skipped samples."""
 
 import dataclasses
-import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import PartialState
 
-from opo_trl.metrics.step import SampleReport, count_low_ess
+from opo_trl.metrics.step import SampleReport
 
 
 NAMES = [field.name for field in dataclasses.fields(SampleReport)]
@@ -50,19 +47,3 @@ def test_skipped_samples_have_only_a_weight_and_mu():
     assert skipped.weights.tolist() == [1, 0]
     assert skipped.mu.tolist() == pytest.approx([0.3, 0.3])
     assert not any(getattr(skipped, name).any() for name in set(NAMES) - {"weights", "mu"})
-
-
-def test_count_of_low_sample_sizes_starts_again_and_warns_at_ten(caplog):
-    PartialState()  # for the logger
-    args = SimpleNamespace(num_generations=8, alpha=0.0, escort_temperature=1.0, anchor_correction="sequence")
-    count = 0
-    with caplog.at_level(logging.WARNING, logger="opo_trl"):
-        for ess in [1.5] * 9 + [2.0] + [1.5] * 9:
-            count = count_low_ess(count, ess, args)
-        assert (count, caplog.messages) == (9, [])
-        count = count_low_ess(count_low_ess(count, 1.5, args), 1.5, args)
-    assert count == 11
-    assert len(caplog.messages) == 1
-    # A group of two cannot have a larger one.
-    args.num_generations = 2
-    assert count_low_ess(0, 1.5, args) == 0

@@ -360,11 +360,11 @@ def test_earlier_rollouts_of_another_size_are_not_replayed(tiny_model, tmp_path)
     trained(tiny_model, tmp_path, max_staleness=2, **options)
     last = str(tmp_path / "checkpoint-6")  # the end of a rollout
     larger = make_trainer(tiny_model, tmp_path, max_staleness=2, **{**options, "steps_per_generation": 8})
-    message = r"of 16 samples on each of 1 processes in groups of 4, but this run has {}.*to 0\."
-    with pytest.raises(ValueError, match=message.format("32 samples")):
+    message = "with earlier rollouts, made with {}, but this run has {}.*`max_staleness` to 0"
+    with pytest.raises(ValueError, match=message.format("per_device_.* × steps_per_generation=16", ".*=32")):
         larger.train(resume_from_checkpoint=last)
     other_groups = make_trainer(tiny_model, tmp_path, max_staleness=2, num_generations=2, **options)
-    with pytest.raises(ValueError, match=message.format(r"16 .* of 2\.")):
+    with pytest.raises(ValueError, match=message.format("num_generations=4", "num_generations=2")):
         other_groups.train(resume_from_checkpoint=last)
     same = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 8}
     for other in ({"steps_per_generation": 8}, {"max_staleness": 1}, {"max_staleness": 2, **same}):
