@@ -77,9 +77,16 @@ def best_trial(contender: Contender) -> int:
 
 
 def tuned(name: str) -> dict[str, Any]:
-    """Fields of a contender, with those of its best trial."""
+    """Fields of a contender, with those of its best trial: of the trials made here, or of the committed ones."""
     contender = next(contender for contender in CONTENDERS if contender.name == name)
-    return {**contender.fields, **contender.trials[best_trial(contender)]}
+    made_here = trial(contender, 0, TUNING_SEEDS[0]).is_done
+    best = best_trial(contender) if made_here else committed()["tuning"][name]["best"]
+    return {**contender.fields, **contender.trials[best]}
+
+
+def committed() -> dict[str, Any]:
+    """The record."""
+    return json.loads(gzip.decompress(RECORD.read_bytes()))
 
 
 def tune(jobs: int) -> int:
@@ -135,14 +142,15 @@ def measure_times() -> int:
 
 
 def collect() -> None:
-    """Write the record; rows without a finished run are left out, and named."""
-    rows, missing = {}, []
+    """Write the record: the finished rows and trials of this machine, and the committed ones for what it lacks."""
+    before = committed()
+    rows = dict(before["rows"])
     for row in ROWS:
-        done = {seed: curve_of(run) for seed, run in runs_of(row).items() if run.is_done}
-        missing += [] if len(done) == len(row.seeds) else [row.name]
+        done = {str(seed): curve_of(run) for seed, run in runs_of(row).items() if run.is_done}
         if len(done) == len(row.seeds):
-            rows[row.name] = {str(seed): curve for seed, curve in done.items()}
-    tuning = {
+            rows[row.name] = done
+    missing = [row.name for row in ROWS if row.name not in rows]
+    tuning = before["tuning"] | {
         contender.name: {
             "best": best_trial(contender),
             "costs": [
@@ -155,8 +163,9 @@ def collect() -> None:
             ],
         }
         for contender in CONTENDERS
+        if trial(contender, 0, TUNING_SEEDS[0]).is_done
     }
-    times = json.loads(TIMES.read_text()) if TIMES.exists() else []
+    times = json.loads(TIMES.read_text()) if TIMES.exists() else before["times"]
     text = json.dumps({**origin(), "tuning": tuning, "times": times, "rows": rows})
     RECORD.write_bytes(gzip.compress(text.encode(), mtime=0))
     print(f"{len(rows)} rows; without a finished run for each seed: {', '.join(missing) or 'none'}")
@@ -176,7 +185,7 @@ def main() -> int:
     if arguments.command == "collect":
         collect()
     else:
-        write_report(json.loads(gzip.decompress(RECORD.read_bytes())), RESULTS)
+        write_report(committed(), RESULTS)
     return 0
 
 

@@ -242,7 +242,6 @@ TRANSFERS = (
         "As `ab`, in solutions of 211 tokens on average (`benchmarks/gym_tasks.py`)",
         _gym("ab_long", "ab_reward", 280),
         budget=960,
-        seeds=FEW_SEEDS[:3],
         points=2,
     ),
     Transfer(
@@ -251,7 +250,6 @@ TRANSFERS = (
         "The embedded task with a base model of 5.3 million parameters, the small one widened and trained on "
         "(`benchmarks/arithmetic_base.py`)",
         {"model_name_or_path": "runs/gym/arithmetic_5m"},
-        seeds=FEW_SEEDS[:3],
     ),
 )
 ROWS = (*FIGURE, *PARTS, *(row for transfer in TRANSFERS for row in transfer.rows), *CHECKS)
