@@ -85,7 +85,7 @@ def tuned(name: str) -> dict[str, Any]:
 
 
 def committed() -> dict[str, Any]:
-    """The record."""
+    """The committed record."""
     return json.loads(gzip.decompress(RECORD.read_bytes()))
 
 

@@ -3,8 +3,8 @@ What the package relies on inside TRL, Transformers and Accelerate, in one place
 
 The names below are private to those libraries, or are methods that we override and attributes that we set. They change
 between releases, and a release without one of them would train something else, drop a guard, or fail hours into a run.
-So the check runs once, when the trainer is imported, and fails with one message. `tests/contract.py` also tells which
-modules rely on what does not fit.
+So the check runs once, when the trainer is imported, and fails with one message. `tests/contract.py` also checks what
+can only be seen in the libraries' code, and tells which modules rely on what does not fit.
 """
 
 import inspect
@@ -249,7 +249,7 @@ def mismatches(contract: Contract, version: str) -> Iterator[tuple[str, str]]:
             continue
         for name, parameters in entries.items():
             method = getattr(owner, name, None)
-            # Attributes that a class's methods set are not seen here.
+            # That of a class may be set by its methods, so its absence says nothing.
             present = hasattr(owner, name) or inspect.isclass(owner) if parameters is None else callable(method)
             if not present:
                 yield f"{path}.{name}", "is missing"
