@@ -128,9 +128,13 @@ def test_what_would_end_the_run_without_a_word_is_named(tiny_model, tmp_path, ki
 
 
 def test_ctrl_c_in_a_script_is_no_fault_of_the_reward(tiny_model, tmp_path):
+    kept = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background
     trainer = trainer_with(tiny_model, tmp_path, Scorer(lambda: signal.raise_signal(signal.SIGINT)))
-    with pytest.raises(KeyboardInterrupt):
-        rewards_of(trainer)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            rewards_of(trainer)
+    finally:
+        signal.signal(signal.SIGINT, kept)
 
 
 class Unspeakable(Exception):
