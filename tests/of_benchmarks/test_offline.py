@@ -2,20 +2,32 @@
 
 import json
 
+import pytest
+
 from benchmarks import offline
 from opo_trl.data.rollouts import RECORDED, load_rollouts
 
 
-def test_recorded_completions_are_rollouts_of_the_base_model(tmp_path, monkeypatch):
+@pytest.mark.parametrize("task", offline.TASKS)
+def test_recorded_completions_are_rollouts_of_the_base_model(tmp_path, monkeypatch, task):
+    if task == "spell_backward":
+        pytest.importorskip("reasoning_gym", reason="install the extra `gym`")
     monkeypatch.setattr(offline, "PROMPTS", 4)
-    rows = offline.record(1)
+    rows = offline.TASKS[task].record(1)
     file = tmp_path / "rollouts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     groups = load_rollouts(str(file), offline.GROUP)
     assert len(groups) == 4
     assert all(len(group) == offline.GROUP for group in groups[RECORDED])
     assert all(sample["logprobs"][0] < 0 for group in groups[RECORDED] for sample in group)
-    assert rows != offline.record(2)
+    assert rows != offline.TASKS[task].record(2)
+
+
+def test_words_of_tests_are_never_trained_on():
+    pytest.importorskip("reasoning_gym", reason="install the extra `gym`")
+    train, test = offline.TASKS["spell_backward"].problems()
+    assert len({row["problem"] for row in test}) == 2 * offline.TEST_PROBLEMS
+    assert not {row["problem"] for row in test} & {row["problem"] for row in train}
 
 
 def test_pairs_use_each_completion_once():
@@ -32,13 +44,13 @@ def test_pairs_use_each_completion_once():
 
 def test_stages_follow_the_plan():
     found, stages = {}, []
-    while runs := offline.stages("SFT").next_runs(found):
+    while runs := offline.stages("arithmetic", "SFT").next_runs(found):
         stages.append((len(runs), {run.seed for run in runs}, {run.tuning for run in runs}))
         for run in runs:  # with one epoch better on the first seed, and worse on the second
             lost = run.epochs == 1 and run.seed == 412
             found[run] = {"sampled": 0.5 + (run.learning_rate == 5e-5) - 0.1 * run.epochs - lost}
     assert stages == [(8, {411}, {True}), (6, {412, 413}, {True}), (10, set(offline.SEEDS), {False})]
-    assert offline.stages("SFT").chosen(found) == (5e-5, 4)
+    assert offline.stages("arithmetic", "SFT").chosen(found) == (5e-5, 4)
 
 
 def test_committed_page_is_that_of_the_committed_runs():
