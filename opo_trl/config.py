@@ -299,6 +299,8 @@ class ObjectiveConfig:
         `ValueError`: `mu` and `chi2_radius` are both set, or `temperature_range` is not a range.
     """
 
+    rejected_fields: ClassVar[Mapping[str, str]] = REJECTED_FIELDS  # without effect: why, and what to use instead
+
     alpha: Annotated[float, OBJECTIVE, FRACTION] = setting(
         0.4, "Escort exponent in [0, 1]: 1 weights all completions equally, 0 by P* ∝ exp(A/tau)."
     )
@@ -388,9 +390,10 @@ def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
         except ValueError as error:
             found[name] = str(error)
     for each in dataclasses.fields(kind) if issubclass(kind, ObjectiveConfig) else ():
-        reason, value = REJECTED_FIELDS.get(each.name), values.get(each.name, each.default)
-        if reason is not None and value != each.default:
-            found[each.name] = f"{each.name}={value!r} has no effect in OPO: {reason}. Remove `{each.name}`."
+        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        reason, value = kind.rejected_fields.get(each.name), values.get(each.name, default)
+        if reason is not None and value != default:
+            found[each.name] = f"{each.name}={value!r} has no effect: {reason}. Remove `{each.name}`."
     return found
 
 
@@ -531,6 +534,32 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
 
     def describe_objective(self) -> str:
         return super().describe_objective() + (f", beta = {self.beta:g}" if self.beta else "")
+
+
+@dataclass
+class TruncatedReinforceConfig(OPOConfig):
+    """
+    Configuration of `trainer: truncated_reinforce`, an [`OPOTrainer`] with the objective [`TruncatedReinforce`].
+
+    Raises:
+        `ValueError`: as [`OPOConfig`]; also if a field of OPO's escort weights, target or χ² term is set, or one that
+            scales rewards.
+    """
+
+    rejected_fields: ClassVar[Mapping[str, str]] = REJECTED_FIELDS | {
+        **dict.fromkeys(
+            (
+                *("alpha", "escort_temperature", "adaptive_temperature", "temperature_range", "anchor_correction"),
+                *("drive_scaling", "scale_rewards", "multi_objective_aggregation"),
+            ),
+            "completions are pushed by their rewards less the mean of the group",
+        ),
+        **dict.fromkeys(
+            ("mu", "chi2_radius", "positivity", "positivity_epsilon", "ratio_form"),
+            "nothing pulls the policy back to the behaviour policy",
+        ),
+    }
+    unused_fields: ClassVar[frozenset[str]] = frozenset({*rejected_fields, "importance_sampling_level"})
 
 
 def check_deepspeed(asked_by: str) -> None:

@@ -53,7 +53,9 @@ class Method:
     @property
     def trainer_class(self) -> Any:
         """Its trainer."""
-        return _with_objective(self.trainer, self.objective, self.label) if self.objective else _imported(self.trainer)
+        if not self.objective:
+            return _imported(self.trainer)
+        return _with_objective(self.trainer, self.config, self.objective, self.label)
 
     @property
     def config_class(self) -> Any:
@@ -70,9 +72,10 @@ def _imported(path: str) -> Any:
 
 
 @functools.cache
-def _with_objective(trainer: str, objective: str, label: str) -> Any:
+def _with_objective(trainer: str, config: str, objective: str, label: str) -> Any:
     parent = _imported(trainer)
-    own = {"objective_class": _imported(objective), "_name": label, "_paper": {}, "__module__": parent.__module__}
+    own = {"objective_class": _imported(objective), "config_class": _imported(config), "_name": label, "_paper": {}}
+    own["__module__"] = parent.__module__
     return type(parent.__name__, (parent,), own)
 
 
@@ -88,6 +91,14 @@ _DAPO = {"trainer": "grpo", "loss_type": "dapo", "mask_truncated_completions": T
 # Colours of Okabe and Ito, which people with colour blindness can tell apart, and for GSPO a darker one.
 METHODS = [
     Method("opo", "OPO", "#d55e00", page="docs/methods/opo.md"),
+    Method(
+        "truncated_reinforce",
+        "Truncated REINFORCE",
+        "#e69f00",
+        config="opo_trl.config.TruncatedReinforceConfig",
+        page="docs/reuse.md",
+        objective="opo_trl.objective.TruncatedReinforce",
+    ),
     Method("grpo", "GRPO", "#0072b2", *_TRL, "docs/methods/baselines.md", _GRPO),
     Method("gspo", "GSPO", "#b03a86", *_TRL, "docs/methods/baselines.md", _GSPO),
     Method("dapo", "DAPO", "#56b4e9", *_TRL, "docs/methods/baselines.md", _DAPO),

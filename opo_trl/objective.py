@@ -421,6 +421,11 @@ class Objective:
         """Sums over tokens, or means under `log_ratio_reduction: mean`."""
         return total if self.args.log_ratio_reduction == "sum" else total / samples.length
 
+    def bounded_ratio(self, samples: Samples) -> Tensor:
+        """min(pi / pi_k, 2) of each sample, without gradient; above 0."""
+        moved = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
+        return moved.exp().clamp(max=MAX_WEIGHT)
+
     def zero_gradient(self, target: Tensor, mu: Tensor, mask: Tensor) -> Tensor:
         """
         Which samples have no gradient as long as the policy is the behaviour policy, bool `[B]`: those of which the
@@ -502,9 +507,27 @@ class OPO(Objective):
         """
         if not samples.reused or self.ratio_form == "truncated":
             return samples.weights
-        moved = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
-        return samples.weights * moved.exp().clamp(max=MAX_WEIGHT)
+        return samples.weights * self.bounded_ratio(samples)
 
     def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
         form = self.ratio_form
         return loss_terms(log_ratio, samples.target, mu=samples.mu, ratio_form=form, weights=weights)
+
+
+class TruncatedReinforce(Objective):
+    """
+    REINFORCE with truncated importance weights: `-min(pi / pi_k, 2) · (r - E[r]) · Delta`, without a pull-back.
+
+    r is the reward, and the ratio that of the whole completion. As long as it is at most 2, the gradient is that of
+    the expected reward, `-E_pi[r]`.
+    """
+
+    def targets(self, groups: Groups) -> Targets:
+        drive, _ = project(groups.rewards, **groups.rows)
+        return Targets(drive, drive, drive.new_ones(()))
+
+    def weights(self, samples: Samples) -> Tensor:
+        return samples.weights * self.bounded_ratio(samples)
+
+    def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
+        return -weights * samples.target * log_ratio, torch.zeros_like(log_ratio)

@@ -206,6 +206,7 @@ def _title(name: str) -> str:
     if name in (*LITERATURE, "GRPO"):
         return name
     names = {design.GSPO: "GSPO", design.PAPER: f"OPO: `{design.PAPER}`", TODAY: f"OPO, `log`: `{TODAY}`"}
+    names["reward-bounded-none"] = "Truncated REINFORCE: `reward-bounded-none`"
     return names.get(name, f"`{name}`")
 
 

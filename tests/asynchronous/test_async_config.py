@@ -41,8 +41,8 @@ def test_objective_travels_to_another_process(config):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"epsilon": 0.3}, r"epsilon=0\.3 has no effect in OPO.*`mu`.*Remove `epsilon`"),
-        ({"epsilon_high": 0.28}, r"epsilon_high=0\.28 has no effect in OPO.*Remove `epsilon_high`"),
+        ({"epsilon": 0.3}, r"epsilon=0\.3 has no effect.*`mu`.*Remove `epsilon`"),
+        ({"epsilon_high": 0.28}, r"epsilon_high=0\.28 has no effect.*Remove `epsilon_high`"),
         ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0\.1 has no effect.*Remove"),
         ({"chi2_radius": 0.1}, r"chi2_radius=0\.1 is not possible in asynchronous.*Set `mu` instead"),
         ({"positivity": "stiffen"}, r"positivity='stiffen' is not possible.*Set `positivity` to 'clip' or 'project'"),
