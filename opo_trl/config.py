@@ -16,7 +16,7 @@ from .checks.blame import blamed, given
 from .checks.environment import check_installed
 from .checks.ranges import require
 from .checks.secrets import Masked
-from .fields import COUNT, DATA, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, hints, integer, setting
+from .fields import COUNT, DATA, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, default, hints, integer, setting
 from .metrics.log import Watch
 from .objective import DriveScaling, Positivity, RatioForm, Reduction
 
@@ -390,9 +390,8 @@ def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
         except ValueError as error:
             found[name] = str(error)
     for each in dataclasses.fields(kind) if issubclass(kind, ObjectiveConfig) else ():
-        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
-        reason, value = kind.rejected_fields.get(each.name), values.get(each.name, default)
-        if reason is not None and value != default:
+        reason, value = kind.rejected_fields.get(each.name), values.get(each.name, default(each))
+        if reason is not None and value != default(each):
             found[each.name] = f"{each.name}={value!r} has no effect: {reason}. Remove `{each.name}`."
     return found
 

@@ -11,7 +11,7 @@ import functools
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -76,32 +76,25 @@ class Range:
         return f"an integer from {self.low:.0f} to {self.high:.0f}"
 
 
-@dataclass(frozen=True)
-class Steps(Range):
-    """Optimizer steps: their number, or a fraction of all steps in (0, 1)."""
-
-    text: str = "a whole number of steps, at least 1, or a fraction of all steps in (0, 1)"
-
-    def __contains__(self, value: Any) -> bool:
-        return super().__contains__(value) and (value < 1 or value == int(value))
-
-
 def integer(low: float, high: float = math.inf, **more: Any) -> Range:
     """A range of integers."""
     return Range(low, high, integer=True, **more)
 
 
 POSITIVE = Range(0, ends="(]", text="a positive finite number")
-NOT_NEGATIVE, FINITE = Range(0, text="a finite number, 0 or more"), Range(text="a finite number")
 COUNT, COUNT_OR_ZERO = integer(1), integer(0)
 FRACTION = Range(0, 1)
-BELOW_ONE = Range(0, 1, ends="[)")
 
 
 def setting(default: Any, text: str) -> Any:
     """A field with its default, or a function that makes it anew each time, and its help on the command line."""
     how: Any = {"default_factory": default} if callable(default) else {"default": default}
     return field(**how, metadata={"help": text})
+
+
+def default(of: Field) -> Any:
+    """Default of a field of a dataclass."""
+    return of.default if of.default_factory is MISSING else of.default_factory()
 
 
 @functools.cache

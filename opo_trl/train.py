@@ -50,6 +50,7 @@ from .report.run_report import write_or_say_why
 from .rewards.errors import RewardError, told
 from .rollout import recorded
 from .rollout.checkpoint import resolve as find_checkpoint
+from .rollout.position import check_resumable
 from .rollout.prompts import check_enough_prompts
 from .rollout.trainer import RolloutTrainer
 
@@ -109,8 +110,8 @@ def prepare(argv: Sequence[str]) -> Run:
     with_options = f" with model_init_kwargs={options!r}" if options else ""
     with run_folder.left_as_found(folder), _blamed_on(_named(model_config) + with_options):
         trainer = make_trainer(script, args, model_config, data, reward_funcs, tools)
-        if checkpoint is not None:
-            trainer.check_resumable(checkpoint)
+        if checkpoint is not None and isinstance(trainer, RolloutTrainer):
+            check_resumable(trainer, checkpoint)
         if args.process_index == 0:
             trackers.begin(trainer)
     lock: AbstractContextManager[Any] = nullcontext()

@@ -95,16 +95,9 @@ def tree_attention(
     Attention of tokens that are packed as a prefix tree, to the tokens on their own path from its root.
 
     It computes with a dense mask, `[N, N]` for N packed tokens: right for any tree, in time and memory that grow with
-    the square of a micro-batch's tokens.
-
-    Args:
-        query, key, value (`torch.Tensor`): `[1, heads, N, size]` each.
-        tree_kv_index (`torch.Tensor`): positions on the paths of all segments, one path after the other.
-        tree_cu_seqlens_q (`torch.Tensor`), tree_cu_seqlens_k (`torch.Tensor`): bounds of the segments among the packed
-            tokens, and of their paths in `tree_kv_index`. A path ends with its segment.
-
-    Returns:
-        `tuple[torch.Tensor, None]`: `[1, N, heads, size]`, and no attention weights.
+    the square of a micro-batch's tokens. `query`, `key` and `value` are `[1, heads, N, size]`, the result `[1, N,
+    heads, size]`. `tree_kv_index` has the positions on the paths of all segments, one path after the other, each
+    ending with its segment; the other two are bounds of the segments among the tokens, and of the paths.
     """
     mask = _mask(tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k, query.shape[2], sliding_window)
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap)

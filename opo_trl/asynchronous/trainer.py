@@ -185,12 +185,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
         As in TRL, but only complete checkpoints are resumed, with the prompts of which no completion has been trained.
-        Completions that were on the way are generated anew.
-
-        Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*):
-                Folder of a checkpoint; `"last"` or `True`: the last complete one of the run; `"auto"`: the same, but
-                the run starts from the beginning if it has none.
+        Completions that were on the way are generated anew. `resume_from_checkpoint`: see [`RolloutTrainer.train`].
 
         Raises:
             `ValueError`: the wanted checkpoint is not complete, there is none, or the server reports other

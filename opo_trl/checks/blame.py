@@ -3,18 +3,16 @@
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
+
+from ..fields import default
 
 
 def given(arguments: Any) -> dict[str, Any]:
     """Fields of a dataclass that differ from their defaults."""
-    return {
-        field.name: getattr(arguments, field.name)
-        for field in fields(arguments)
-        if getattr(arguments, field.name)
-        != (field.default if field.default_factory is MISSING else field.default_factory())
-    }
+    defaults = {field.name: default(field) for field in fields(arguments)}
+    return {name: value for name, own in defaults.items() if (value := getattr(arguments, name)) != own}
 
 
 @contextmanager

@@ -12,23 +12,29 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, get_args
 
 from ..fields import (
-    BELOW_ONE,
     COUNT,
     COUNT_OR_ZERO,
-    FINITE,
     FRACTION,
     LARGEST,
-    NOT_NEGATIVE,
     POSITIVE,
     SMALLEST,
     Range,
-    Steps,
     choices,
     declared,
     hints,
     integer,
 )
 
+
+class Steps(Range):
+    """Optimizer steps: their number, or a fraction of all steps in (0, 1)."""
+
+    def __contains__(self, value: Any) -> bool:
+        return super().__contains__(value) and (value < 1 or value == int(value))
+
+
+_STEPS = "a whole number of steps, at least {}, or a fraction of all steps in (0, 1)"
+_NOT_NEGATIVE = Range(0, text="a finite number, 0 or more")
 
 # Field of TRL or Transformers → its range. A field whose type admits `None` may also be `None`.
 _GROUPED = {
@@ -43,21 +49,21 @@ _GROUPED = {
     POSITIVE: "num_train_epochs heartbeat_stale_after_s adam_epsilon temperature repetition_penalty delta "
     "vllm_importance_sampling_clip_max vllm_importance_sampling_cap sapo_temperature_neg sapo_temperature_pos",
     # Above 1, CISPO has `epsilon_high: 5.0`.
-    NOT_NEGATIVE: "eval_delay learning_rate weight_decay neftune_noise_alpha beta entropy_coef_delta entropy_target "
+    _NOT_NEGATIVE: "eval_delay learning_rate weight_decay neftune_noise_alpha beta entropy_coef_delta entropy_target "
     "router_aux_loss_coef off_policy_mask_threshold vllm_importance_sampling_clip_min epsilon epsilon_high "
     "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg vllm_server_timeout",
     # Below 0 it is a penalty, to which the controller may take it as well.
-    FINITE: "entropy_coef entropy_coef_min entropy_coef_max",
+    Range(text="a finite number"): "entropy_coef entropy_coef_min entropy_coef_max",
     FRACTION: "label_smoothing_factor min_p ref_model_mixup_alpha top_entropy_quantile",
-    BELOW_ONE: "adam_beta1 adam_beta2 lora_dropout",
+    Range(0, 1, ends="[)"): "adam_beta1 adam_beta2 lora_dropout",
     Range(0, 1, ends="(]"): "top_p vllm_gpu_memory_utilization",
     integer(1, 65_535): "vllm_server_port vllm_group_port",
-    Steps(0, ends="(]"): "logging_steps save_steps",
+    Steps(0, ends="(]", text=_STEPS.format(1)): "logging_steps save_steps",
 }
 RANGES: dict[str, Range] = {name: allowed for allowed, names in _GROUPED.items() for name in names.split()} | {
     "max_steps": integer(1, also=(-1,), text="an integer of at least 1, or to -1 to use `num_train_epochs`"),
-    "eval_steps": Steps(0),  # 0 stands for `logging_steps`
-    "warmup_steps": Steps(0, text="a whole number of steps, at least 0, or a fraction of all steps in (0, 1)"),
+    "eval_steps": Steps(0, text=_STEPS.format(1)),  # 0 stands for `logging_steps`
+    "warmup_steps": Steps(0, text=_STEPS.format(0)),
     "save_total_limit": integer(0, text="an integer of at least 1, or to 0 to keep every checkpoint"),
     "num_generations": integer(2, text="at least 2: advantages compare the completions of a group"),
     "max_staleness": integer(0, 2**31 - 1),  # the length of a queue
@@ -80,6 +86,8 @@ _REQUIRED = {"num_generations"}
 SCALES = dict.fromkeys(("true", "yes", "on"), "group") | dict.fromkeys(("false", "no", "off"), "none")
 
 _LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
+
+_STEPS = "a whole number of steps, at least {}, or a fraction of all steps in (0, 1)"
 
 # Field of TRL or Transformers → its allowed words, unless its type is an enumeration, which checks itself.
 CHOICES: dict[str, tuple[Any, ...]] = {

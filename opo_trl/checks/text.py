@@ -26,8 +26,11 @@ def one_line(text: str, longest: int = 200) -> str:
 
 
 def quoted(value: Any) -> str:
-    """A value in a message: its `repr`, cut where it is long."""
-    return one_line(repr(value))
+    """A value in a message: its `repr`, cut where it is long; nothing if that raises an error."""
+    try:
+        return one_line(repr(value))
+    except BaseException:  # a user's own `__repr__`
+        return ""
 
 
 def shortened(message: str) -> str:

@@ -9,9 +9,7 @@ one to continue, such as
 
 The worked lines are the same in all prompts of a level: accuracy depends strongly on them. What the model writes up to
 the end of the line is its answer. The rows have the four columns of the MATH dataset (`problem`, `level`, `type`,
-`solution`). To print one:
-
-    python -c "from opo_trl.data.few_shot import make_problems as m; print(m('test', ['addition'])[0]['problem'])"
+`solution`).
 """
 
 import random
@@ -61,28 +59,17 @@ def make_problems(split: str, levels: Iterable[str] | None = None) -> list[dict[
     Make the problems of a split, the same on every call and machine.
 
     Per level there are 400 in `"train"`, 150 in `"validation"`, to tune on, and 150 in `"test"`. No two have the same
-    numbers, in whatever order, and none has those of a worked line.
-
-    Args:
-        split (`str`), levels (`Iterable[str]`, *optional*):
-            The split, and the levels to include, in this order: `"addition"` and `"largest"`. Both if `None`.
-
-    Raises:
-        `ValueError`: if the split or a level is unknown.
+    numbers, in whatever order, and none has those of a worked line. Otherwise as [`arithmetic.task.make_problems`].
     """
     rows = []
     for level in check_selection(split, levels, SPLIT_SIZES, list(LEVELS)):
         task = LEVELS[level]
         worked = "".join(f"{task.ask(numbers)} {task.answer(numbers)}\n" for numbers in task.worked)
         shown = {_key(numbers) for numbers in task.worked}
-        for numbers in draw_split(split, level, _draw, _key, sizes=SPLIT_SIZES, seed=SEED, besides=shown):
+        for numbers in draw_split(split, level, task.draw, _key, sizes=SPLIT_SIZES, seed=SEED, besides=shown):
             row = {"problem": worked + task.ask(numbers), "level": level, "type": "Few-shot"}
             rows.append(row | {"solution": str(task.answer(numbers))})
     return rows
-
-
-def _draw(level: str, rng: random.Random) -> Numbers:
-    return LEVELS[level].draw(rng)
 
 
 def _key(numbers: Numbers) -> str:

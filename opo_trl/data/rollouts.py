@@ -36,18 +36,11 @@ KNOWN = ("completion", "completion_ids", "logprobs", "temperature", "reward")  #
 
 def load_rollouts(source: str, num_generations: int) -> Dataset:
     """
-    Load recorded rollouts as a dataset with one row per group of `num_generations` completions.
+    Load recorded rollouts as a dataset with one row per group of `num_generations` completions: `prompt`, the columns
+    that are equal in each group, and [`RECORDED`], for each completion a mapping with the other columns.
 
-    A group with more of them is divided; those that are left over are dropped, and counted by a warning.
-
-    Args:
-        source (`str`): a file or dataset as for [`load_rows`], or a folder of `.jsonl` files, as a run with
-            `save_rollouts` writes it.
-        num_generations (`int`): completions per group.
-
-    Returns:
-        `Dataset`: `prompt`, the columns that are equal in each group, and [`RECORDED`]: for each completion a mapping
-        with the other columns.
+    `source` is a file or dataset as for [`load_rows`], or a folder of `.jsonl` files, as a run with `save_rollouts`
+    writes it. A group with more completions is divided; those that are left over are dropped, with a warning.
 
     Raises:
         `ValueError`: it cannot be read, a row lacks something or contradicts itself, or no group is large enough.

@@ -225,9 +225,6 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
             metrics[f"{name}/mean"] = metrics.pop(name)  # as the other trainers, and so the reports, call it
         super().log(logs, start_time)
 
-    def check_resumable(self, folder: str) -> None:
-        """TRL's checkpoints hold nothing that depends on how a run is launched."""
-
     # What `evaluate` calls
 
     def _generate_and_score_completions(self, inputs):

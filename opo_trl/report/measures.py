@@ -9,7 +9,7 @@ import numpy as np
 from ..metrics.log import Points, finite, number
 from .intervals import Difference, Estimate, estimate, paired_difference
 from .run_folder import by_decoding
-from .runs import Run, completions_per_optimizer_step, has_budget_of_completions, optimizer_steps_per_rollout
+from .runs import Run, completions_per_optimizer_step, optimizer_steps_per_rollout
 
 
 LAST_STEPS = 20  # "final": the mean over these optimizer steps, or over as many completions as they have in one pass
@@ -34,7 +34,7 @@ class Comparison:
         self.target = reward_target(methods)  # the smoothed reward that "steps to 80 %" waits for
         self.values = {run.name: measure(run, self.target) for run in runs}
         # The axis that the runs share is their budget: completions, or optimizer steps; "final" covers a window of it.
-        self.over_completions = has_budget_of_completions(runs[0].settings)
+        self.over_completions = runs[0].settings.get("max_completions") is not None
         self.unit = "completions" if self.over_completions else "optimizer steps"
         self.window = _window(runs[0])
 
@@ -83,7 +83,7 @@ def measure(run: Run, target: float) -> Values:
         "gradient response efficiency": final(efficiency(run), run),
         "entropy": final(series(run, "entropy"), run),
         "completion length": final(series(run, "completions/mean_length"), run),
-        _reached(has_budget_of_completions(run.settings)): step and clock(run)(step),
+        _reached(run.settings.get("max_completions") is not None): step and clock(run)(step),
         "wall time (s)": wall_time(run),
         "tokens": _last(series(run, "num_tokens")),
         "completions": _last(completions(run)),
@@ -142,7 +142,7 @@ def completions(run: Run) -> Points:
 
 def clock(run: Run) -> Callable[[float], float]:
     """What is compared at equal amounts: optimizer steps, or the completions generated up to one."""
-    if not has_budget_of_completions(run.settings):
+    if run.settings.get("max_completions") is None:
         return lambda step: step
     steps, generated = zip(*completions(run), strict=True)
     return lambda step: ([0, *generated])[bisect_right(steps, step)]
@@ -150,7 +150,7 @@ def clock(run: Run) -> Callable[[float], float]:
 
 def _window(run: Run) -> float:
     """How much of the clock "final" covers."""
-    budget = has_budget_of_completions(run.settings)
+    budget = run.settings.get("max_completions") is not None
     return LAST_STEPS * (completions_per_optimizer_step(run.settings) if budget else 1)
 
 

@@ -100,7 +100,7 @@ def defining_settings(settings: Settings) -> dict[str, Any]:
     prefixed = [key for key in settings if key.startswith(_DEFINING_PREFIXES) and key != "report_to"]
     defining = (*fields_deciding(DATA, MODEL, SAMPLING), "max_completions", *sorted(prefixed))
     values = {key: settings.get(key) for key in defining}
-    if not has_budget_of_completions(settings):  # otherwise the number of steps and passes is the method's own
+    if settings.get("max_completions") is None:  # otherwise the number of steps and passes is the method's own
         values["max_steps"] = steps = settings.get("max_steps")
         if steps is None or steps <= 0:  # otherwise epochs have no effect
             values["num_train_epochs"] = settings.get("num_train_epochs")
@@ -109,11 +109,6 @@ def defining_settings(settings: Settings) -> dict[str, Any]:
     # The others shape the reward: part of the method. Without any, the environment gives it.
     values["reward_funcs[0]"] = next(iter(settings["reward_funcs"]), None)
     return values
-
-
-def has_budget_of_completions(settings: Settings) -> bool:
-    """Whether a run ends with the completions that it generates (`max_completions`)."""
-    return settings.get("max_completions") is not None
 
 
 def completions_per_optimizer_step(settings: Settings) -> float:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 from trl.trainer.utils import is_async_callable
 
+from ..checks.text import quoted
 from ..trl_contract import temporarily
-from .errors import CountingReward, RewardError, is_ctrl_c, naming, numbers, shown, told
+from .errors import CountingReward, RewardError, is_ctrl_c, naming, numbers, told
 
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def reward_list(reward_funcs: Any) -> list[Any] | None:
         else:
             continue
         name = f"reward_funcs[{index}]" if several else "reward_funcs"
-        raise TypeError(f"{name}={shown(reward)} is {what}, not a reward. Pass {fix}, or a list of these.")
+        raise TypeError(f"{name}={quoted(reward)} is {what}, not a reward. Pass {fix}, or a list of these.")
     return given
 
 

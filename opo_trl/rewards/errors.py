@@ -3,12 +3,12 @@
 import inspect
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
+from collections.abc import Iterable, Iterator, Mapping, Set, Sized
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-from ..checks.text import one_line
+from ..checks.text import one_line, quoted
 
 
 _RETURN = "Return a list with one number, or None, for each completion."
@@ -49,13 +49,13 @@ def numbers(name: str, scores: Any, n_completions: int) -> list[float | None]:
     if inspect.iscoroutine(scores):
         scores.close()
         raise RewardError(
-            f"The reward function {name} has returned {shown(scores)}, which is never awaited. Define it with `async "
+            f"The reward function {name} has returned {quoted(scores)}, which is never awaited. Define it with `async "
             "def`."
         )
     # TRL would accept the keys of a dictionary, a set in any order, and bytes as numbers.
     unordered = isinstance(scores, str | bytes | bytearray | Mapping | Set)
     if unordered or not isinstance(scores, Iterable) or getattr(scores, "ndim", 1) == 0:
-        raise RewardError(f"The reward function {name} has returned {shown(scores)}, not a list. {_RETURN}")
+        raise RewardError(f"The reward function {name} has returned {quoted(scores)}, not a list. {_RETURN}")
     with naming(name):  # a generator runs only now, and may be infinite
         values = list(islice(scores, n_completions + 1))
     if len(values) != n_completions:
@@ -74,7 +74,7 @@ def _number(name: str, value: Any, index: int) -> float | None:
         return None if number is None else float(number)
     except Exception:
         raise RewardError(
-            f"The reward function {name} has returned {shown(value)} for completion {index}, of type "
+            f"The reward function {name} has returned {quoted(value)} for completion {index}, of type "
             f"{type(value).__name__}. {_RETURN}"
         ) from None
 
@@ -91,17 +91,8 @@ def is_ctrl_c(error: BaseException) -> bool:
 def told(error: BaseException) -> str:
     """Type and message of an error, in one line."""
     kind = type(error).__name__
-    said = _written(str, error).strip()
-    return one_line(f"{kind}: {said}" if said else kind)
-
-
-def shown(value: object) -> str:
-    """A value as Python shows it, in one line."""
-    return one_line(_written(repr, value))
-
-
-def _written(how: Callable[[object], str], value: object) -> str:
     try:
-        return how(value)
-    except BaseException:  # a user's own `__str__` or `__repr__`
-        return ""
+        said = str(error).strip()
+    except BaseException:  # a user's own `__str__`
+        said = ""
+    return one_line(f"{kind}: {said}" if said else kind)

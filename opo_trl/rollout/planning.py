@@ -204,14 +204,9 @@ def best_cut(
     pass_tokens: float = PASS_TOKENS,
 ) -> tuple[np.ndarray, list[int], bool, float]:
     """
-    The cheapest way to cut samples into parts: padded tokens, plus `pass_tokens` per part.
-
-    Args:
-        lengths (`np.ndarray`): tokens of prompts and of completions, `[B, 2]`.
-        prompts ([`Prompts`], *optional*): of the samples, if a model can compute them once.
-        max_rows (`int`), max_tokens (`int`, *optional*): most samples of a part, and most tokens, with padding; a
-            single longer sample is a part by itself.
-        pass_tokens (`float`): cost of a part besides its tokens. [`FEWEST_PASSES`] gives the fewest parts.
+    The cheapest way to cut samples into parts: padded tokens, plus `pass_tokens` per part ([`FEWEST_PASSES`] gives the
+    fewest). `lengths` are tokens of prompts and of completions, `[B, 2]`. A part has at most `max_rows` samples and
+    `max_tokens` tokens, with padding; a single longer sample is a part by itself.
 
     Returns:
         `tuple[np.ndarray, list[int], bool, float]`: the samples in order; where each part but the first begins;

@@ -90,10 +90,8 @@ def check_columns(data: Any, named: str, *, rename: str = _RENAME, needs_prompt:
     """
     Check the columns of a trainer's dataset, as far as they are known, and the type of its prompts.
 
-    Args:
-        data (`Dataset` or `IterableDataset`): of a stream, nothing is read.
-        named (`str`), rename (`str`): for errors, the name of the dataset, and how to rename a column.
-        needs_prompt (`bool`): whether each row must have a prompt. An environment may ask without one.
+    Nothing of a stream is read. An environment may ask without a prompt (`needs_prompt`). Errors call the dataset
+    `named`, and say how to `rename` a column.
     """
     names, features = data.column_names, data.features
     if names is None or (isinstance(data, Dataset) and data.format["type"] == "custom"):

@@ -52,18 +52,12 @@ def arrange(
     samples: Mapping[str, Any], lengths: np.ndarray, prompts: np.ndarray, multiple: int | None = None
 ) -> dict[str, Any]:
     """
-    Where the tokens of samples go that are sorted by prompt.
+    Where the tokens of B samples go that are sorted by prompt: from their tables, the tokens of prompt and completion,
+    `[B, 2]`, and the prompt of each, as any number, `[B]`; columns are a multiple of `multiple`.
 
-    Args:
-        samples (`Mapping`): their tables, of B completions.
-        lengths (`np.ndarray`): tokens of prompt and completion, `[B, 2]`.
-        prompts (`np.ndarray`): of each sample its prompt, in any form of number, `[B]`.
-        multiple (`int`, *optional*): of which the columns are to be a multiple.
-
-    Returns:
-        `dict[str, Any]`: for P prompts, `[P, W]` each: `opo_source`, the place of a token among those of the samples'
-        prompts and completions, −1 where there is none; `opo_segment`, 0 for the prompt, otherwise the number of its
-        completion. Besides, `opo_shape` of the samples' tables.
+    Returns `opo_source` and `opo_segment`, `[P, W]` for P prompts: the place of a token among those of the samples'
+    prompts and completions, −1 where there is none; 0 for the prompt, otherwise the number of its completion. Besides,
+    `opo_shape` of the samples' tables.
     """
     _, completion, prompt = shape = _shape(samples)
     rows = []

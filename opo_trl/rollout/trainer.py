@@ -25,12 +25,7 @@ from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from transformers.trainer_utils import (
-    PREFIX_CHECKPOINT_DIR,
-    IntervalStrategy,
-    SaveStrategy,
-    has_length,
-)
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy, has_length
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import get_config_model_id
@@ -248,7 +243,7 @@ class RolloutTrainer(GRPOTrainer):
         trl_contract.check_replaced()
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         if found is not None:
-            self.check_resumable(found)
+            position.check_resumable(self, found)
         self._is_spent = found is not None and position.has_spent_budget(self, Path(found))
         self._begin()
         if self._has_trained:  # before that, a script may have made rollouts to look at, which TRL logs
@@ -271,10 +266,6 @@ class RolloutTrainer(GRPOTrainer):
     def _largest_micro_batch(self, prompt: int, completion: int) -> tuple[int, int]:
         """Rows of a micro-batch, and completions in each, if all prompts and completions have so many tokens."""
         return self.args.per_device_train_batch_size, 1
-
-    def check_resumable(self, folder: str) -> None:
-        """Check that this run can resume a checkpoint, as [`position.check_resumable`]."""
-        position.check_resumable(self, folder)
 
     def _run_epoch(self, **named):
         # Resumed from the last step's checkpoint, Transformers would train one step more.

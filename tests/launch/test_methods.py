@@ -132,7 +132,10 @@ def test_checkpoint_is_not_resumed_with_another_value_of_its_field(runs):
             {"trainer": "opo", "volume": 3},
             ["volume=3", "It belongs to `trainer: louder`; this recipe is for `trainer: opo`"],
         ),
-        ({"trainer": "gspo"}, ["trainer='gspo' does not exist", "one of opo, truncated_reinforce, grpo, async_opo, louder"]),
+        (
+            {"trainer": "gspo"},
+            ["trainer='gspo' does not exist", "one of opo, truncated_reinforce, grpo, async_opo, louder"],
+        ),
     ],
 )
 def test_wrong_field_is_named_with_what_to_do(tmp_path, capsys, fields, says):

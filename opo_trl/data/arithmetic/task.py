@@ -15,6 +15,7 @@ The rows have the four columns of the MATH dataset (`problem`, `level`, `type`, 
 import random
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
@@ -85,7 +86,7 @@ def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None 
     return [
         {"problem": problem, "level": level, "type": _problem_type(problem), "solution": work_out(problem)}
         for level in levels
-        for problem in draw_split(split, level, draw_problem, str, sizes=SPLIT_SIZES, seed=SEED)
+        for problem in draw_split(split, level, partial(draw_problem, level), str, sizes=SPLIT_SIZES, seed=SEED)
     ]
 
 
@@ -104,7 +105,7 @@ def check_selection(
 def draw_split(
     split: str,
     level: str,
-    draw: Callable[[str, random.Random], T],
+    draw: Callable[[random.Random], T],
     text: Callable[[T], str],
     *,
     sizes: Mapping[str, int],
@@ -118,7 +119,7 @@ def draw_split(
     rng = random.Random(f"{seed}, {level}")
     distinct: dict[str, T] = {}
     while len(distinct) < sum(sizes.values()):
-        problem = draw(level, rng)
+        problem = draw(rng)
         if text(problem) not in besides:
             distinct.setdefault(text(problem), problem)
     problems = iter(distinct.values())  # training problems are drawn last, whatever their number

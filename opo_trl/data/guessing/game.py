@@ -1,4 +1,4 @@
-r"""
+"""
 Guessing a number: an environment of TRL's `environment_factory`, which needs several turns.
 
 The model knows a range, such as 23 to 36, and has a tool, `guess`, which says whether the number is higher or lower,
@@ -6,9 +6,7 @@ and what is left. A player that halves the range always finds it: "Level 4" has 
 "Level 5" five and 16 to 31. All numbers are from 10 to 49.
 
 The rows have the four columns of the MATH dataset (`problem`, `level`, `type`, `solution`), so that a recipe's levels,
-validation and report work as for any other task. To print a few:
-
-    python -c "from opo_trl.data.guessing import make_games as m; print(*m('test', ['Level 4'])[:3], sep='\n')"
+validation and report work as for any other task.
 """
 
 import random
@@ -101,14 +99,8 @@ def make_games(split: Literal["train", "test"], levels: Iterable[str] | None = N
     """
     Make the games of a split, the same on every call and machine.
 
-    Per level there are 1,024 games in `"train"` and 400 in `"test"`, all distinct, and no range is in both.
-
-    Args:
-        split (`Literal["train", "test"]`), levels (`Iterable[str]`, *optional*):
-            The split, and the levels to include, in this order: `"Level 4"` and `"Level 5"`. Both if `None`.
-
-    Raises:
-        `ValueError`: if the split or a level is unknown.
+    Per level there are 1,024 games in `"train"` and 400 in `"test"`, all distinct, and no range is in both. Otherwise
+    as [`arithmetic.task.make_problems`].
     """
     rows = []
     for level in check_selection(split, levels, SPLIT_SIZES, LEVELS):
