@@ -8,6 +8,7 @@ import yaml
 from helpers import DEVICE_FIELDS
 
 from benchmarks.objectives.grid import CELLS
+from opo_trl.asynchronous.targets import group_targets
 from opo_trl.checks.files import read_json
 from opo_trl.config import ObjectiveConfig, TruncatedReinforceConfig
 from opo_trl.methods import method_of
@@ -59,6 +60,12 @@ def test_it_is_the_simplest_form_of_the_ablation():
         found.append(torch.cat([targets.drive, loss.work.detach(), loss.dissipation.detach(), logits.grad]))
     assert torch.allclose(*found, atol=1e-6)
     assert found[0][:4].abs().max() > 0.5
+
+
+def test_unscored_completions_do_not_count_in_asynchronous_training_either():
+    rewards = torch.tensor([1.0, 0.0, torch.nan, 0.5], dtype=torch.float64)
+    targets, _ = group_targets(rewards, TruncatedReinforce(FIELDS))
+    assert targets.target.tolist() == [0.5, -0.5, 0.0, 0.0]
 
 
 def scaled(samples, mu):
