@@ -13,7 +13,7 @@ right and wrong ones. Products up to 12 × 12 came near, with 64 %, but are too 
 | method | recipe in `recipes/smollm2-135m/` |
 |---|---|
 | OPO | `opo.yaml`: the default objective, four passes, the last three with replay of nine rollouts |
-| r − r̄, bounded | the same with `reward-bounded-none` of the ablation, the simplest form that is level there |
+| Truncated REINFORCE | the same with the simplest form that is level in the ablation, `reward-bounded-none` there |
 | GSPO | `gspo.yaml`: the same passes and replay, clip range 0.02 |
 | GRPO | `grpo.yaml`: two passes, no replay |
 
@@ -53,7 +53,6 @@ from opo_trl.launch.callbacks import Validation
 from opo_trl.train import prepare
 
 from .many_runs import options, read_command_line
-from .objectives.grid import CELLS
 from .objectives.report import shown
 from .pages import table
 from .staged import Stages, holm, read, run_missing
@@ -63,15 +62,15 @@ HERE = Path(__file__).resolve().parent
 RECORD, RECIPES = HERE / "results" / "real_model.jsonl", HERE.parent / "recipes" / "smollm2-135m"
 MODEL = Path("runs/smollm2")
 TASKS = ("addition", "largest")
-METHODS = {"OPO": "opo", "r − r̄, bounded": "opo", "GSPO": "gspo", "GRPO": "grpo"}  # → recipe
+METHODS = {"OPO": "opo", "Truncated REINFORCE": "opo", "GSPO": "gspo", "GRPO": "grpo"}  # → recipe
 PASSES = {"opo": 4, "gspo": 4, "grpo": 2}
 RATES, TUNING_SEEDS, SEEDS = (5e-6, 1e-5, 2e-5, 4e-5), (511, 512), tuple(range(501, 507))
 COMPLETIONS, EVERY = 48, 4  # of a rollout; rollouts between measurements
 TRIAL, REPORT = 8, 16  # rollouts of a run
 MEASURES = ("over_run", "sampled", "greedy", "pass@2")
 
-RewardBounded = CELLS["reward-bounded-none"]
-SIMPLE = methods.Method("reward_bounded", "r − r̄, bounded", "#e69f00", objective=f"{__spec__.name}.RewardBounded")
+# With OPO's configuration, whose fields the recipe has.
+SIMPLE = methods.Method("simple", "Truncated REINFORCE", "#e69f00", objective="opo_trl.objective.TruncatedReinforce")
 
 
 @dataclass(frozen=True)

@@ -494,13 +494,13 @@ class RolloutTrainer(GRPOTrainer):
         passes: list[Tensor] = []
         token_logps = self._get_per_token_logps_and_entropies
 
-        def recorded(*args, **kwargs):
+        def kept(*args, **kwargs):
             found = token_logps(*args, **kwargs)
             if torch.is_grad_enabled():
                 passes.append(found[0].detach())
             return found
 
-        with temporarily(self, _get_per_token_logps_and_entropies=recorded):
+        with temporarily(self, _get_per_token_logps_and_entropies=kept):
             loss = super()._compute_loss(model, inputs)
         behaviour = inputs.get("old_per_token_logps")
         if self._mode == "train" and passes and behaviour is not None:

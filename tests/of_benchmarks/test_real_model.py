@@ -9,6 +9,7 @@ from benchmarks.real_model import METHODS, SEEDS, TASKS, Run, stages
 from opo_trl import methods
 from opo_trl.config import OPOConfig, RolloutConfig
 from opo_trl.launch.recipe import parse
+from opo_trl.objective import TruncatedReinforce
 
 
 @pytest.fixture
@@ -32,9 +33,8 @@ def test_command_line_asks_for_what_the_plan_says(method, tuning, registered, tm
     assert (args.num_iterations, args.max_staleness) == ((2, 0) if method == "GRPO" else (4, 8))
 
 
-def test_simple_form_is_the_ablations(registered):
-    trainer = methods.by_trainer()["reward_bounded"].trainer_class
-    assert trainer.objective_class is real_model.CELLS["reward-bounded-none"]
+def test_simple_form_is_the_packages(registered):
+    assert methods.by_trainer()["simple"].trainer_class.objective_class is TruncatedReinforce
 
 
 def test_page_has_complete_tasks_and_marks_what_remains():
