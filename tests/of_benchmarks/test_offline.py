@@ -1,6 +1,7 @@
 """Training on completions that exist already: what each method is given, and how trials lead to reports."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,18 +10,18 @@ from opo_trl.data.rollouts import RECORDED, load_rollouts
 
 
 @pytest.mark.parametrize("task", offline.TASKS)
-def test_recorded_completions_are_rollouts_of_the_base_model(tmp_path, monkeypatch, task):
+def test_recorded_completions_are_rollouts_of_the_base_model(tmp_path, task):
     if task == "spell_backward":
         pytest.importorskip("reasoning_gym", reason="install the extra `gym`")
-    monkeypatch.setattr(offline, "PROMPTS", 4)
-    rows = offline.TASKS[task].record(1)
+    few = replace(offline.TASKS[task], prompts=4)
+    rows = few.record(1)
     file = tmp_path / "rollouts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     groups = load_rollouts(str(file), offline.GROUP)
     assert len(groups) == 4
     assert all(len(group) == offline.GROUP for group in groups[RECORDED])
     assert all(sample["logprobs"][0] < 0 for group in groups[RECORDED] for sample in group)
-    assert rows != offline.TASKS[task].record(2)
+    assert rows != few.record(2)
 
 
 def test_words_of_tests_are_never_trained_on():
