@@ -322,8 +322,8 @@ def _few(found: dict[Run, dict[str, Any]]) -> str:
     cells = {each: shown([100 * found[run]["sampled"] for run in runs]) for each, runs in FEW_RUNS.items()}
     rows = [[name, *(cells[name, rate] for rate in rates)] for name in CONFIRMED]
     said = (
-        "480 completions of arithmetic, four passes over each 48 of them before the next 48; sampled accuracy, ten "
-        "seeds, by learning rate."
+        "480 completions of arithmetic, four passes over each 48 of them before the next 48; sampled accuracy by "
+        "learning rate, ten\nseeds."
     )
     return (
         f"## Few completions, several times in a row\n\n{said}\n\n{table(['', *map('{:.0e}'.format, rates)], rows)}\n"
