@@ -349,7 +349,7 @@ class ObjectiveConfig:
         low_high = self.temperature_range
         ordered = len(low_high) == 2 and low_high[0] <= low_high[1]
         require(ordered, "temperature_range", low_high, "two positive numbers, the lower first")
-        if self.mu is None and self.chi2_radius is None:
+        if self.mu is None and self.chi2_radius is None and "mu" not in self.rejected_fields:
             self.mu = 0.3
         if self.log_ratio_clamp is None:
             self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
@@ -391,6 +391,8 @@ def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
             found[name] = str(error)
     for each in dataclasses.fields(kind) if issubclass(kind, ObjectiveConfig) else ():
         reason, value = kind.rejected_fields.get(each.name), values.get(each.name, default(each))
+        if each.name == "scale_rewards":
+            value = ranges.SCALES.get(str(value).lower(), value)
         if reason is not None and value != default(each):
             found[each.name] = f"{each.name}={value!r} has no effect: {reason}. Remove `{each.name}`."
     return found
@@ -546,6 +548,8 @@ class TruncatedReinforceConfig(OPOConfig):
     """
 
     rejected_fields: ClassVar[Mapping[str, str]] = REJECTED_FIELDS | {
+        "loss_type": "this method has one loss",
+        **dict.fromkeys(("epsilon", "epsilon_high", "delta"), "the ratio is bounded at 2, not clipped"),
         **dict.fromkeys(
             (
                 *("alpha", "escort_temperature", "adaptive_temperature", "temperature_range", "anchor_correction"),
@@ -559,6 +563,7 @@ class TruncatedReinforceConfig(OPOConfig):
         ),
     }
     unused_fields: ClassVar[frozenset[str]] = frozenset({*rejected_fields, "importance_sampling_level"})
+    describe_policy = RolloutConfig.describe_policy
 
 
 def check_deepspeed(asked_by: str) -> None:

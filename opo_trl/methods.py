@@ -74,8 +74,9 @@ def _imported(path: str) -> Any:
 @functools.cache
 def _with_objective(trainer: str, config: str, objective: str, label: str) -> Any:
     parent = _imported(trainer)
-    own = {"objective_class": _imported(objective), "config_class": _imported(config), "_name": label, "_paper": {}}
-    own["__module__"] = parent.__module__
+    own = {"objective_class": _imported(objective), "_name": label, "_paper": {}, "__module__": parent.__module__}
+    if issubclass(_imported(config), parent.config_class):
+        own["config_class"] = _imported(config)
     return type(parent.__name__, (parent,), own)
 
 

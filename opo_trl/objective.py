@@ -289,6 +289,7 @@ class Groups:
     logps: Tensor | None = None  # under the behaviour policy; only if `reads_logps`, like the next two
     mean_logps: Tensor | None = None  # per token
     vocab_size: int = 0
+    has_rewards: bool = True  # a rollout that an override made from scratch may have none; they count as 0
 
     @property
     def rows(self) -> dict[str, Any]:
@@ -421,10 +422,10 @@ class Objective:
         """Sums over tokens, or means under `log_ratio_reduction: mean`."""
         return total if self.args.log_ratio_reduction == "sum" else total / samples.length
 
-    def bounded_ratio(self, samples: Samples) -> Tensor:
-        """min(pi / pi_k, 2) of each sample, without gradient; above 0."""
+    def with_bounded_ratio(self, samples: Samples) -> Tensor:
+        """The sampler's weight of each sample, times min(pi / pi_k, 2), which is above 0; without gradient."""
         moved = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
-        return moved.exp().clamp(max=MAX_WEIGHT)
+        return torch.where(samples.weights != 0, samples.weights * moved.exp().clamp(max=MAX_WEIGHT), 0.0)
 
     def zero_gradient(self, target: Tensor, mu: Tensor, mask: Tensor) -> Tensor:
         """
@@ -507,7 +508,7 @@ class OPO(Objective):
         """
         if not samples.reused or self.ratio_form == "truncated":
             return samples.weights
-        return samples.weights * self.bounded_ratio(samples)
+        return self.with_bounded_ratio(samples)
 
     def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
         form = self.ratio_form
@@ -518,16 +519,22 @@ class TruncatedReinforce(Objective):
     """
     REINFORCE with truncated importance weights: `-min(pi / pi_k, 2) · (r - E[r]) · Delta`, without a pull-back.
 
-    r is the reward, and the ratio that of the whole completion. As long as it is at most 2, the gradient is that of
-    the expected reward, `-E_pi[r]`.
+    r is the reward. With the ratio of whole completions (`log_ratio_reduction: sum`), the gradient is that of the
+    expected reward, `-E_pi[r]`, as long as the ratio is at most 2. Advantages are not read.
     """
 
     def targets(self, groups: Groups) -> Targets:
+        if not groups.has_rewards:
+            raise ValueError(
+                "The rollout has no `rewards_per_func`, by which truncated REINFORCE pushes. Return them from "
+                "`_generate_and_score_completions`, with shape [B, number of reward functions]."
+            )
         drive, _ = project(groups.rewards, **groups.rows)
         return Targets(drive, drive, drive.new_ones(()))
 
     def weights(self, samples: Samples) -> Tensor:
-        return samples.weights * self.bounded_ratio(samples)
+        return self.with_bounded_ratio(samples)
 
     def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
-        return -weights * samples.target * log_ratio, torch.zeros_like(log_ratio)
+        push, _ = loss_terms(log_ratio, samples.target, mu=samples.mu, ratio_form="log", weights=weights)
+        return push, torch.zeros_like(push)

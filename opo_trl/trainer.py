@@ -231,6 +231,7 @@ class OPOTrainer(RolloutTrainer):
             logps=logp_sum,
             mean_logps=logp_mean,
             vocab_size=self.model.config.get_text_config().vocab_size if self.policy_objective.reads_logps else 0,
+            has_rewards="rewards_per_func" in rollout,
         )
         found = self.policy_objective.targets(groups)
         target = found.target

@@ -1,5 +1,6 @@
 """`trainer: truncated_reinforce`: its gradient, its fields, and a run on recorded completions."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from opo_trl.checks.files import read_json
 from opo_trl.config import ObjectiveConfig, TruncatedReinforceConfig
 from opo_trl.methods import method_of
 from opo_trl.objective import Groups, Samples, TruncatedReinforce
+from opo_trl.report.diagnostics import diagnostics
 from opo_trl.train import main
 
 
@@ -80,7 +82,8 @@ def scaled(samples, mu):
         ("scale_rewards", "batch", "rewards less the mean"),
         ("mu", 0.3, "nothing pulls"),
         ("ratio_form", "log", "nothing pulls"),
-        ("epsilon", 0.1, "does not clip"),
+        ("epsilon", 0.1, "not clipped"),
+        ("scale_rewards", False, "rewards less the mean"),
     ],
 )
 def test_fields_without_effect_are_rejected(tmp_path, name, value, text):
@@ -97,6 +100,28 @@ def run(folder: Path, **changes) -> Path:
     (folder / "recipe.yaml").write_text(yaml.safe_dump({**fields, **short, **DEVICE_FIELDS, **changes}))
     assert main(["--config", str(folder / "recipe.yaml")]) == 0
     return Path(changes["output_dir"])
+
+
+def test_no_value_that_is_rejected_is_filled_in(tmp_path):
+    args = TruncatedReinforceConfig(str(tmp_path), use_cpu=True, bf16=False, num_iterations=2, scale_rewards=True)
+    assert args.mu is None
+    assert "χ²" not in args.describe_policy()
+
+
+def test_a_rollout_without_rewards_is_an_error():
+    rewards = torch.zeros(4)
+    groups = Groups(rewards + 1, rewards, rewards == 0, num_generations=4, has_rewards=False)
+    with pytest.raises(ValueError, match="no `rewards_per_func`"):
+        TruncatedReinforce(FIELDS).targets(groups)
+
+
+def test_a_sample_of_weight_0_has_no_gradient_whatever_it_contains():
+    logps = torch.tensor([[0.5], [torch.nan]]).log().requires_grad_()
+    samples = table(torch.tensor([0.5, -0.5]), torch.ones(2), torch.tensor([0.4, 0.6]))
+    loss = TruncatedReinforce(FIELDS).loss(replace(samples, logps=logps, weights=torch.tensor([1.0, 0.0])))
+    loss.work.sum().backward()
+    assert loss.weights.tolist() == pytest.approx([1.25, 0])
+    assert logps.grad[:, 0].tolist() == pytest.approx([-1.25 * 0.5, 0])
 
 
 def test_it_learns_from_recorded_completions(tmp_path):
@@ -117,3 +142,4 @@ def test_it_learns_from_recorded_completions(tmp_path):
     assert method_of(read_json(own / "settings.json")).label == "Truncated REINFORCE"
     assert ">Truncated REINFORCE, model arithmetic" in (own / "report.html").read_text().replace("\n", "")
     assert "objective  TruncatedReinforce, log-ratio sum" in (own / "plan.txt").read_text()
+    assert "χ²" not in [each.name for each in diagnostics(read_json(own / "settings.json"))]

@@ -16,6 +16,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerFast
@@ -202,7 +203,9 @@ def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None 
     return [
         _row(problem, level)
         for level in check_selection(split, levels, SPLIT_SIZES, LEVELS)
-        for problem in draw_split(split, level, draw_problem, lambda p: p.text, sizes=SPLIT_SIZES, seed=SEED)
+        for problem in draw_split(
+            split, level, partial(draw_problem, level), lambda p: p.text, sizes=SPLIT_SIZES, seed=SEED
+        )
     ]
 
 

@@ -87,8 +87,6 @@ SCALES = dict.fromkeys(("true", "yes", "on"), "group") | dict.fromkeys(("false",
 
 _LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 
-_STEPS = "a whole number of steps, at least {}, or a fraction of all steps in (0, 1)"
-
 # Field of TRL or Transformers → its allowed words, unless its type is an enumeration, which checks itself.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "scale_rewards": ("group", "batch", "none", True, False),

@@ -26,11 +26,11 @@ def one_line(text: str, longest: int = 200) -> str:
 
 
 def quoted(value: Any) -> str:
-    """A value in a message: its `repr`, cut where it is long; nothing if that raises an error."""
+    """A value in a message: its `repr`, cut where it is long, or its type if that raises an error."""
     try:
         return one_line(repr(value))
-    except BaseException:  # a user's own `__repr__`
-        return ""
+    except Exception:  # a user's own `__repr__`
+        return f"a {type(value).__name__}"
 
 
 def shortened(message: str) -> str:

@@ -33,8 +33,10 @@ def short_help(parser: Any) -> str:
     formatter.add_text(f"{parser.prog} --config RECIPE [--field value ...]")
     formatter.add_text("Fields of a recipe; on the command line they take precedence.")
     said = {name: topics for kind in parser.dataclass_types for name, topics in declared(kind).items()}
+    rejected = {name for kind in parser.dataclass_types for name in getattr(kind, "rejected_fields", ())}
     for title, (topics, of_trl) in _GROUPS.items():
-        names = [*of_trl.split(), *(name for name in said if any(topic in said[name] for topic in topics))]
+        own = (name for name in said if any(topic in said[name] for topic in topics) and name not in rejected)
+        names = [*of_trl.split(), *own]
         formatter.start_section(title)
         formatter.add_arguments([actions[name] for name in names if name in actions])
         formatter.end_section()

@@ -49,7 +49,7 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
     most_clipped = 0.5 if settings.get("importance_sampling_level") == "sequence" else 0.01
     # What is cut off after the first line is not read.
     most_truncated = 1.0 if settings.get("reward_funcs") == ["first_line_reward"] else 0.2
-    return [
+    found = [
         # Does the policy learn, and from what?
         Diagnostic("reward", "reward", "rise", low=1, wrong=(-1, math.inf)),
         Diagnostic("groups", "opo/frac_zero_drive frac_reward_zero_std", "last", high=0.75, wrong=(0, 0.95)),
@@ -73,6 +73,9 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
         Diagnostic("timeouts", "reward/timeouts", "share", high=0.01),
         Diagnostic("errors", "reward/errors", "share", high=0.01),
     ]
+    # The bound on χ² is one for a policy that is pulled back.
+    is_free = "mu" in settings and not (settings["mu"] or settings.get("chi2_radius"))
+    return [each for each in found if not (is_free and each.name == "χ²")]
 
 
 _RANGES = {
@@ -109,7 +112,7 @@ _SENTENCES = {
 }
 
 _SLOWER = "Lower `learning_rate`, or use a rollout for fewer optimizer steps (`steps_per_generation`)."
-_TIGHTER = f"Raise `mu`, or set `chi2_radius`, to keep the policy near the behaviour policy. {_SLOWER}"
+_TIGHTER = f"In OPO, raise `mu`, or set `chi2_radius`, to keep the policy near the behaviour policy. {_SLOWER}"
 _FIX_REWARD = "Fix the reward function; the run's warnings say what failed."
 
 # Of each bound: what it means to be beyond it (up to the first full stop), and what to try.
