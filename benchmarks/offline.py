@@ -319,11 +319,15 @@ def page(found: dict[Run, dict[str, Any]]) -> str:
 
 def _few(found: dict[Run, dict[str, Any]]) -> str:
     rates = _WITH_FEW[FEW].rates
-    cells = {each: shown([100 * found[run]["sampled"] for run in runs]) for each, runs in FEW_RUNS.items()}
+    reached = {each: [100 * found[run]["sampled"] for run in runs] for each, runs in FEW_RUNS.items()}
+    cells = {each: shown(own) for each, own in reached.items()}
+    for name, rate in product(CONFIRMED[1:], rates):
+        behind = [its - own for its, own in zip(reached["OPO", rate], reached[name, rate], strict=True)]
+        cells[name, rate] += f"; OPO {shown(behind, signed=True)}"
     rows = [[name, *(cells[name, rate] for rate in rates)] for name in CONFIRMED]
     said = (
         "480 completions of arithmetic, four passes over each 48 of them before the next 48; sampled accuracy by "
-        "learning rate, ten\nseeds."
+        "learning rate, ten\nseeds, and how far OPO is ahead, without a correction."
     )
     return (
         f"## Few completions, several times in a row\n\n{said}\n\n{table(['', *map('{:.2g}'.format, rates)], rows)}\n"

@@ -8,8 +8,9 @@ Stale completions on a pretrained language model: asynchronous OPO and AsyncGRPO
 
 Plan, written before the first run. `recipes/smollm2-135m/async/opo.yaml` on `addition`: 16 optimizer steps, each on 48
 completions of a policy that is 0, 4 or 16 versions old, as far as there are as many: with 16, all are by the base
-model. TRL fetches a micro-batch ahead, which makes some completions one version older. OPO with its defaults, and the loss of AsyncGRPO (the clipped ratio of
-tokens, 0.2), in the same trainer, with the same generation and data. Seeds 522 to 524.
+model. TRL fetches a micro-batch ahead, which makes some completions one version older. OPO with its defaults, and the
+loss of AsyncGRPO (the clipped ratio of tokens, 0.2), in the same trainer, with the same generation and data. Seeds 522
+to 524.
 
 Nothing is tuned: both have the recipe's learning rate, 1e-5, and their default bound. So a difference says what these
 settings do with age, not which objective is better at its best. Measured as in `real_model`, every four steps, on its
@@ -125,8 +126,9 @@ def _rows(found: dict[Run, dict[str, Any]]) -> Iterator[str]:
 _INTRODUCTION = """# Stale completions on a pretrained language model
 
 SmolLM2-135M-Instruct with four-bit weights, read into float32, learns `addition` from 768 completions, written by the
-policy as many versions ago as the table says, or by the base model. Accuracies in % on 150 problems, ± half of the 95 % t interval over three seeds. Nothing was tuned;
-differences are directions. [Plan and code](../real_async.py); [every run](real_async.jsonl).
+policy as many versions ago as the table says, or by the base model. Accuracies in % on 150 problems, ± half of the
+95 % t interval over three seeds. Nothing was tuned; differences are directions. [Plan and code](../real_async.py);
+[every run](real_async.jsonl).
 """
 
 
