@@ -248,7 +248,7 @@ RECIPES = [
     Case("log folder of an earlier version", ["logging_dir='x'", "TENSORBOARD_LOGGING_DIR"], {"logging_dir": "x"}),
     Case("misspelt option", ["--learning_rat 1", "Did you mean `learning_rate`?"], fields=["--learning_rat", "1"]),
     Case("key of the other trainer", ["alpha=0.4", "belongs to `trainer: opo`"], {"trainer": "grpo", "alpha": 0.4}),
-    Case("unknown trainer", ["trainer='ppo'", "Set `trainer` to one of opo, grpo"], {"trainer": "ppo"}),
+    Case("unknown trainer", ["trainer='ppo'", "Set `trainer` to one of opo, truncated"], {"trainer": "ppo"}),
     Case("variable without a name", ["env={'': '1'}", "Set `env`"], {"env": {"": "1"}}),
     Case("variable with an equals sign", ["env={'A=B': '1'}", "Set `env`"], {"env": {"A=B": "1"}}),
     Case("variable with a NUL", ["env={'A': 'x\\x00y'}", "Set `env`"], {"env": {"A": "x\0y"}}),

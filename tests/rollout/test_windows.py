@@ -23,6 +23,7 @@ GROUP = 2
 
 
 @example(rows=1, accumulation=4, steps_per_generation=6, prompts=9, epochs=2, iterations=1)
+@example(rows=1, accumulation=1, steps_per_generation=2, prompts=3, epochs=1, iterations=2)
 @example(rows=2, accumulation=3, steps_per_generation=2, prompts=8, epochs=2, iterations=2)
 @given(
     rows=st.integers(1, 2),
@@ -63,7 +64,11 @@ def test_every_sample_trained_after_an_update_has_log_probabilities_from_before_
             for row, (k, i) in enumerate(zip(part["rollout"], part["row"], strict=True)):
                 anchor = reference.anchor(int(k), int(i))
                 assert torch.allclose(part["old_per_token_logps"][row, : len(anchor)].double(), anchor, atol=1e-4)
-        assert_step_equals(step, reference.step(number))
+        expected = reference.step(number)
+        if norm(expected.gradient) > 1e-3:
+            assert_step_equals(step, expected)
+        else:  # of a single completion, which the policy has made unlikely: it has almost no weight
+            assert norm(step.gradient) < 1e-3
     assert sum(len(part["row"]) for step in trainer.steps for part in step.batches) == (
         len(script.calls) * rows * steps_per_generation * iterations
     )
