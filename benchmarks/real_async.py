@@ -17,12 +17,9 @@ settings do with age, not which objective is better at its best. Measured as in 
 150 test problems. Three seeds give directions, not tests. All are reported.
 """
 
-import os
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -31,13 +28,11 @@ from typing import Any
 import torch
 
 from opo_trl import methods
-from opo_trl.launch.callbacks import Validation
-from opo_trl.train import prepare
 
 from .many_runs import options, read_command_line
 from .objectives.report import shown
 from .pages import table
-from .real_model import MODEL, RECIPES, Measured
+from .real_model import MODEL, RECIPES, measured_run
 from .staged import read, run_missing
 
 
@@ -79,25 +74,9 @@ class Run:
 def train(run: Run) -> dict[str, Any]:
     """Train and measure in this process, which must be a new one."""
     torch.set_num_threads(2 // AT_ONCE[run.lag])
-    methods.register(GRPO)
-    with tempfile.TemporaryDirectory() as place, (Path(place) / "log.txt").open("w") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-        ready = prepare(run.command_line(Path(place) / "run"))
-        (problems,) = ready.data.report.values()
-        ready.trainer.remove_callback(Validation)  # the recipe's
-        measured = Measured(ready.trainer, problems, run)
-        ready.trainer.add_callback(measured)
-        with ready.lock:
-            began = time.process_time()
-            ready.trainer.train()
-            seconds = round(time.process_time() - began - measured.seconds)
-        steps = [entry for entry in ready.trainer.state.log_history if "grad_norm" in entry]
-    ages = [entry["opo/off_policy_steps"] for entry in steps if "opo/off_policy_steps" in entry]
-    ess = [entry["opo/ratio/ess"] for entry in steps if "opo/ratio/ess" in entry]
-    curve = {"over_run": fmean(measured.curve[1:]), "curve": measured.curve}
-    told = {"oldest": max(ages, default=0.0), "ess": min(ess, default=1.0), "seconds": seconds}
-    return {**asdict(run), **curve, **measured.at_end, **told}
+    found, log = measured_run(run, GRPO)
+    ages, ess = ([entry[name] for entry in log if name in entry] for name in ("opo/off_policy_steps", "opo/ratio/ess"))
+    return found | {"oldest": max(ages, default=0.0), "ess": min(ess, default=1.0)}
 
 
 def page(found: dict[Run, dict[str, Any]]) -> str:

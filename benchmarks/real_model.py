@@ -143,10 +143,13 @@ class Measured(TrainerCallback):
         self.seconds += time.process_time() - began
 
 
-def train(run: Run) -> dict[str, Any]:
-    """Train and measure in this process, which must be a new one."""
-    torch.set_num_threads(1)
-    methods.register(SIMPLE)
+def measured_run(run: Any, method: methods.Method) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """
+    Train and measure in this process, which must be a new one and then knows a further method.
+
+    Returns what was measured, and the entries of the log.
+    """
+    methods.register(method)
     with tempfile.TemporaryDirectory() as place, (Path(place) / "log.txt").open("w") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
@@ -160,7 +163,13 @@ def train(run: Run) -> dict[str, Any]:
             ready.trainer.train()
             seconds = round(time.process_time() - began - measured.seconds)
     curve = {"over_run": fmean(measured.curve[1:]), "curve": measured.curve}
-    return {**asdict(run), **curve, **measured.at_end, "seconds": seconds}
+    return {**asdict(run), **curve, **measured.at_end, "seconds": seconds}, ready.trainer.state.log_history
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train and measure in this process, which must be a new one."""
+    torch.set_num_threads(1)
+    return measured_run(run, SIMPLE)[0]
 
 
 def differences(method: str, task: str, found: dict[Run, dict[str, Any]]) -> list[float]:
