@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import DEVICE_FIELDS
+from helpers import DEVICE_FIELDS, trained
 
 from benchmarks.objectives.grid import CELLS
+from opo_trl import OPOTrainer
 from opo_trl.asynchronous.targets import group_targets
 from opo_trl.checks.files import read_json
 from opo_trl.config import ObjectiveConfig, TruncatedReinforceConfig
+from opo_trl.launch.help import short_help
+from opo_trl.launch.recipe import make_parser
 from opo_trl.methods import method_of
 from opo_trl.objective import Groups, Samples, TruncatedReinforce
 from opo_trl.report.diagnostics import diagnostics
@@ -108,11 +111,23 @@ def test_no_value_that_is_rejected_is_filled_in(tmp_path):
     assert "χ²" not in args.describe_policy()
 
 
-def test_a_rollout_without_rewards_is_an_error():
-    rewards = torch.zeros(4)
-    groups = Groups(rewards + 1, rewards, rewards == 0, num_generations=4, has_rewards=False)
+def test_a_rollout_without_rewards_is_an_error(tiny_model, tmp_path):
+    class MadeFromScratch(OPOTrainer):
+        objective_class = TruncatedReinforce
+
+        def _generate_and_score_completions(self, inputs):
+            rollout = super()._generate_and_score_completions(inputs)
+            del rollout["rewards_per_func"]
+            return rollout
+
     with pytest.raises(ValueError, match="no `rewards_per_func`"):
-        TruncatedReinforce(FIELDS).targets(groups)
+        trained(tiny_model, tmp_path, trainer_class=MadeFromScratch, max_steps=1)
+
+
+def test_help_has_no_field_that_is_rejected():
+    shown = short_help(make_parser("truncated_reinforce"))
+    assert "--log_ratio_clamp" in shown
+    assert "--alpha" not in shown
 
 
 def test_a_sample_of_weight_0_has_no_gradient_whatever_it_contains():
