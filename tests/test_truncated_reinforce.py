@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import DEVICE_FIELDS, trained
+from helpers import DEVICE_FIELDS, RecordingOPO, trained
 
 from benchmarks.objectives.grid import CELLS
-from opo_trl import OPOTrainer
 from opo_trl.asynchronous.targets import group_targets
 from opo_trl.checks.files import read_json
 from opo_trl.config import ObjectiveConfig, TruncatedReinforceConfig
@@ -112,7 +111,7 @@ def test_no_value_that_is_rejected_is_filled_in(tmp_path):
 
 
 def test_a_rollout_without_rewards_is_an_error(tiny_model, tmp_path):
-    class MadeFromScratch(OPOTrainer):
+    class MadeFromScratch(RecordingOPO):
         objective_class = TruncatedReinforce
 
         def _generate_and_score_completions(self, inputs):
