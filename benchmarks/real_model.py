@@ -34,7 +34,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -48,7 +48,7 @@ from scipy import stats
 from transformers import TrainerCallback
 
 from opo_trl import methods
-from opo_trl.evaluate import evaluate
+from opo_trl.evaluate import Evaluation, evaluate
 from opo_trl.launch.callbacks import Validation
 from opo_trl.train import prepare
 
@@ -118,8 +118,8 @@ def stages(method: str, task: str) -> Stages:
 class Measured(TrainerCallback):
     """Measures the policy before a run and every four rollouts, in `seconds` of the processor."""
 
-    def __init__(self, trainer: Any, problems: Dataset, run: Run):
-        self.trainer, self.problems, self.run = trainer, problems, run
+    def __init__(self, trainer: Any, problems: Dataset, run: Run, score: Callable[[Evaluation], float]):
+        self.trainer, self.problems, self.run, self.score = trainer, problems, run, score
         self.curve: list[float] = []
         self.at_end: dict[str, float] = {}
         self.seconds = 0.0
@@ -136,27 +136,31 @@ class Measured(TrainerCallback):
         began = time.process_time()
         seed = 100 * self.run.seed + rollouts
         sampled = evaluate(self.trainer, self.problems, seed=seed, samples=2)
-        self.curve.append(sampled.accuracy)
+        self.curve.append(self.score(sampled))
         if rollouts == self.run.rollouts and not self.run.tuning:
             greedy = evaluate(self.trainer, self.problems, decoding="greedy", seed=seed)
-            self.at_end = {"sampled": sampled.accuracy, "greedy": greedy.accuracy, "pass@2": sampled.pass_at(2)}
+            at_end = {"sampled": self.score(sampled), "greedy": self.score(greedy)}
+            self.at_end = at_end | {"pass@2": sampled.pass_at(2)}
         self.seconds += time.process_time() - began
 
 
-def measured_run(run: Any, method: methods.Method) -> tuple[dict[str, Any], list[dict[str, float]]]:
+def measured_run(
+    run: Any, *others: methods.Method, score: Callable[[Evaluation], float] = lambda evaluation: evaluation.accuracy
+) -> tuple[dict[str, Any], list[dict[str, float]]]:
     """
-    Train and measure in this process, which must be a new one and then knows a further method.
+    Train and measure in this process, which must be a new one and then knows other methods as well.
 
     Returns what was measured, and the entries of the log.
     """
-    methods.register(method)
+    for method in others:
+        methods.register(method)
     with tempfile.TemporaryDirectory() as place, (Path(place) / "log.txt").open("w") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
         ready = prepare(run.command_line(Path(place) / "run"))
         (problems,) = ready.data.report.values()
         ready.trainer.remove_callback(Validation)  # the recipe's
-        measured = Measured(ready.trainer, problems, run)
+        measured = Measured(ready.trainer, problems, run, score)
         ready.trainer.add_callback(measured)
         with ready.lock:
             began = time.process_time()
