@@ -269,12 +269,13 @@ class RolloutConfig(Masked, GRPOConfig):
         """Line of a run's plan: whether it takes off-policy steps, and what bounds them."""
         if self.is_on_policy:
             return "on-policy: the ratio is 1 in every optimizer step"
-        if self.rollouts is not None:
-            return "off-policy in every optimizer step, as completions are recorded: there the clip range acts"
-        return f"off-policy after the first optimizer step of a rollout{self._and_replay()}: there the clip range acts"
+        return f"off-policy {self._when_off_policy()}: there the clip range acts"
 
-    def _and_replay(self) -> str:
-        return ", and in every pass that replays earlier rollouts" if self.max_staleness else ""
+    def _when_off_policy(self) -> str:
+        if self.rollouts is not None:
+            return "in every optimizer step, as completions are recorded"
+        replayed = ", and in every pass that replays earlier rollouts" if self.max_staleness else ""
+        return f"after the first optimizer step of a rollout{replayed}"
 
     def describe_objective(self) -> str:
         """Line of a run's plan: the loss."""
@@ -523,10 +524,7 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
                 f"on-policy: the log-ratio is 0 in every optimizer step, so the χ² term and {term} have no effect; "
                 f"for off-policy steps, set {self.off_policy_fields}"
             )
-        when = f"after the first optimizer step of a rollout{self._and_replay()}"
-        if self.rollouts is not None:
-            when = "in every optimizer step, as completions are recorded"
-        return f"off-policy {when}: there the χ² term acts, with {term}"
+        return f"off-policy {self._when_off_policy()}: there the χ² term acts, with {term}"
 
     def describe_objective(self) -> str:
         return super().describe_objective() + (f", beta = {self.beta:g}" if self.beta else "")
