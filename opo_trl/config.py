@@ -29,15 +29,11 @@ SaveFailure = Literal["stop", "continue"]
 # a field set to its default looks like one that is not set.
 REJECTED_FIELDS = {
     "loss_type": "OPO has one loss; choose its form with `ratio_form` and `log_ratio_reduction`",
-    "epsilon": "OPO does not clip the ratio; bound the update with `mu`",
-    "epsilon_high": "OPO does not clip the ratio; bound the update with `mu`",
-    "delta": "OPO does not clip the ratio; bound the update with `mu`",
-    "sapo_temperature_neg": "it belongs to the SAPO loss",
-    "sapo_temperature_pos": "it belongs to the SAPO loss",
-    "vespo_k_pos": "it belongs to the VESPO loss",
-    "vespo_lambda_pos": "it belongs to the VESPO loss",
-    "vespo_k_neg": "it belongs to the VESPO loss",
-    "vespo_lambda_neg": "it belongs to the VESPO loss",
+    **dict.fromkeys(("epsilon", "epsilon_high", "delta"), "OPO does not clip the ratio; bound the update with `mu`"),
+    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "it belongs to the SAPO loss"),
+    **dict.fromkeys(
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "it belongs to the VESPO loss"
+    ),
     "label_smoothing_factor": "it acts on supervised labels only",
 }
 
@@ -203,9 +199,7 @@ class RolloutConfig(Masked, GRPOConfig):
 
     def _check_in_parents(self):
         """Let TRL and Transformers check the rest, and name the field in their messages."""
-        own = {f.name for f in dataclasses.fields(GRPOConfig)}
-        named = {name: value for name, value in given(self).items() if name in own}
-        with blamed(named):
+        with blamed({name: value for name, value in given(self).items() if name in hints(GRPOConfig)}):
             super().__post_init__()
         dry_run_arguments(self)
 
