@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from ..checks.environment import check_installed
 from ..fields import integer
 from ..rewards.boxes import text_of, without_reasoning
 from ..rewards.effects import without_effects
@@ -32,8 +33,6 @@ INSTRUCTION = "Please reason step by step. Then write only your final answer bet
 
 # Added to the seed for the test split. An entry's own seed is the dataset's plus its index.
 TEST_SEED = 2**30
-
-_MISSING = "needs the package reasoning-gym. Install it: `pip install 'opo_trl[gym]'`."
 
 
 def make_problems(
@@ -67,14 +66,13 @@ def make_problems(
     for field, value, least in (("seed", seed, 0), ("size", size, 1)):
         if value not in (allowed := integer(least, TEST_SEED // 2 - 1)):
             raise ValueError(f"dataset_settings={{{field}: {value!r}}} is not allowed. Set `{field}` to {allowed}.")
+    check_installed(f"dataset_name={name!r}", "reasoning_gym", install="'opo_trl[gym]'")
     task, seeded = name.removeprefix(PREFIX), {**settings, "seed": seed + TEST_SEED * (split == "test")}
     asked = json.dumps([[task, seeded, level] for level in dict.fromkeys([None] if levels is None else levels)])
     where: Any = {"env": {**os.environ, "PYTHONHASHSEED": "0"}, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-m", __name__], input=asked, check=False, **where)
     if done.returncode:
         *_, message = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
-        if message.endswith(_MISSING):
-            raise ImportError(message)
         is_clear = message.startswith(("dataset_name=", "dataset_settings=", "levels="))
         raise ValueError(message if is_clear else f"dataset_name={name!r} cannot be generated: {message}")
     return json.loads(done.stdout)
@@ -127,10 +125,9 @@ def _score(answer: str | None, scorer: Any, entry: dict[str, Any]) -> float:
 
 def _dataset(task: str, settings: dict[str, Any], level: str | None) -> Any:
     """The task's dataset; its entries are drawn when they are asked for."""
-    try:
-        from reasoning_gym.factory import CURRICULA, DATASETS
-    except ImportError as error:
-        raise ImportError(f"dataset_name='{PREFIX}{task}' {_MISSING}") from error
+    check_installed(f"dataset_name='{PREFIX}{task}'", "reasoning_gym", install="'opo_trl[gym]'")
+    from reasoning_gym.factory import CURRICULA, DATASETS
+
     if task not in DATASETS or task == "composite":
         near = difflib.get_close_matches(task, DATASETS, n=1)
         hint = f"Did you mean '{PREFIX}{near[0]}'?" if near else "reasoning-gym's GALLERY.md shows its tasks."
@@ -165,7 +162,6 @@ def _at_level(curricula: Mapping[str, Any], task: str, settings: dict[str, Any],
         raise ValueError(f"levels={[level]}: {task} has the levels 0 to {highest}. Set `levels` to some of them.")
     for attribute in attributes:
         curriculum.set_attr_level(attribute.name, min(int(level), len(attribute.levels) - 1))
-    for attribute in attributes:
         for name in ("field_name", "lower_field_name", "upper_field_name"):
             if (twice := getattr(attribute, name, None)) in settings:
                 raise ValueError(
