@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 import psutil
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
+from ..checks.ranges import require
 from . import LEAST_MEMORY, effects
 from .errors import CountingReward, RewardError, numbers, told
 
@@ -101,10 +102,8 @@ class IsolatedReward(CountingReward):
 
     def __init__(self, reward: Callable[..., Any], *, workers: int = 4, timeout: float = 30.0, memory: int = 2048):
         for name, value in (("workers", workers), ("timeout", timeout)):
-            if not value > 0:
-                raise ValueError(f"{name}={value} is not allowed. Set `{name}` to a positive number.")
-        if not memory >= LEAST_MEMORY:
-            raise ValueError(f"memory={memory} is not allowed. Set `memory` to {LEAST_MEMORY} or more.")
+            require(value > 0, name, value, "a positive number")
+        require(memory >= LEAST_MEMORY, "memory", memory, f"{LEAST_MEMORY} or more")
         if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
             raise ValueError(f"reward={reward!r} is asynchronous, but nothing awaits it in a worker. Remove `async`.")
         try:
