@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from multiprocessing import parent_process
 from typing import Any
@@ -217,7 +217,7 @@ def _number(parser: _Latex2Sympy, text: str) -> Number:
 
 _lock = threading.Lock()
 _scoring: list[int] = []  # threads that are in the context below
-_originals: dict[tuple[Any, str], Any] = {}  # what it replaces
+_replaced = ExitStack()  # which puts back what the context replaces
 
 
 @contextmanager
@@ -240,13 +240,12 @@ def _guarded() -> Iterator[None]:
     finally:
         with _lock:
             _scoring.remove(threading.get_ident())
-            while not _scoring and _originals:
-                (holder, name), original = _originals.popitem()
-                setattr(holder, name, original)
+            if not _scoring:
+                _replaced.close()
 
 
 def _replace(holder: Any, name: str, value: Any) -> None:
-    _originals[holder, name] = getattr(holder, name)
+    _replaced.callback(setattr, holder, name, getattr(holder, name))
     setattr(holder, name, value)
 
 
