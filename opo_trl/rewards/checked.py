@@ -101,11 +101,7 @@ def _checked_tool(tool: Callable[..., Any], name: str, failed: list[RewardError]
         with keeping():
             return await tool(**arguments)
 
-    def call(**arguments: Any) -> Any:
-        with keeping():
-            return tool(**arguments)
-
-    return call_async if inspect.iscoroutinefunction(tool) else call
+    return call_async if inspect.iscoroutinefunction(tool) else keeping()(tool)
 
 
 @contextmanager
