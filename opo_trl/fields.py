@@ -12,7 +12,7 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 
 # Topics: what a field can decide …
@@ -116,8 +116,3 @@ def declared(arguments: Any) -> Mapping[str, tuple[Any, ...]]:
     """Field of a dataclass → its topic and range, as far as its definition says them."""
     found = get_type_hints(arguments, include_extras=True)
     return {name: getattr(found[name], "__metadata__", ()) for name in hints(arguments)}
-
-
-def choices(arguments: type) -> dict[str, tuple[Any, ...]]:
-    """Field of a dataclass → the values that it can have, for each field that is a `Literal`."""
-    return {name: get_args(hint) for name, hint in hints(arguments).items() if get_origin(hint) is Literal}

@@ -9,21 +9,9 @@ numeric field without a range.
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from ..fields import (
-    COUNT,
-    COUNT_OR_ZERO,
-    FRACTION,
-    LARGEST,
-    POSITIVE,
-    SMALLEST,
-    Range,
-    choices,
-    declared,
-    hints,
-    integer,
-)
+from ..fields import COUNT, COUNT_OR_ZERO, FRACTION, LARGEST, POSITIVE, SMALLEST, Range, declared, hints, integer
 
 
 class Steps(Range):
@@ -146,8 +134,8 @@ def problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
             fits = value in allowed
         if not fits:
             found[name] = not_allowed(name, value, _wanted(allowed, value))
-    inherited = {name: words for name, words in CHOICES.items() if name in hints(kind)}
-    for name, words in (choices(kind) | inherited).items():
+    own = {name: get_args(hint) for name, hint in hints(kind).items() if get_origin(hint) is Literal}
+    for name, words in (own | {name: CHOICES[name] for name in CHOICES if name in hints(kind)}).items():
         value = values.get(name, words[0])
         known = any(value is word or (isinstance(value, str) and value == word) for word in words)
         if not known and not (name == "scale_rewards" and str(value).lower() in SCALES):
