@@ -152,12 +152,10 @@ def as_problems(name: str, rows: Dataset, columns: Mapping[str, str]) -> tuple[D
         )
     if name.startswith(gym.PREFIX):
         return rows, found  # with what its scorer reads
-    values = {ours: _values(rows, found[ours]) if ours in found else [None] * len(rows) for ours in COLUMNS}
-    values["solution"] = _as_text(values["solution"])
-    if found["solution"] != "solution":
-        values["solution"] = [boxed(answer) for answer in values["solution"]]
+    values = {"problem": _values(rows, found["problem"]), "solution": _solutions(rows, found["solution"])}
     for ours in ("level", "type"):
-        values[ours] = [value if value is None else str(value) for value in values[ours]]
+        stored = _values(rows, found[ours]) if ours in found else [None] * len(rows)
+        values[ours] = [value if value is None else str(value) for value in stored]
     return Dataset.from_dict({ours: column(values[ours]) for ours in COLUMNS}), found
 
 
@@ -184,10 +182,9 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
     for ours, theirs in inner.items():
         if not _leads_somewhere(renamed, theirs) or ours in renamed.column_names:
             raise _misfit(columns, stored)
-        values = _values(renamed, theirs)
+        values = (_solutions if ours == "solution" else _values)(renamed, theirs)
         if ours == "solution":
-            texts = [boxed(value) for value in _as_text(values)]
-            values = [final_answer(text) if isinstance(text, str) else text for text in texts]
+            values = [final_answer(text) if isinstance(text, str) else text for text in values]
         renamed = renamed.add_column(ours, column(values))
     if columns.get("prompt") == _MESSAGES:
         asked = [_until_last_question(turns, index) for index, turns in enumerate(renamed["prompt"])]
@@ -296,10 +293,11 @@ def _values(rows: Dataset, path: str) -> list[Any]:
     return values
 
 
-def _as_text(values: list[Any]) -> list[Any]:
-    """Numbers as text, also the only one of a list; all else unchanged."""
-    single = [v[0] if isinstance(v, list) and len(v) == 1 else v for v in values]
-    return [str(v) if type(v) in (int, float) else v for v in single]
+def _solutions(rows: Dataset, path: str) -> list[Any]:
+    """Solutions: numbers as text, also the only one of a list, and final answers, under another name, in a box."""
+    single = [v[0] if isinstance(v, list) and len(v) == 1 else v for v in _values(rows, path)]
+    texts = [str(v) if type(v) in (int, float) else v for v in single]
+    return texts if path == "solution" else [boxed(text) for text in texts]
 
 
 def boxed(answer: Any) -> Any:
