@@ -141,9 +141,7 @@ def _dataset(task: str, settings: dict[str, Any], level: str | None) -> Any:
         )
     try:
         config = config_class(**settings) if level is None else _at_level(CURRICULA, task, settings, level)
-        if hasattr(config, "validate"):
-            config.validate()
-        return dataset_class(config=config)
+        return dataset_class(config=config)  # validates it
     except (AssertionError, TypeError, AttributeError) as error:
         shown = {name: value for name, value in settings.items() if name != "seed"}
         raise ValueError(
