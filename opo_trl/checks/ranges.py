@@ -67,9 +67,6 @@ RANGES: dict[str, Range] = {name: allowed for allowed, names in _GROUPED.items()
     "local_rank": integer(-1),  # set by the launcher
 }
 
-# Required fields whose type admits `None`.
-_REQUIRED = {"num_generations"}
-
 # `scale_rewards` as command lines and recipes spell it.
 SCALES = dict.fromkeys(("true", "yes", "on"), "group") | dict.fromkeys(("false", "no", "off"), "none")
 
@@ -127,9 +124,10 @@ def problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
         if _is_exempt(values, name, value):
             continue
         if value is None:
-            fits = type(None) in get_args(hints(kind)[name]) and name not in _REQUIRED
+            # Of `num_generations`, which TRL needs, the type admits `None`, too.
+            fits = type(None) in get_args(hints(kind)[name]) and name != "num_generations"
         elif name in ("temperature_range", "reward_weights"):
-            fits = all(entry in allowed for entry in (value if isinstance(value, list | tuple) else [value, None]))
+            fits = isinstance(value, list | tuple) and all(entry in allowed for entry in value)
         else:
             fits = value in allowed
         if not fits:
