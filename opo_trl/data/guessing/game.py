@@ -23,8 +23,6 @@ SEED = 20
 SMALLEST, LARGEST = 10, 49
 HIGHER, LOWER, RIGHT, OVER = "higher", "lower", "right", "over"
 
-Game = tuple[int, int, int]  # the range, both ends included, and the number
-
 
 class Guessing:
     """
@@ -105,7 +103,7 @@ def make_games(split: Literal["train", "test"], levels: Iterable[str] | None = N
     rows = []
     for level in check_selection(split, levels, SPLIT_SIZES, LEVELS):
         rng, known = random.Random(f"{SEED}, {level}, {split}"), ranges(split, level)
-        games: dict[Game, None] = {}  # distinct, in the order in which they were drawn
+        games: dict[tuple[int, int, int], None] = {}  # range and number, distinct, in the order of drawing
         while len(games) < SPLIT_SIZES[split]:
             low, high = rng.choice(known)
             games[low, high, rng.randint(low, high)] = None
