@@ -182,7 +182,8 @@ class IsolatedReward(CountingReward):
         self.close()
         # "fork" would copy CUDA's state and the locks of other threads. With "spawn", every new worker would take
         # seconds to import the reward's module, which the fork server imports once.
-        context = _Context()
+        context: Any = ForkServerContext()
+        context.Process = _Process
         context.set_forkserver_preload([__name__, getattr(self.reward, "__module__", __name__)])
         self._pool = pool = ProcessPool(
             self.workers,
@@ -224,10 +225,6 @@ class _Process(ForkServerProcess):
     def _Popen(process_obj):
         with _without_main():
             return ForkServerProcess._Popen(process_obj)
-
-
-class _Context(ForkServerContext):
-    Process = _Process
 
 
 # In the workers. Each limit also holds in native code, during which a worker runs no signal handlers of Python: the
