@@ -9,6 +9,7 @@ what Transformers writes, or `***` in an address.
 import copy
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import yaml
@@ -98,10 +99,8 @@ def _mask_word(before: str, word: str) -> str:
         if _is_secret(name, word):
             return _marker(name)
         if word.startswith("{"):  # a mapping
-            try:
+            with suppress(yaml.YAMLError, ValueError, RecursionError):
                 return str(mask(yaml.safe_load(word)))
-            except (yaml.YAMLError, ValueError, RecursionError):
-                pass
     return mask_text(word)
 
 

@@ -16,6 +16,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +131,8 @@ def column(values: Sequence[Any]) -> pa.Array:
     """Values of one type as they are; of several as JSON, so that each keeps its own."""
     kinds = {type(value) for value in values} - {type(None)}
     if len(kinds) < 2:
-        try:
+        with suppress(ArrowInvalid):  # lists or mappings of several types
             return pa.array(values)
-        except ArrowInvalid:  # lists or mappings of several types
-            pass
     # Encoded here: `Dataset.from_list(…, on_mixed_types="use_json")` would mistake the text "4" for the number 4.
     return pa.array([None if value is None else json.dumps(value) for value in values], pa.json_())
 
