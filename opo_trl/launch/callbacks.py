@@ -13,7 +13,7 @@ from transformers.trainer_callback import ProgressCallback
 from ..checks.files import append_lines, rewind, write_json
 from ..checks.text import one_line
 from ..evaluate import Decoding, evaluate
-from ..report.run_folder import COMPLETIONS, LOG, SUMMARY
+from ..report.run_folder import COMPLETIONS, LOG, SUMMARY, by_decoding
 from ..rollout.trainer import RolloutTrainer
 
 
@@ -28,16 +28,12 @@ def measure(trainer: RolloutTrainer, data: Mapping[str, Dataset], samples: int) 
 
 def table(before: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> str:
     """Accuracies with their intervals as text, one line per level and decoding; blank where unknown."""
-    after = after or {}
-    rows = dict.fromkeys((level, way) for results in (before, after) for level in results for way in results[level])
-
-    def cell(results: Mapping[str, Any], level: str, decoding: str) -> str:
-        result = results.get(level, {}).get(decoding)
-        return f"{result['accuracy']:6.1%} [{result['low']:.1%}, {result['high']:.1%}]" if result else ""
-
+    both = by_decoding(before), by_decoding(after or {})
+    cell = "{accuracy:6.1%} [{low:.1%}, {high:.1%}]"
     lines = [f"{'accuracy (95 % interval)':<26}{'before':<26}{'after' if after else ''}"]
-    for row in rows:
-        lines.append(f"{one_line(', '.join(row), 80):<26}{cell(before, *row):<26}{cell(after, *row)}")
+    for name in both[0] | both[1]:
+        first, last = (cell.format_map(results[name]) if name in results else "" for results in both)
+        lines.append(f"{one_line(name, 80):<26}{first:<26}{last}")
     return "\n".join(line.rstrip() for line in lines)
 
 
