@@ -6,13 +6,12 @@ Figures of a run, drawn from its log alone.
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,7 +19,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..checks import files
-from ..checks.files import inner_folder
 from ..checks.text import one_line
 from ..metrics.log import PHASES, Entry, Points, finite, number, off_policy, seconds_by_phase, validations
 from .run_folder import LOG, by_decoding, read_log, read_summary
@@ -43,13 +41,9 @@ _PANELS = {
 }
 
 
-@contextmanager
-def style() -> Iterator[None]:
+def style() -> AbstractContextManager[None]:
     """Our style alone: no `matplotlibrc`, which may be in the current folder, and no formulas in texts of others."""
-    with plt.rc_context():
-        matplotlib.rcdefaults()
-        plt.rcParams.update({**STYLE, "text.parse_math": False})
-        yield
+    return plt.style.context({**STYLE, "text.parse_math": False}, after_reset=True)
 
 
 def legible(text: str) -> str:
@@ -70,7 +64,7 @@ def draw_run(folder: Path) -> dict[Path, bytes]:
     if not log:
         raise ValueError(f"{str(folder / LOG)!r} does not exist or is empty. Pass the folder of a run.")
     plt.switch_backend("Agg")  # files only: no display is needed
-    summary, into = read_summary(folder), inner_folder(folder, "figures")
+    summary, into = read_summary(folder), files.inner_folder(folder, "figures")
     written: dict[Path, bytes] = {}
     with style():
         figures = {"training": _panels([*_PANELS], log, (11, 5.5))}
