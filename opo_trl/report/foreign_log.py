@@ -105,12 +105,12 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     nested = row.get("metrics")
     if isinstance(nested, str) and nested.startswith("{"):
         row = {**row, **files.parse(nested.encode(), {})}
-    found = dict.fromkeys((name.removeprefix("train/") for name in row), math.nan)
-    for name, value in row.items():
+    found: dict[str, float] = {}
+    for column, value in row.items():
+        name = column.removeprefix("train/")
+        found.setdefault(name, math.nan)
         with suppress(ValueError):
-            found[name.removeprefix("train/")] = number(
-                {name: float(value) if isinstance(value, str) else value}, name
-            )
+            found[name] = number({name: float(value) if isinstance(value, str) else value}, name)
     return found
 
 
