@@ -43,9 +43,12 @@ _GIVEN_TO_TEMPLATE = (
 # Further arguments that the trainer passes to a reward function.
 OF_TRAINER = ("trainer_state", "log_extra", "log_metric")
 
-_HTTP_SECONDS = 5.0  # time limit for an answer
 _HERE = "the current folder"
-_FILES = ("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint")  # fields that may name one
+# Fields that may name a file or folder, besides the model's and those of the user's code.
+_PATHS = (
+    *("dataset_name", "rollouts", "rollouts_model", "reward_model_name_or_path", "accelerate_config"),
+    *("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint"),
+)
 
 # Field of a recipe → the package that it needs, and what installs that.
 _PACKAGES = {
@@ -70,15 +73,7 @@ def check_apart(script: OPOScriptArguments, args: RolloutConfig, model: str, rec
     # A run's own `recipe.yaml` repeats it in place: it is replaced, and never deleted.
     repeats = is_claimed(folder) and os.path.realpath(recipe_path or "") == os.path.realpath(folder / RECIPE)
     read: list[tuple[str, Any]] = [("config", None if repeats else recipe_path), ("model_name_or_path", model)]
-    for name in (
-        "dataset_name",
-        "rollouts",
-        "rollouts_model",
-        "reward_model_name_or_path",
-        "accelerate_config",
-        *_FILES,
-    ):
-        read.append((name, getattr(script, name, None) or getattr(args, name, None)))
+    read += [(name, getattr(script, name, None) or getattr(args, name, None)) for name in _PATHS]
     for part in script.datasets:
         read += [("datasets", part.get(name)) for name in ("path", "data_dir", "data_files")]
     for field in ("reward_funcs", "tools", "environment_factory"):
@@ -107,7 +102,7 @@ def check_vllm_server(args: RolloutConfig) -> None:
     field = by_url if args.vllm_server_base_url else f"vllm_server_port={args.vllm_server_port}"
     await_health(url, field, args.vllm_server_timeout, start="trl vllm-serve")
     host, port = urlsplit(url).hostname, args.vllm_group_port
-    with suppress(OSError), socket.create_connection((host, port), _HTTP_SECONDS):
+    with suppress(OSError), socket.create_connection((host, port), timeout=5):
         said = f"vllm_group_port={port} is taken: something on {host!r} already listens there"
         raise ValueError(f"{said}. Set `vllm_group_port` to a free port, through which weights are sent.")
 
