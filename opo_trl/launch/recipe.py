@@ -103,10 +103,10 @@ class _Parser(TrlParser):
         return words
 
 
-def make_parser(trainer: str, prog: str = "opo-trl train") -> _Parser:
+def make_parser(trainer: str) -> _Parser:
     """Parser of recipes and command lines, into script, trainer and model arguments."""
     dataclass_types: Any = _argument_classes(trainer)
-    parser = _Parser(dataclass_types, prog=prog, allow_abbrev=False, add_help=False)
+    parser = _Parser(dataclass_types, prog="opo-trl train", allow_abbrev=False, add_help=False)
     parser.problems = {}
     no_value: Any = {"default": argparse.SUPPRESS}
     parser.add_argument("-h", "--help", action=ShortHelp, nargs=0, help="show the most used fields", **no_value)
