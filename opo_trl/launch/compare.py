@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ..checks import paths
-from ..checks.errors import report_error, under_way
+from ..checks.errors import under_way
 from ..checks.files import inner_folder
 from ..checks.secrets import mask_words
 from ..checks.text import one_line
@@ -28,13 +28,11 @@ from .words import overrides
 
 
 def main(argv: Sequence[str]) -> int:
-    """Entry point of `opo-trl compare`; returns 1 if a run failed, 2 if something cannot be run or compared."""
+    """What `opo-trl compare` does; returns 1 if a run failed."""
     parser = _make_parser()
     arguments, fields = parser.parse_known_args(argv)
     try:
         return _compare(arguments, fields)
-    except (ValueError, ImportError, OSError) as error:
-        return report_error(parser.prog, error, debug=arguments.debug)
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted. To resume, repeat the command.", file=sys.stderr)
         return 130
@@ -131,7 +129,3 @@ def plan(arguments: argparse.Namespace, fields: list[str]) -> list[Job]:
     for job in jobs:
         check_earlier_run(job)
     return jobs
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ import yaml
 from helpers import DEVICE_FIELDS, environment, wait_until
 
 from opo_trl.checks.files import append_lines, read_json, read_lines, write_json
-from opo_trl.launch.compare import main
+from opo_trl.launch import cli
 from opo_trl.launch.jobs import Job, check_earlier_run
 from opo_trl.launch.recipe import parse
 from opo_trl.launch.words import overrides
@@ -61,8 +61,12 @@ def story(tmp_path_factory):
     return folder, run, interrupted, left, (second.communicate(timeout=300)[1], second.returncode)
 
 
+def main(argv: list[str]) -> int:
+    return cli.main(["compare", *argv])
+
+
 def start(folder: Path, *argv: str) -> subprocess.Popen:
-    process = [sys.executable, "-m", "opo_trl.launch.compare", *argv]
+    process = [sys.executable, "-m", "opo_trl.launch.cli", "compare", *argv]
     return subprocess.Popen(process, cwd=folder, env=environment(), text=True, stderr=subprocess.PIPE)
 
 
