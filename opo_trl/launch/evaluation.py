@@ -12,7 +12,6 @@ Both use the same engine. What the numbers mean, and why they differ: `docs/repo
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from ..report import evaluation as stored
 from ..report.run_folder import environment, is_run, read_settings
 from ..report.run_report import write_or_say_why
 from . import harness
+from .harness import Subject
 from .preflight import check_model, load_tokenizer, read_adapter
 from .scores import Asking, measure, reward_of
 
@@ -38,17 +38,6 @@ _BATCH, _LENGTH = 8, 1024  # without a run
 _LEAST = {"limit": 1, "samples": 1, "max_completion_length": 1, "batch_size": 1, "num_fewshot": 0}
 # The embedded model's context has 128 tokens, and its completions at most 20.
 _OF_EMBEDDED = {"prompt_style": "plain", "max_completion_length": 32, "per_device_eval_batch_size": 100}
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The model to evaluate: a folder or Hub id, maybe an adapter for it, and the settings of the run that made it."""
-
-    name: str
-    model: str
-    adapter: str | None
-    tokenizer: str
-    settings: Mapping[str, Any]
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -100,7 +89,7 @@ def main(argv: Sequence[str]) -> None:
     how: dict[str, Any] = {"backend": arguments.backend, "batch_size": batch_size}
     how |= {"template": asking.template if asking.style == "chat" else {}}
     how |= {"ends_thinking": "</think>" in tokenizer.get_vocab()}
-    lm = harness.load_model(subject.model, subject.adapter, subject.tokenizer, **how)
+    lm = harness.load_model(subject, **how)
     check_finite(None, getattr(lm, "model", None))  # that of vLLM is in another process
     output.mkdir(parents=True, exist_ok=True)
     ks = sorted(set(arguments.k or [2**i for i in range(arguments.samples.bit_length())]))

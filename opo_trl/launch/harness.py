@@ -57,6 +57,17 @@ for _name in ("lm_eval.evaluator", "lm_eval.api.task", "lm_eval.config.task", "l
 
 
 @dataclass(frozen=True)
+class Subject:
+    """The model to evaluate: a folder or Hub id, maybe an adapter for it, and the settings of the run that made it."""
+
+    name: str
+    model: str
+    adapter: str | None
+    tokenizer: str
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Verdict:
     """lm-eval's judgement of one problem."""
 
@@ -159,14 +170,7 @@ def _why(name: str, data: Path | None, error: BaseException) -> str:
 
 
 def load_model(
-    model: str,
-    adapter: str | None,
-    tokenizer: str,
-    *,
-    backend: str,
-    batch_size: int,
-    template: Mapping[str, Any],
-    ends_thinking: bool,
+    subject: Subject, *, backend: str, batch_size: int, template: Mapping[str, Any], ends_thinking: bool
 ) -> "LM":
     """
     Load a model with lm-eval's class for the backend, `"hf"` or `"vllm"`.
@@ -175,7 +179,8 @@ def load_model(
     """
     from lm_eval.api.registry import get_model
 
-    options: dict[str, Any] = {"pretrained": model, "tokenizer": tokenizer}
+    adapter = subject.adapter
+    options: dict[str, Any] = {"pretrained": subject.model, "tokenizer": subject.tokenizer}
     options |= {"think_end_token": "</think>"} if ends_thinking else {}
     if backend == "hf":
         options |= {"batch_size": batch_size, "chat_template_args": dict(template)}
@@ -190,7 +195,7 @@ def load_model(
         if adapter:
             rank = max(read_adapter(Path(adapter)).get("r") or 0, 16)
             options |= {"lora_local_path": adapter, "max_lora_rank": rank}
-    with foreign.library(f"MODEL={model!r} cannot be loaded with --backend {backend}"):
+    with foreign.library(f"MODEL={subject.model!r} cannot be loaded with --backend {backend}"):
         return get_model(backend)(**options)
 
 

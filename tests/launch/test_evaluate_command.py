@@ -225,7 +225,7 @@ def test_different_verdicts_are_counted_and_explained(gsm8k_data, tmp_path, monk
 @needs_lm_eval
 def test_prompt_is_that_of_training(tiny_model):
     lm = harness.load_model(
-        *(tiny_model, None, tiny_model),
+        harness.Subject(tiny_model, tiny_model, None, tiny_model, {}),
         **{"backend": "hf", "batch_size": 2, "template": {}, "ends_thinking": False},
     )
     row = {"problem": "What is 1+1?", "level": None, "type": None, "solution": r"\boxed{2}"}
@@ -274,7 +274,7 @@ def test_a_run_is_asked_as_it_was_trained(folder, tmp_path, row, fields):
     arguments = SimpleNamespace(prompt_style=None, max_completion_length=None, model="run")
     asking = evaluation._asking(arguments, settings, AutoTokenizer.from_pretrained(folder))
     lm = harness.load_model(
-        *(str(folder), None, str(folder)),
+        harness.Subject("run", str(folder), None, str(folder), settings),
         **{"backend": "hf", "batch_size": 2, "template": asking.template, "ends_thinking": False},
     )
     assert [lm.tok_encode(prompt_of(lm, "What is 1+1?", asking))] == trained
