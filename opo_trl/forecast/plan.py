@@ -152,6 +152,7 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
     cast = width if zero else None
     counted, weight_bytes, trained, trained_bytes = _count(trainer.model, cast=cast, masters=masters)
     trained_width = trained_bytes / max(trained, 1)
+    moment_width = 1 if "8bit" in args.optim else 4 if zero else trained_width
     colocated = trainer.use_vllm and trainer.vllm_mode == "colocate"
     hidden = getattr(trainer.model.config.get_text_config(), "hidden_size", 0)
     bucket = zero.get("reduce_bucket_size", 5e8)
@@ -163,7 +164,7 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
         precision=memory.Precision(width, 2 if half else width, trained_width),
         sharding=sharding,
         processes=args.world_size,
-        moments=_moments(args.optim, 4 if zero else trained_width),
+        moments=0 if args.optim == "sgd" else 2 * moment_width,  # unknown optimizers count as AdamW
         bucket=hidden**2 if bucket == "auto" else float(bucket),  # as Transformers fills it in
         live=float(zero.get("stage3_max_live_parameters", 1e9)),
         rows=rows,
@@ -229,11 +230,6 @@ def _sharding(trainer: Any) -> str:
     if trainer.is_fsdp_enabled:
         return "fsdp2"
     return "none" if accelerator.distributed_type == DistributedType.NO else "ddp"
-
-
-def _moments(optimizer: str, width: float) -> float:
-    """Bytes of optimizer state per parameter, for moments of `width` bytes; unknown optimizers count as AdamW."""
-    return 0 if optimizer == "sgd" else 2 * (1 if "8bit" in optimizer else width)
 
 
 def _row_tokens(trainer: Any) -> tuple[int, int]:
