@@ -100,8 +100,9 @@ def _estimate(comparison: Comparison, label: str, measure: str) -> str:
     """Mean ± half-width of the 95 % interval."""
     found = comparison.estimate(label, measure)
     if found is None:
-        count = comparison.count(label, measure)
-        return f"{NOTHING} ({count} of {len(comparison.methods[label])} seeds)" if count else NOTHING
+        runs = comparison.methods[label]
+        count = sum(comparison.values[run.name].get(measure) is not None for run in runs)
+        return f"{NOTHING} ({count} of {len(runs)} seeds)" if count else NOTHING
     half = "" if found.interval is None else f" ± {number(found.interval[1] - found.mean, measure)}"
     return number(found.mean, measure) + half
 

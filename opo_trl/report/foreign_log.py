@@ -30,8 +30,7 @@ _FORMS = (
     "logged step, with columns such as step, reward and frac_reward_zero_std."
 )
 _ANY = files.Kind("JSON", lambda value: True)
-_OF_ANY_TRAINER = {"grad_norm", "entropy"}
-_OF_GRPO = {name for each in diagnostics({}) for name in each.metrics.split()} - _OF_ANY_TRAINER
+_OF_GRPO = {name for each in diagnostics({}) for name in each.metrics.split()} - {"grad_norm", "entropy"}
 _OF_TRAINING = _OF_GRPO | {"entropy", "step_time", "validation/accuracy"}
 _CLOCKS = ("global_step", "step", "_step")  # where there is the first, trackio and wandb count calls in the others
 _PROFILED = (".transformers.generate", ".transformers.generate_batch", ".vLLM.generate", "._calculate_rewards")

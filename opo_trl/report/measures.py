@@ -43,10 +43,6 @@ class Comparison:
         values = [self.values[run.name].get(measure) for run in self.methods[label]]
         return None if None in values else estimate(values)
 
-    def count(self, label: str, measure: str) -> int:
-        """Number of the method's runs that have a value."""
-        return sum(self.values[run.name].get(measure) is not None for run in self.methods[label])
-
     def difference(self, label: str, measure: str) -> Difference | None:
         """Difference from the baseline on common seeds; `None` without common seeds, or if a value is missing."""
         pairs = [[self.values[run.name].get(measure) for run in pair] for pair in self.pairs(label)]
@@ -203,5 +199,5 @@ def reward_target(methods: Mapping[str, list[Run]]) -> float:
 def first_step_at(target: float, points: Points) -> float | None:
     """First optimizer step at which the mean of the last ten entries reaches `target`; `None` if it never does."""
     smoothed = smooth([value for _, value in points])
-    reached = [step for (step, _), value in list(zip(points, smoothed, strict=True))[WINDOW - 1 :] if value >= target]
-    return reached[0] if reached else None
+    rows = zip(points[WINDOW - 1 :], smoothed[WINDOW - 1 :], strict=True)
+    return next((step for (step, _), value in rows if value >= target), None)

@@ -28,7 +28,6 @@ REPORT = "report.html"
 _PROMPTS, _TIMES = 4, 5  # how many prompts to show, and how many validations of each
 _LONGEST = 2000  # characters of a prompt or completion
 _MOST_ROWS = 50  # of a prompt that is validated several times
-_SPARK = 100, 24, 2  # width, height and margin of a small curve
 
 
 def write_report(folder: Path) -> Path:
@@ -138,7 +137,7 @@ def _figures(folder: Path) -> dict[str, bytes] | None:
 
 def spark(points: Sequence[tuple[float, float]]) -> str:
     """Points of an SVG polyline, with values averaged to at most its width in points."""
-    width, height, margin = _SPARK
+    width, height, margin = 100, 24, 2
     parts = np.array_split([value for _, value in points], min(len(points), width))
     means = np.array([part.mean() for part in parts])
     middle, span = (means.max() + means.min()) / 2, np.ptp(means) or 1

@@ -118,14 +118,14 @@ def _validation(log: Sequence[Entry]) -> Verdict | None:
         return None
     first, last = rows[0], rows[-1]
     rose, fell = last["validation/low"] > first["validation/high"], last["validation/high"] < first["validation/low"]
-    verb, undecided = "rose" if rose else "fell" if fell else "went", "" if rose or fell else _UNDECIDED
+    verb = "rose" if rose else "fell" if fell else "went"
+    undecided = "" if rose or fell else ": the intervals overlap, so there is no verdict"
     shown = "{validation/accuracy:.1%} [{validation/low:.1%}, {validation/high:.1%}]"
     said = f"Validation accuracy {verb} from {shown.format_map(first)} to {shown.format_map(last)}{undecided}."
     points = finite(rows, "validation/accuracy")
     return Verdict("validation/accuracy", said, rose if rose or fell else None, _CHEATED if fell else "", points)
 
 
-_UNDECIDED = ": the intervals overlap, so there is no verdict"
 _CHEATED = (
     "If the reward rose, the policy earns it by something other than correct answers: read the completions and "
     "fix the reward. Otherwise lower `learning_rate`."
