@@ -326,10 +326,6 @@ def _without_meaningless(recipe: dict[str, Any], words: Sequence[str]) -> tuple[
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if hasattr(value, "to_dict"):  # a mapping that Transformers has turned into an object
-        value = value.to_dict()
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+    return value.value if isinstance(value, Enum) else value
