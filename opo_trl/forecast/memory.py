@@ -49,50 +49,30 @@ _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 _Head = tuple[float, float, float]
 
 
-@dataclass(frozen=True)
 class Decoder:
     """Shape of a dense Llama-style decoder: widths in elements, `query` and `key` over all heads."""
 
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    query: int
-    key: int
-    vocabulary: int
-    tied: bool
-    normalized_heads: bool
-    attention: str = "sdpa"
-
-    @property
-    def layer_weights(self) -> int:
-        """Elements of the linear layers of one block."""
-        return self.hidden * (2 * self.query + 2 * self.key + 3 * self.intermediate)
-
-    @property
-    def embedding(self) -> int:
-        """Elements of the embedding, and of the LM head."""
-        return self.vocabulary * self.hidden
+    def __init__(self, config: Any):
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.layers: int = config.num_hidden_layers
+        self.hidden: int = config.hidden_size
+        self.heads: int = config.num_attention_heads
+        self.query: int = width * config.num_attention_heads
+        self.key: int = width * config.num_key_value_heads
+        self.intermediate: int = config.intermediate_size
+        # Elements of the linear layers of one block
+        self.layer_weights = self.hidden * (2 * self.query + 2 * self.key + 3 * self.intermediate)
+        self.vocabulary: int = config.vocab_size
+        self.embedding = self.vocabulary * self.hidden  # elements, as many as those of the LM head
+        self.tied: bool = config.tie_word_embeddings
+        self.normalized_heads = config.model_type == "qwen3"
+        self.attention: str = config._attn_implementation or "sdpa"
 
 
 def decoder(config: Any) -> Decoder | None:
     """Shape of the text model of a Transformers configuration; `None` if its layers are not Llama-style."""
     config = config.get_text_config()
-    if config.model_type not in _ARCHITECTURES:
-        return None
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Decoder(
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        heads=config.num_attention_heads,
-        query=width * config.num_attention_heads,
-        key=width * config.num_key_value_heads,
-        vocabulary=config.vocab_size,
-        tied=config.tie_word_embeddings,
-        normalized_heads=config.model_type == "qwen3",
-        attention=config._attn_implementation or "sdpa",
-    )
+    return Decoder(config) if config.model_type in _ARCHITECTURES else None
 
 
 @dataclass(frozen=True)
