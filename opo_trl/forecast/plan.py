@@ -1,7 +1,7 @@
 """The plan printed when training starts: rollouts, optimizer steps, objective and memory."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -149,8 +149,9 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
     masters = half and sharding == "fsdp2"
     if not zero and not masters:
         width = trainer.model.get_input_embeddings().weight.element_size()
-    cast = width if zero else None
-    counted, weight_bytes, trained, trained_bytes = _count(trainer.model, cast=cast, masters=masters)
+    how: Any = {"cast": width if zero else None, "masters": masters}
+    counted, weight_bytes = _count(trainer.model.parameters(), **how)
+    trained, trained_bytes = _count((p for p in trainer.model.parameters() if p.requires_grad), **how)
     trained_width = trained_bytes / max(trained, 1)
     moment_width = 1 if "8bit" in args.optim else 4 if zero else trained_width
     colocated = trainer.use_vllm and trainer.vllm_mode == "colocate"
@@ -202,25 +203,22 @@ def _replayed_bytes(args: Any, prompt: int, completion: int) -> float:
     return float(rows * (16 * (prompt + completion) + 4 * columns * completion))
 
 
-def _count(model: Any, *, cast: int | None, masters: bool) -> tuple[int, float, int, float]:
+def _count(parameters: Iterable[Any], *, cast: int | None, masters: bool) -> tuple[int, float]:
     """
-    Number and bytes of all parameters, and of the trained ones.
+    Elements and bytes of parameters.
 
     `cast`: bytes of each weight after DeepSpeed's cast. `masters`: trained weights are accelerate's float32 copies.
     """
-    counted = trained = 0
-    weight_bytes = trained_bytes = 0.0
-    for p in model.parameters():
+    elements, total = 0, 0.0
+    for p in parameters:
         # Under ZeRO-3 a parameter is empty, but knows its full size.
         n, size = getattr(p, "ds_numel", p.numel()), p.element_size()
         if cast is not None and p.is_floating_point():
             size = cast
         elif masters and p.requires_grad:
             size = 4
-        counted, weight_bytes = counted + n, weight_bytes + n * size
-        if p.requires_grad:
-            trained, trained_bytes = trained + n, trained_bytes + n * size
-    return counted, weight_bytes, trained, trained_bytes
+        elements, total = elements + n, total + n * size
+    return elements, total
 
 
 def _sharding(trainer: Any) -> str:
