@@ -86,6 +86,7 @@ def readable(field: str, path: str | os.PathLike) -> Iterator[None]:
 
 def check_folder(field: str, folder: str | os.PathLike) -> None:
     """Check that files can be written in a folder, which need not exist."""
+    check_name(field, folder)
     path = Path(os.path.expanduser(folder))  # as Transformers does; an unknown user's home stays as it is
     # `os.path` reports what it may not see as missing, so this ends at the folder that denies permission.
     place = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))

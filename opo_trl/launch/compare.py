@@ -64,7 +64,6 @@ def _compare(arguments: argparse.Namespace, fields: list[str]) -> int:
     if arguments.baseline not in (None, *labels):
         known = ", ".join(sorted(labels))
         raise ValueError(f"--baseline {arguments.baseline} is none of the methods. Use one of {known}.")
-    paths.check_name("output", arguments.output)
     paths.check_folder("output", arguments.output)
     check_output(arguments.output)
     with under_way() if jobs else nullcontext():

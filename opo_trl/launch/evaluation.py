@@ -153,7 +153,6 @@ def _output(arguments: argparse.Namespace) -> Path:
         if not output.is_dir():
             said = f"MODEL={arguments.model!r} is not a folder, so there is no place for the results"
             raise ValueError(f"{said}. Set `--output` to one, or correct MODEL.")
-    paths.check_name("output", output)
     paths.check_folder("output", output)
     earlier = str(stored.read_evaluation(output).get("model", ""))
     here = arguments.output is None and Path(earlier).name in ("", "..", output.resolve().name)

@@ -61,7 +61,6 @@ def check_at_once(argv: Sequence[str]) -> None:
         strict_yaml.read_mappings(name, given[name])
     folder, dataset = given.get("output_dir"), given.get("dataset_name")
     if isinstance(folder, str):
-        paths.check_name("output_dir", folder)
         paths.check_folder("output_dir", folder)
     if isinstance(dataset, str):
         paths.check_name("dataset_name", dataset)
