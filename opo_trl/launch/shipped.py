@@ -7,18 +7,14 @@ from ..checks import strict_yaml
 
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
-_ACCELERATE = "accelerate"  # folder of configurations that recipes name
 
 
 def describe() -> str:
     """Each recipe with the first line of its file, which says what it does."""
-    recipes = [path for path in sorted(SHIPPED.rglob("*.yaml")) if path.parent.name != _ACCELERATE]
-    names = [str(path.relative_to(SHIPPED)) for path in recipes]
-    width = max(map(len, names))
-    return "\n".join(
-        f"{name:<{width}}  {path.read_text(encoding='utf-8').split(chr(10), 1)[0].removeprefix('# ')}"
-        for name, path in zip(names, recipes, strict=True)
-    )
+    recipes = [path for path in sorted(SHIPPED.rglob("*.yaml")) if path.parent.name != "accelerate"]  # which they name
+    said = {str(path.relative_to(SHIPPED)): path.read_text(encoding="utf-8").partition("\n")[0] for path in recipes}
+    width = max(map(len, said))
+    return "\n".join(f"{name:<{width}}  {line.removeprefix('# ')}" for name, line in said.items())
 
 
 def copy_out(name: str, output: Path) -> list[Path]:
