@@ -190,35 +190,16 @@ def evaluate(
     return Evaluation(gathered, per_problem=samples)
 
 
-class _Evaluating:
-    """
-    Overrides of a trainer's methods in its twin: what is scored is kept, and no log-probabilities of behaviour policy,
-    reference and vLLM's correction are computed, on which no score depends.
-    """
-
-    _scored: tuple[list[Any], list[Any], torch.Tensor] | None = None  # prompts, completions, rewards of all processes
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        trainer: Any = super()
-        rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._scored = prompts, completions, rewards
-        return rewards
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        return None, None, None
-
-
 def _twin(trainer: "GRPOTrainer") -> Any:
     """
-    A shallow copy of a trainer, of a class derived from its own, that makes one completion per prompt. It has the
-    trainer's model, engine, tools and rewards; its metrics, logs and counters, and whatever an override sets in it,
-    are its own.
+    A shallow copy of a trainer that makes one completion per prompt. It has the trainer's model, engine, tools and
+    rewards; its metrics, logs and counters, and whatever an override sets in it, are its own.
     """
-    kind = type(trainer)
     twin: Any = copy(trainer)
-    twin.__class__ = type(kind.__name__, (_Evaluating, kind), {})
     twin.num_generations_eval = 1
+    # No score depends on the log-probabilities of behaviour policy, reference and vLLM's correction.
     twin.vllm_importance_sampling_correction = False
+    twin._get_per_token_logps_and_entropies = lambda *args, **named: (None, None, None)
     twin.state = copy(trainer.state)  # it counts tokens
     for name in ("_metrics", "_logs", "_pending_metrics", "_pending_extra_logs"):
         if hasattr(trainer, name):
@@ -241,15 +222,23 @@ def _emptied(records: Any) -> Any:
 
 def _solve(twin: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Prompt, completion and reward of each row, as in a rollout of these rows."""
-    twin._scored = None
+    scored: list[tuple[list[Any], list[Any], torch.Tensor]] = []  # prompts, completions, rewards of all processes
+    outermost = twin._calculate_rewards
+
+    def calculate(inputs, prompts, completions, completion_ids_list):
+        rewards = outermost(inputs, prompts, completions, completion_ids_list)
+        scored.append((prompts, completions, rewards))
+        return rewards
+
     twin.model.eval()  # for each batch: TRL's continuous batching leaves the model in training mode
-    twin._generate_and_score_completions(rows)
-    if twin._scored is None:
+    with temporarily(twin, _calculate_rewards=calculate):
+        twin._generate_and_score_completions(rows)
+    if not scored:
         raise RuntimeError(
             f"{type(twin).__name__}._generate_and_score_completions did not call `_calculate_rewards`, so there is "
             "nothing to evaluate. Call `super()._generate_and_score_completions`, or score with that method."
         )
-    prompts, completions, rewards = twin._scored
+    prompts, completions, rewards = scored[-1]
     start = twin.accelerator.process_index * len(rows)
     own = rewards[start : start + len(rows), 0].tolist()
     return [
