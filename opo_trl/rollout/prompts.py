@@ -5,7 +5,6 @@ Which prompt comes next: a function of the seed and of the position in the run.
 offers, so it draws from a [`PromptStream`].
 """
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -150,19 +149,18 @@ class PromptStream:
         self._order = order
         self.n_prompts = len(order(0))
         self.position = 0  # of the next prompt that was never drawn
-        self.returned: list[int] = []  # heap of the positions that were given back; they are drawn first
+        self.returned: list[int] = []  # positions that were given back, in order; they are drawn first
 
     def draw(self, count: int) -> list[int]:
         """Take the next `count` positions."""
-        drawn = [heapq.heappop(self.returned) for _ in range(min(count, len(self.returned)))]
+        drawn, self.returned = self.returned[:count], self.returned[count:]
         new = range(self.position, self.position + count - len(drawn))
         self.position += len(new)
         return [*drawn, *new]
 
     def give_back(self, positions: list[int]) -> None:
         """Put back positions that were drawn but not used."""
-        for position in positions:
-            heapq.heappush(self.returned, position)
+        self.returned = sorted([*self.returned, *positions])
 
     def prompts(self, positions: list[int]) -> list[int]:
         """Indices of the prompts at these positions."""
@@ -180,7 +178,7 @@ class PromptStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume at what `state_dict` returned."""
-        self.position, self.returned = state["position"], state["returned"]
+        self.position, self.returned = state["position"], sorted(state["returned"])
 
 
 def permutations(n_prompts: int, *, seed: int, shuffle: bool = True) -> Order:
