@@ -192,7 +192,7 @@ class OPOTrainer(RolloutTrainer):
         if self._anchor_deferred:  # `_micro_batches` makes this pass, for the samples that need it
             self._anchor_deferred = False
             return None, None, None
-        model = packing.Packed(model) if self.args.padding_free else model
+        model = partial(packing.packed, model) if self.args.padding_free else model
         logps = super()._get_per_token_logps_and_entropies
         if batch_size is not None and self.args.plan_micro_batches:
             logps = partial(self._planner.score, logps)

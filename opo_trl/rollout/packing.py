@@ -15,35 +15,30 @@ logger = get_logger(__name__)
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-class Packed:
+def packed(model: Any, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **options: Any) -> Any:
     """
-    A model with TRL's fused head, called as TRL calls it, that computes no padding.
+    Outputs of a model for padded rows `[B, L]`, per token `[B, L - 1]`, without computing padding. It is called as TRL
+    calls a model with its fused head; DDP's, DeepSpeed's or PEFT's wrapper may be around it.
 
     Without an attention mask, Transformers separates packed samples by their position ids, which restart with each
     sample. Flash attention then computes every sample by itself; other implementations compute attention between all
-    tokens, and mask it between samples. The model may have DDP's, DeepSpeed's or PEFT's wrapper around it.
+    tokens, and mask it between samples.
 
     Rows whose mask has gaps stay padded: a gap in the position ids would separate what follows it from its sample.
     """
-
-    def __init__(self, model: Any):
-        self.model = model
-
-    def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **options: Any) -> Any:
-        """Outputs for padded rows `[B, L]`, per token `[B, L - 1]` as without packing."""
-        real = attention_mask.bool()
-        begins = real & ~pad(real, (1, 0))[:, :-1]
-        if (begins.sum(dim=1) > 1).any():
-            return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **options)
-        place = real.flatten().nonzero()[:, 0]
-        tables = {"input_ids": input_ids, "labels": labels, "position_ids": attention_mask.cumsum(dim=1) - 1}
-        outputs = self.model(**{name: rows.flatten()[place][None] for name, rows in tables.items()}, **options)
-        for name in {"log_probs", "entropy"} & outputs.keys():  # a reference model's head has no entropy
-            # The head returns one value fewer than there are tokens. A sample's first token, which follows the sample
-            # before it, has no label.
-            values = pad(outputs[name], (1, 0))
-            outputs[name] = values.new_zeros(real.shape).masked_scatter(real, values)[:, 1:]
-        return outputs
+    real = attention_mask.bool()
+    begins = real & ~pad(real, (1, 0))[:, :-1]
+    if (begins.sum(dim=1) > 1).any():
+        return model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **options)
+    place = real.flatten().nonzero()[:, 0]
+    tables = {"input_ids": input_ids, "labels": labels, "position_ids": attention_mask.cumsum(dim=1) - 1}
+    outputs = model(**{name: rows.flatten()[place][None] for name, rows in tables.items()}, **options)
+    for name in {"log_probs", "entropy"} & outputs.keys():  # a reference model's head has no entropy
+        # The head returns one value fewer than there are tokens. A sample's first token, which follows the sample
+        # before it, has no label.
+        values = pad(outputs[name], (1, 0))
+        outputs[name] = values.new_zeros(real.shape).masked_scatter(real, values)[:, 1:]
+    return outputs
 
 
 def check(model: PreTrainedModel) -> None:

@@ -1,6 +1,7 @@
 """Packed samples have the log-probabilities, entropies and gradients of padded ones."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from helpers import make_trainer
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, Qwen3NextConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from opo_trl.rollout.packing import Packed, check
+from opo_trl.rollout.packing import check, packed
 
 
 PROMPT, COMPLETION = 5, 9
@@ -39,7 +40,7 @@ def test_packed_samples_have_the_values_and_the_gradient_of_padded_ones(tiny_mod
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     expected, expected_gradient = values_and_gradient(model, model)
     model.set_attn_implementation(attention)
-    values, gradient = values_and_gradient(model, Packed(model))
+    values, gradient = values_and_gradient(model, partial(packed, model))
     for value, wanted in zip(values, expected, strict=True):
         assert value.shape == wanted.shape == (len(LENGTHS), PROMPT + COMPLETION - 1)
         assert torch.allclose(value, wanted, atol=1e-5)
@@ -54,10 +55,10 @@ def test_no_padding_passes_through_the_model(tiny_model, tmp_path):
         with_kwargs=True,
     )
     trainer.train()
-    packed = [shape for shape, mask in shapes if mask is None and shape[0] == 1]
-    assert packed
+    unpadded = [shape for shape, mask in shapes if mask is None and shape[0] == 1]
+    assert unpadded
     real = sum(batch["prompt_mask"].sum() + batch["completion_mask"].sum() for batch in trainer.steps[0].batches)
-    assert sum(shape[1] for shape in packed[-len(trainer.steps[0].batches) :]) == real
+    assert sum(shape[1] for shape in unpadded[-len(trainer.steps[0].batches) :]) == real
 
 
 @pytest.mark.parametrize(
