@@ -130,31 +130,28 @@ class Planner:
 
     def _parts(self, rows: Rows, read: np.ndarray) -> list[Rows]:
         """The samples of an optimizer step, less the skippable ones; `read` is this step's of `_read_samples`."""
-        lengths, skippable, layouts, prompts = read[..., :2], read[..., 2].astype(bool), read[:, 0, 5], read[..., 6]
+        layouts, process = read[:, 0, 5], self.accelerator.process_index
         limits = self._limits(self.args.per_device_train_batch_size)
-        process = self.accelerator.process_index
         balance = self.balance if (layouts >= 0).all() else None
-        needed = _needed(lengths, skippable, prompts, balance, **limits)
+        # Every process makes as many parts as the one that needs the most: ZeRO and FSDP communicate in every pass,
+        # and a process with fewer passes than the others would leave them waiting forever.
+        n_parts, cost = _needed(read, balance, **limits)
         if len(layouts) > 1 and layouts[0] >= 0 and (layouts == layouts[0]).all():
             # Completions differ in length, and the process with the longest ones would keep the others waiting. Every
             # process computes the same partition, and takes its own part.
-            assigned = partition(lengths.reshape(-1, 2), skippable.reshape(-1), len(layouts))
-            tables = lengths.reshape(-1, 2), skippable.reshape(-1), prompts.reshape(-1)
-            exchanged = tables[0][assigned], tables[1][assigned], tables[2][assigned]
-            needed_then = _needed(*exchanged, balance, **limits)
+            samples = read.reshape(-1, read.shape[-1])
+            assigned = partition(samples[:, :2], samples[:, 2].astype(bool), len(layouts))
+            n_parts_then, cost_then = _needed(samples[assigned], balance, **limits)
             # It may divide the completions of a prompt, which are then computed with a prompt each.
-            if balance is None or needed_then[1] < needed[1]:
-                widths = columns(tables[0], read[..., 3:5].max(axis=(0, 1)), self.multiple)
+            if balance is None or cost_then < cost:
+                widths = columns(samples[:, :2], samples[:, 3:5].max(axis=0), self.multiple)
                 rows = exchange_rows(resize(rows, **widths), assigned[process], self.accelerator)
-                (lengths, skippable, prompts), needed = exchanged, needed_then
-        # Every process makes as many parts as the one that needs the most: ZeRO and FSDP communicate in every pass,
-        # and a process with fewer passes than the others would leave them waiting forever.
-        n_parts = needed[0]
-        lengths, skippable = lengths[process], skippable[process]
-        shared = _prompts(prompts[process], balance)
+                read, n_parts = samples[assigned], n_parts_then
+        own = read[process]
+        lengths, skippable, prompts = own[:, :2], own[:, 2].astype(bool), _prompts(own[:, 6], balance)
         # No part may be empty: a process with fewer samples than parts computes some that it could have skipped.
         kept, skipped = np.split(np.argsort(skippable, kind="stable"), [max((~skippable).sum(), n_parts)])
-        parts = parts_of_rows(rows, lengths, kept, n_parts, prompts=shared, multiple=self.multiple, **limits)
+        parts = parts_of_rows(rows, lengths, kept, n_parts, prompts=prompts, multiple=self.multiple, **limits)
         parts[-1]["opo_skipped"] = take_rows({"valid": rows["opo_valid"]}, skipped)["valid"]  # in the step's metrics
         return parts
 
@@ -176,14 +173,10 @@ def _prompts(of_sample: np.ndarray, balance: float | None) -> Prompts | None:
     return None if balance is None else Prompts(of_sample, balance)
 
 
-def _needed(
-    lengths: np.ndarray, skippable: np.ndarray, prompts: np.ndarray, balance: float | None, **limits: Any
-) -> tuple[int, float]:
-    """Most parts, and the highest cost, that a process needs for its samples; `[processes, samples]` each."""
-    cuts = [
-        best_cut(own[~skips], _prompts(of_sample[~skips], balance), **limits)
-        for own, skips, of_sample in zip(lengths, skippable, prompts, strict=True)
-    ]
+def _needed(read: np.ndarray, balance: float | None, **limits: Any) -> tuple[int, float]:
+    """Most parts, and the highest cost, that a process needs for its samples, `[processes, samples, 7]`."""
+    needed = [own[own[:, 2] == 0] for own in read]
+    cuts = [best_cut(own[:, :2], _prompts(own[:, 6], balance), **limits) for own in needed]
     return max(len(bounds) + 1 for _, bounds, _, _ in cuts), max(cost for _, _, _, cost in cuts)
 
 
