@@ -12,6 +12,7 @@ such place is offered to new prompts, in at most `max_sampling_rounds` rounds of
 All processes see the same rewards and make the same decisions.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,15 +52,22 @@ class DynamicSampling:
         `generate` makes and scores one completion for each of this process's `n_local` prompt indices; its second
         argument is whether this is the first round. Returns the samples of this process, and metrics of the rounds.
         """
-        stream = self.stream
-        n_prompts = n_local * self.accelerator.num_processes // self.num_generations
+        stream, n_processes = self.stream, self.accelerator.num_processes
+        n_prompts = n_local * n_processes // self.num_generations
+        # The completions of a multiple of so many prompts divide evenly among the processes
+        multiple = n_processes // math.gcd(n_processes, self.num_generations)
         rollout = generate(self._local_prompts(stream.draw(n_prompts)), True)
-        _check(rollout)
+        if layout(rollout) < 0:
+            images = sorted(rollout.keys() & {*MULTIMODAL_KEYS})
+            raise ValueError(
+                f"max_sampling_rounds above 1 cannot replace {', '.join(images)}: dynamic sampling is for text only. "
+                "Set `max_sampling_rounds` to 1."
+            )
         places = self._zero_variance(rollout, reward_weights)
         first, rounds = len(places), 1
         while places and rounds < self.max_rounds:
             rounds += 1
-            positions = stream.draw(self._divisible(len(places)))
+            positions = stream.draw(math.ceil(len(places) / multiple) * multiple)
             further = generate(self._local_prompts(positions), False)
             useless = set(self._zero_variance(further, reward_weights))
             useful = [group for group in range(len(positions)) if group not in useless]
@@ -85,12 +93,6 @@ class DynamicSampling:
         """This process's prompt indices in a round, each repeated for its completions."""
         prompts = np.repeat(self.stream.prompts(positions), self.num_generations)
         return np.split(prompts, self.accelerator.num_processes)[self.accelerator.process_index].tolist()
-
-    def _divisible(self, n_prompts: int) -> int:
-        """The smallest number of prompts, at least `n_prompts`, whose completions divide evenly among processes."""
-        while n_prompts * self.num_generations % self.accelerator.num_processes:
-            n_prompts += 1
-        return n_prompts
 
     def _zero_variance(self, rollout: Rollout, reward_weights: Tensor) -> list[int]:
         """Groups, over all processes, whose valid completions all have the same reward."""
@@ -122,11 +124,3 @@ class DynamicSampling:
     def _samples(self, groups: list[int]) -> np.ndarray:
         n = self.num_generations
         return np.array([group * n + i for group in groups for i in range(n)], dtype=int)
-
-
-def _check(rollout: Rollout) -> None:
-    if layout(rollout) < 0:
-        raise ValueError(
-            f"max_sampling_rounds above 1 cannot replace {', '.join(sorted(rollout.keys() & {*MULTIMODAL_KEYS}))}: "
-            "dynamic sampling is for text only. Set `max_sampling_rounds` to 1."
-        )
