@@ -49,11 +49,6 @@ def state_file(folder: Path, process: int) -> Path:
     return folder / f"rollout_state_{process}.pt"
 
 
-def reference_file(folder: Path, process: int | None) -> Path:
-    """File of a reference model that follows the policy, or of a process's shard of it."""
-    return folder / ("reference.pt" if process is None else f"reference_{process}.pt")
-
-
 def read(path: Path) -> Any:
     """Read one of these files into host memory; nothing in it is executed."""
     return torch.load(path, map_location="cpu", weights_only=True)

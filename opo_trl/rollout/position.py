@@ -192,12 +192,12 @@ class MovingReference:
         self.parts = [local_part(parameter) for parameter in parameters]
         self.is_sharded = trainer.is_fsdp_enabled or any(hasattr(parameter, "ds_tensor") for parameter in parameters)
         self.processes, self.writes = trainer.accelerator.num_processes, self.is_sharded or trainer.args.should_save
-        self._shard = trainer.accelerator.process_index if self.is_sharded else None
+        self._file = f"reference_{trainer.accelerator.process_index}.pt" if self.is_sharded else "reference.pt"
 
     def check(self, folder: Path, saved: int) -> None:
         """Check that a checkpoint of this many processes holds the model in this run's shards."""
         same = saved == self.processes or not self.is_sharded
-        if not same or not checkpoint.reference_file(folder, self._shard).exists():
+        if not same or not (folder / self._file).exists():
             raise ValueError(
                 f"{str(folder)!r} holds the reference model of `sync_ref_model` as saved by {saved} processes, and "
                 f"this run, with {self.processes}, shards it differently. Resume with the number of processes and "
@@ -207,12 +207,11 @@ class MovingReference:
     def save(self, folder: Path) -> None:
         """Write what this process has to write into a checkpoint."""
         if self.writes:
-            torch.save(self.parts, checkpoint.reference_file(folder, self._shard))
+            torch.save(self.parts, folder / self._file)
 
     def load(self, folder: Path) -> None:
         """Restore the model from a checkpoint."""
-        kept = checkpoint.read(checkpoint.reference_file(folder, self._shard))
-        for part, saved in zip(self.parts, kept, strict=True):
+        for part, saved in zip(self.parts, checkpoint.read(folder / self._file), strict=True):
             part.copy_(saved)
 
     @property
