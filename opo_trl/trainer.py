@@ -375,7 +375,9 @@ class OPOTrainer(RolloutTrainer):
             kl = self.policy_objective.reduce(samples.kl(inputs["ref_per_token_logps"], corrected=corrected), samples)
         losses = policy_losses = inputs["opo_scale"] * (loss.work + loss.dissipation + self.beta * kl)
         if self._entropy_bonus_enabled:
-            losses = policy_losses - self._entropy_bonus_coef() * token_mean(entropies, steering)
+            # As in TRL: under adaptive control it acts only while the last step's entropy is low enough.
+            rests = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
+            losses = policy_losses - (0.0 if rests else self.entropy_coef) * token_mean(entropies, steering)
         return losses, SampleReport.of(
             samples,
             loss,
@@ -418,12 +420,6 @@ class OPOTrainer(RolloutTrainer):
             # Under `top_entropy_quantile`, the other tokens stay in the length but have no ratio.
             steering=inputs.get("opo_steering"),
         )
-
-    def _entropy_bonus_coef(self) -> float:
-        """TRL's coefficient; under adaptive control it acts only while the last step's entropy is low enough."""
-        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
-            return 0.0
-        return self.entropy_coef
 
     # 5. What is logged
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from accelerate.utils import gather_object
 from transformers.trainer_utils import EvalPrediction
 
 
@@ -17,14 +16,6 @@ def check(compute_metrics: Any, args: Any) -> None:
         raise TypeError(f"compute_metrics={compute_metrics!r:.60} is not a function. Pass one that takes predictions.")
     if compute_metrics is not None and "inputs" in args.include_for_metrics:
         raise ValueError("include_for_metrics=['inputs'] has no effect: `inputs` are always passed. Remove it.")
-
-
-def gather(
-    trainer: Any, completion_ids: list[list[int]], rewards: torch.Tensor, rows: Sequence[Mapping[str, Any]]
-) -> list[Sample]:
-    """The samples of an evaluated batch, of all processes; the arguments are of this process's."""
-    texts = trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
-    return gather_object([*zip(texts, rewards.tolist(), rows, strict=True)])
 
 
 def metrics(compute_metrics: Callable[[EvalPrediction], Any], samples: Sequence[Sample]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
@@ -298,12 +298,6 @@ class RolloutTrainer(GRPOTrainer):
         self._batches_of_step = []
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
-    def _until_update(self) -> int:
-        """Micro-steps, including this one, until the policy moves."""
-        if self._window_start is None:
-            self._window_start = self._step
-        return self._window_start + self.current_gradient_accumulation_steps - self._step
-
     @profiling_decorator
     def _prepare_inputs(self, generation_batch):
         if self._mode == "eval":
@@ -312,7 +306,11 @@ class RolloutTrainer(GRPOTrainer):
 
     def _buffered(self, generation_batch: list[dict[str, Any]]) -> Any:
         """What this micro-step trains on; when the rollout is used up, a new one is generated."""
-        args, until_update = self.args, self._until_update()
+        args = self.args
+        if self._window_start is None:
+            self._window_start = self._step
+        # Micro-steps, including this one, until the policy moves
+        until_update = self._window_start + self.current_gradient_accumulation_steps - self._step
         index, place = divmod(self._step, args.micro_steps_per_rollout)
         if place == 0:
             rollout = self._rollout(generation_batch)
@@ -405,12 +403,10 @@ class RolloutTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self._mode == "eval" or self.args.max_sampling_rounds == 1:
-            rollout = self._generate_once(inputs)
-        else:
-            fill = self._dynamic_sampling.fill
-            rollout, metrics = fill(self._generate_round, len(inputs), self.reward_weights)
-            for name, value in metrics.items():
-                self._metrics["train"][f"dynamic_sampling/{name}"].append(value)
+            return self._generate_once(inputs)
+        rollout, metrics = self._dynamic_sampling.fill(self._generate_round, len(inputs), self.reward_weights)
+        for name, value in metrics.items():
+            self._metrics["train"][f"dynamic_sampling/{name}"].append(value)
         return rollout
 
     def _rollout(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
@@ -456,8 +452,7 @@ class RolloutTrainer(GRPOTrainer):
             rollout = super()._generate_and_score_completions(inputs)
         rewards, completion_ids = scored[-1]
         if self._replays_recorded:
-            like, known = rollout["completion_ids"], self._recorded_samples
-            logps = recorded.behaviour_logps(known, completion_ids, like)
+            logps = recorded.behaviour_logps(self._recorded_samples, completion_ids, rollout["completion_ids"])
             rollout["old_per_token_logps"] = logps
         n_local = len(rollout["advantages"])
         rollout["rewards_per_func"] = rewards[self.accelerator.process_index * n_local :][:n_local]
@@ -467,7 +462,8 @@ class RolloutTrainer(GRPOTrainer):
             if self.args.save_rollouts:
                 recorded.save(self, inputs, rollout, completion_ids)
         elif self._evaluated is not None:
-            self._evaluated += evaluated.gather(self, completion_ids, rollout["rewards_per_func"], inputs)
+            texts = cast(Any, self.processing_class).batch_decode(completion_ids, skip_special_tokens=True)
+            self._evaluated += gather_object([*zip(texts, rollout["rewards_per_func"].tolist(), inputs, strict=True)])
         return rollout
 
     def _tool_call_loop(self, *inputs, **options):
@@ -512,17 +508,17 @@ class RolloutTrainer(GRPOTrainer):
         return loss
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **named):
-        samples: list[evaluated.Sample] = []
-        self._evaluated = samples if self.compute_metrics is not None else None
+        if self.compute_metrics is None:
+            return super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
+        self._evaluated = samples = []
         try:
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
         finally:
             self._evaluated = None
-        if self.compute_metrics is not None:
-            if has_length(dataloader.dataset):  # the last batch may be filled with repetitions
-                del samples[len(dataloader.dataset) * self.num_generations_eval :]
-            found = evaluated.metrics(self.compute_metrics, samples)
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
+        if has_length(dataloader.dataset):  # the last batch may be filled with repetitions
+            del samples[len(dataloader.dataset) * self.num_generations_eval :]
+        found = evaluated.metrics(self.compute_metrics, samples)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
         return output
 
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -538,12 +534,10 @@ class RolloutTrainer(GRPOTrainer):
             metrics = self._metrics["train"]
             for phase, seconds in self._clock.seconds_per_step().items():
                 metrics[f"opo/time/{phase}"].append(seconds)
-            tokens_per_second = self._clock.tokens_per_second(self.state.num_input_tokens_seen)
-            metrics["opo/tokens_per_second"].append(tokens_per_second)
+            metrics["opo/tokens_per_second"].append(self._clock.tokens_per_second(self.state.num_input_tokens_seen))
             metrics["opo/advantage_range"].append(self._advantage_range)
-            metrics["opo/gradient_response_efficiency"].append(
-                gradient_response_efficiency(logs["grad_norm"], self._advantage_range)
-            )
+            efficiency = gradient_response_efficiency(logs["grad_norm"], self._advantage_range)
+            metrics["opo/gradient_response_efficiency"].append(efficiency)
             if len({*metrics.get("opo/pass", ())}) > 1:
                 del metrics["opo/pass"]  # the mean of several passes could be mistaken for one of them
             for kind, count in self._reward_failures.take().items():
