@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,8 @@ from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy, has_length
+from transformers.trainer_callback import DefaultFlowCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import get_config_model_id
@@ -369,17 +371,12 @@ class RolloutTrainer(GRPOTrainer):
         limit = self.args.max_completions
         spent = limit is not None and self.rollout_is_used_up and self.completions_generated >= limit
         if spent and not self.control.should_training_stop:  # at the end of the epoch it is set, and all is saved
-            self._end_as_at_max_steps()
+            # End the run after this step, and log, save and evaluate what Transformers does at the last of `max_steps`
+            last = replace(self.state, max_steps=self.state.global_step)
+            DefaultFlowCallback().on_step_end(self.args, last, self.control)
+            self.control.should_log = True
         with self._skipped.end_of_step(self):
             super()._maybe_log_save_evaluate(*args, **named)
-
-    def _end_as_at_max_steps(self) -> None:
-        """End the run after this step, with what Transformers logs, saves and evaluates at the last of `max_steps`."""
-        args, step, control = self.args, self.state.global_step, self.control
-        control.should_training_stop = control.should_log = True
-        control.should_save |= args.save_strategy == SaveStrategy.STEPS
-        if args.eval_strategy == IntervalStrategy.STEPS and args.eval_delay <= step:
-            control.should_evaluate = True
 
     # 2. A rollout
 
