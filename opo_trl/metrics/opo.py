@@ -54,17 +54,10 @@ def step_metrics(
     log_ratio: Tensor, *, weights: Tensor | None = None, clamped: Tensor | None = None
 ) -> dict[str, Tensor]:
     r"""
-    Metrics of an optimizer step: how far the policy has moved.
+    Metrics of an optimizer step: how far the policy has moved, from Delta of all its samples, `[B]`.
 
-    Samples of weight 0 count only in `frac_masked`.
-
-    Args:
-        log_ratio (`torch.Tensor`):
-            Delta of all samples of the optimizer step, `[B]`.
-        weights (`torch.Tensor`, *optional*):
-            Their weights in the loss, `[B]`.
-        clamped (`torch.Tensor`, *optional*):
-            Bool mask of the samples whose log-ratio was clamped, `[B]`.
+    `weights` are those in the loss, `[B]`; samples of weight 0 count only in `frac_masked`. `clamped` says of which
+    samples the log-ratio was clamped, bool `[B]`.
 
     Returns:
         `dict[str, torch.Tensor]`: scalars `chi2` (mean v², with v = exp(Delta) − 1), `tv_bound` (½ √chi2, an upper
@@ -94,15 +87,11 @@ def target_fit(
     log_ratio: Tensor, target: Tensor, *, ratio_form: RatioForm = "truncated", weights: Tensor | None = None
 ) -> Tensor:
     r"""
-    How much of the change that the target asks for has happened: `1 − Σ w·(u − v*)² / Σ w·v*²`, over v\* ≠ 0.
+    How much of the change that the target asks for has happened: `1 − Σ w·(u − v*)² / Σ w·v*²`, over v\* ≠ 0, with
+    the [`coordinate`] u and the rest as in [`loss_terms`].
 
-    Args:
-        log_ratio, target, ratio_form, weights:
-            As in [`loss_terms`]; u is the [`coordinate`].
-
-    Returns:
-        `torch.Tensor`: scalar, at most 1: 0 while the policy is the behaviour policy, 1 at the target, below 0 when
-        the policy is further from the target than the behaviour policy is; NaN without a target.
+    A scalar, at most 1: 0 while the policy is the behaviour policy, 1 at the target, below 0 when the policy is
+    further from the target than the behaviour policy is; NaN without a target.
     """
     u = coordinate(log_ratio, ratio_form)
     weights = torch.where(target == 0, 0.0, torch.ones_like(u) if weights is None else weights)
@@ -117,12 +106,8 @@ def ratio_ess(log_ratio: Tensor, keep: Tensor) -> Tensor:
     Effective sample size of the importance ratios π/π_k of whole completions, as a share of their number:
     `(Σ r)² / (n · Σ r²)`. A low one foretells collapse (VCPO, arXiv 2602.17616).
 
-    Args:
-        log_ratio (`torch.Tensor`): Delta of the whole completion, `[B]`.
-        keep (`torch.Tensor`): bool mask of the samples that take part, `[B]`.
-
-    Returns:
-        `torch.Tensor`: scalar in `(0, 1]`, 1 while the policy is the behaviour policy; NaN if no sample takes part.
+    `log_ratio` is Delta of the whole completion, `[B]`; samples to `keep` take part, bool `[B]`. A scalar in `(0, 1]`,
+    1 while the policy is the behaviour policy; NaN if no sample takes part.
     """
     ratio = log_ratio[keep].softmax(dim=0)  # its scale cancels
     return 1 / (len(ratio) * ratio.square().sum()) if len(ratio) else ratio.new_tensor(math.nan)
@@ -130,12 +115,7 @@ def ratio_ess(log_ratio: Tensor, keep: Tensor) -> Tensor:
 
 def gradient_response_efficiency(gradient_norm: float, advantage_range: float) -> float:
     """
-    The paper's ‖∇‖ / (½ AdvRange): gradient norm per unit of advantage signal; NaN without any signal.
-
-    Args:
-        gradient_norm (`float`):
-            Norm of the gradient of an optimizer step, before clipping.
-        advantage_range (`float`):
-            max A − min A over the rollout.
+    The paper's ‖∇‖ / (½ AdvRange): gradient norm per unit of advantage signal; NaN without any signal. The norm is
+    that of an optimizer step before clipping, the range max A − min A over the rollout.
     """
     return gradient_norm / (advantage_range / 2) if advantage_range > 0 else math.nan

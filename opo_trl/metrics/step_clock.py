@@ -65,11 +65,8 @@ class StepClock(TrainerCallback):
     def tokens_per_second(self, tokens: float) -> float:
         """
         Tokens of all rollouts, including prompts, over all processes, per second of optimizer steps: the mean since
-        the run was started or resumed, up to the last call of [`~StepClock.seconds_per_step`].
-
-        Args:
-            tokens (`float`):
-                Tokens of the run so far (`TrainerState.num_input_tokens_seen`).
+        the run was started or resumed, up to the last call of [`~StepClock.seconds_per_step`]. `tokens` are those of
+        the run so far (`TrainerState.num_input_tokens_seen`).
         """
         return (tokens - self._first_token) / max(self._seconds, 1e-9)
 
