@@ -28,8 +28,8 @@ class Watches(TrainerCallback):
         self.watches = [Watch(text) for text in watches]
 
     def on_train_begin(self, args, state, control, **kwargs):
-        for watch in self.watches:  # an earlier call of `train`; a checkpoint is restored later
-            watch.restore({"recent": (), "fired": False, "without": 0})
+        # Not those of an earlier call of `train`; a checkpoint is restored later
+        self.watches = [Watch(watch.text) for watch in self.watches]
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         fired = [watch for watch in self.watches if self._fires(watch, logs)]
@@ -46,8 +46,7 @@ class Watches(TrainerCallback):
             # A run resumed from this checkpoint must be guarded, too.
             for watch in self.watches:
                 if watch.stops:
-                    watch.recent.clear()
-                    watch.fired = False
+                    watch.restore({"recent": (), "fired": False, "without": watch.without})
 
     def state_dict(self) -> dict[str, Any]:
         """Text of each watch → its state, for [`~Watches.load_state_dict`]."""
