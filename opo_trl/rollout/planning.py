@@ -150,16 +150,11 @@ def partition(lengths: np.ndarray, zero_gradient: np.ndarray, n_processes: int) 
 
 @dataclass(frozen=True)
 class Prompts:
-    """
-    Prompts of samples, where a model can compute them once.
+    """Prompts of samples, where a model can compute them once."""
 
-    Args:
-        of_sample (`np.ndarray`): the prompt of each, as any number, `[B]`.
-        balance (`float`): tokens to which attention costs as much as the rest of a layer: with shared prompts it is
-            computed between all completions of a prompt, and masked.
-    """
-
-    of_sample: np.ndarray
+    of_sample: np.ndarray  # the prompt of each, as any number, `[B]`
+    # Tokens to which attention costs as much as the rest of a layer: with shared prompts it is computed between all
+    # completions of a prompt, and masked.
     balance: float
 
     def take(self, samples: np.ndarray) -> "Prompts":
