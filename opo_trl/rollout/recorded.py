@@ -36,10 +36,9 @@ def dataset_for(args: RolloutConfig, given: Any, named: Mapping[str, Any]) -> Da
     The training dataset of a trainer with `rollouts`: what it was `given`, if that has been loaded by `load_rollouts`.
     `named` are its other arguments, none of which may write completions.
     """
-    for name in ("rollout_func", "tools", "environment_factory"):
-        if named.get(name):
-            said = f"{name} cannot be combined with rollouts={args.rollouts!r}: completions are recorded"
-            raise ValueError(f"{said}. Remove one of them.")
+    for name in (name for name, value in named.items() if value):
+        said = f"{name} cannot be combined with rollouts={args.rollouts!r}: completions are recorded"
+        raise ValueError(f"{said}. Remove one of them.")
     if given is None:
         given = load_rollouts(str(args.rollouts), args.num_generations)
     elif RECORDED not in (getattr(given, "column_names", None) or ()):
@@ -249,10 +248,9 @@ def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids:
     if logps is None or any(len(tokens) != n for tokens, n in zip(ids, mask.sum(dim=1).tolist(), strict=True)):
         # Without a pass over the rollout, or if it has left truncated completions out.
         logps = _scored(trainer, trainer.model, rollout["prompt_ids"], rollout["prompt_mask"], ids)
-    totals = (rollout["rewards_per_func"] * trainer.reward_weights.to(rollout["rewards_per_func"].device)).nansum(
-        dim=1
-    )
-    unscored = rollout["rewards_per_func"].isnan().all(dim=1)
+    rewards = rollout["rewards_per_func"]
+    totals = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
+    unscored = rewards.isnan().all(dim=1)
     first = accelerator.process_index * len(inputs)
     lines = [
         {
