@@ -177,8 +177,13 @@ class RolloutConfig(Masked, GRPOConfig):
         for name in ("temperature", "repetition_penalty"):  # Transformers rejects integers for them
             value = getattr(self, name)
             setattr(self, name, value if value is None else float(value))
-        least, most = self.entropy_coef_min, self.entropy_coef_max
-        require(least <= most, "entropy_coef_min", least, f"a number below entropy_coef_max={most}")
+        for low, high in (
+            ("entropy_coef_min", "entropy_coef_max"),
+            ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+        ):
+            least, most = getattr(self, low), getattr(self, high)
+            wanted = f"a number below {high}={most}"
+            require(None in (least, most) or least <= most, low, least, wanted)
         if self.sync_ref_model and self.beta == 0:
             raise ValueError(
                 f"sync_ref_model=True with beta={self.beta} has no effect: without a KL term there is no reference "

@@ -86,8 +86,8 @@ def _problem(args: GRPOConfig, key: str, value: Any) -> tuple[str, str] | None:
             return "has no effect: it is not an option of GenerationConfig", remove
     if value not in (None, _FIXED_KEYS.get(key, value)):
         return f"must be {_FIXED_KEYS[key]!r}: TRL samples one completion per row", remove
-    asked = value if field is None else getattr(args, field)
-    if value != asked and (asked != getattr(GRPOConfig, field) or key in _ALWAYS):
+    asked = None if field is None else getattr(args, field)
+    if field is not None and value != asked and (asked != getattr(GRPOConfig, field) or key in _ALWAYS):
         return f"contradicts {field}={asked!r}", f"Set `{field}` to {value!r}, and remove {key!r} here"
     allowed = _RANGES.get(key) or RANGES.get(field or key)
     if value is None or allowed is None:

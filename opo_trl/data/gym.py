@@ -141,7 +141,9 @@ def _dataset(task: str, settings: dict[str, Any], level: str | None) -> Any:
         )
     try:
         config = config_class(**settings) if level is None else _at_level(CURRICULA, task, settings, level)
-        return dataset_class(config=config)  # validates it
+        if hasattr(config, "validate"):  # some tasks read their settings before they validate them
+            config.validate()
+        return dataset_class(config=config)
     except (AssertionError, TypeError, AttributeError) as error:
         shown = {name: value for name, value in settings.items() if name != "seed"}
         raise ValueError(

@@ -184,15 +184,17 @@ def _states(
     sharding: str, processes: int, trained: int, *, b: float, c: float, moments: float | None, bucket: float
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """The table above without the weights: held always, during an update, and during its optimizer step."""
-    is_zero = sharding.startswith("zero")
-    if moments is None:
-        moments = 8 if is_zero else 2 * b
-    part = trained / processes if is_zero or sharding == "fsdp2" else trained
-    always = {"optimizer": part * (moments + 4 * is_zero)}
-    if not is_zero:
-        always["buckets"] = trained * b if sharding == "ddp" else 0.0
-        unsharded = c * trained if sharding == "fsdp2" else 0.0
-        return always, {"gradients": max(unsharded, b * part)}, {"gradients": b * part}
+    if sharding in ("none", "ddp"):
+        always = {"optimizer": trained * (2 * b if moments is None else moments)}
+        if sharding == "ddp":
+            always["buckets"] = trained * b
+        gradients = {"gradients": trained * b}
+        return always, gradients, gradients
+    part = trained / processes
+    if sharding == "fsdp2":
+        always = {"optimizer": part * (2 * b if moments is None else moments)}
+        return always, {"gradients": max(c * trained, b * part)}, {"gradients": b * part}
+    always = {"optimizer": part * (4 + (8 if moments is None else moments))}
     buckets = (bucket + min(bucket, trained)) * b
     flat = {"float32 gradients": (4 + (b if b < 4 else 0)) * part}
     if sharding == "zero3":

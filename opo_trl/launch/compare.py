@@ -28,7 +28,7 @@ from .words import overrides
 
 
 def main(argv: Sequence[str]) -> int:
-    """What `opo-trl compare` does; returns 1 if a run failed."""
+    """What `opo-trl compare` does; returns 1 if a run failed, 130 if it was interrupted."""
     parser = _make_parser()
     arguments, fields = parser.parse_known_args(argv)
     try:

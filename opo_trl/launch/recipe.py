@@ -326,6 +326,9 @@ def _without_meaningless(recipe: dict[str, Any], words: Sequence[str]) -> tuple[
 
 
 def _plain(value: Any) -> Any:
+    # Copies: what a library changes in a mapping of the arguments is not what the recipe said.
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value.value if isinstance(value, Enum) else value

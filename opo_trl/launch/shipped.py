@@ -11,7 +11,7 @@ SHIPPED = Path(__file__).parents[1] / "recipes"
 
 def describe() -> str:
     """Each recipe with the first line of its file, which says what it does."""
-    recipes = [path for path in sorted(SHIPPED.rglob("*.yaml")) if path.parent.name != "accelerate"]  # which they name
+    recipes = [path for path in sorted(SHIPPED.rglob("*.yaml")) if path.parent.name != "accelerate"]
     said = {str(path.relative_to(SHIPPED)): path.read_text(encoding="utf-8").partition("\n")[0] for path in recipes}
     width = max(map(len, said))
     return "\n".join(f"{name:<{width}}  {line.removeprefix('# ')}" for name, line in said.items())

@@ -259,6 +259,15 @@ def test_command_line_overrides_the_recipe_and_is_part_of_it(tmp_path):
     assert recipe["levels"] == ["Level 1", "Level 2"]
 
 
+def test_recipe_keeps_what_was_asked_for_when_a_library_changes_a_mapping(tmp_path):
+    """TRL sets `use_reentrant` in the arguments of PEFT under ZeRO-3, before the recipe is stored."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"output_dir: {tmp_path}/run\ngradient_checkpointing_kwargs: {{use_reentrant: false}}\n")
+    _, args, _, recipe = parse_recipe(path)
+    args.gradient_checkpointing_kwargs["use_reentrant"] = True
+    assert recipe["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
+
+
 def test_fields_of_the_script_have_help_for_the_command_line():
     text = make_parser("opo").format_help()
     assert all(f"--{field}" in text for field in OPOScriptArguments.__dataclass_fields__)
