@@ -29,10 +29,10 @@ import torch
 
 from opo_trl import methods
 
-from .many_runs import options, read_command_line
+from .many_runs import options
 from .objectives.report import shown
 from .pages import table
-from .real_model import MODEL, RECIPES, measured_run
+from .real_model import MODEL, RECIPES, jobs_to_run, measured_run
 from .staged import read, run_missing
 
 
@@ -115,20 +115,15 @@ policy as many versions ago as the table says, or by the base model. Accuracies 
 
 
 def main() -> int:
-    arguments = read_command_line(__doc__, "run", "report")
-    if arguments.command == "report":
-        RECORD.with_suffix(".md").write_text(page(read(Run, RECORD)))
+    jobs = jobs_to_run(__doc__, RECORD, lambda: page(read(Run, RECORD)))
+    if jobs is None:
         return 0
-    if not (MODEL / "config.json").exists():
-        sys.exit(f"There is no model in {MODEL}. Run `python -m benchmarks.smollm2 --output {MODEL}` first.")
 
     def missing(lag: int) -> list[Run]:
         done = read(Run, RECORD)
         return [run for run in (Run(name, lag, seed) for seed, name in product(SEEDS, METHODS)) if run not in done]
 
-    failed = [
-        run_missing([lambda lag=lag: missing(lag)], train, RECORD, min(arguments.jobs, AT_ONCE[lag])) for lag in LAGS
-    ]
+    failed = [run_missing([lambda lag=lag: missing(lag)], train, RECORD, min(jobs, AT_ONCE[lag])) for lag in LAGS]
     return max(failed)
 
 

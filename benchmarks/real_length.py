@@ -36,10 +36,10 @@ import torch
 
 from opo_trl.evaluate import Evaluation
 
-from .many_runs import options, read_command_line
+from .many_runs import options
 from .objectives.report import shown
 from .pages import table
-from .real_model import MODEL, RECIPES, measured_run
+from .real_model import MODEL, RECIPES, jobs_to_run, measured_run
 from .staged import read, run_missing
 
 
@@ -164,12 +164,9 @@ replay. Nothing was tuned; differences are directions. [Plan and code](../real_l
 
 
 def main() -> int:
-    arguments = read_command_line(__doc__, "run", "report")
-    if arguments.command == "report":
-        RECORD.with_suffix(".md").write_text(page(read(Run, RECORD)))
+    jobs = jobs_to_run(__doc__, RECORD, lambda: page(read(Run, RECORD)))
+    if jobs is None:
         return 0
-    if not (MODEL / "config.json").exists():
-        sys.exit(f"There is no model in {MODEL}. Run `python -m benchmarks.smollm2 --output {MODEL}` first.")
     for steps in TOKENS:
         for split, rows in make_problems(steps).items():
             file = PROBLEMS / str(steps) / f"{split}.jsonl"
@@ -180,7 +177,7 @@ def main() -> int:
         done = read(Run, RECORD)
         return [run for seed in SEEDS for cell in SETTINGS if (run := Run(*cell, seed)) not in done]
 
-    return run_missing([missing], train, RECORD, arguments.jobs)
+    return run_missing([missing], train, RECORD, jobs)
 
 
 if __name__ == "__main__":

@@ -144,6 +144,17 @@ class Measured(TrainerCallback):
         self.seconds += time.process_time() - began
 
 
+def jobs_to_run(description: str | None, record: Path, page: Callable[[], str]) -> int | None:
+    """Read the command line of a benchmark on this model: `report` writes its page, `run` returns its `--jobs`."""
+    arguments = read_command_line(description, "run", "report")
+    if arguments.command == "report":
+        record.with_suffix(".md").write_text(page())
+        return None
+    if not (MODEL / "config.json").exists():
+        sys.exit(f"There is no model in {MODEL}. Run `python -m benchmarks.smollm2 --output {MODEL}` first.")
+    return arguments.jobs
+
+
 def measured_run(
     run: Any, *others: methods.Method, score: Callable[[Evaluation], float] = lambda evaluation: evaluation.accuracy
 ) -> tuple[dict[str, Any], list[dict[str, float]]]:
@@ -227,17 +238,14 @@ over the run, without its beginning. GRPO's row is that of another recipe, the o
 
 
 def main() -> int:
-    arguments = read_command_line(__doc__, "run", "report")
-    if arguments.command == "report":
-        RECORD.with_suffix(".md").write_text(page(read(Run, RECORD)))
+    jobs = jobs_to_run(__doc__, RECORD, lambda: page(read(Run, RECORD)))
+    if jobs is None:
         return 0
-    if not (MODEL / "config.json").exists():
-        sys.exit(f"There is no model in {MODEL}. Run `python -m benchmarks.smollm2 --output {MODEL}` first.")
 
     def next_runs(task: str, method: str) -> list[Run]:
         return stages(method, task).next_runs(read(Run, RECORD))
 
-    return run_missing([partial(next_runs, *each) for each in product(TASKS, METHODS)], train, RECORD, arguments.jobs)
+    return run_missing([partial(next_runs, *each) for each in product(TASKS, METHODS)], train, RECORD, jobs)
 
 
 if __name__ == "__main__":
