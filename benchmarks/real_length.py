@@ -19,7 +19,8 @@ With six steps: sums with μ = 0.3, the default, and 0.03; averages with μ = 0.
 a completion, as `docs/choosing.md` says. With twelve: sums and averages with μ = 0.3, and averages with 40. Nothing
 is tuned. Measured every four rollouts on 60 other problems, two samples each: the mean reward, whose mean over the
 run, without its beginning, is the primary measure; and, from the log of steps with replay, the mean and the least
-`opo/ratio/ess`. Three seeds give directions, not tests. All are reported.
+`opo/ratio/ess`. Three seeds give directions, not tests. All are reported. Products of matrices are in bfloat16, as in
+`real_model`.
 """
 
 import json
@@ -39,7 +40,7 @@ from opo_trl.evaluate import Evaluation
 from .many_runs import options
 from .objectives.report import shown
 from .pages import table
-from .real_model import MODEL, RECIPES, jobs_to_run, measured_run
+from .real_model import MODEL, RECIPES, jobs_to_run, measured_run, multiply_as_bfloat16
 from .staged import read, run_missing
 
 
@@ -124,6 +125,7 @@ class Run:
 def train(run: Run) -> dict[str, Any]:
     """Train and measure in this process, which must be a new one."""
     torch.set_num_threads(1)
+    multiply_as_bfloat16()
     found, log = measured_run(run, score=_mean_reward)
     replayed = [entry for entry in log if entry.get("opo/pass", 0) > 1]
     ess = [entry["opo/ratio/ess"] for entry in replayed]

@@ -28,6 +28,10 @@ processor seconds of training without these measurements. Comparisons: OPO with 
 t tests over seeds, Holm at 5 % for all six. GRPO makes half of the optimizer steps and has no replay, as people run
 it: that comparison is one of recipes, the others are of objectives. All seeds are reported. A chosen rate at the end
 of its range is marked. No other seed, clip range or number of passes is tried.
+
+Changed when six trials of OPO were finished, which are repeated with the change: every run multiplies its float32
+matrices as bfloat16, as most people do on GPUs. Where the processor has instructions for it, a trial then takes 156
+instead of 273 processor seconds.
 """
 
 import os
@@ -181,9 +185,16 @@ def measured_run(
     return {**asdict(run), **curve, **measured.at_end, "seconds": seconds}, ready.trainer.state.log_history
 
 
+def multiply_as_bfloat16() -> None:
+    """Multiply this process's float32 matrices as bfloat16. PyTorch's fused attention on CPUs is slow so."""
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cuda.enable_flash_sdp(False)  # on CPUs, too
+
+
 def train(run: Run) -> dict[str, Any]:
     """Train and measure in this process, which must be a new one."""
     torch.set_num_threads(1)
+    multiply_as_bfloat16()
     return measured_run(run, SIMPLE)[0]
 
 
