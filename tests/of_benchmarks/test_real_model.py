@@ -33,6 +33,17 @@ def test_command_line_asks_for_what_the_plan_says(method, tuning, registered, tm
     assert (args.num_iterations, args.max_staleness) == ((2, 0) if method == "GRPO" else (4, 8))
 
 
+def test_run_with_lora_differs_from_opos_in_adapters_and_rate(tmp_path):
+    with_lora = real_model.WITH_LORA
+    whole = parse(Run("OPO", with_lora.task, 1e-5, with_lora.seed, False).command_line(tmp_path))
+    script, args, model, _ = parse(with_lora.command_line(tmp_path))
+    assert model.use_peft
+    assert not whole[2].use_peft
+    assert script == whole[0]
+    theirs = whole[1].to_dict()
+    assert {name for name, value in args.to_dict().items() if value != theirs[name]} == {"learning_rate"}
+
+
 def test_simple_form_is_the_packages(registered):
     assert methods.by_trainer()["simple"].trainer_class.objective_class is TruncatedReinforce
 
