@@ -137,7 +137,9 @@ class OPOTrainer(RolloutTrainer):
             generated = generate(prompts)  # a tool or a `rollout_func` may score by the policy
             # vLLM's importance weights compare the log-probabilities of every sample, so there TRL's pass is needed.
             sampler_weights = self.use_vllm and self.vllm_importance_sampling_correction
-            needed = sampler_weights or self.args.save_rollouts
+            # An override that changes log-probabilities expects some from each pass.
+            overridden = not self._keeps("_get_per_token_logps_and_entropies")
+            needed = sampler_weights or self.args.save_rollouts or overridden
             self._anchor_deferred = not self.args.is_aligned and not needed
             return generated
 

@@ -256,6 +256,17 @@ def test_policy_scores_while_it_generates(tiny_model, tmp_path):
     assert trainer._early_logps is None
 
 
+def test_every_pass_gives_log_probabilities_to_an_override(tiny_model, tmp_path):
+    class Bounded(RecordingOPO):
+        def _get_per_token_logps_and_entropies(self, *args, **options):
+            logps, *others = super()._get_per_token_logps_and_entropies(*args, **options)
+            return logps.clamp(min=-30.0), *others
+
+    own = snapshot(trained(tiny_model, tmp_path / "own", Bounded, **PARTS).model)
+    package = snapshot(trained(tiny_model, tmp_path / "package", RecordingOPO, **PARTS).model)
+    assert all(torch.allclose(own[name], package[name], atol=1e-6) for name in package)
+
+
 @pytest.mark.parametrize("seam", ["_prepare_inputs", "_compute_loss"])
 def test_copy_of_a_part_trains_as_the_part_itself(tiny_model, tmp_path, seam):
     """The second iteration finds the log-probabilities that the first one stored."""

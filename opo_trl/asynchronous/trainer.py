@@ -201,9 +201,10 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
                     "train() was called before, and the rollout worker cannot be started again. Make a new trainer, "
                     "and resume from this one's last checkpoint."
                 )
+            folder = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
             self._has_begun = True
             self._skip(())
-            return super().train(checkpoint.resolve(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
+            return super().train(folder, *args, **kwargs)
 
     def _skip(self, trained: Collection[int]) -> None:
         """Begin with the prompts that are not among those of the given groups."""

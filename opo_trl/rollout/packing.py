@@ -50,6 +50,8 @@ def check(model: PreTrainedModel) -> None:
         reason = "a model of images and text"
     elif others or getattr(model, "_is_stateful", False):
         reason = f"a model with {', '.join(others) or 'recurrent'} layers, which carry a state from sample to sample"
+    elif any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
+        reason = "a model with virtual tokens, which only the first sample of a row would see"
     if reason is not None:
         raise ValueError(
             f"padding_free=True is for attention over text, and {config.model_type!r} is {reason}. Leave "

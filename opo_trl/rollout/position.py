@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 
 from ..config import RolloutConfig
@@ -18,6 +19,8 @@ from ..fields import DATA, OBJECTIVE, REWARDS, SAMPLING, deciding
 from . import checkpoint
 from .frozen_base import local_part
 
+
+logger = get_logger(__name__)
 
 # Fields that cut a rollout.
 CUT = (
@@ -169,8 +172,22 @@ def check_resumable(trainer: Any, folder: str) -> None:
         raise ValueError(
             f"{folder!r} was saved {how}with {there}, but this run has {here}. Set {there}, or {instead}."
         )
+    before, now = map(_prompts_per_step, (saved, own))
+    if before != now and trainer.args.max_sampling_rounds == 1:
+        logger.warning(
+            f"{folder!r} was saved by a run with {before:g} prompts per optimizer step, and this one has {now:g}. The "
+            "place in an epoch is counted in optimizer steps, so some prompts are skipped or repeated. Set "
+            "`steps_per_generation`, `gradient_accumulation_steps` and `num_iterations` such that they are the same."
+        )
     if trainer.args.sync_ref_model:
         MovingReference(trainer).check(place, saved["processes"])
+
+
+def _prompts_per_step(found: Mapping[str, Any]) -> float:
+    """New prompts per optimizer step of a run with these [`settings`]."""
+    samples = found["processes"] * found["per_device_train_batch_size × steps_per_generation"]
+    steps = found["steps_per_generation"] * found["num_iterations"] / found["gradient_accumulation_steps"]
+    return samples / found["num_generations"] / steps
 
 
 def _check_loads(trainer: Any, folder: Path) -> None:

@@ -46,6 +46,11 @@ def dataset_for(args: RolloutConfig, given: Any, named: Mapping[str, Any]) -> Da
             f"train_dataset and rollouts={args.rollouts!r} are both given, but the prompts come with the rollouts. "
             "Remove one of them."
         )
+    elif (size := len(given[0][RECORDED])) != args.num_generations:
+        raise ValueError(
+            f"train_dataset has been loaded with groups of {size}, but num_generations={args.num_generations}. Use "
+            f"load_rollouts({str(args.rollouts)!r}, {args.num_generations}), or leave `train_dataset` out."
+        )
     columns = as_scored(given)
     if images := sorted({"image", "images"} & {*columns.column_names}):
         raise ValueError(f"rollouts={args.rollouts!r} has a column {images[0]!r}, but only text can be recorded.")
@@ -234,6 +239,16 @@ def check_recordable(args: RolloutConfig, named: Mapping[str, Any], dataset: Any
             f"save_rollouts=True cannot record {'images' if images else names[0]}: a row has one prompt and one "
             "completion as text. Remove `save_rollouts`."
         )
+    own = Path(args.output_dir, FOLDER).resolve()
+    if (
+        args.save_rollouts
+        and args.rollouts is not None
+        and own in (source := Path(args.rollouts).resolve(), *source.parents)
+    ):
+        raise ValueError(
+            f"save_rollouts=True would replace rollouts={args.rollouts!r} by the rollouts of this run. Set another "
+            "`output_dir`, or remove `save_rollouts`."
+        )
 
 
 def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids: list[list[int]]) -> None:
@@ -245,8 +260,10 @@ def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids:
         raise ValueError("save_rollouts=True cannot record tokens that the model has not written. Remove it.")
     logps, mask = rollout.get("old_per_token_logps"), rollout["completion_mask"]
     ids = [torch.tensor(tokens) for tokens in completion_ids]
-    if logps is None or any(len(tokens) != n for tokens, n in zip(ids, mask.sum(dim=1).tolist(), strict=True)):
-        # Without a pass over the rollout, or if it has left truncated completions out.
+    left_out = torch.tensor([len(tokens) for tokens in ids], device=mask.device) != mask.sum(dim=1)
+    if logps is None or accelerator.gather(left_out).any():
+        # Without a pass over the rollout, or if it has left truncated completions out: under ZeRO-3 and FSDP, all
+        # processes make a pass, or none.
         logps = _scored(trainer, trainer.model, rollout["prompt_ids"], rollout["prompt_mask"], ids)
     rewards = rollout["rewards_per_func"]
     totals = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
@@ -266,8 +283,12 @@ def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids:
     ]
     folder = files.inner_folder(Path(trainer.args.output_dir), FOLDER)
     files.write_lines(folder / f"{done:09}-{accelerator.process_index}.jsonl", lines)
-    if accelerator.is_main_process:  # an earlier run in this folder may have gone further, or with more processes
+    if accelerator.is_main_process:  # an earlier run in this folder may have gone further, or in other steps
+        before = done - len(inputs) * accelerator.num_processes
         for file in folder.glob("*-*.jsonl"):
             numbers = file.stem.split("-")
-            if all(map(str.isdecimal, numbers)) and (*map(int, numbers),) >= (done, accelerator.num_processes):
+            if not all(map(str.isdecimal, numbers)):
+                continue
+            count, process = map(int, numbers)
+            if before < count < done or (count, process) >= (done, accelerator.num_processes):
                 file.unlink()

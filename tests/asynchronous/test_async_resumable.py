@@ -178,6 +178,14 @@ def test_step_without_a_finite_gradient_is_skipped(tiny_model, tmp_path):
     assert kept["micro_batches"][0]["input_ids"].numel() > 0
 
 
+def test_a_checkpoint_that_does_not_exist_leaves_the_trainer_as_it_was(tiny_model, tmp_path):
+    trainer = make(tiny_model, tmp_path, max_steps=1)
+    with pytest.raises(ValueError, match="checkpoint-99"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-99"))
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
 def test_killed_runs_train_each_prompt_once(tiny_model, tmp_path):
     """`kill -9` at any time, twice."""
     folder = tmp_path / "run"

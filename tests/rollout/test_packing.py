@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import make_trainer
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, Qwen3NextConfig
 from trl.trainer.utils import add_fused_lm_head
 
@@ -73,6 +74,15 @@ def test_models_with_a_state_are_rejected(config):
     with torch.device("meta"):
         model = MambaForCausalLM(config) if config.model_type == "mamba" else AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match=r"padding_free=True .* which carry a state from sample to sample. Leave"):
+        check(model)
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_virtual_tokens_are_rejected(tiny_model, kind):
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny_model), kind(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
+    with pytest.raises(ValueError, match=r"padding_free=True .* virtual tokens"):
         check(model)
 
 

@@ -246,6 +246,24 @@ def test_a_new_run_in_a_folder_leaves_no_rollout_of_an_earlier_one(tiny_model, t
     assert [file.name for file in (tmp_path / "rollouts").iterdir()] == ["000000016-0.jsonl"]
 
 
+def test_a_run_with_other_batches_leaves_no_rollout_of_an_earlier_one(tiny_model, tmp_path):
+    for sizes in ({}, {"per_device_train_batch_size": 6, "num_generations": 3}):
+        trained(tiny_model, tmp_path, save_rollouts=True, trainer_arguments=GENERATES, **STEPS | sizes)
+    names = sorted(file.name for file in (tmp_path / "rollouts").iterdir())
+    assert names == [f"0000000{count}-0.jsonl" for count in (24, 48, 72)]
+
+
+def test_a_run_does_not_replace_what_it_trains_on(tiny_model, tmp_path):
+    trained(tiny_model, tmp_path, save_rollouts=True, trainer_arguments=GENERATES, **STEPS)
+    with pytest.raises(ValueError, match="save_rollouts=True would replace rollouts="):
+        replayed(tiny_model, tmp_path, tmp_path / "rollouts", save_rollouts=True)
+
+
+def test_groups_of_another_size_than_the_runs_are_rejected(tiny_model, tmp_path, recorded):
+    with pytest.raises(ValueError, match="groups of 2, but num_generations=4"):
+        replayed(tiny_model, tmp_path, recorded, trainer_arguments={"train_dataset": load_rollouts(str(recorded), 2)})
+
+
 def test_it_learns_from_completions_of_the_base_model(tmp_path):
     options = {
         "per_device_train_batch_size": 48,
