@@ -112,8 +112,8 @@ class Evaluation:
 
 
 def _interval_over_problems(accuracies: list[float], mean: float) -> tuple[float, float]:
-    if set(accuracies) in ({0.0}, {1.0}):  # no spread to measure: the normal interval would be a single point
-        return wilson_interval(sum(map(int, accuracies)), len(accuracies))
+    if len(set(accuracies)) == 1:  # no spread to measure: the normal interval would be a single point
+        return wilson_interval(round(sum(accuracies)), len(accuracies))
     if len(accuracies) < 2:
         return 0.0, 1.0
     half = NormalDist().inv_cdf(0.975) * stdev(accuracies) / len(accuracies) ** 0.5

@@ -122,6 +122,14 @@ def test_interval_over_problems_without_spread_is_not_a_point(reward):
     assert result.pass_at_interval(2) == (result.summary()["low"], result.summary()["high"]) == expected
 
 
+def test_interval_over_problems_of_equal_accuracy_is_not_a_point():
+    samples = [{"prompt": "", "completion": "", "reward": float(i % 4 == 0)} for i in range(12)]
+    result = Evaluation(samples, per_problem=4)
+    assert result.summary()["low"] < 0.25 < result.summary()["high"]
+    low, high = result.pass_at_interval(2)
+    assert low < 0.5 < high
+
+
 def test_greedy_is_greedy(trainer):
     """The first token of every completion is the model's most likely one, with any seed."""
     for seed in (1, 2):

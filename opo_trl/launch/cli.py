@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     own_parser = argv[:1] in (["train"], ["compare"], ["evaluate"])
     parser = _make_parser()
-    arguments, _ = parser.parse_known_args(argv[:1] if own_parser else argv)
+    arguments = parser.parse_args(argv[:1] if own_parser else argv)
     if arguments.command is None:
         parser.print_help()
         return 0

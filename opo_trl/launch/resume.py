@@ -66,12 +66,10 @@ def known_accuracies(folder: Path, checkpoint: str | None) -> dict[str, Any]:
     Broadcast from the first process, because another one might read the file after the first has updated it.
     """
     summary = read_summary(folder)
-    if checkpoint is None:  # it starts over
-        summary = {name: summary[name] for name in summary if name == "before"}
-    elif "before" not in summary:  # the checkpoint may be in the folder of another run
-        there = read_summary(Path(checkpoint).resolve().parent)
-        summary |= {name: there[name] for name in there if name == "before"}
-    return broadcast_object_list([summary])[0]
+    if checkpoint is not None and "before" not in summary:  # the checkpoint may be in the folder of another run
+        summary = read_summary(Path(checkpoint).resolve().parent)
+    # The rest is that of an end that this run may not reach.
+    return broadcast_object_list([{name: summary[name] for name in summary if name == "before"}])[0]
 
 
 def forget_if_changed(folder: Path, settings: Mapping[str, Any]) -> None:

@@ -32,6 +32,7 @@ _CLIPPED = ("clip_ratio/region_mean", "clip_ratio", "cispo_clip_ratio")
 # Share of its tokens clipped, in the completion with most of them. A ratio of whole completions clips all or none; a
 # token's cannot rise by a fifth if it was nearly certain, as many are in a completion.
 _WHOLE = 0.9
+_WHOLE_ON_AVERAGE = 0.25  # over the steps of an entry, which may clip nothing
 
 
 def diagnose(run: Path, output: Path | None) -> int:
@@ -42,7 +43,8 @@ def diagnose(run: Path, output: Path | None) -> int:
         if output.suffix != ".html":
             raise ValueError(f"output={str(output)!r} is not the name of a page. Let it end with .html.")
     log = read_log(run) if is_run(run) else read(run)
-    settings = read_settings(run) if is_run(run) else {"importance_sampling_level": _level(log)}
+    of_run = next(filter(is_run, (run, run.resolve().parent)), None)  # a checkpoint is judged as its run
+    settings = read_settings(of_run) if of_run else {"importance_sampling_level": _level(log)}
     judged = [*_non_finite(log), *judge(log, settings)]
     verdicts, beyond = [*judged, *reuse(log)], [verdict for verdict in judged if verdict.remedy]
     said = [f"Optimizer steps: {log[-1]['step'] if log else 0:,}. Entries: {len(log):,}.", conclusion(judged)]
@@ -53,6 +55,7 @@ def diagnose(run: Path, output: Path | None) -> int:
     if output is not None:
         page = {"name": one_line(run.resolve().name), "summary": said, "verdicts": verdicts, "beyond": beyond}
         with under_way():
+            output.parent.mkdir(parents=True, exist_ok=True)
             write(output, render("diagnosis.html.j2", {**page, "spark": spark, "figures": {}, "watching": []}))
         print(printable(str(output)))
     return int(any(verdict.wrong for verdict in judged))
@@ -61,7 +64,12 @@ def diagnose(run: Path, output: Path | None) -> int:
 def _level(log: Sequence[Entry]) -> str:
     """Whether ratios are those of tokens or of whole completions, of which all tokens are clipped or none."""
     most = [share for _, share in finite(log, "clip_ratio/high_max", lambda row: number(row, _CLIPPED[0]) > 0)]
-    return "sequence" if most and np.median(most) > _WHOLE else "token"
+    least = _WHOLE if _has_each_step(log) else _WHOLE_ON_AVERAGE
+    return "sequence" if most and np.median(most) > least else "token"
+
+
+def _has_each_step(log: Sequence[Entry]) -> bool:
+    return len(log) > 1 and all(after["step"] - before["step"] == 1 for before, after in pairwise(log))
 
 
 def _non_finite(log: Sequence[Entry]) -> list[Verdict]:
@@ -78,8 +86,7 @@ def reuse(log: Sequence[Entry]) -> list[Verdict]:
     """Facts: whether completions are reused already, what zero-variance groups cost, and an estimate of the time."""
     steps = [row for row in log if "grad_norm" in row or "step_time" in row]
     rollouts = sum(any(name in row for name in _OF_A_ROLLOUT) for row in steps)
-    is_each = len(steps) > 1 and all(after["step"] - before["step"] == 1 for before, after in pairwise(steps))
-    served = round(len(steps) / rollouts) if is_each and rollouts else 0  # 0: the log does not say
+    served = round(len(steps) / rollouts) if _has_each_step(steps) and rollouts else 0  # 0: the log does not say
     metric = next((name for name in _CLIPPED if finite(log, name)), _CLIPPED[0])
     points = finite(log, metric)
     is_reused = served > 1 or any(value > 0 for _, value in points) or any(map(off_policy, log))

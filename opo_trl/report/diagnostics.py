@@ -49,10 +49,15 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
     most_clipped = 0.5 if settings.get("importance_sampling_level") == "sequence" else 0.01
     # What is cut off after the first line is not read.
     most_truncated = 1.0 if settings.get("reward_funcs") == ["first_line_reward"] else 0.2
+    # TRL then counts groups of equal rewards only where the whole batch has one reward.
+    is_shared = settings.get("scale_rewards") == "batch" or (
+        settings.get("multi_objective_aggregation") == "normalize_then_sum"
+    )
+    groups = "opo/frac_zero_drive" + " frac_reward_zero_std" * (not is_shared)
     found = [
         # Does the policy learn, and from what?
         Diagnostic("reward", "reward", "rise", low=1, wrong=(-1, math.inf)),
-        Diagnostic("groups", "opo/frac_zero_drive frac_reward_zero_std", "last", high=0.75, wrong=(0, 0.95)),
+        Diagnostic("groups", groups, "last", high=0.75, wrong=(0, 0.95)),
         Diagnostic(
             "truncated", "completions/clipped_ratio", "last", high=most_truncated, wrong=(0, max(most_truncated, 0.5))
         ),
@@ -117,9 +122,9 @@ _FIX_REWARD = "Fix the reward function; the run's warnings say what failed."
 
 # Of each bound: what it means to be beyond it (up to the first full stop), and what to try.
 _ADVICE = {
-    "reward <": "no rise beyond the noise. First check the zero-variance groups and the truncated completions. If "
-    "both are healthy, train longer, with more prompts per rollout (less noise) or a higher `learning_rate`; lower it "
-    "if the reward fell.",
+    "reward <": "no rise beyond the noise, or one that was lost. First check the zero-variance groups and the "
+    "truncated completions. If both are healthy, train longer, with more prompts per rollout (less noise) or a higher "
+    "`learning_rate`; lower it if the reward fell.",
     "groups >": "these carry no learning signal. If rewards are high, the problems are solved: use harder ones "
     "(`levels`). If they are low, use easier ones, or more completions per prompt (`num_generations`). "
     "`max_sampling_rounds`, of this package, replaces such groups.",

@@ -182,7 +182,7 @@ def _accuracy_figure(summary: dict[str, Any]) -> Figure:
         errors = np.maximum([accuracy - low, high - accuracy], 0)  # an interval may be wrong
         axis.errorbar(accuracy, places, xerr=errors, fmt="none", ecolor="black", elinewidth=1, capsize=2)
     axis.set_yticks(range(len(names)), [*map(legible, names)])
-    axis.set(xlim=(0, 1), xlabel="accuracy (95 % Wilson interval)")
+    axis.set(xlim=(0, 1), xlabel="accuracy (95 % interval)")
     axis.invert_yaxis()
     figure.legend(loc="outside upper right", ncols=2, frameon=False)
     return figure

@@ -115,7 +115,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 def _entries(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
     """The finite numbers of training, an entry for each step."""
-    has_norm = any("grad_norm" in row for row in rows)
+    has_norm, has_reward = (any(name in row for row in rows) for name in ("grad_norm", "reward"))
     rows = [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
     clock = next((name for name in _CLOCKS if any(name in row for row in rows)), "")
     steps = [row[clock] for row in rows if clock in row]
@@ -137,6 +137,8 @@ def _entries(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
         entry: dict[str, Any] = log.pop() if log and log[-1]["step"] == step else {}
         if has_norm and "step_time" in row:
             entry["grad_norm"] = math.nan  # unless the row has a finite one
+        if has_reward and "frac_reward_zero_std" in row:
+            entry["reward"] = math.nan  # likewise
         log.append({**entry, **row, **({GENERATION: seconds} if seconds and is_whole else {}), "step": int(step)})
         seconds = 0.0
     return log

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from ..metrics.log import Entry, Points, Watch, finite, off_policy, seconds_by_phase, validations
+from ..metrics.log import Entry, Points, Watch, finite, number, off_policy, seconds_by_phase, validations
 from .diagnostics import Diagnostic, diagnostics
 from .intervals import t_quantile
 
@@ -44,6 +44,11 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
     tenth = min(max(len(values) // 10, 3), len(values))
     first, last, median = (float(np.median(part)) for part in (values[:tenth], values[-tenth:], values))
     change, margin = trend(values)
+    rise = _ratio(change, margin)
+    # The median of |x - y| is about the deviation of one value from the next, and 2.5 of the standard errors of a
+    # median are beyond chance.
+    noise = float(np.median(np.abs(np.diff(values)))) if len(values) > 1 else 0.0
+    has_fallen = last < median - 2.5 * noise / tenth**0.5
     return {
         "first": first,
         "last": last,
@@ -57,7 +62,7 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
         "over_on_policy": _ratio(median, float(np.median(on_policy))) if len(on_policy) else math.nan,
         "change": change,
         "margin": margin,
-        "rise": _ratio(change, margin),
+        "rise": min(rise, 0.0) if has_fallen else rise,
     }
 
 
@@ -82,15 +87,27 @@ def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     Verdicts on a run, from the lines of its `log.jsonl` and its settings: one for each diagnostic that was logged, one
     for the validation, and the slowest phase.
     """
-    learns = _learns([value for _, value in finite(log, "reward")])
-    found = [_judge(diagnostic, log, learns) for diagnostic in diagnostics(settings)]
-    return [verdict for verdict in (*found, _validation(log), _slowest_phase(log)) if verdict is not None]
+    rewards = [value for _, value in finite(log, "reward")]
+    # Without a signal, a run whose reward has risen has solved its problems.
+    learns = bool(rewards) and facts(rewards, [], math.nan)["rise"] >= 1
+    scored = [row for row in log if not _unscored(row)]
+    found = [_judge(each, scored if each.name == "groups" else log, learns) for each in diagnostics(settings)]
+    everything = (_without_rewards(log), *found, _validation(log), _slowest_phase(log))
+    return [verdict for verdict in everything if verdict is not None]
 
 
-def _learns(rewards: Sequence[float]) -> bool:
-    """Whether the reward rises, and ends high: without a signal, such a run has solved its problems."""
-    found = facts(rewards, [], math.nan) if rewards else {}
-    return bool(found) and found["rise"] >= 1 and found["last"] >= found["median"]
+def _unscored(row: Entry) -> bool:
+    """Whether an entry has a reward that is not a number: no completion could be scored."""
+    return "reward" in row and math.isnan(number(row, "reward"))
+
+
+def _without_rewards(log: Sequence[Entry]) -> Verdict | None:
+    rewards = [_unscored(row) for row in log if "reward" in row]
+    if not any(rewards):
+        return None
+    said = f"No completion was scored in {sum(rewards):,} of {len(rewards):,} entries."
+    remedy = "Check what the reward functions get: a reward of `None` says that a solution cannot be read."
+    return Verdict("reward", said, False, remedy, finite(log, "reward"), "scored in every entry", rewards[-1])
 
 
 def _judge(diagnostic: Diagnostic, log: Sequence[Entry], learns: bool) -> Verdict | None:

@@ -1,6 +1,8 @@
 r"""The LaTeX notation of answers: notations of the same meaning are unified, and units are split off."""
 
+import math
 import re
+from decimal import Decimal
 
 
 # Longer answers are discarded, because parsing takes too long. The longest in MATH has 159 characters.
@@ -26,6 +28,7 @@ _REWRITES = [
         (r"(?<=\d)(?:\\!)*(?:,\\!\s*(?=\d)|(?:\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d)))", ""),
         (r"^(-?\d{1,3}) (\d{3})(?: (\d{3}))?$", r"\1\2\3"),
         (r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
+        (r"^([+-]?\d+(?:\.\d+)?)e([+-]?\d+)$", r"\1E\2"),  # otherwise the letter is Euler's number
         (r"(?<![_^\d.])(\d+\)?)\s*(?=\(\d+\))", r"\1 \\cdot "),  # math-verify reads `2(3)` as 2 + 3
         # As in programming languages: `sqrt(2)`, `2**3`, `2^(1/3)`.
         (r"(?<![A-Za-z\\])(?<!operatorname\{)(sqrt|sin|cos|tan|cot|sec|csc|log|ln|pi)(?![A-Za-z])", r"\\\1 "),
@@ -90,6 +93,13 @@ _DECIMAL = re.compile(r"-?\d*\.\d+")
 _DECIMAL_COMMA = re.compile(r"^(-?\d+),(\d{1,2}|\d{4,})$")  # but `1,234` has a thousands separator
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?")
 _BASE = re.compile(r"(-?[\dA-F.]+)\s*_\s*\{?\s*(\d+)\s*\}?")
+
+
+def number_as_text(value: int | float) -> str:
+    """A number in decimal notation, which can be parsed, unlike `1e-05`; an empty string for NaN."""
+    if isinstance(value, bool):
+        return str(value)
+    return "" if math.isnan(value) else format(Decimal(repr(value)), "f")
 
 
 def simplify_notation(latex: str) -> str:

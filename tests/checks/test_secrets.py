@@ -21,6 +21,7 @@ SECRET = "plainword"
 SETTINGS = {
     "hub_token": SECRET,
     "env": {"HF_TOKEN": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET, "SWANLAB_KEY": SECRET, "DB_PASSWORD": SECRET},
+    "more": dict.fromkeys(("PGPASSWORD", "MYSQL_PWD", "DBPASS", "AZURE_CONNECTION_STRING", "SLACK_WEBHOOK"), SECRET),
     "address": f"https://user:{SECRET}@host:8000/path",
     "nested": [{"url": f"http://host/data?x=1&access_token={SECRET}&y=2"}],
     "as_json": f'{{"token": "{SECRET}", "revision": "main"}}',
@@ -31,7 +32,7 @@ HARMLESS = {
     "pad_token": "<|endoftext|>",
     "importance_sampling_level": "token",
     "max_tokens": 5,
-    "env": {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": 1, "HF_TOKEN_PATH": "/run/token"},
+    "env": {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": 1, "PWD": "/tmp", "HF_TOKEN_PATH": "/run/token"},
     "instruction": "Write the key='…' and a token: (0,100). Mail a@b.",
     "dataset_name": "https://host/a@b?page=3",
     "columns": {"solution": "key"},

@@ -26,6 +26,7 @@ from opo_trl.evaluate import evaluate
 from opo_trl.launch import cli
 from opo_trl.launch.callbacks import table
 from opo_trl.launch.recipe import parse
+from opo_trl.launch.resume import known_accuracies
 from opo_trl.methods import by_trainer, register
 from opo_trl.report.run_folder import claim
 from opo_trl.train import main
@@ -230,6 +231,11 @@ def test_run_that_ended_during_the_report_repeats_it_when_resumed(tmp_path):
     assert not (tmp_path / "run" / "summary.json").exists()
     assert main(arguments(ARITHMETIC, **options, resume_from_checkpoint="auto")) == 0
     assert read_json(tmp_path / "run" / "summary.json").keys() >= {"before", "after"}
+
+
+def test_run_that_goes_on_after_its_end_is_not_finished_until_it_ends_again(tmp_path):
+    write_json(tmp_path / "summary.json", {"before": {"Level 3": {}}, "after": {"Level 3": {}}, "optimizer_steps": 4})
+    assert known_accuracies(tmp_path, str(tmp_path / "checkpoint-4")) == {"before": {"Level 3": {}}}
 
 
 def test_run_that_resumes_in_another_folder_keeps_the_accuracies_of_its_base_model(run, tmp_path):

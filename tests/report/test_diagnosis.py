@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import random
 import re
 import sys
 from html import unescape
@@ -193,6 +194,8 @@ def test_ratios_of_whole_completions_have_a_bound_of_their_own(tmp_path, capsys)
         clips = {"clip_ratio/region_mean": 0.2, "clip_ratio/high_max": most}
         _, said, _ = words(capsys, written(tmp_path / "log.jsonl", rows_of(*range(1, 9), **clips)))
         assert said["Clipped ratios"] == word
+    averaged = rows_of(*range(10, 90, 10), **{"clip_ratio/region_mean": 0.2, "clip_ratio/high_max": 0.44})
+    assert words(capsys, written(tmp_path / "log.jsonl", averaged))[1]["Clipped ratios"] == "healthy"
     # A run of ours says what its ratios are.
     (tmp_path / "recipe.yaml").touch()
     write_json(tmp_path / "settings.json", {"importance_sampling_level": "sequence"})
@@ -206,6 +209,57 @@ def test_groups_without_signal_are_not_wrong_where_the_problems_are_solved(tmp_p
         row |= {"frac_reward_zero_std": 1.0, **({"reward": 0.0} if crashed else {})}
     found, said, _ = words(capsys, written(tmp_path / "log.jsonl", rows))
     assert (found, said["Zero-variance groups"]) == (status, "wrong" if crashed else "look")
+
+
+@pytest.mark.parametrize(("end", "word"), [(140, "look"), (180, "look"), (200, "healthy")])
+def test_a_reward_that_was_lost_is_not_healthy(tmp_path, capsys, end, word):
+    """It rises from 0.2 to 0.7, with noise, and from some step on is as low as in the beginning."""
+    rng = random.Random(0)
+    rows = [
+        {**row, "reward": (0.2 + 0.5 * step / 200 if step < end else 0.2) + rng.gauss(0, 0.05)}
+        for step, row in enumerate(rows_of(*range(1, 201)))
+    ]
+    assert words(capsys, written(tmp_path / "log.jsonl", rows))[1]["Reward went"] == word
+
+
+def test_a_reward_that_stays_high_is_healthy(tmp_path, capsys):
+    for seed in range(20):
+        rng = random.Random(seed)
+        rows = [{**row, "reward": min(row["step"] / 40, 0.9) + rng.gauss(0, 0.05)} for row in rows_of(*range(1, 201))]
+        assert words(capsys, written(tmp_path / "log.jsonl", rows))[1]["Reward went"] == "healthy"
+
+
+@pytest.mark.parametrize(("unscored", "status", "word"), [(8, 1, None), (2, 0, "healthy")])
+def test_completions_that_are_never_scored_are_named(tmp_path, capsys, unscored, status, word):
+    rows = [{**row, "frac_reward_zero_std": 0.0} for row in rows_of(*range(1, 9))]
+    for row in rows[:unscored]:
+        row["reward"] = None
+    found, said, printed = words(capsys, written(tmp_path / "log.jsonl", rows))
+    assert f"No completion was scored in {unscored} of 8 entries." in printed
+    assert (found, said.get("Zero-variance groups")) == (status, word)
+
+
+def test_groups_are_not_judged_by_a_metric_of_the_whole_batch():
+    rows = rows_of(*range(1, 9), frac_reward_zero_std=0.0)
+    for settings in ({"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"}):
+        assert not any("Zero-variance" in verdict.sentence for verdict in judge(rows, settings))
+
+
+def test_a_checkpoint_is_judged_as_its_run(tmp_path, capsys):
+    (tmp_path / "recipe.yaml").touch()
+    write_json(tmp_path / "settings.json", {"max_staleness": 8})
+    (tmp_path / "checkpoint-8").mkdir()
+    log = rows_of(*range(1, 9), **{"opo/ratio/ess": 0.3})
+    write_json(tmp_path / "checkpoint-8" / "trainer_state.json", {"log_history": log})
+    assert words(capsys, tmp_path / "checkpoint-8")[1]["Effective sample"] == "healthy"
+
+
+def test_words_that_no_command_knows_are_rejected(tmp_path, capsys):
+    log = written(tmp_path / "log.jsonl", rows_of(*range(1, 9)))
+    for more in (["--outptu", "x.html"], [str(log)]):
+        with pytest.raises(SystemExit):
+            main(["diagnose", str(log), *more])
+        assert "unrecognized arguments" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["grpo", "dapo", "gspo"])
@@ -241,7 +295,7 @@ def test_newest_checkpoint_is_read_unless_training_went_further(dead, tmp_path):
 def test_any_metric_may_be_missing(clipped, tmp_path, capsys, missing):
     rows = json.loads((clipped / "checkpoint-24" / "trainer_state.json").read_text())["log_history"]
     status, said, _ = words(capsys, written(tmp_path / "log.jsonl", [{**row, missing: None} for row in rows]))
-    assert status == (1 if missing == "grad_norm" else 0)  # TRL logs what is not finite as null
+    assert status == (missing in ("grad_norm", "reward"))  # TRL logs what is not finite as null
     assert said["Clipped ratios"] == "look"
     without = [{name: value for name, value in row.items() if name != missing} for row in rows]
     assert words(capsys, written(tmp_path / "log.jsonl", without))[0] == 0

@@ -174,6 +174,15 @@ class TestAccuracyReward:
     def test_solutions_may_be_numbers_or_missing(self):
         assert accuracy_reward([box("3")] * 4, [3, 3.0, 4, None]) == [1.0, 1.0, 0.0, None]
 
+    def test_very_small_and_large_numbers_are_read_as_numbers(self):
+        answers = [r"10^{-5}", "0.00001", "10^{20}", "-2.2817181715"]
+        assert accuracy_reward(map(box, answers), [1e-5, 1e-5, 1e20, 1e-5]) == [1.0, 1.0, 1.0, 0.0]
+        assert accuracy_reward([box("1000"), box("1.5e3"), box("1")], ["1e3", "1500", float("nan")]) == [
+            1.0,
+            1.0,
+            None,
+        ]
+
     def test_different_lengths_are_an_error(self):
         with pytest.raises(ValueError, match="zip"):
             accuracy_reward([box("3")], ["3", "4"])
