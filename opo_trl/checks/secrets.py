@@ -18,7 +18,7 @@ import yaml
 _NAME = re.compile(
     r"(?i:(.*[_-])?(token|passw(or)?d|passphrase|pass|pat|secret|credentials?|signature|sig|auth(orization)?|bearer"
     r"|connection[_-]string|webhook([_-]url)?|(api|access|secret|private|auth|account|license)[_-]?key))"
-    r"|[A-Z0-9_]+(_KEY|_PWD|PASS(WOR)?D?)"
+    r"|[A-Z0-9_]+(_KEY|PASSW(OR)?D)|(MYSQL_PWD|DB_?PASS)"
 )
 _USER = re.compile(r"(\w://)[^\s/'\"]*@")
 _ASSIGNED = re.compile(

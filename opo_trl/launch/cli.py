@@ -74,9 +74,9 @@ def _make_parser() -> argparse.ArgumentParser:
         command.add_argument("folder", type=Path, help="folder of a run")
     recipes.add_argument("recipe", nargs="?", help="recipe, or folder of recipes, to copy")
     recipes.add_argument("--output", type=Path, default=Path("recipes"), help="folder to copy to (default: recipes)")
-    for command in (figures, report, diagnose, recipes):
+    env = commands.add_parser("env", help="print what a bug report needs")
+    for command in (figures, report, diagnose, recipes, env):
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    commands.add_parser("env", help="print what a bug report needs")
     return parser
 
 

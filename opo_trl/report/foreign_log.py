@@ -138,7 +138,7 @@ def _entries(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
         if has_norm and "step_time" in row:
             entry["grad_norm"] = math.nan  # unless the row has a finite one
         if has_reward and "frac_reward_zero_std" in row:
-            entry["reward"] = math.nan  # likewise
+            entry.setdefault("reward", math.nan)  # likewise
         log.append({**entry, **row, **({GENERATION: seconds} if seconds and is_whole else {}), "step": int(step)})
         seconds = 0.0
     return log

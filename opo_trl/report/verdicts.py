@@ -45,9 +45,9 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
     first, last, median = (float(np.median(part)) for part in (values[:tenth], values[-tenth:], values))
     change, margin = trend(values)
     rise = _ratio(change, margin)
-    # The median of |x - y| is about the deviation of one value from the next, and 2.5 of the standard errors of a
-    # median are beyond chance.
-    noise = float(np.median(np.abs(np.diff(values)))) if len(values) > 1 else 0.0
+    # The mean of |x - y| is 1.13 standard deviations of the noise, so that this is about twice the standard error of a
+    # median.
+    noise = float(np.mean(np.abs(np.diff(values)))) if len(values) > 1 else 0.0
     has_fallen = last < median - 2.5 * noise / tenth**0.5
     return {
         "first": first,
@@ -105,9 +105,10 @@ def _without_rewards(log: Sequence[Entry]) -> Verdict | None:
     rewards = [_unscored(row) for row in log if "reward" in row]
     if not any(rewards):
         return None
-    said = f"No completion was scored in {sum(rewards):,} of {len(rewards):,} entries."
-    remedy = "Check what the reward functions get: a reward of `None` says that a solution cannot be read."
-    return Verdict("reward", said, False, remedy, finite(log, "reward"), "scored in every entry", rewards[-1])
+    said = f"The reward was not a number in {sum(rewards):,} of {len(rewards):,} entries."
+    remedy = "No completion was scored: a reward function that returns `None` could not read the solution."
+    at_end = rewards[-max(len(rewards) // 10, 3) :]
+    return Verdict("reward", said, False, remedy, finite(log, "reward"), "a number in every entry", all(at_end))
 
 
 def _judge(diagnostic: Diagnostic, log: Sequence[Entry], learns: bool) -> Verdict | None:

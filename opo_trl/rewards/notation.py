@@ -1,6 +1,5 @@
 r"""The LaTeX notation of answers: notations of the same meaning are unified, and units are split off."""
 
-import math
 import re
 from decimal import Decimal
 
@@ -28,7 +27,7 @@ _REWRITES = [
         (r"(?<=\d)(?:\\!)*(?:,\\!\s*(?=\d)|(?:\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d)))", ""),
         (r"^(-?\d{1,3}) (\d{3})(?: (\d{3}))?$", r"\1\2\3"),
         (r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
-        (r"^([+-]?\d+(?:\.\d+)?)e([+-]?\d+)$", r"\1E\2"),  # otherwise the letter is Euler's number
+        (r"(?<![\w.\\])(\d*\.?\d+)e([+-]?\d+)(?![\w.])", r"\1E\2"),  # otherwise the letter is Euler's number
         (r"(?<![_^\d.])(\d+\)?)\s*(?=\(\d+\))", r"\1 \\cdot "),  # math-verify reads `2(3)` as 2 + 3
         # As in programming languages: `sqrt(2)`, `2**3`, `2^(1/3)`.
         (r"(?<![A-Za-z\\])(?<!operatorname\{)(sqrt|sin|cos|tan|cot|sec|csc|log|ln|pi)(?![A-Za-z])", r"\\\1 "),
@@ -99,7 +98,7 @@ def number_as_text(value: int | float) -> str:
     """A number in decimal notation, which can be parsed, unlike `1e-05`; an empty string for NaN."""
     if isinstance(value, bool):
         return str(value)
-    return "" if math.isnan(value) else format(Decimal(repr(value)), "f")
+    return "" if value != value else format(Decimal(str(value)), "f")
 
 
 def simplify_notation(latex: str) -> str:

@@ -177,7 +177,8 @@ def check_resumable(trainer: Any, folder: str) -> None:
         logger.warning(
             f"{folder!r} was saved by a run with {before:g} prompts per optimizer step, and this one has {now:g}. The "
             "place in an epoch is counted in optimizer steps, so some prompts are skipped or repeated. Set "
-            "`steps_per_generation`, `gradient_accumulation_steps` and `num_iterations` such that they are the same."
+            "the processes, `per_device_train_batch_size`, `gradient_accumulation_steps`, `num_generations` and "
+            "`num_iterations` such that they are the same."
         )
     if trainer.args.sync_ref_model:
         MovingReference(trainer).check(place, saved["processes"])
@@ -185,9 +186,8 @@ def check_resumable(trainer: Any, folder: str) -> None:
 
 def _prompts_per_step(found: Mapping[str, Any]) -> float:
     """New prompts per optimizer step of a run with these [`settings`]."""
-    samples = found["processes"] * found["per_device_train_batch_size × steps_per_generation"]
-    steps = found["steps_per_generation"] * found["num_iterations"] / found["gradient_accumulation_steps"]
-    return samples / found["num_generations"] / steps
+    samples = found["processes"] * found["per_device_train_batch_size"] * found["gradient_accumulation_steps"]
+    return samples / found["num_generations"] / found["num_iterations"]
 
 
 def _check_loads(trainer: Any, folder: Path) -> None:

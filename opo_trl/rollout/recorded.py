@@ -243,7 +243,7 @@ def check_recordable(args: RolloutConfig, named: Mapping[str, Any], dataset: Any
     if (
         args.save_rollouts
         and args.rollouts is not None
-        and own in (source := Path(args.rollouts).resolve(), *source.parents)
+        and own in (source := Path(args.rollouts).expanduser().resolve(), *source.parents)
     ):
         raise ValueError(
             f"save_rollouts=True would replace rollouts={args.rollouts!r} by the rollouts of this run. Set another "

@@ -227,6 +227,9 @@ def test_a_reward_that_stays_high_is_healthy(tmp_path, capsys):
         rng = random.Random(seed)
         rows = [{**row, "reward": min(row["step"] / 40, 0.9) + rng.gauss(0, 0.05)} for row in rows_of(*range(1, 201))]
         assert words(capsys, written(tmp_path / "log.jsonl", rows))[1]["Reward went"] == "healthy"
+    solved = [0.3, 0.5, 0.6, 0.8, 0.9, *[1.0] * 20, 0.98, 1.0, 0.98]
+    rows = [{**row, "reward": reward} for row, reward in zip(rows_of(*range(1, 29)), solved, strict=True)]
+    assert words(capsys, written(tmp_path / "log.jsonl", rows))[1]["Reward went"] == "healthy"
 
 
 @pytest.mark.parametrize(("unscored", "status", "word"), [(8, 1, None), (2, 0, "healthy")])
@@ -235,7 +238,7 @@ def test_completions_that_are_never_scored_are_named(tmp_path, capsys, unscored,
     for row in rows[:unscored]:
         row["reward"] = None
     found, said, printed = words(capsys, written(tmp_path / "log.jsonl", rows))
-    assert f"No completion was scored in {unscored} of 8 entries." in printed
+    assert f"The reward was not a number in {unscored} of 8 entries." in printed
     assert (found, said.get("Zero-variance groups")) == (status, word)
 
 

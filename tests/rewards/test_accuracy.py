@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 from answers import ADVERSARIAL, DIFFERENT, EQUAL, box
 from hypothesis import given, settings
@@ -177,6 +178,9 @@ class TestAccuracyReward:
     def test_very_small_and_large_numbers_are_read_as_numbers(self):
         answers = [r"10^{-5}", "0.00001", "10^{20}", "-2.2817181715"]
         assert accuracy_reward(map(box, answers), [1e-5, 1e-5, 1e20, 1e-5]) == [1.0, 1.0, 1.0, 0.0]
+        assert accuracy_reward([box("0.00001"), box("1")], [np.float64(1e-5), 10**400]) == [1.0, None]
+        written = {"0.0005": ".5e-3", "1000": "$1e3$", "(1000,2)": "(1e3,2)", r"300000000\text{ m}": r"3e8\text{ m}"}
+        assert accuracy_reward(map(box, written.values()), [*written]) == [1.0] * 4
         assert accuracy_reward([box("1000"), box("1.5e3"), box("1")], ["1e3", "1500", float("nan")]) == [
             1.0,
             1.0,
