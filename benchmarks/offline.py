@@ -120,7 +120,7 @@ PARTS = tuple(name for name in OBJECTIVES if name not in METHODS)
 @dataclass(frozen=True)
 class Task:
     """
-    A task with an embedded base model.
+    A task with a base model.
 
     Args:
         base (`str`): folder of the base model.
@@ -372,10 +372,9 @@ FEW_RUNS = {
 def page(found: dict[Run, dict[str, Any]]) -> str:
     """The results as a page; tasks that are not complete are left out."""
     complete = [task for task in TASKS if not any(stages(task, name).next_runs(found) for name in METHODS)]
-    text = [
-        _INTRODUCTION,
-        *(f"## {task}\n\n{_PRETRAINED * (task == PRETRAINED)}{_table(task, found)}\n" for task in complete),
-    ]
+    text = [_INTRODUCTION]
+    for task in complete:
+        text.append(f"## {task}\n\n{_PRETRAINED if task == PRETRAINED else ''}{_table(task, found)}\n")
     runs = {each: fresh_runs(*each, found) for each in product(EMBEDDED, CONFIRMED)}
     if all(own and all(run in found for run in own) for own in runs.values()):
         text.append(_confirmation({each: [found[run] for run in own] for each, own in runs.items()}))

@@ -99,7 +99,8 @@ class Evaluation:
     def summary(self) -> dict[str, Any]:
         """
         Counts, accuracy and its 95 % interval (`low`, `high`), without the samples. With one completion per problem it
-        is Wilson's interval; with several it is the normal one over problems, and `pass_at` for 1, 2, 4 … is added.
+        is Wilson's interval; with several it is the normal one over problems, or Wilson's where these are all equal,
+        and `pass_at` for 1, 2, 4 … is added.
         """
         counts = {"correct": self.correct, "scored": self.scored, "unscorable": self.unscorable}
         if self.per_problem == 1:
@@ -112,10 +113,8 @@ class Evaluation:
 
 
 def _interval_over_problems(accuracies: list[float], mean: float) -> tuple[float, float]:
-    if len(set(accuracies)) == 1:  # no spread to measure: the normal interval would be a single point
+    if len(set(accuracies)) <= 1:  # no spread to measure: the normal interval would be a single point
         return wilson_interval(round(sum(accuracies)), len(accuracies))
-    if len(accuracies) < 2:
-        return 0.0, 1.0
     half = NormalDist().inv_cdf(0.975) * stdev(accuracies) / len(accuracies) ** 0.5
     return max(mean - half, 0.0), min(mean + half, 1.0)
 

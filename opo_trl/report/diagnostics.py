@@ -53,7 +53,7 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
     is_shared = settings.get("scale_rewards") == "batch" or (
         settings.get("multi_objective_aggregation") == "normalize_then_sum"
     )
-    groups = "opo/frac_zero_drive" + " frac_reward_zero_std" * (not is_shared)
+    groups = "opo/frac_zero_drive" if is_shared else "opo/frac_zero_drive frac_reward_zero_std"
     found = [
         # Does the policy learn, and from what?
         Diagnostic("reward", "reward", "rise", low=1, wrong=(-1, math.inf)),

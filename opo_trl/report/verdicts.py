@@ -106,7 +106,7 @@ def _without_rewards(log: Sequence[Entry]) -> Verdict | None:
     if not any(rewards):
         return None
     said = f"The reward was not a number in {sum(rewards):,} of {len(rewards):,} entries."
-    remedy = "No completion was scored: a reward function that returns `None` could not read the solution."
+    remedy = "Fix the reward function, or the solutions: it returns `None` where it cannot read one."
     at_end = rewards[-max(len(rewards) // 10, 3) :]
     return Verdict("reward", said, False, remedy, finite(log, "reward"), "a number in every entry", all(at_end))
 

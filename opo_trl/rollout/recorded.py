@@ -239,12 +239,8 @@ def check_recordable(args: RolloutConfig, named: Mapping[str, Any], dataset: Any
             f"save_rollouts=True cannot record {'images' if images else names[0]}: a row has one prompt and one "
             "completion as text. Remove `save_rollouts`."
         )
-    own = Path(args.output_dir, FOLDER).resolve()
-    if (
-        args.save_rollouts
-        and args.rollouts is not None
-        and own in (source := Path(args.rollouts).expanduser().resolve(), *source.parents)
-    ):
+    source, own = Path(args.rollouts or "").expanduser(), Path(args.output_dir, FOLDER)
+    if args.save_rollouts and args.rollouts is not None and source.resolve().is_relative_to(own.resolve()):
         raise ValueError(
             f"save_rollouts=True would replace rollouts={args.rollouts!r} by the rollouts of this run. Set another "
             "`output_dir`, or remove `save_rollouts`."
