@@ -18,7 +18,6 @@ from typing import Any
 from datasets import Dataset
 
 from ..rewards.boxes import final_answer, find_boxes
-from ..rewards.notation import number_as_text
 from . import few_shot, gym
 from .arithmetic import make_problems
 from .files import column, load_rows, local_file
@@ -297,7 +296,7 @@ def _values(rows: Dataset, path: str) -> list[Any]:
 def _solutions(rows: Dataset, path: str) -> list[Any]:
     """Solutions: numbers as text, also the only one of a list, and final answers, under another name, in a box."""
     single = [v[0] if isinstance(v, list) and len(v) == 1 else v for v in _values(rows, path)]
-    texts = [number_as_text(v) or None if type(v) in (int, float) else v for v in single]
+    texts = [None if v != v else str(v) if type(v) in (int, float) else v for v in single]  # NaN is no answer
     return texts if path == "solution" else [boxed(text) for text in texts]
 
 

@@ -25,15 +25,7 @@ from sympy.core import evalf
 from sympy.core.relational import Relational
 
 from .boxes import Completion, final_answer, find_boxes, text_of, without_reasoning
-from .notation import (
-    count_primes,
-    number_as_text,
-    read_decimal_comma,
-    same_string,
-    simplify_notation,
-    split_unit,
-    without_thousands,
-)
+from .notation import count_primes, read_decimal_comma, same_string, simplify_notation, split_unit, without_thousands
 
 
 logger = logging.getLogger(__name__)
@@ -84,8 +76,8 @@ def accuracy_reward(completions: Sequence[Completion], solution: Sequence[Any], 
     [1.0, 0.0, 0.0]
     ```
     """
-    known = ("" if gold is None else gold for gold in solution)
-    golds = [number_as_text(gold) if isinstance(gold, int | float) else gold for gold in known]
+    known = ("" if gold is None or gold != gold else gold for gold in solution)  # NaN differs from itself
+    golds = [str(gold) if isinstance(gold, int | float) else gold for gold in known]
     return [score(text_of(completion), gold) for completion, gold in zip(completions, golds, strict=True)]
 
 

@@ -1,7 +1,6 @@
 r"""The LaTeX notation of answers: notations of the same meaning are unified, and units are split off."""
 
 import re
-from decimal import Decimal
 
 
 # Longer answers are discarded, because parsing takes too long. The longest in MATH has 159 characters.
@@ -92,13 +91,6 @@ _DECIMAL = re.compile(r"-?\d*\.\d+")
 _DECIMAL_COMMA = re.compile(r"^(-?\d+),(\d{1,2}|\d{4,})$")  # but `1,234` has a thousands separator
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?")
 _BASE = re.compile(r"(-?[\dA-F.]+)\s*_\s*\{?\s*(\d+)\s*\}?")
-
-
-def number_as_text(value: int | float) -> str:
-    """A number in decimal notation, which can be parsed, unlike `1e-05`; an empty string for NaN."""
-    if isinstance(value, bool):
-        return str(value)
-    return "" if value != value else format(Decimal(str(value)), "f")
 
 
 def simplify_notation(latex: str) -> str:
