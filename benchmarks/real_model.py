@@ -35,6 +35,10 @@ instead of 273 processor seconds.
 
 LoRA once, planned when OPO's reports on the first task were finished: OPO's run with seed 501, adapters of rank 32
 on all linear layers, as in other recipes, at 1e-4, ten times the rate that all weights got. One run, untuned.
+
+Changed before any run on `largest`, whose prompts of 101 tokens cost more: GSPO and GRPO run there as losses of
+`OPOTrainer`, which computes a group's prompt once. Their gradients are those of TRL's trainer (a test of
+`objectives.published` compares them), in which they run on `addition`.
 """
 
 import os
@@ -60,6 +64,7 @@ from opo_trl.launch.callbacks import Validation
 from opo_trl.train import prepare
 
 from .many_runs import options, read_command_line
+from .objectives import published
 from .objectives.report import shown
 from .pages import table
 from .staged import Stages, holm, read, run_missing
@@ -78,8 +83,19 @@ LORA = "OPO, LoRA"
 ADAPTERS = {"use_peft": True, "lora_r": 32, "lora_alpha": 64, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
 MEASURES = ("over_run", "sampled", "greedy", "pass@2")
 
-# With OPO's configuration, whose fields the recipe has.
+
+class GSPO(published.GSPO):
+    """GSPO with the clip range of its recipe."""
+
+    low = high = 0.02
+
+
+# By OPOTrainer, with OPO's recipe.
 SIMPLE = methods.Method("simple", "Truncated REINFORCE", "#e69f00", objective="opo_trl.objective.TruncatedReinforce")
+LOSSES = {
+    "GSPO": methods.Method("gspo_loss", "GSPO", "#b03a86", objective="benchmarks.real_model.GSPO"),
+    "GRPO": methods.Method("grpo_loss", "GRPO", "#0072b2", objective="benchmarks.objectives.published.GRPO"),
+}
 
 
 @dataclass(frozen=True)
@@ -99,8 +115,10 @@ class Run:
 
     def command_line(self, folder: Path) -> list[str]:
         """For `opo_trl.train`."""
+        loss = LOSSES.get(self.method) if self.task == "largest" else None
+        recipe = METHODS.get(self.method, "opo")
         fields: dict[str, Any] = {
-            "config": RECIPES / f"{METHODS.get(self.method, 'opo')}.yaml",
+            "config": RECIPES / f"{'opo' if loss else recipe}.yaml",
             "output_dir": folder,
             "model_name_or_path": MODEL,
             "levels": self.task,
@@ -112,6 +130,10 @@ class Run:
         }
         if self.method == SIMPLE.label:
             fields["trainer"] = SIMPLE.name
+        if loss:
+            passes, staleness = PASSES[recipe], 8 if PASSES[recipe] > 2 else 0
+            fields |= {"trainer": loss.name, "num_iterations": passes, "max_staleness": staleness}
+            fields["log_ratio_reduction"] = "mean"
         if self.method == LORA:
             fields |= ADAPTERS
         return options(fields)
@@ -205,7 +227,7 @@ def train(run: Run) -> dict[str, Any]:
     """Train and measure in this process, which must be a new one."""
     torch.set_num_threads(1)
     multiply_as_bfloat16()
-    return measured_run(run, SIMPLE)[0]
+    return measured_run(run, SIMPLE, *LOSSES.values())[0]
 
 
 def differences(method: str, task: str, found: dict[Run, dict[str, Any]]) -> list[float]:
