@@ -12,12 +12,13 @@ import multiprocessing
 import sys
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import as_completed
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
 from tqdm import tqdm
 
 
@@ -102,11 +103,14 @@ def run_missing(
     file.parent.mkdir(parents=True, exist_ok=True)
     context, failed = multiprocessing.get_context("forkserver"), False
     context.set_forkserver_preload(["opo_trl.train", "trl.experimental.async_grpo"])  # importing them takes long
-    with context.Pool(jobs, maxtasksperchild=1) as pool, file.open("a") as lines, tqdm(desc="runs") as bar:
+    workers = ProcessPool(jobs, max_tasks=1, context=context)
+    with workers, file.open("a") as lines, tqdm(desc="runs") as bar:
         for next_runs in methods:
             complete = True
             while complete and (missing := next_runs()):
-                for line, error in pool.imap_unordered(partial(_made, make), missing):
+                runs = {workers.schedule(_made, (make, run)): run for run in missing}
+                for finished in as_completed(runs):
+                    line, error = _outcome(finished, runs[finished])
                     if error:
                         print(error, file=sys.stderr)
                         complete, failed = False, True
@@ -123,6 +127,13 @@ def _made(make: Callable[[Any], dict[str, Any]], run: Any) -> tuple[dict[str, An
         return make(run), ""
     except Exception:
         return {}, f"{run} failed:\n{traceback.format_exc()}"
+
+
+def _outcome(finished: ProcessFuture, run: Any) -> tuple[dict[str, Any], str]:
+    try:
+        return finished.result()
+    except ProcessExpired as error:
+        return {}, f"{run} failed: {error}"
 
 
 def holm(p: Mapping[Any, float], comparisons: int | None = None) -> set[Any]:

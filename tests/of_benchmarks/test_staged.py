@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 
 from benchmarks.staged import holm, run_missing
 
@@ -19,6 +21,19 @@ def test_a_failed_run_ends_neither_the_others_nor_the_command(tmp_path, capfd):
         assert run_missing([lambda runs=runs: missing(runs) for runs in methods], dict, file, jobs=1) == 1
         assert [json.loads(line)["run"] for line in file.read_text().splitlines()] == [*expected]
     assert "7 failed" in capfd.readouterr().err
+
+
+def killed_if_even(run: int) -> dict:
+    if run % 2 == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"run": run}
+
+
+def test_a_killed_run_ends_no_other(tmp_path, capfd):
+    file = tmp_path / "runs.jsonl"
+    assert run_missing([lambda: [] if file.read_text() else [1, 2, 3, 4, 5]], killed_if_even, file, jobs=2) == 1
+    assert sorted(json.loads(line)["run"] for line in file.read_text().splitlines()) == [1, 3, 5]
+    assert "2 failed" in capfd.readouterr().err
 
 
 def test_holm_goes_on_until_the_first_that_does_not_remain():
