@@ -17,7 +17,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from ..rewards.boxes import final_answer, find_boxes
+from ..rewards.boxes import MARK, final_answer, find_boxes
 from . import few_shot, gym
 from .arithmetic import make_problems
 from .files import column, load_rows, local_file
@@ -39,7 +39,6 @@ _PROBLEMS = ("problem", "question", "query", "instruction", "prompt")
 _MESSAGES = "messages"  # conversations; they are prompts if there is no other column
 # Final answers. A column `solution` holds them too, or text with the answer in a box. The last is verl's.
 _ANSWERS = ("answer", "final_answer", "expected_answer", "ground_truth", "reward_model.ground_truth")
-_MARK = "####"  # before the final answer, in GSM8K
 _NUMBER, _NUMBERS = re.compile(r"-?[1-9]\d{0,2}(,\d{3})+(\.\d+)?"), re.compile(r"\d{3}(,\d{3})+")
 
 Sources = dict[str, str]  # our column → the dataset's
@@ -184,7 +183,7 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
             raise _misfit(columns, stored)
         values = (_solutions if ours == "solution" else _values)(renamed, theirs)
         if ours == "solution":
-            values = [final_answer(text) if isinstance(text, str) else text for text in values]
+            values = [final_answer(text) if isinstance(text, str) and find_boxes(text) else text for text in values]
         renamed = renamed.add_column(ours, column(values))
     if columns.get("prompt") == _MESSAGES:
         asked = [_until_last_question(turns, index) for index, turns in enumerate(renamed["prompt"])]
@@ -303,12 +302,16 @@ def _solutions(rows: Dataset, path: str) -> list[Any]:
 def boxed(answer: Any) -> Any:
     """
     Put a box around a final answer: the text after `####`, or all of it. One number loses its thousands separators,
-    but without `####`, `100,200` may be a list: it remains as it is, and `accuracy_reward` accepts both readings.
+    but without `####`, `100,200` may be a list: it remains as it is, and `accuracy_reward` accepts both readings. Text
+    whose braces no box can hold is returned alone.
     """
     if not isinstance(answer, str) or find_boxes(answer):
         return answer
-    steps, mark, final = answer.rpartition(_MARK)
+    steps, mark, final = answer.rpartition(MARK)
     final = final.strip()
     if _NUMBER.fullmatch(final) and (mark or not _NUMBERS.fullmatch(final)):
         final = final.replace(",", "")
-    return f"{steps}\\boxed{{{final}}}" if final else answer
+    box = f"\\boxed{{{final}}}"
+    if final and final_answer(box) != final:
+        return final  # a single brace, as in code
+    return steps + box if final else answer

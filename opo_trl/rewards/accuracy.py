@@ -24,8 +24,17 @@ from sympy import ZZ, And, Basic, Eq, Expr, I, Ne, Number, Poly, Symbol, lambdif
 from sympy.core import evalf
 from sympy.core.relational import Relational
 
-from .boxes import Completion, final_answer, find_boxes, text_of, without_reasoning
-from .notation import count_primes, read_decimal_comma, same_string, simplify_notation, split_unit, without_thousands
+from .boxes import MARK, Completion, final_answer, find_boxes, text_of, without_reasoning
+from .notation import (
+    count_primes,
+    is_date_or_time,
+    read_decimal_comma,
+    same_string,
+    simplify_notation,
+    split_unit,
+    without_thousands,
+    words,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -102,26 +111,30 @@ def score(completion: str, solution: str) -> float | None:
     Args:
         completion (`str`), solution (`str`):
             The answer is the content of the completion's last complete box; the gold answer, that of the solution's,
-            or all of the solution.
+            or the text after the last `####`, as in GSM8K, or all of the solution.
 
     Returns:
         `float` or `None`: 1.0 if the answer is correct; 0.0 if it is wrong, cannot be parsed or compared in time, or
-        is not in a box; `None` if the pair cannot be scored, because the gold answer is empty, or cannot be parsed and
-        differs as a string.
+        is not in a box; `None` if the pair cannot be scored, because the gold answer is empty, or is neither words
+        nor can be parsed, and differs as a string.
     """
-    gold = simplify_notation((final_answer(solution) or "") if find_boxes(solution) else solution)
+    gold = simplify_notation((final_answer(solution) or "") if find_boxes(solution) else solution.rpartition(MARK)[2])
     answer = simplify_notation(final_answer(without_reasoning(completion)) or "")
     answer = read_decimal_comma(answer, gold)
     gold_value, gold_unit = split_unit(gold)
     answer_value, answer_unit = split_unit(answer)
     same_unit = gold_unit == answer_unit or not gold_unit or not answer_unit
-    if answer and same_unit and same_string(gold_value, answer_value):
+    if answer and (same_string(gold, answer) or (same_unit and same_string(gold_value, answer_value))):
         return 1.0
+    gold_words, answer_words = words(gold_value), words(answer_value)
+    if gold_words and answer_words and (gold_words == answer_words or not gold_value.isupper()):
+        return float(gold_words == answer_words)
     parsed_gold = _parse(without_thousands(gold_value))
     if not parsed_gold:
-        return None
+        return 0.0 if gold_words else None
     if (
         not same_unit
+        or is_date_or_time(gold)
         or _is_set_for_tuple(gold_value, answer_value)
         or count_primes(gold_value) != count_primes(answer_value)
     ):

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 Completion = str | list[dict[str, Any]]
 
+MARK = "####"  # before the final answer, in GSM8K
+
 
 # A box with its opening brace or, as in `\boxed 2`, with a bare number or letter; and the braces that open and close,
 # with escaped ones matched separately, because `\{` and `\}` are text. The look-ahead in the second-to-last line also

@@ -78,7 +78,7 @@ _POWERS = {"": "", "sq": "^2", "square": "^2", "cu": "^3", "cubic": "^3"}
 _UNIT = re.compile(r"(?P<power>square|sq|cubic|cu|)(?P<name>[a-z]+)")
 # Without `\text`, the word must be known or, as in `8 meals`, long: `2 ab` may be a product. A value contains a digit
 # or π and no text: the last word of `\text{A} \text{ and } \text{B}` is not a unit.
-_SHORT_UNITS = "|".join(alias for alias in _UNITS if len(alias) > 1) + r"|[ap]\.m"
+_SHORT_UNITS = "|".join(alias for alias in _UNITS if len(alias) > 1) + r"|[ap]\.m|[AP]\.?M"
 _WITH_UNIT = re.compile(
     r"(?P<value>(?=(?:(?!\\text).)*?(?:\d|\\pi))(?:(?!\\text).)*[\w})])"
     r"(?:\s*\\text\{(?P<text>[^{}]*)\}"
@@ -87,6 +87,9 @@ _WITH_UNIT = re.compile(
     r"\s*(?:\^\s*\{?\s*(?P<power>[23])\s*\}?)?",
     re.DOTALL,
 )
+_DATE_OR_TIME = re.compile(r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}:\d{2}\s*(?:\\text\{)?\s*[AaPp]\.?[Mm].*")
+# A word of two letters may be a product; so may longer ones, but then the answer is written alike.
+_WORDS = re.compile(r"(?=.*(?:[^\W\d_]{3}|\bno\b))(?!.*\b(?:and|or)\b)[^\W\d_](?:[^\W\d_]|[ '.-])*", re.IGNORECASE)
 _DECIMAL = re.compile(r"-?\d*\.\d+")
 _DECIMAL_COMMA = re.compile(r"^(-?\d+),(\d{1,2}|\d{4,})$")  # but `1,234` has a thousands separator
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?")
@@ -136,6 +139,17 @@ def _key(latex: str) -> str:
     for pattern, replacement in _KEY_REWRITES:
         latex = pattern.sub(replacement, latex)
     return latex
+
+
+def words(latex: str) -> str:
+    r"""A simplified answer of words, such as `Brian` or `\text{not enough}`, in lower case; of others, nothing."""
+    text = " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", latex).split())
+    return text.casefold() if _WORDS.fullmatch(text) else ""
+
+
+def is_date_or_time(latex: str) -> bool:
+    """Whether an answer is `2024-01-31` or `3:15 PM`, which as mathematics are a difference and a ratio."""
+    return _DATE_OR_TIME.fullmatch(latex) is not None
 
 
 def read_decimal_comma(answer: str, gold: str) -> str:

@@ -138,9 +138,10 @@ class TestContent:
         with pytest.raises(ValueError, match=r"some\.jsonl' cannot be read: .*Write problems and solutions"):
             load_problems(file)
 
-    def test_nested_values_are_not_solutions(self, tmp_path: Path):
-        file = write(tmp_path / "some.jsonl", [{**ROWS[0], "solution": [1, "a"]}])
-        with pytest.raises(ValueError, match="its solution is of type list, not a string"):
+    @pytest.mark.parametrize("solution", [[1, "a"], ["a", 1], {"of": ["a", 1]}])
+    def test_nested_values_are_not_solutions(self, tmp_path: Path, solution):
+        file = write(tmp_path / "some.jsonl", [{**ROWS[0], "solution": solution}])
+        with pytest.raises(ValueError, match=r"its solution is of type (list|dict), not a string"):
             to_prompts(load_problems(file))
 
 
@@ -303,6 +304,13 @@ class TestColumns:
         prompts, _ = as_prompts(rows, {"solution": "result"})
         assert prompts["solution"][:] == ["4"]
 
+    @pytest.mark.parametrize("answer", ["x = {'a': '}'}", "a } b", "{", "f(x) {"])
+    def test_braces_that_no_box_can_hold_are_kept(self, tmp_path: Path, answer: str):
+        rows = datasets.Dataset.from_list([{"prompt": "Code?", "answer": answer}])
+        assert as_prompts(rows, {})[0]["solution"][:] == [answer]
+        file = write(tmp_path / "some.jsonl", [{"problem": "Code?", "answer": f"so\n#### {answer}"}])
+        assert load_problems(file)["solution"][:] == [answer]
+
     TURNS = (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "1 + 1?"},
@@ -412,6 +420,11 @@ class TestNames:
         assert load_problems(str(tmp_path / "both"), split="test").to_list() == ROWS[:3]
         with pytest.raises(ValueError, match="it has the splits train, test"):
             load_problems(str(tmp_path / "both"), split="dev")
+
+    def test_home_is_where_a_folder_may_be(self, tmp_path: Path, monkeypatch):
+        datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert load_problems("~/one").to_list() == ROWS
 
     def test_a_copy_of_a_dataset_on_the_hub(self, tmp_path: Path, monkeypatch):
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -75,6 +75,8 @@ class TestScore:
     def test_the_gold_answer_may_be_in_a_solution(self):
         assert score(box("3"), r"Since $1 + 2 = 3$, it is $\boxed{3}$.") == 1.0
         assert score(box("1"), r"Since $1 + 2 = 3$, it is $\boxed{3}$.") == 0.0
+        assert score(box("1234"), "1,000 + 234 = 1,234\n#### 1,234") == 1.0
+        assert score(box("234"), "1,000 + 234 = 1,234\n#### 1,234") == 0.0
 
     @pytest.mark.parametrize("gold", ["", "  ", r"\boxed{}", r"So \boxed{", r"\frac{", r"\text{}", "5" * 301])
     @pytest.mark.parametrize("completion", [box("3"), r"\boxed{}", "no box"])
