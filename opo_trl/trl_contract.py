@@ -163,7 +163,9 @@ ASYNC_CONTRACT: Contract = {
         "_generate_one": ("prompt", "tool_dict", "tools", "group_id"),
         "_generate_one_turn": ("prompt_ids",),
         "_repeat_iterator": (),
-        **dict.fromkeys(("reward_funcs", "_counters", "_loop", "_model_version_value", "_tool_pool")),
+        **dict.fromkeys(
+            ("reward_funcs", "_counters", "_loop", "_model_version_value", "_tool_pool", "_metrics_queue")
+        ),
     },
     f"{_WORKER}.AsyncRolloutWorker": {
         **dict.fromkeys(("_loop_cls", "_loop_kwargs", "_process", "_failed_event", "rollout_buffer")),

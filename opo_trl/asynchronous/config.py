@@ -32,6 +32,11 @@ _POSSIBLE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "top_k": ((0,), _UNTRAINED, "Set `top_k` to 0"),
     "min_p": ((0.0, None), _UNTRAINED, "Set `min_p` to 0.0"),
     "repetition_penalty": ((1.0,), _UNTRAINED, "Set `repetition_penalty` to 1.0"),
+    "enable_jit_checkpoint": (
+        (False,),
+        "saves in the middle of an optimizer step, whose prompts a resumed run would leave out",
+        "Remove it, and train within `opo_trl.launch.signals.StopOnSignal(trainer)`, as `opo-trl train` does",
+    ),
 }
 
 

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import parent_process
+from multiprocessing import current_process, parent_process
 from typing import Any
 
 from accelerate import Accelerator, DistributedType
@@ -215,8 +215,11 @@ class GuardedLoop(_AsyncRolloutLoop):
 
     def run(self) -> None:
         end_with_parent()
-        # Otherwise this process waits at its end until the trainer has taken all samples, which it no longer does.
+        # TRL starts this process as a daemon, which may not start any; `IsolatedReward` does, and ends them itself.
+        current_process().daemon = False
+        # Otherwise this process waits at its end until the trainer has taken all of these, which it no longer does.
         self.rollout_buffer.cancel_join_thread()
+        self._metrics_queue.cancel_join_thread()
         super().run()
 
     async def _run_loops(self, stop_event: asyncio.Event) -> None:

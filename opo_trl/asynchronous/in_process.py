@@ -92,7 +92,7 @@ class GeneratesInProcess(_AsyncRolloutLoop):
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             eos=torch.tensor(self.eos_token_ids),
-            pad=self.tokenizer.pad_token_id,
+            pad=self.eos_token_ids[0],  # any token will do: it is masked
             generator=self.generator,
         )
         for ids, values in zip(tokens.tolist(), logps.tolist(), strict=True):

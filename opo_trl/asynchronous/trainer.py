@@ -130,7 +130,9 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         args = AsyncOPOConfig(f"{model.split('/')[-1]}-AsyncOPO") if args is None else args
         if not isinstance(args, AsyncOPOConfig):
             raise TypeError(f"args is of type {type(args).__name__}. Pass an `AsyncOPOConfig`.")
-        check_datasets(train_dataset, None, environment_factory)
+        # TRL's worker, and ours, apply a chat template to every prompt.
+        text = rollout_worker is not None and not hasattr(rollout_worker, "_loop_kwargs")
+        check_datasets(train_dataset, None, environment_factory, text=text)
         options: Any = args.model_init_kwargs or {}  # a dict, once parsed
         server = rollout_worker is None
         own_attention = attention.check_requirements(args, options, server=server)
@@ -265,7 +267,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if not self._passes_left:
             self._batches_of_step, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-            self._passes_left = self.args.num_iterations
+            # Weights are sent after the last pass; a run may be resumed after another one.
+            self._passes_left = self.args.num_iterations - self.state.global_step % self.args.num_iterations
             if self._collated:
                 self._groups_of_step = set().union(*(self._collated.popleft() for _ in self._batches_of_step))
         self._passes_left -= 1

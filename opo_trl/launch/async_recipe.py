@@ -8,7 +8,6 @@ again, and a worker that neither Ctrl-C nor a scheduler's signal ends before the
 import asyncio
 import copy
 import inspect
-import multiprocessing
 import pickle
 import signal
 from collections.abc import Callable, Sequence
@@ -142,8 +141,6 @@ class _Loop(OPORolloutLoop):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # Ignore only the first SIGTERM. The second comes from the trainer, when the worker has not stopped in time.
         signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-        # TRL starts this process as a daemon, which may not start any; `IsolatedReward` does, and ends them itself.
-        multiprocessing.current_process().daemon = False
 
 
 class AsyncRecipeTrainer(AsyncOPOTrainer):

@@ -19,12 +19,12 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -192,8 +192,9 @@ class IsolatedReward(CountingReward):
             initargs=(os.getpid(), self.memory, self.reward),
             context=context,
         )
-        # Not `__del__`, which need not run at exit; workers would then outlive the run.
-        self._end = weakref.finalize(self, lambda: (pool.stop(), pool.join()))
+        # Not `__del__`, which need not run at exit; workers would then outlive the run. Nor `weakref.finalize`, which
+        # does not run at the end of a process that multiprocessing has started; that would wait for the workers.
+        self._end = Finalize(self, lambda: (pool.stop(), pool.join()), exitpriority=0)
         try:
             pool.schedule(os.getpid).result(START_LIMIT)  # a failing import raises here, not at every completion
         except (BrokenProcessPool, TimeoutError) as error:

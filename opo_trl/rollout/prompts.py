@@ -47,13 +47,16 @@ def check_enough_prompts(available: int, args: RolloutConfig, described: str = "
         )
 
 
-def check_datasets(train: Any, held_out: Any, factory: Any) -> None:
-    """Check the columns of the datasets of a trainer, which has an environment factory, several by name, or none."""
+def check_datasets(train: Any, held_out: Any, factory: Any, *, text: bool = True) -> None:
+    """
+    Check the columns of the datasets of a trainer, which has an environment factory, several by name, or none. Prompts
+    may be `text`, or only conversations.
+    """
     parts = {f"eval_dataset[{name!r}]": part for name, part in held_out.items()} if isinstance(held_out, dict) else {}
     parts |= {"train_dataset": train, "eval_dataset": held_out}
     for name, data in parts.items():
         if isinstance(data, Dataset | IterableDataset):
-            check_columns(data, name, needs_prompt=factory is None)
+            check_columns(data, name, needs_prompt=factory is None, text=text)
             if isinstance(factory, dict) and "environment" not in (data.column_names or ["environment"]):
                 raise ValueError(
                     f"{name} has no column 'environment', only {data.column_names}. Add one that names an environment "
@@ -85,12 +88,14 @@ def check_train_dataset(trainer: GRPOTrainer) -> None:
         )
 
 
-def check_columns(data: Any, named: str, *, rename: str = _RENAME, needs_prompt: bool = True) -> None:
+def check_columns(
+    data: Any, named: str, *, rename: str = _RENAME, needs_prompt: bool = True, text: bool = True
+) -> None:
     """
     Check the columns of a trainer's dataset, as far as they are known, and the type of its prompts.
 
-    Nothing of a stream is read. An environment may ask without a prompt (`needs_prompt`). Errors call the dataset
-    `named`, and say how to `rename` a column.
+    Nothing of a stream is read. An environment may ask without a prompt (`needs_prompt`); prompts may be `text`, or
+    only conversations. Errors call the dataset `named`, and say how to `rename` a column.
     """
     names, features = data.column_names, data.features
     if names is None or (isinstance(data, Dataset) and data.format["type"] == "custom"):
@@ -113,12 +118,13 @@ def check_columns(data: Any, named: str, *, rename: str = _RENAME, needs_prompt:
     known = isinstance(data, Dataset) and len(data) > 0
     prompt = data[0]["prompt"] if known else None
     is_chat = isinstance(prompt, list) and bool(prompt) and all(isinstance(turn, Mapping) for turn in prompt)
-    wrong = (prompt is None or isinstance(prompt, int | float | bytes | list | Mapping)) and not is_chat
+    others = (int, float, bytes, list, Mapping, *(() if text else (str,)))
+    wrong = (prompt is None or isinstance(prompt, others)) and not is_chat
     if wrong if known else isinstance(feature, Value) and feature.dtype not in ("string", "large_string"):
         held = f"holds {str(prompt)[:60]!r}" if known else f"is of type {feature.dtype}"
         raise ValueError(
-            f"{named}: its column 'prompt' {held}. Set every prompt to text, or every one to a list of messages, "
-            '`[{"role": "user", "content": …}]`.'
+            f"{named}: its column 'prompt' {held}. Set every prompt to {'text, or every one to ' if text else ''}"
+            'a list of messages, `[{"role": "user", "content": …}]`.'
         )
 
 

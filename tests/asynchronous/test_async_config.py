@@ -54,6 +54,7 @@ def test_objective_travels_to_another_process(config):
         ({"top_k": 20}, r"top_k=20 makes completions.*Set `top_k` to 0"),
         ({"min_p": 0.1}, r"min_p=0\.1 makes completions.*Set `min_p` to 0\.0"),
         ({"repetition_penalty": 1.1}, r"repetition_penalty=1\.1 makes completions.*to 1\.0"),
+        ({"enable_jit_checkpoint": True}, r"enable_jit_checkpoint=True saves in the middle.*StopOnSignal"),
         ({"alpha": 1.5}, r"alpha=1\.5 is not allowed\. Set `alpha` to a number in \[0, 1\]"),
         ({"mu": 0.0}, r"mu=0\.0 is not allowed\. Set `mu` to a positive"),
         ({"token_budget": 1}, r"token_budget=1 has no room.*max_completion_length=2048.*Set `token_budget`"),

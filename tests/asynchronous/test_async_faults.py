@@ -28,6 +28,7 @@ from opo_trl.asynchronous import faults
 from opo_trl.asynchronous.targets import make_targets
 from opo_trl.objective import OPO
 from opo_trl.rewards.errors import RewardError
+from opo_trl.rewards.scoring import IsolatedReward
 from opo_trl.rollout import vllm_server
 
 
@@ -55,7 +56,7 @@ def healthy():
 
 
 @contextmanager
-def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4, start="forkserver"):
+def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4, start="forkserver", limit=1.0):
     """TRL's worker, guarded and running, with a loop that needs no server; forked with all imports, or spawned."""
     prepare()
     context = multiprocessing.get_context(start)
@@ -77,7 +78,7 @@ def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4, start="
     )
     make_targets(worker, OPO(scripted.config(tmp_path)))
     worker._loop_cls = faulty.LocalLoop
-    faults.guard(worker, SimpleNamespace(server_url=url), limit=1.0)
+    faults.guard(worker, SimpleNamespace(server_url=url), limit=limit)
     worker.start()
     try:
         yield worker
@@ -114,6 +115,16 @@ def test_reward_that_fails_ends_the_run(monkeypatch, tiny_model, tmp_path, healt
         pytest.raises(RewardError, match=rf"The rollout worker has failed: RewardError: {message}"),
     ):
         take_samples(worker)
+
+
+def test_reward_may_have_workers_of_its_own(monkeypatch, tiny_model, tmp_path, healthy):
+    isolated = IsolatedReward(faulty.fine, workers=1)
+    with working(monkeypatch, tiny_model, tmp_path, healthy, isolated, start="spawn", limit=60.0) as worker:
+        deadline = time.monotonic() + LIMIT
+        while worker.rollout_buffer.empty() and time.monotonic() < deadline:
+            worker.check_health(stale_after_s=60.0)
+            time.sleep(0.5)
+        assert worker.rollout_buffer.get(timeout=1).metrics["reward"] == 0.0
 
 
 # With many tokens, the worker is killed inside a sample.

@@ -148,6 +148,15 @@ def test_an_epoch_is_every_prompt(tiny_model, tmp_path, passes):
     assert resumed.state.global_step == 8 * passes
 
 
+def test_weights_are_sent_after_the_last_pass_however_a_run_is_resumed(tiny_model, tmp_path):
+    passes = []
+    for steps in (3, 6):
+        trainer = make(tiny_model, tmp_path, max_steps=steps, num_iterations=2, weight_sync_steps=2)
+        trainer.train(resume_from_checkpoint="auto")
+        passes = [entry["opo/pass"] for entry in trainer.state.log_history if "opo/pass" in entry]
+    assert passes == [1, 2, 1, 2, 1, 2]
+
+
 def test_place_of_trl_is_taken_over(tiny_model, tmp_path):
     trainer = make(tiny_model, tmp_path, max_steps=2)
     trainer.train()

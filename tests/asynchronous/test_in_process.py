@@ -87,6 +87,33 @@ def test_completions_are_written_by_the_policy_of_so_many_versions_ago(tiny_mode
     assert log[0]["opo/log_ratio/absmax"] < 1e-4
 
 
+def test_tokenizer_needs_no_padding_token(tiny_model, tmp_path):
+    trainer, worker = make(tiny_model, scripted.config(tmp_path, max_completion_length=4, max_steps=1))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model, pad_token=None)
+    tokenizer.response_template = PLAIN
+    assert tokenizer.pad_token_id is None
+    worker._loop_kwargs |= {"processing_class": tokenizer, "dataset": uneven(PROMPTS)}
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def uneven(prompts):
+    return prompts.map(
+        lambda row, i: {"prompt": [{**row["prompt"][0], "content": row["prompt"][0]["content"] * (1 + i)}]},
+        with_indices=True,
+    )
+
+
+def test_prompts_as_text_are_rejected(tiny_model, tmp_path):
+    """TRL's worker would take the letters for messages."""
+    text = PROMPTS.map(lambda row: {"prompt": row["prompt"][0]["content"]})
+    args = scripted.config(tmp_path)
+    worker = InProcessWorker(tiny_model, args, text, scored_by_length, AutoTokenizer.from_pretrained(tiny_model))
+    both = {"rollout_worker": worker, "weight_transfer": worker}
+    with pytest.raises(ValueError, match=r"column 'prompt' holds '.*'\. Set every prompt to a list of messages"):
+        AsyncOPOTrainer(tiny_model, args=args, train_dataset=text, **both)
+
+
 def test_completions_that_would_all_be_dropped_are_rejected(tiny_model, tmp_path):
     args = scripted.config(tmp_path, max_staleness=2)
     with pytest.raises(ValueError, match=r"staleness=3 is above max_staleness=2.*Set `max_staleness` to at least 3"):
