@@ -241,10 +241,10 @@ def run(ready: Run) -> dict[str, Any]:
     started = time.perf_counter()
     with StopOnSignal(trainer):
         trainer.train(resume_from_checkpoint=checkpoint)
-    seconds = round(time.perf_counter() - started - before.seconds, 1)
+        seconds = round(time.perf_counter() - started - before.seconds, 1)
+        trainer.save_model(trainer.args.output_dir)
     summary |= {"optimizer_steps": trainer.state.global_step, "train_seconds": seconds}
     summary["after"] = measure(trainer, data.report, script.report_samples)
-    trainer.save_model(trainer.args.output_dir)
     if is_main:
         files.write_json(folder / run_folder.SUMMARY, summary)
     if summary["after"]:

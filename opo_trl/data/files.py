@@ -55,6 +55,7 @@ def is_single_file(dataset_name: str) -> bool:
 
 
 def _load_with_library(name: str, config: str | None, split: str) -> Dataset:
+    name = os.path.expanduser(name)
     try:
         if not _saved(Path(name)):
             return load_dataset(name, config, split=split)
@@ -131,7 +132,7 @@ def column(values: Sequence[Any]) -> pa.Array:
     """Values of one type as they are; of several as JSON, so that each keeps its own."""
     kinds = {type(value) for value in values} - {type(None)}
     if len(kinds) < 2:
-        with suppress(ArrowInvalid):  # lists or mappings of several types
+        with suppress(ArrowInvalid, pa.ArrowTypeError):  # lists or mappings of several types
             return pa.array(values)
     # Encoded here: `Dataset.from_list(…, on_mixed_types="use_json")` would mistake the text "4" for the number 4.
     return pa.array([None if value is None else json.dumps(value) for value in values], pa.json_())

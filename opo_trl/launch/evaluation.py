@@ -118,8 +118,7 @@ def _add(output: Path, subject: Subject, tasks: Mapping[str, Any]) -> list[Path]
     """Add tasks to the files of an evaluation, unless they are of another model; returns the paths of all files."""
     about = {"model": subject.name, "optimizer_steps": stored.steps_trained(Path(subject.name))}
     earlier = stored.read_evaluation(output)
-    same = earlier and os.path.realpath(str(earlier.get("model"))) == os.path.realpath(subject.name)
-    if same and earlier.get("optimizer_steps") == about["optimizer_steps"]:
+    if earlier and _is_of(output, subject.name) and earlier.get("optimizer_steps") == about["optimizer_steps"]:
         tasks = {**earlier["tasks"], **tasks}
     written = stored.write_evaluation(output, {**about, "environment": environment(), "tasks": tasks})
     if is_run(output):
@@ -155,15 +154,21 @@ def _output(arguments: argparse.Namespace) -> Path:
             raise ValueError(f"{said}. Set `--output` to one, or correct MODEL.")
     paths.check_folder("output", output)
     earlier = str(stored.read_evaluation(output).get("model", ""))
-    here = arguments.output is None and Path(earlier).name in ("", "..", output.resolve().name)
     lost, model = "", arguments.model
-    if earlier and not here and os.path.realpath(earlier) != os.path.realpath(model):
+    if earlier and not _is_of(output, model):
         lost = f"{str(output / stored.EVALUATION)!r} is the evaluation of {earlier!r}, not of MODEL={model!r}"
     elif not earlier and (output / stored.EVALUATION_TABLE).exists():
         lost = f"{str(output / stored.EVALUATION_TABLE)!r} is not of an earlier evaluation"
     if lost:
         raise ValueError(f"{lost}, and would be replaced. Set `--output` to another folder.")
     return output
+
+
+def _is_of(output: Path, model: str) -> bool:
+    """Whether a folder's evaluation is of a model, whose own folder may have had another path then."""
+    earlier = str(stored.read_evaluation(output).get("model", ""))
+    own = output.resolve() == Path(model).resolve() and Path(earlier).name in ("", "..", output.resolve().name)
+    return own or os.path.realpath(earlier) == os.path.realpath(model)
 
 
 def find_model(name: str, base_model: str | None = None) -> Subject:

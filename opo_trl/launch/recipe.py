@@ -36,6 +36,7 @@ from .words import MAPPINGS, find_accelerate_config, read_yaml, split
 logger = logging.getLogger(__name__)
 
 # Fields of earlier versions that public recipes set.
+_NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")  # what argparse takes for a number, and not for an option
 _RENAMED = {
     "torch_dtype": "`dtype`",
     "overwrite_output_dir": "gone: set `overwrite` to delete an earlier run",
@@ -89,8 +90,11 @@ class _Parser(TrlParser):
             if any(item is None or isinstance(item, Mapping | list) for item in items):
                 fits = hint == list[dict] and all(isinstance(item, Mapping) for item in items)
             elif items and actions[name].nargs == "+":
-                words += [f"--{name}", *map(str, items)]
-                continue
+                texts = [*map(str, items)]
+                if all(_NEGATIVE.fullmatch(text) or not text.startswith("-") for text in texts):
+                    words += [f"--{name}", *texts]
+                    continue
+                value, fits = self._get_values(actions[name], texts), True
             elif value is not None and not isinstance(value, Mapping | list):
                 words.append(f"--{name}={value}")
                 continue

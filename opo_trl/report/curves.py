@@ -132,5 +132,5 @@ def band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Lower and upper edge over runs: the t interval, or the extremes for two runs, whose t interval is useless."""
     if len(values) < 3:
         return values.min(axis=0), values.max(axis=0)
-    low, high = np.array([estimate(column).interval for column in values.T]).T
+    low, high = np.array([estimate(column).interval for column in values.T]).reshape(-1, 2).T
     return low, high

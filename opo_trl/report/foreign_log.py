@@ -81,7 +81,9 @@ def _rows(found: Path) -> list[dict[str, Any]]:
     file = found.resolve()  # the user's choice, and in the cache of the Hub all files are links
     content: Any
     if found.suffix == ".csv":
-        content = list(csv.DictReader(io.StringIO(files.read_text(file)), restkey="", strict=True))
+        text = files.read_text(file).removeprefix("\ufeff")  # of Windows
+        csv.field_size_limit(max(len(text), csv.field_size_limit()))
+        content = list(csv.DictReader(io.StringIO(text), restkey="", strict=True))
     elif found.suffix == ".jsonl":
         content = files.read_lines(file, {})
     elif found.suffix == ".json":

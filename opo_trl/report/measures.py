@@ -113,11 +113,11 @@ def reward(run: Run) -> Points:
 
 def reward_key(run: Run) -> str:
     """Name of the reward in the log, without shaping terms, which differ between methods."""
-    if named := run.settings["reward_funcs"]:
-        return f"rewards/{named[0].rpartition('.')[2]}/mean"
-    # An environment's reward is logged under the name of its class, which only the log has.
-    keys = (key for row in run.log for key in row if key.startswith("rewards/") and key.endswith("/mean"))
-    return next(keys, "rewards/…/mean")
+    keys = [key for row in run.log for key in row if key.startswith("rewards/") and key.endswith("/mean")]
+    named = run.settings["reward_funcs"] or ("…",)
+    own = f"rewards/{named[0].rpartition('.')[2]}/mean"
+    # An object's reward is logged under the name of its class or function, which only the log has.
+    return own if own in keys else next(iter(keys), own)
 
 
 def efficiency(run: Run) -> Points:

@@ -494,6 +494,15 @@ def test_a_model_is_the_same_by_another_path(embedded, tmp_path, monkeypatch):
     assert read(Path("out"))["optimizer_steps"] == 9
 
 
+def test_tasks_in_the_folder_of_a_model_stay_however_it_is_called(embedded, tmp_path, monkeypatch):
+    measured = read(embedded)["tasks"]["arithmetic"]
+    (tmp_path / "runs" / "q").mkdir(parents=True)
+    for place, name, task in ((tmp_path, "runs/q", "first"), (tmp_path / "runs", "q", "second")):
+        monkeypatch.chdir(place)
+        evaluation._add(Path(name), evaluation.Subject(name, name, None, name, {}), {task: measured})
+    assert read(Path("q"))["tasks"].keys() == {"first", "second"}
+
+
 def test_without_a_run_sampling_is_that_of_the_configuration(tiny_model):
     arguments = SimpleNamespace(prompt_style=None, max_completion_length=None, model=tiny_model)
     asking = evaluation._asking(arguments, {}, AutoTokenizer.from_pretrained(tiny_model))

@@ -259,6 +259,15 @@ def test_command_line_overrides_the_recipe_and_is_part_of_it(tmp_path):
     assert recipe["levels"] == ["Level 1", "Level 2"]
 
 
+def test_items_of_a_list_may_begin_with_a_hyphen(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"output_dir: {tmp_path}/run\nreward_weights: [1, -1e-5]\nlevels: [-easy, hard]\n")
+    script, args, _, recipe = parse_recipe(path)
+    assert args.reward_weights == recipe["reward_weights"] == [1.0, -1e-5]
+    assert script.levels == ["-easy", "hard"]
+    assert parse_recipe(path, "--levels", "Level 1")[0].levels == ["Level 1"]
+
+
 def test_recipe_keeps_what_was_asked_for_when_a_library_changes_a_mapping(tmp_path):
     """TRL sets `use_reentrant` in the arguments of PEFT under ZeRO-3, before the recipe is stored."""
     path = tmp_path / "recipe.yaml"

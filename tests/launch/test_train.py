@@ -29,6 +29,7 @@ from opo_trl.launch.recipe import parse
 from opo_trl.launch.resume import known_accuracies
 from opo_trl.methods import by_trainer, register
 from opo_trl.report.run_folder import claim
+from opo_trl.rewards.errors import RewardError
 from opo_trl.train import main
 
 
@@ -231,6 +232,15 @@ def test_run_that_ended_during_the_report_repeats_it_when_resumed(tmp_path):
     assert not (tmp_path / "run" / "summary.json").exists()
     assert main(arguments(ARITHMETIC, **options, resume_from_checkpoint="auto")) == 0
     assert read_json(tmp_path / "run" / "summary.json").keys() >= {"before", "after"}
+
+
+def test_model_is_saved_before_the_report(tmp_path, monkeypatch):
+    def fails(*_):
+        raise RewardError("too late")
+
+    monkeypatch.setattr("opo_trl.train.measure", fails)
+    assert main(arguments(ARITHMETIC, **BRIEF, output_dir=tmp_path / "run", save_strategy="no")) == 1
+    assert (tmp_path / "run" / "model.safetensors").exists()
 
 
 def test_run_that_goes_on_after_its_end_is_not_finished_until_it_ends_again(tmp_path):

@@ -156,6 +156,12 @@ def test_exports_say_what_trl_has_kept(truncated, tmp_path):
         assert times == pytest.approx(COMPLETIONS * (share + GRADIENTS * (1 - share)), abs=0.02)
 
 
+def test_tables_of_spreadsheets_with_long_cells_are_read(tmp_path):
+    rows = "".join(f"{step},0.5,{'x' * 200_000}\n" for step in range(1, 4))
+    (tmp_path / "run.csv").write_text(f"step,reward,completions\n{rows}", encoding="utf-8-sig")
+    assert [(entry["step"], entry["reward"]) for entry in read(tmp_path / "run.csv")] == [(1, 0.5), (2, 0.5), (3, 0.5)]
+
+
 def test_estimate_is_that_of_the_page():
     page = (ROOT / "docs" / "reuse.md").read_text(encoding="utf-8")
     assert f"OPO's, divided by the method's | | 0.91 [0.71, 1.18] | {COMPLETIONS} [0.53, 0.83]" in page

@@ -30,6 +30,13 @@ def test_final_reward_is_the_mean_of_the_last_twenty_steps():
     assert values["mean reward"] == pytest.approx(10 * 0.5 / 30)
 
 
+def test_reward_of_another_name_than_its_path_is_found():
+    """TRL logs an object by the name of its function or class."""
+    run = make_run(rewards([0.5] * 3))
+    run.settings["reward_funcs"] = ["my.isolated", "my.shape"]
+    assert reward(run) == [(1, 0.5), (2, 0.5), (3, 0.5)]
+
+
 def test_steps_to_80_percent_are_counted_from_the_base_model_to_the_best_final_reward():
     slow, fast = np.linspace(0.2, 0.7, 101), np.clip(np.linspace(0.2, 1.7, 101), 0, 1.0)
     result = measured(make_run(rewards(slow), "slow"), make_run(rewards(fast), "fast"))
@@ -143,6 +150,11 @@ def test_band_is_the_t_interval_from_three_seeds_on():
     assert (low[0], high[0]) == pytest.approx((2 - 4.3027 / 3**0.5, 2 + 4.3027 / 3**0.5), abs=1e-4)
     low, high = band(np.array([[1.0], [3.0]]))
     assert (low[0], high[0]) == (1.0, 3.0)
+
+
+def test_runs_without_a_common_range_have_no_band():
+    x, values = on_common_grid([[(1, 0.1)], [(2, 0.2)], [(3, 0.3)]], smoothed=False)
+    assert [len(x), *map(len, band(values))] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
