@@ -41,6 +41,7 @@ from trl import BEMACallback, LogCompletionsCallback
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.evaluate import evaluate
 from opo_trl.launch.recipe import find_accelerate_config
+from opo_trl.rollout import position
 
 
 PLAIN = Dataset.from_dict({"prompt": PROMPTS})
@@ -290,8 +291,14 @@ def test_images_of_several_sizes(tmp_path):
                 plan_micro_batches=planned,
                 gradient_accumulation_steps=2,
                 steps_per_generation=4,
+                log_completions=True,
             )
         )
+        # A checkpoint holds text and numbers only; a tracker could not read an image's name.
+        assert trainers[-1]._logs["images"]
+        logs = json.loads(position.state_of(trainers[-1])["plain"])["logs"]
+        assert logs["completion"]
+        assert "images" not in logs
         moved = {name for name, value in snapshot(model).items() if not torch.equal(value, initial[name])}
         assert any("visual" in name for name in moved)
         result = evaluate(trainers[-1], dataset)

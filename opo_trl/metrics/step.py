@@ -47,10 +47,10 @@ class SampleReport:
         return cls(**{**zeros, **vars(loss), **own, "computed": zeros["computed"] + 1, **more})
 
     @classmethod
-    def of_skipped(cls, valid: Tensor, mu: Tensor) -> "SampleReport":
-        """Samples left out of the step, by whether they are valid, `[B]`, and their χ² coefficient, a scalar."""
-        zeros = dict.fromkeys((field.name for field in dataclasses.fields(cls)), torch.zeros_like(valid))
-        return cls(**{**zeros, "weights": valid, "mu": mu.expand(len(valid))})
+    def of_skipped(cls, counts: Tensor, mu: Tensor) -> "SampleReport":
+        """Samples left out of the step, by whether they count, `[B]`, and their χ² coefficient, a scalar."""
+        zeros = dict.fromkeys((field.name for field in dataclasses.fields(cls)), torch.zeros_like(counts))
+        return cls(**{**zeros, "weights": counts, "mu": mu.expand(len(counts))})
 
     @classmethod
     def gather(cls, reports: Sequence["SampleReport"], accelerator: Accelerator) -> "SampleReport":

@@ -52,7 +52,7 @@ class Planner:
         The parts of each optimizer step of a pass over a rollout; the same number on every process.
 
         With `plan_micro_batches`, samples that need not be computed (`skippable`, bool `[B]` of each step) are left
-        out, and the last part holds their `opo_valid` as `opo_skipped`.
+        out, and the last part says of them as `opo_skipped` whether they count.
         """
         if not self.args.plan_micro_batches:
             n_batches = self.args.steps_per_generation // len(steps)
@@ -152,7 +152,10 @@ class Planner:
         # No part may be empty: a process with fewer samples than parts computes some that it could have skipped.
         kept, skipped = np.split(np.argsort(skippable, kind="stable"), [max((~skippable).sum(), n_parts)])
         parts = parts_of_rows(rows, lengths, kept, n_parts, prompts=prompts, multiple=self.multiple, **limits)
-        parts[-1]["opo_skipped"] = take_rows({"valid": rows["opo_valid"]}, skipped)["valid"]  # in the step's metrics
+        counts = rows["opo_valid"]
+        if "importance_sampling_ratio" in rows:
+            counts = counts & rows["importance_sampling_ratio"].any(dim=1)  # that vLLM's importance sampling keeps
+        parts[-1]["opo_skipped"] = take_rows({"counts": counts}, skipped)["counts"]  # in the step's metrics
         return parts
 
     def _of_all_processes(self, numbers: Tensor) -> np.ndarray:

@@ -62,7 +62,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
                 "numbers": {name: getattr(trainer, name) for name in trainer._saved_numbers},
                 "parts": {name: part.state_dict() for name, part in _parts(trainer).items()},
                 "metrics": trainer._metrics,
-                "logs": logs if trainer.log_completions else {},
+                "logs": {n: logs[n] for n in logs if n != "images"} if trainer.log_completions else {},
             },
             default=_plain,
         ),

@@ -322,6 +322,15 @@ def test_half_of_the_samples_are_skipped_in_the_first_step_and_none_in_the_secon
     assert [sum(len(b["opo_target"]) for b in step.batches) for step in planned.steps] == [4, 8, 4, 8]
 
 
+def test_skipped_samples_that_importance_sampling_drops_are_counted(tiny_model, tmp_path):
+    def drop(rollout, trainer):
+        rollout["importance_sampling_ratio"] = torch.zeros(len(rollout["completion_ids"]), 1)
+
+    entries = logged(run(tiny_model, tmp_path, inject=drop))
+    assert [entry["opo/frac_skipped"] for entry in entries] == [0.5, 0.0, 0.5, 0.0]
+    assert [entry["opo/frac_masked"] for entry in entries] == [1.0] * 4
+
+
 def test_anchor_pass_covers_only_the_samples_that_need_it(tiny_model, tmp_path, monkeypatch):
     seen = []
     anchor_pass = RecordingOPO._anchor_pass
