@@ -98,7 +98,7 @@ def test_arguments_by_position_are_checked_too(tmp_path):
         OPOTrainer("nowhere", len, OPOConfig(str(tmp_path), save_rollouts=True, **fields), with_image)
     rest = (None, None, (None, None), None, None, {"chess": dict})
     with pytest.raises(ValueError, match="train_dataset has no column 'environment'"):
-        AsyncOPOTrainer("nowhere", len, AsyncOPOConfig(str(tmp_path), **fields), GOOD, *rest)
+        AsyncOPOTrainer("nowhere", len, AsyncOPOConfig(str(tmp_path), **fields), bad(prompt=TURN), *rest)
 
 
 def test_images_need_a_model_that_reads_them(tiny_model, tmp_path):
