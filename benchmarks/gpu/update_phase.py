@@ -4,7 +4,7 @@ What an update of Qwen3-0.6B and Qwen3-1.7B costs, with random weights: OPOTrain
     python -m benchmarks.gpu.update_phase --output runs/gpu/update_phase.json     a GPU of 80 GB or more, 10 minutes
     python -m benchmarks.gpu.update_phase --output runs/gpu/tiny.json --tiny      any GPU or a CPU, a minute
 
-Called again with the same file, it measures the missing cases.
+Called again with the same file, it measures the missing cases, and writes their ratios beside it as a `.md`.
 
 The comparison of `benchmarks/update_phase.py` at full length, in bfloat16: with and without gradient checkpointing,
 with no zero-variance groups and with 40 %. Both trainers use TRL's fused LM head. Tokens, peak memory and the split of
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ..pages import table
 from ..passes import Pass, count_tokens, counted_passes
 from ..record import Limit, device_name, measure_missing, peak_memory, reset_peak_memory
 from ..replay import (
@@ -117,6 +118,38 @@ def measure(shape: Mapping[str, Any], dead: float, shorter: int, *, repeats: int
     return result | {"ratio": ratio(seconds["OPO"], seconds["GRPO"])}
 
 
+def page(results: Mapping[str, Any]) -> str:
+    """The ratios of the cases that are done, as Markdown."""
+    rows = []
+    for case, found in results["cases"].items():
+        times, peaks = found["ratio"], [found[method]["peak_memory"] for method in TRAINERS]
+        low, high = times["low"], times["high"]
+        shares = [found[method]["share_of_peak"] for method in TRAINERS]
+        rows.append(
+            [
+                *case.split(", "),
+                f"{times['median']:.2f} ({low:.2f}–{high:.2f})",
+                f"{peaks[1] / peaks[0]:.2f}",
+                *("" if share is None else f"{share:.0%}" for share in shares),
+            ]
+        )
+    head = [
+        "model",
+        "zero-variance groups",
+        "checkpointing",
+        "time",
+        "peak memory",
+        *(f"{m}, of peak" for m in TRAINERS),
+    ]
+    made = f"{results['device']}, {results['date']}, PyTorch {results['versions']['torch']}"
+    about = (
+        "Fractions of TRL's GRPOTrainer on the same rollout, medians and ranges of alternating phases; and the share"
+    )
+    about += " of the device's operations per second that each trainer reaches."
+    title = "# What an update costs on a GPU"
+    return "\n".join([title, "", f"`{results['command']}` ({made}).", about, "", table(head, rows), ""])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -138,6 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for checkpointing in (True, False)
     }
     results = measure_missing(args.output, {"tiny": args.tiny, **options}, cases, Limit(args.limit_seconds))
+    args.output.with_suffix(".md").write_text(page(results), encoding="utf-8")
     return int(bool(results["failed"]))
 
 
