@@ -124,28 +124,22 @@ def page(results: Mapping[str, Any]) -> str:
     for case, found in results["cases"].items():
         times, peaks = found["ratio"], [found[method]["peak_memory"] for method in TRAINERS]
         low, high = times["low"], times["high"]
-        shares = [found[method]["share_of_peak"] for method in TRAINERS]
+        reached = [found[method]["share_of_peak"] for method in TRAINERS]
         rows.append(
             [
                 *case.split(", "),
                 f"{times['median']:.2f} ({low:.2f}–{high:.2f})",
                 f"{peaks[1] / peaks[0]:.2f}",
-                *("" if share is None else f"{share:.0%}" for share in shares),
+                *("" if share is None else f"{share:.0%}" for share in reached),
             ]
         )
-    head = [
-        "model",
-        "zero-variance groups",
-        "checkpointing",
-        "time",
-        "peak memory",
-        *(f"{m}, of peak" for m in TRAINERS),
-    ]
+    shares = [f"{method}, of peak" for method in TRAINERS]
+    head = ["model", "zero-variance groups", "checkpointing", "time", "peak memory", *shares]
     made = f"{results['device']}, {results['date']}, PyTorch {results['versions']['torch']}"
     about = (
-        "Fractions of TRL's GRPOTrainer on the same rollout, medians and ranges of alternating phases; and the share"
+        "Fractions of TRL's GRPOTrainer on the same rollout, medians and ranges of alternating phases; and the share of "
+        "the device's operations per second that each trainer reaches."
     )
-    about += " of the device's operations per second that each trainer reaches."
     title = "# What an update costs on a GPU"
     return "\n".join([title, "", f"`{results['command']}` ({made}).", about, "", table(head, rows), ""])
 
