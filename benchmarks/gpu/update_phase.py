@@ -137,8 +137,8 @@ def page(results: Mapping[str, Any]) -> str:
     head = ["model", "zero-variance groups", "checkpointing", "time", "peak memory", *shares]
     made = f"{results['device']}, {results['date']}, PyTorch {results['versions']['torch']}"
     about = (
-        "Fractions of TRL's GRPOTrainer on the same rollout, medians and ranges of alternating phases; the share of the "
-        "device's operations per second that each trainer reaches."
+        "Fractions of TRL's GRPOTrainer on the same rollout, medians and ranges of alternating phases; the "
+        "share of the device's operations per second that each trainer reaches."
     )
     title = "# What an update costs on a GPU"
     return "\n".join([title, "", f"`{results['command']}` ({made}).", about, "", table(head, rows), ""])
