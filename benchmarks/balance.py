@@ -10,16 +10,15 @@ most padded tokens. The numbers are padded tokens of that process, relative to t
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from opo_trl.rollout.planning import best_cut, partition, split_further
+from opo_trl.rollout.planning import Limits, best_cut, partition, split_further
 
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GROUP, ROWS_PER_PROCESS, MICRO_BATCH = 8, 16, 4
-LIMITS: dict[str, Any] = {"max_rows": MICRO_BATCH, "max_tokens": None}
+LIMITS = Limits(MICRO_BATCH)
 TRIALS = 200
 
 
@@ -27,7 +26,7 @@ def padded_tokens(lengths: np.ndarray, n_parts: int) -> int:
     """Tokens that a process passes through the model for samples `[B, 2]`, longest first, in planned micro-batches."""
     if len(lengths) <= n_parts:
         return int(lengths.sum())
-    parts = np.split(lengths, split_further(lengths, best_cut(lengths, **LIMITS)[1], n_parts))
+    parts = np.split(lengths, split_further(lengths, best_cut(lengths, LIMITS)[1], n_parts))
     return sum(len(part) * int(part.max(axis=0).sum()) for part in parts)
 
 
@@ -43,7 +42,7 @@ def busiest(processes: int, dead: float, exchange: bool) -> float:
         zero = np.repeat(random.random(n // GROUP) < dead, GROUP)
         parts = partition(lengths, zero, processes) if exchange else np.arange(n).reshape(processes, -1)
         active = [lengths[rows][~zero[rows]] for rows in parts]
-        cuts = [best_cut(rows, **LIMITS) for rows in active]
+        cuts = [best_cut(rows, LIMITS) for rows in active]
         active = [rows[order] for rows, (order, *_) in zip(active, cuts, strict=True)]
         n_parts = max(len(bounds) + 1 for _, bounds, *_ in cuts)
         most += max(padded_tokens(rows, n_parts) for rows in active)

@@ -94,7 +94,7 @@ def train_rank(*, sharding: str, variant: str, folder: str) -> None:
     allow_cpu(sharding)
     method, options = VARIANTS[variant]
     if variant.endswith("alone"):
-        planner.FEWEST_PASSES = planner.PASS_TOKENS
+        planner.FEWEST_PASSES = planner.PASS_TOKENS["cpu"]
     shape = small_qwen3(64)
     groups = PROCESSES * ROWS_OF_STEP * STEPS // GENERATIONS
     rollout = replay.draw_rollout(

@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from opo_trl.rollout.planning import PASS_TOKENS, Prompts, Rows, parts_of_rows
+from opo_trl.rollout.planning import Limits, Prompts, Rows, parts_of_rows
 from opo_trl.rollout.shared_prompts import balance, model_for
 
 from .pages import table
@@ -65,8 +65,7 @@ def update(model: LlamaForCausalLM, rows: Rows, prompts: Prompts | None) -> tupl
     lengths = torch.stack([rows["prompt_mask"].sum(1), rows["completion_mask"].sum(1)], dim=1).numpy()
     model.zero_grad()
     began, passed = time.process_time(), 0
-    limits = {"max_rows": 16, "max_tokens": None, "pass_tokens": PASS_TOKENS}
-    for part in parts_of_rows(rows, lengths, np.arange(len(lengths)), 1, prompts=prompts, **limits):
+    for part in parts_of_rows(rows, lengths, np.arange(len(lengths)), 1, Limits(16), prompts=prompts):
         ids, mask = (
             torch.cat([part[f"{text}_{name}"] for text in ("prompt", "completion")], dim=1) for name in ("ids", "mask")
         )

@@ -23,6 +23,7 @@ from . import shared_prompts
 from .planning import (
     FEWEST_PASSES,
     PASS_TOKENS,
+    Limits,
     Prompts,
     Rows,
     best_cut,
@@ -74,7 +75,10 @@ class Planner:
         rollout = {"completion_ids": prompts}
         of_sample = rows_of_steps(rollout, args, self.accelerator, index=0, passed=0)[0]["completion_ids"].numpy()
         lengths = np.tile([prompt, completion], (len(of_sample), 1))
-        order, bounds, shared, _ = best_cut(lengths, _prompts(of_sample, self.balance), **self._limits(most))
+        limits = self._limits(most)
+        # Samples of several prompts may fill a part, so they have as many tokens as without sharing.
+        sharing = None if limits.fill else _prompts(of_sample, self.balance)
+        order, bounds, shared, _ = best_cut(lengths, limits, sharing)
         parts = [np.unique(of_sample[part], return_counts=True)[1] for part in np.split(order, bounds)]
         rows = [(len(counts), int(counts.max())) if shared else (int(counts.sum()), 1) for counts in parts]
         return max(rows, key=lambda row: row[0] * (prompt + row[1] * (completion + 1)))
@@ -100,11 +104,11 @@ class Planner:
         balance = self.balance if self.args.top_entropy_quantile == 1.0 else None
         balance = balance and shared_prompts.balance(self.accelerator.unwrap_model(model))
         of_processes = [(each[:, :2], _prompts(each[:, 3], balance)) for each in read]
-        n_parts = max(len(best_cut(*each, **limits)[1]) + 1 for each in of_processes)
+        n_parts = max(len(best_cut(own, limits, prompts)[1]) + 1 for own, prompts in of_processes)
         results = [torch.zeros_like(tokens, dtype=torch.float32) for _ in range(2)]
         rows["row"] = torch.arange(len(tokens), device=tokens.device)
         (own, prompts), order = of_processes[self.accelerator.process_index], np.arange(len(tokens))
-        for part in parts_of_rows(rows, own, order, n_parts, prompts=prompts, multiple=self.multiple, **limits):
+        for part in parts_of_rows(rows, own, order, n_parts, limits, prompts=prompts, multiple=self.multiple):
             width = part["completion_ids"].size(1)
             ids, mask = (torch.cat([part[f"{text}_{name}"] for text in _TEXTS], dim=1) for name in ("ids", "mask"))
             called = shared_prompts.model_for(model, part)
@@ -131,17 +135,18 @@ class Planner:
     def _parts(self, rows: Rows, read: np.ndarray) -> list[Rows]:
         """The samples of an optimizer step, less the skippable ones; `read` is this step's of `_read_samples`."""
         layouts, process = read[:, 0, 5], self.accelerator.process_index
-        limits = self._limits(self.args.per_device_train_batch_size)
-        balance = self.balance if (layouts >= 0).all() else None
+        of_tokens = bool((layouts >= 0).all())  # nothing that grows with the number of samples, as images
+        limits = self._limits(self.args.per_device_train_batch_size, fill=of_tokens)
+        balance = self.balance if of_tokens else None
         # Every process makes as many parts as the one that needs the most: ZeRO and FSDP communicate in every pass,
         # and a process with fewer passes than the others would leave them waiting forever.
-        n_parts, cost = _needed(read, balance, **limits)
+        n_parts, cost = _needed(read, balance, limits)
         if len(layouts) > 1 and layouts[0] >= 0 and (layouts == layouts[0]).all():
             # Completions differ in length, and the process with the longest ones would keep the others waiting. Every
             # process computes the same partition, and takes its own part.
             samples = read.reshape(-1, read.shape[-1])
             assigned = partition(samples[:, :2], samples[:, 2].astype(bool), len(layouts))
-            n_parts_then, cost_then = _needed(samples[assigned], balance, **limits)
+            n_parts_then, cost_then = _needed(samples[assigned], balance, limits)
             # It may divide the completions of a prompt, which are then computed with a prompt each.
             if balance is None or cost_then < cost:
                 widths = columns(samples[:, :2], samples[:, 3:5].max(axis=0), self.multiple)
@@ -151,7 +156,7 @@ class Planner:
         lengths, skippable, prompts = own[:, :2], own[:, 2].astype(bool), _prompts(own[:, 6], balance)
         # No part may be empty: a process with fewer samples than parts computes some that it could have skipped.
         kept, skipped = np.split(np.argsort(skippable, kind="stable"), [max((~skippable).sum(), n_parts)])
-        parts = parts_of_rows(rows, lengths, kept, n_parts, prompts=prompts, multiple=self.multiple, **limits)
+        parts = parts_of_rows(rows, lengths, kept, n_parts, limits, prompts=prompts, multiple=self.multiple)
         counts = rows["opo_valid"]
         if "importance_sampling_ratio" in rows:
             counts = counts & rows["importance_sampling_ratio"].any(dim=1)  # that vLLM's importance sampling keeps
@@ -162,24 +167,27 @@ class Planner:
         """Integers of each process, read by one gather and one copy to the host: `[processes, …]`."""
         return self.accelerator.gather(numbers.to(self.accelerator.device)[None]).cpu().numpy()
 
-    def _limits(self, max_rows: int) -> dict[str, Any]:
+    def _limits(self, max_rows: int, *, fill: bool = True) -> Limits:
+        on_gpu = self.accelerator.device.type != "cpu"
         # These optimizers take a step in every backward pass.
         steps = any(kind in self.args.optim for kind in ("layerwise", "lomo"))
-        return {
-            "max_rows": max_rows,
-            "max_tokens": self.args.max_tokens_per_micro_batch,
-            "pass_tokens": FEWEST_PASSES if self.communicates or steps else PASS_TOKENS,
-        }
+        return Limits(
+            max_rows,
+            self.args.max_tokens_per_micro_batch,
+            # On a CPU, larger passes are no faster: memory is what bounds them.
+            fill=fill and on_gpu,
+            pass_tokens=FEWEST_PASSES if self.communicates or steps else PASS_TOKENS["gpu" if on_gpu else "cpu"],
+        )
 
 
 def _prompts(of_sample: np.ndarray, balance: float | None) -> Prompts | None:
     return None if balance is None else Prompts(of_sample, balance)
 
 
-def _needed(read: np.ndarray, balance: float | None, **limits: Any) -> tuple[int, float]:
+def _needed(read: np.ndarray, balance: float | None, limits: Limits) -> tuple[int, float]:
     """Most parts, and the highest cost, that a process needs for its samples, `[processes, samples, 7]`."""
     needed = [own[own[:, 2] == 0] for own in read]
-    cuts = [best_cut(own[:, :2], _prompts(own[:, 6], balance), **limits) for own in needed]
+    cuts = [best_cut(own[:, :2], limits, _prompts(own[:, 6], balance)) for own in needed]
     return max(len(bounds) + 1 for _, bounds, _, _ in cuts), max(cost for _, _, _, cost in cuts)
 
 

@@ -10,7 +10,7 @@ what their loss is divided by.
 import heapq
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,10 @@ from .shared_prompts import arrange
 
 Rows = dict[str, Any]
 
-# Cost of a pass besides its tokens, in tokens: it launches thousands of kernels and reads every parameter. An order
-# of magnitude: on a data-center GPU about 100 for 8B parameters, 1,000 for 0.6B.
-PASS_TOKENS = 256
+# Cost of a pass besides its tokens, in tokens: it launches thousands of kernels and reads every parameter. Orders of
+# magnitude: the forward pass of Qwen3-1.7B's 28 layers takes 0.05 to 0.1 s on an H200 however few its tokens are, and
+# in that time the device can compute some thousands.
+PASS_TOKENS = {"cpu": 256, "gpu": 4096}
 
 # Where every pass communicates, as under ZeRO-2 (gradients), ZeRO-3 and FSDP (parameters as well), its cost depends on
 # the network: from hundreds of tokens within a node to many thousands between nodes. It is unknown here, so this
@@ -74,13 +75,13 @@ def _cheapest(costs_of_parts: np.ndarray, pass_tokens: float) -> tuple[list[int]
     """
     Bounds of the cheapest cut, and its cost, by the cost of the part of each size that begins at each sample.
 
-    Dynamic programming over the samples, with `max_rows` choices for each. It is worth its lines: on MATH's
+    Dynamic programming over the samples, with a choice for each size. It is worth its lines: on MATH's
     lengths, greedily filled bins cost 2–7 % more, and up to 23 % more tokens with [`FEWEST_PASSES`] and `max_tokens`.
     """
-    max_rows, n_rows = costs_of_parts.shape
+    most, n_rows = costs_of_parts.shape
     least, last = np.zeros(n_rows + 1), np.zeros(n_rows + 1, dtype=int)  # of the first i samples
     for end in range(1, n_rows + 1):
-        sizes = np.arange(1, min(max_rows, end) + 1)
+        sizes = np.arange(1, min(most, end) + 1)
         costs = least[end - sizes] + costs_of_parts[sizes - 1, end - sizes] + pass_tokens
         last[end], least[end] = sizes[costs.argmin()], costs.min()
     bounds = [n_rows]
@@ -117,17 +118,50 @@ def _best_split(lengths: np.ndarray, start: int, end: int) -> tuple[float, int, 
     return float(tokens[best] - (end - start) * widths[0][-1]), start, start + best + 1, end
 
 
-def _padded_tokens(lengths: np.ndarray, max_rows: int, max_tokens: int | None) -> np.ndarray:
-    """Tokens of the part of each size that begins at each sample, `[max_rows, B]`; infinite where not allowed."""
-    n_rows = len(lengths)
-    padded = np.full((max_rows, n_rows), np.inf)
+@dataclass(frozen=True)
+class Limits:
+    """
+    What a part may hold, and what it costs besides its tokens.
+
+    Args:
+        max_rows (`int`): samples.
+        max_tokens (`int`, *optional*): tokens, with padding; a single longer sample is a part by itself.
+        fill (`bool`): whether more samples are allowed where they need no more memory than `max_rows` of the longest:
+            in tokens, in tokens of completions, and in pairs of tokens that attention masks.
+        pass_tokens (`float`): cost of a part besides its tokens; [`FEWEST_PASSES`] gives the fewest parts.
+    """
+
+    max_rows: int
+    max_tokens: int | None = None
+    fill: bool = False
+    pass_tokens: float = PASS_TOKENS["cpu"]
+
+    def costs(self, lengths: np.ndarray, prompts: "Prompts | None" = None) -> np.ndarray:
+        """Cost of the part of each size that begins at each sample, `[sizes, B]`; infinite where not allowed."""
+        n_rows = len(lengths)
+        costs = np.full((n_rows if self.fill else self.max_rows, n_rows), np.inf)
+        prompt, completion = lengths.max(axis=0, initial=0)
+        for size, (rows, width, longest) in enumerate(prompts.rows(lengths) if prompts else _rows(lengths), 1):
+            tokens = rows * width
+            fits = (size * longest <= self.max_rows * completion) & (tokens <= self.max_rows * (prompt + completion))
+            fits |= size <= self.max_rows
+            # With a row per prompt, the mask takes no more memory than without.
+            fits &= tokens * width <= self.max_rows * (prompt + completion) ** 2
+            if self.max_tokens is not None:
+                fits &= tokens <= self.max_tokens
+            fits |= size == 1
+            costs[size - 1, : len(fits)] = np.where(fits, prompts.cost(tokens, width) if prompts else tokens, np.inf)
+            if size == len(costs) or (size > self.max_rows and not fits.any()):
+                return costs[:size]
+        return costs
+
+
+def _rows(lengths: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Rows, their width, and the longest completion of the parts of each size, by their first sample."""
     widest = np.zeros_like(lengths)
-    for size in range(1, min(max_rows, n_rows) + 1):
-        widest = np.maximum(widest[: n_rows - size + 1], lengths[size - 1 :])
-        tokens = size * widest.sum(axis=1)
-        most = np.inf if max_tokens is None or size == 1 else max_tokens
-        padded[size - 1, : len(tokens)] = np.where(tokens <= most, tokens, np.inf)
-    return padded
+    for size in range(1, len(lengths) + 1):
+        widest = np.maximum(widest[: len(lengths) - size + 1], lengths[size - 1 :])
+        yield size, widest.sum(axis=1), widest[:, 1]
 
 
 def partition(lengths: np.ndarray, zero_gradient: np.ndarray, n_processes: int) -> np.ndarray:
@@ -171,37 +205,26 @@ class Prompts:
         tokens = np.bincount(prompt, lengths.sum(axis=1))[prompt]
         return np.lexsort((prompt, -tokens))
 
-    def tokens(self, lengths: np.ndarray, max_rows: int, max_tokens: int | None) -> np.ndarray:
-        """Cost of the part of each size that begins at each sample, as [`_padded_tokens`], with a row per prompt."""
-        costs = np.full((max_rows, len(lengths)), np.inf)
+    def rows(self, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """As [`_rows`], with a row per prompt."""
         begins = np.append(True, np.diff(self.of_sample) != 0)
-        width = widest = number = np.zeros(len(lengths), dtype=int)
-        most_pairs = max_rows * lengths.sum(axis=1).max(initial=0) ** 2  # the mask takes no more memory than in rows
-        for size in range(1, min(max_rows, len(lengths)) + 1):
+        width = widest = number = longest = np.zeros(len(lengths), dtype=int)
+        for size in range(1, len(lengths) + 1):
             last = slice(size - 1, None)  # the sample that such a part ends with
             n_parts = len(lengths) - size + 1
             new = begins[last] | (size == 1)
             width = np.where(new, np.maximum(lengths[last, 0] - 1, 0), width[:n_parts]) + 1 + lengths[last, 1]
             widest, number = np.maximum(widest[:n_parts], width), number[:n_parts] + new
-            fits = (max_tokens is None) | (number * widest <= (max_tokens or 0))
-            fits &= number * widest**2 <= most_pairs
-            fits |= size == 1
-            costs[size - 1, :n_parts] = np.where(fits, self.cost(number * widest, widest), np.inf)
-        return costs
+            longest = np.maximum(longest[:n_parts], lengths[last, 1])
+            yield number, widest, longest
 
 
 def best_cut(
-    lengths: np.ndarray,
-    prompts: Prompts | None = None,
-    *,
-    max_rows: int,
-    max_tokens: int | None,
-    pass_tokens: float = PASS_TOKENS,
+    lengths: np.ndarray, limits: Limits, prompts: Prompts | None = None
 ) -> tuple[np.ndarray, list[int], bool, float]:
     """
-    The cheapest way to cut samples into parts: padded tokens, plus `pass_tokens` per part ([`FEWEST_PASSES`] gives the
-    fewest). `lengths` are tokens of prompts and of completions, `[B, 2]`. A part has at most `max_rows` samples and
-    `max_tokens` tokens, with padding; a single longer sample is a part by itself.
+    The cheapest way to cut samples into parts: padded tokens, plus `pass_tokens` of the limits per part. `lengths` are
+    tokens of prompts and of completions, `[B, 2]`.
 
     Returns:
         `tuple[np.ndarray, list[int], bool, float]`: the samples in order; where each part but the first begins;
@@ -209,15 +232,15 @@ def best_cut(
         or with it where there are `prompts`.
     """
     order = np.argsort(-lengths.sum(axis=1), kind="stable")
-    bounds, cost = _cheapest(_padded_tokens(lengths[order], max_rows, max_tokens), pass_tokens)
+    bounds, cost = _cheapest(limits.costs(lengths[order]), limits.pass_tokens)
     if prompts is None:
         return order, bounds, False, cost
     widths = [(len(part), lengths[part].max(axis=0, initial=0).sum()) for part in np.split(order, bounds)]
     tokens = float(sum(prompts.cost(n * width, width) for n, width in widths))
     shared = prompts.order(lengths)
-    costs = prompts.take(shared).tokens(lengths[shared], max_rows, max_tokens)
-    shared_bounds, shared_cost = _cheapest(costs, pass_tokens)
-    cost, shared_tokens = tokens + pass_tokens * len(widths), shared_cost - pass_tokens * (len(shared_bounds) + 1)
+    shared_bounds, shared_cost = _cheapest(limits.costs(lengths[shared], prompts.take(shared)), limits.pass_tokens)
+    cost = tokens + limits.pass_tokens * len(widths)
+    shared_tokens = shared_cost - limits.pass_tokens * (len(shared_bounds) + 1)
     if shared_cost < cost and shared_tokens < (1 - WORTH_SHARING) * tokens:
         return shared, shared_bounds, True, shared_cost
     return order, bounds, False, cost
@@ -228,16 +251,16 @@ def parts_of_rows(
     lengths: np.ndarray,
     samples: np.ndarray,
     n_parts: int,
+    limits: Limits,
     *,
     prompts: Prompts | None = None,
     multiple: int | None = None,
-    **limits: Any,
 ) -> list[Rows]:
     """
-    Cut some `samples` of rows, whose lengths are `[B, 2]`, into `n_parts`, or more where the limits of [`best_cut`]
-    need more, each trimmed. Those that compute a prompt once have the entries of [`arrange`].
+    Cut some `samples` of rows, whose lengths are `[B, 2]`, into `n_parts`, or more where the limits need more, each
+    trimmed. Those that compute a prompt once have the entries of [`arrange`].
     """
-    order, bounds, shared, _ = best_cut(lengths[samples], prompts and prompts.take(samples), **limits)
+    order, bounds, shared, _ = best_cut(lengths[samples], limits, prompts and prompts.take(samples))
     bounds, order = split_further(lengths[samples][order], bounds, n_parts), samples[order]
     parts = []
     for part in np.split(order, bounds):

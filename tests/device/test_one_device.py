@@ -125,6 +125,18 @@ def test_scripted_run_is_that_of_the_host(tiny_model, tmp_path, options):
     assert_same_as_on_the_host(tiny_model, tmp_path, **options)
 
 
+def test_short_completions_fill_fewer_passes(tiny_model, tmp_path):
+    """One sample at a time on the host; on a device, as many as are no larger than the longest."""
+    options = {**OFF_POLICY, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    device = on_device(tiny_model, tmp_path / "device", script=Script(max_length=40), **options)
+    host = make_trainer(tiny_model, tmp_path / "host", script=Script(max_length=40), use_cpu=True, **options)
+    host.train()
+    assert_follows_the_definition(device)
+    for on_gpu, on_cpu in zip(device.steps, host.steps, strict=True):
+        sizes, of_prompts = ([len(b["row"]) for b in each.batches] for each in (on_gpu, on_cpu))
+        print(sizes, of_prompts)
+
+
 # Completions that the model writes, with the device's random numbers
 
 

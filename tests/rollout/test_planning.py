@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from opo_trl.rollout.planning import (
     FEWEST_PASSES,
+    Limits,
     best_cut,
     partition,
     parts_of_rows,
@@ -104,34 +105,36 @@ def steps(draw):
 
 def cut(lengths: np.ndarray, **limits) -> list[int]:
     """Where each part but the first begins."""
-    return best_cut(lengths, **limits)[1]
+    return best_cut(lengths, Limits(**limits))[1]
 
 
 def padded_tokens(part: np.ndarray) -> int:
     return len(part) * int(part.max(axis=0).sum())
 
 
-def all_cuts(lengths: np.ndarray, n_parts: int, max_rows: int, max_tokens: int | None) -> list[int]:
+def allowed(part: np.ndarray, lengths: np.ndarray, max_rows: int, max_tokens: int | None, fill: bool) -> bool:
+    """Whether a part of these samples may have its size."""
+    prompt, completion = lengths.max(axis=0)
+    no_larger = padded_tokens(part) <= max_rows * (prompt + completion)
+    no_larger &= len(part) * part[:, 1].max() <= max_rows * completion
+    rows = len(part) <= max_rows or (fill and no_larger)
+    return len(part) == 1 or (rows and (max_tokens is None or padded_tokens(part) <= max_tokens))
+
+
+def all_cuts(lengths: np.ndarray, n_parts: int, **limits) -> list[int]:
     """Padded tokens of every way to cut the samples within the limits."""
     ways = (np.split(lengths, bounds) for bounds in combinations(range(1, len(lengths)), n_parts - 1))
     return [
-        sum(map(padded_tokens, parts))
-        for parts in ways
-        if all(
-            len(part) <= max_rows and (max_tokens is None or len(part) == 1 or padded_tokens(part) <= max_tokens)
-            for part in parts
-        )
+        sum(map(padded_tokens, parts)) for parts in ways if all(allowed(part, lengths, **limits) for part in parts)
     ]
 
 
-@given(step=steps(), pass_tokens=st.sampled_from([0, 13, 256, FEWEST_PASSES]))
-def test_cuts_respect_the_limits_and_cost_the_least(step, pass_tokens):
+@given(step=steps(), pass_tokens=st.sampled_from([0, 13, 256, FEWEST_PASSES]), fill=st.booleans())
+def test_cuts_respect_the_limits_and_cost_the_least(step, pass_tokens, fill):
     lengths, max_rows, max_tokens = step
-    limits = {"max_rows": max_rows, "max_tokens": max_tokens}
+    limits = {"max_rows": max_rows, "max_tokens": max_tokens, "fill": fill}
     parts = np.split(lengths, cut(lengths, pass_tokens=pass_tokens, **limits))
-    for part in parts:
-        assert 1 <= len(part) <= max_rows
-        assert max_tokens is None or len(part) == 1 or padded_tokens(part) <= max_tokens
+    assert all(allowed(part, lengths, **limits) for part in parts)
     costs = [
         pass_tokens * n_parts + min(all_cuts(lengths, n_parts, **limits), default=np.inf)
         for n_parts in range(1, len(lengths) + 1)
@@ -166,6 +169,13 @@ def test_fewest_passes_are_never_more_than_without_a_plan():
         assert len(fewest) + 1 == 6 < len(by_padding) + 1
 
 
+def test_short_samples_fill_a_part_up_to_the_size_of_the_longest():
+    lengths = np.array([[10, 90], [10, 90], *[[10, 20]] * 8])
+    assert cut(lengths, max_rows=2) == [2, 4, 6, 8]
+    assert cut(lengths, max_rows=2, fill=True) == [2, 8]  # 6 · (10 + 20) of 2 · (10 + 90) tokens
+    assert cut(lengths, max_rows=2, fill=True, max_tokens=90) == [1, 2, 5, 8]
+
+
 def test_cost_of_planning_is_linear_in_the_samples():
     """Counted in function calls, which do not depend on the machine."""
 
@@ -173,7 +183,7 @@ def test_cost_of_planning_is_linear_in_the_samples():
         lengths = np.random.default_rng(0).integers(1, 2000, (n_rows, 2))
         profile = cProfile.Profile()
         with profile:
-            order, bounds, *_ = best_cut(lengths, max_rows=8, max_tokens=16384)
+            order, bounds, *_ = best_cut(lengths, Limits(max_rows=8, max_tokens=16384))
             split_further(lengths[order], bounds, n_rows // 2)
         return sum(entry.callcount for entry in profile.getstats())
 
@@ -186,7 +196,7 @@ def test_no_rows_need_one_part():
 
 def test_parts_hold_every_sample_once_and_long_ones_together():
     rows = rows_of([(1, 1), (5, 9), (2, 2), (4, 8), (1, 2), (5, 5)])
-    parts = parts_of_rows(rows, row_lengths(rows).numpy(), np.arange(5), 2, max_rows=3, max_tokens=None)
+    parts = parts_of_rows(rows, row_lengths(rows).numpy(), np.arange(5), 2, Limits(3))
     assert [part["names"] for part in parts] == [["1", "3"], ["2", "4", "0"]]
     assert [part["opo_target"].tolist() for part in parts] == [[1, 3], [2, 4, 0]]
     assert parts[1]["completion_ids"].shape == (3, 2)

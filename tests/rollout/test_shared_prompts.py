@@ -10,7 +10,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from opo_trl import OPOTrainer
 from opo_trl.forecast.plan import _row_tokens
-from opo_trl.rollout.planning import FEWEST_PASSES, Prompts, best_cut, parts_of_rows, row_lengths
+from opo_trl.rollout.planning import FEWEST_PASSES, Limits, Prompts, best_cut, parts_of_rows, row_lengths
 from opo_trl.rollout.shared_prompts import arrange, balance, hashes, model_for
 
 
@@ -93,18 +93,21 @@ def test_prompts_are_told_apart_by_their_tokens_and_not_by_their_padding():
 
 
 def test_prompts_are_shared_where_that_costs_less():
-    prompts, limits = Prompts(np.repeat([3, 1], 4), balance=6000.0), {"max_rows": 8, "max_tokens": None}
-    order, bounds, shared, _ = best_cut(np.tile([[40, 6]], (8, 1)), prompts, **limits)
+    prompts, limits = Prompts(np.repeat([3, 1], 4), balance=6000.0), Limits(8)
+    order, bounds, shared, _ = best_cut(np.tile([[40, 6]], (8, 1)), limits, prompts)
     assert shared
     assert bounds == []
     assert np.diff(prompts.of_sample[order]).astype(bool).sum() == 1
     # Attention between completions of 4,000 tokens costs more than a prompt of 400.
-    assert not best_cut(np.tile([[400, 4000]], (8, 1)), prompts, **limits)[2]
-    assert not best_cut(np.tile([[40, 6]], (8, 1)), Prompts(np.arange(8), 6000.0), **limits)[2]
+    assert not best_cut(np.tile([[400, 4000]], (8, 1)), limits, prompts)[2]
+    assert not best_cut(np.tile([[40, 6]], (8, 1)), limits, Prompts(np.arange(8), 6000.0))[2]
     # Also where the number of passes counts most.
-    assert best_cut(np.tile([[40, 6]], (8, 1)), prompts, **limits, pass_tokens=FEWEST_PASSES)[1:3] == ([], True)
+    fewest = Limits(8, pass_tokens=FEWEST_PASSES)
+    assert best_cut(np.tile([[40, 6]], (8, 1)), fewest, prompts)[1:3] == ([], True)
     # Within a budget of tokens: 39 + 4 · 7 for a prompt.
-    assert best_cut(np.tile([[40, 6]], (8, 1)), prompts, max_rows=8, max_tokens=67)[1] == [4]
+    assert best_cut(np.tile([[40, 6]], (8, 1)), Limits(8, max_tokens=67), prompts)[1] == [4]
+    # Filled up to 2 · (40 + 12) tokens: two rows of 39 + 4 · 3, and not 39 + 13 + 3 · 3.
+    assert best_cut(np.array([[40, 12], *[[40, 2]] * 7]), Limits(2, fill=True), prompts)[1:3] == ([1], True)
 
 
 def test_parts_hold_each_sample_once_with_its_place():
@@ -117,9 +120,8 @@ def test_parts_hold_each_sample_once_with_its_place():
         row_lengths(rows).numpy(),
         np.arange(6),
         1,
+        Limits(6),
         prompts=Prompts(of_sample, 400.0),
-        max_rows=6,
-        max_tokens=None,
     )
     assert part["name"].tolist() == [0, 2, 4, 5, 1, 3]
     assert part["opo_source"].shape == (2, 39 + 4 * 7)
