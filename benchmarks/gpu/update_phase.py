@@ -70,7 +70,7 @@ def model_flops(passes: Iterable[Pass], shape: Mapping[str, Any], parameters: in
 
 
 def measure_alone(method: str, shape: Mapping[str, Any], rollout: Rollout, **options: Any) -> dict[str, Any]:
-    """Tokens, operations, peak bytes and seconds by part of a trainer alone on the device."""
+    """Tokens, passes with gradient, operations, peak bytes and seconds by part of a trainer alone on the device."""
     trainer = make_trainer(method, shape, rollout, **options)
     with counted_passes(trainer.model) as passes:
         phase(trainer)  # also creates the moments
@@ -82,6 +82,7 @@ def measure_alone(method: str, shape: Mapping[str, Any], rollout: Rollout, **opt
     parts = dict(split.seconds)
     return {
         "tokens": count_tokens(passes),
+        "passes": sum(one.gradient for one in passes),
         "flops": model_flops(passes, shape, trainer.model.num_parameters()),
         "peak_memory": peak,
         "parts": parts | {"rest": whole - sum(parts.values())},

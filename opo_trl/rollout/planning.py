@@ -140,13 +140,13 @@ class Limits:
         """Cost of the part of each size that begins at each sample, `[sizes, B]`; infinite where not allowed."""
         n_rows = len(lengths)
         costs = np.full((n_rows if self.fill else self.max_rows, n_rows), np.inf)
-        prompt, completion = lengths.max(axis=0, initial=0)
-        for size, (rows, width, longest) in enumerate(prompts.rows(lengths) if prompts else _rows(lengths), 1):
+        longest, completion = lengths.sum(axis=1).max(initial=0), lengths[:, 1].max(initial=0)
+        for size, (rows, width, scored) in enumerate(prompts.rows(lengths) if prompts else _rows(lengths), 1):
             tokens = rows * width
-            fits = (size * longest <= self.max_rows * completion) & (tokens <= self.max_rows * (prompt + completion))
+            fits = (size * scored <= self.max_rows * completion) & (tokens <= self.max_rows * longest)
             fits |= size <= self.max_rows
-            # With a row per prompt, the mask takes no more memory than without.
-            fits &= tokens * width <= self.max_rows * (prompt + completion) ** 2
+            if prompts:  # the mask takes no more memory than in rows
+                fits &= tokens * width <= self.max_rows * longest**2
             if self.max_tokens is not None:
                 fits &= tokens <= self.max_tokens
             fits |= size == 1
@@ -157,7 +157,7 @@ class Limits:
 
 
 def _rows(lengths: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Rows, their width, and the longest completion of the parts of each size, by their first sample."""
+    """Rows, their width, and columns of completions, of the parts of each size, by their first sample."""
     widest = np.zeros_like(lengths)
     for size in range(1, len(lengths) + 1):
         widest = np.maximum(widest[: len(lengths) - size + 1], lengths[size - 1 :])
@@ -208,15 +208,15 @@ class Prompts:
     def rows(self, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """As [`_rows`], with a row per prompt."""
         begins = np.append(True, np.diff(self.of_sample) != 0)
-        width = widest = number = longest = np.zeros(len(lengths), dtype=int)
+        width = widest = number = completion = np.zeros(len(lengths), dtype=int)
         for size in range(1, len(lengths) + 1):
             last = slice(size - 1, None)  # the sample that such a part ends with
             n_parts = len(lengths) - size + 1
             new = begins[last] | (size == 1)
             width = np.where(new, np.maximum(lengths[last, 0] - 1, 0), width[:n_parts]) + 1 + lengths[last, 1]
             widest, number = np.maximum(widest[:n_parts], width), number[:n_parts] + new
-            longest = np.maximum(longest[:n_parts], lengths[last, 1])
-            yield number, widest, longest
+            completion = np.maximum(completion[:n_parts], lengths[last, 1])
+            yield number, widest, completion
 
 
 def best_cut(

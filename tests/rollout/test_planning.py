@@ -114,9 +114,8 @@ def padded_tokens(part: np.ndarray) -> int:
 
 def allowed(part: np.ndarray, lengths: np.ndarray, max_rows: int, max_tokens: int | None, fill: bool) -> bool:
     """Whether a part of these samples may have its size."""
-    prompt, completion = lengths.max(axis=0)
-    no_larger = padded_tokens(part) <= max_rows * (prompt + completion)
-    no_larger &= len(part) * part[:, 1].max() <= max_rows * completion
+    no_larger = padded_tokens(part) <= max_rows * lengths.sum(axis=1).max()
+    no_larger &= len(part) * part[:, 1].max() <= max_rows * lengths[:, 1].max()
     rows = len(part) <= max_rows or (fill and no_larger)
     return len(part) == 1 or (rows and (max_tokens is None or padded_tokens(part) <= max_tokens))
 
