@@ -467,10 +467,10 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
         plan_micro_batches (`bool`, *optional*, defaults to `True`):
             Whether to sort the samples of an optimizer step by length before they are cut into micro-batches, trim
             each micro-batch to its longest sample, and exchange samples so that all processes compute about the
-            same number of tokens. On a GPU, short samples fill a micro-batch up to the size of
-            `per_device_train_batch_size` of the step's longest. The number of micro-batches minimizes the cost,
-            counting each as 256 tokens of padding, and as 4,096 on a GPU. With ZeRO-2, ZeRO-3 and FSDP, which
-            communicate in every micro-batch, it is the smallest possible.
+            same number of tokens. The number of micro-batches minimizes the cost, counting each as 256 tokens of
+            padding (4,096 on a GPU, where short samples can fill a micro-batch up to the size of
+            `per_device_train_batch_size` of the longest). With ZeRO-2, ZeRO-3 and FSDP, which communicate in every
+            micro-batch, it is the smallest possible.
         max_tokens_per_micro_batch (`int`, *optional*):
             Maximum number of tokens in a micro-batch, including padding, so long samples get smaller micro-batches. A
             single sample above the limit gets one to itself. Needs `plan_micro_batches`.

@@ -76,7 +76,7 @@ class Planner:
         of_sample = rows_of_steps(rollout, args, self.accelerator, index=0, passed=0)[0]["completion_ids"].numpy()
         lengths = np.tile([prompt, completion], (len(of_sample), 1))
         limits = self._limits(most)
-        # Samples of several prompts may fill a part, so they have as many tokens as without sharing.
+        # A filled part of several prompts may have as many tokens as without sharing.
         sharing = None if limits.fill else _prompts(of_sample, self.balance)
         order, bounds, shared, _ = best_cut(lengths, limits, sharing)
         parts = [np.unique(of_sample[part], return_counts=True)[1] for part in np.split(order, bounds)]
@@ -135,7 +135,7 @@ class Planner:
     def _parts(self, rows: Rows, read: np.ndarray) -> list[Rows]:
         """The samples of an optimizer step, less the skippable ones; `read` is this step's of `_read_samples`."""
         layouts, process = read[:, 0, 5], self.accelerator.process_index
-        of_tokens = bool((layouts >= 0).all())  # nothing that grows with the number of samples, as images
+        of_tokens = bool((layouts >= 0).all())  # no images or lists, whose memory lengths do not tell
         limits = self._limits(self.args.per_device_train_batch_size, fill=of_tokens)
         balance = self.balance if of_tokens else None
         # Every process makes as many parts as the one that needs the most: ZeRO and FSDP communicate in every pass,
@@ -171,12 +171,14 @@ class Planner:
         on_gpu = self.accelerator.device.type != "cpu"
         # These optimizers take a step in every backward pass.
         steps = any(kind in self.args.optim for kind in ("layerwise", "lomo"))
+        fewest = self.communicates or steps
         return Limits(
             max_rows,
             self.args.max_tokens_per_micro_batch,
-            # On a CPU, larger passes are no faster: memory is what bounds them.
-            fill=fill and on_gpu,
-            pass_tokens=FEWEST_PASSES if self.communicates or steps else PASS_TOKENS["gpu" if on_gpu else "cpu"],
+            # On a CPU, larger passes only need more memory. The fewest passes would take any amount of padding. Other
+            # models than `balance` is for, and multiples of columns, compute more tokens than these lengths say.
+            fill=fill and on_gpu and not fewest and self.balance is not None and self.multiple is None,
+            pass_tokens=FEWEST_PASSES if fewest else PASS_TOKENS["gpu" if on_gpu else "cpu"],
         )
 
 

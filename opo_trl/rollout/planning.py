@@ -25,8 +25,8 @@ from .shared_prompts import arrange
 Rows = dict[str, Any]
 
 # Cost of a pass besides its tokens, in tokens: it launches thousands of kernels and reads every parameter. Orders of
-# magnitude: the forward pass of Qwen3-1.7B's 28 layers takes 0.05 to 0.1 s on an H200 however few its tokens are, and
-# in that time the device can compute some thousands.
+# magnitude: the forward pass of Qwen3-1.7B's 28 layers takes 0.05 to 0.1 s on an H200 however few its tokens are, in
+# which the device could compute some thousands; larger models compute fewer.
 PASS_TOKENS = {"cpu": 256, "gpu": 4096}
 
 # Where every pass communicates, as under ZeRO-2 (gradients), ZeRO-3 and FSDP (parameters as well), its cost depends on
@@ -127,7 +127,7 @@ class Limits:
         max_rows (`int`): samples.
         max_tokens (`int`, *optional*): tokens, with padding; a single longer sample is a part by itself.
         fill (`bool`): whether more samples are allowed where they need no more memory than `max_rows` of the longest:
-            in tokens, in tokens of completions, and in pairs of tokens that attention masks.
+            in tokens, in tokens of completions, and in pairs of tokens in the attention mask.
         pass_tokens (`float`): cost of a part besides its tokens; [`FEWEST_PASSES`] gives the fewest parts.
     """
 
