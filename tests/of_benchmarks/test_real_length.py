@@ -48,11 +48,15 @@ def test_command_line_asks_for_what_the_plan_says(steps, reduction, mu, tmp_path
     assert script.reward_funcs == ["benchmarks.real_length.steps_reward"]
 
 
-def test_page_has_complete_settings():
+def test_page_compares_runs_of_the_same_seeds_and_leaves_out_settings_with_one():
     measured = {"over_run": 0.5, "curve": [0.1, 0.4, 0.6], "sampled": 0.6, "ess": 0.4, "least_ess": 0.2}
     runs = [Run(*setting, seed) for setting in SETTINGS for seed in SEEDS]
     found = {run: {**asdict(run), **measured} for run in runs}
-    del found[runs[0]]
+    for run in runs[3:6]:
+        found[run]["over_run"] = 0.6
+    for run in (runs[0], *runs[-2:]):
+        del found[run]
     rows = [line for line in real_length.page(found).splitlines() if line.startswith("| ")][2:]
     assert len(rows) == len(SETTINGS) - 1
-    assert rows[0].startswith("| 69 | sum | 0.03 | 50.0 ± 0.0 | 10 40 60 |")
+    assert rows[0].startswith("| 69 | sum | 0.3 | 2 | 50.0 ± 0.0 |  | 10 40 60 |")
+    assert rows[1].startswith("| 69 | sum | 0.03 | 2 | 60.0 ± 0.0 | +10.0 ± 0.0 | 10 40 60 |")
