@@ -76,8 +76,10 @@ def assert_same_run(policy: dict, log: list[dict], trainer) -> None:
     assert distance(policy, expected) < 1e-6 * norm(expected)
     assert distance(policy, expected) < 1e-4 * distance(expected, start)
     for one, other in zip(log, (entry for entry in trainer.state.log_history if "loss" in entry), strict=True):
+        # A mean near zero of log-ratios in float32 has the rounding errors of the largest of them.
+        rounding = 1e-6 * max(1, other["opo/log_ratio/absmax"])
         for name in [name for name in other if name.startswith("opo/")] + ["loss", "grad_norm"]:
-            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=rounding), name
 
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(12, 2), (3, 8)])
