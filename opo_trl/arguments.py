@@ -15,7 +15,7 @@ from .checks.strict_yaml import read_mappings
 from .config import RolloutConfig
 from .data import INSTRUCTION, gym
 from .evaluate import Decoding
-from .fields import COUNT, COUNT_OR_ZERO, DATA, OBJECTIVE, POSITIVE, REWARDS, RUN, Range, integer, setting
+from .fields import COUNT, COUNT_OR_ZERO, DATA, OBJECTIVE, POSITIVE, REWARDS, RUN, Range, deciding, integer, setting
 from .rewards import LEAST_MEMORY
 
 
@@ -205,6 +205,11 @@ def _check_data(script: OPOScriptArguments, of_rollouts: RolloutConfig | None) -
             if value:
                 said = f"{name}={value!r} needs held-out problems, and rollouts={of_rollouts.rollouts!r} has none"
                 raise ValueError(f"{said}. Set `dataset_name` to problems to measure on, or remove `{name}`.")
+        of_datasets = {*deciding(OPOScriptArguments, DATA)} - {"tools", "environment_factory", "max_prompt_length"}
+        for name, value in given(script).items():
+            if name in of_datasets and value not in (INSTRUCTION, gym.INSTRUCTION):
+                why = f"the prompts are those of rollouts={of_rollouts.rollouts!r}"
+                raise ValueError(f"{name}={value!r} has no effect without `dataset_name`: {why}. Remove `{name}`.")
     elif not script.dataset_name and not script.datasets:
         raise ValueError("dataset_name is not set. Set it to a dataset's Hub id, file or folder, or to 'arithmetic'.")
     if script.dataset_name and script.datasets:

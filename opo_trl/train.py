@@ -95,10 +95,8 @@ def prepare(argv: Sequence[str]) -> Run:
             data = load_data(script, args, tokenizer, **tools.for_template)
         preflight.check_template_options(args, tokenizer, data.training["prompt"][0])
         check_rows(tools, script, data.training)
-        is_recorded = RECORDED in data.training.column_names
-        if not (is_recorded and recorded.has_rewards(data.training)):
-            row = recorded.as_scored(data.training) if is_recorded else data.training
-            preflight.check_columns(reward_funcs, row, of_trainer=tools.for_rewards)
+        if not (RECORDED in data.training.column_names and recorded.has_rewards(data.training)):
+            preflight.check_columns(reward_funcs, data.training, of_trainer=tools.for_rewards)
         limit = script.max_prompt_length
         preflight.check_prompts(data.splits, tokenizer, config, args, limit, **tools.for_template)
     if isinstance(args, RolloutConfig):  # asynchronous training repeats its prompts, and has a server of another kind
@@ -162,6 +160,8 @@ def _check_models(
         args.rollouts_model = author = EMBEDDED_MODELS.get(author, author)
         with _blamed_on(f"rollouts_model={author!r}"):
             preflight.check_model("rollouts_model", author, **source)
+            if Path(author).is_dir():
+                check_weights("rollouts_model", author, init_options)
     if reward_model:
         with _blamed_on(f"reward_model_name_or_path={reward_model!r}"):
             preflight.check_model("reward_model_name_or_path", reward_model, **source)

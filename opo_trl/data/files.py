@@ -54,6 +54,18 @@ def is_single_file(dataset_name: str) -> bool:
     return dataset_name.endswith(_ENDINGS) and Path(os.path.expanduser(dataset_name)).is_file()
 
 
+def files_of(folder: Path) -> list[Path]:
+    """The files of a local folder that hold rows, in order; none if it has splits, or is the `datasets` library's."""
+    with readable("dataset_name", folder):
+        files = sorted(file for file in folder.glob("*") if file.name.endswith(_ENDINGS) and file.is_file())
+    has_splits = any(file.name in _names("train") for file in files)
+    return [] if has_splits or _is_of_library(folder) else files
+
+
+def _names(split: str) -> list[str]:
+    return [f"{split}{ending}" for ending in _ENDINGS]
+
+
 def _load_with_library(name: str, config: str | None, split: str) -> Dataset:
     name = os.path.expanduser(name)
     try:
@@ -77,6 +89,10 @@ def _saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
+def _is_of_library(folder: Path) -> bool:
+    return any(folder.glob("README.md")) or any(folder.rglob("*-of-*")) or _saved(folder)
+
+
 def local_file(name: str, split: str) -> Path | None:
     """
     The local file that has a split of a dataset; `None` for what the `datasets` library finds and reads.
@@ -89,14 +105,14 @@ def local_file(name: str, split: str) -> Path | None:
         if path.is_file() and path.name.endswith(_ENDINGS):
             return path
         if path.is_dir():
-            candidates = [path / f"{split}{ending}" for ending in _ENDINGS]
-            if found := next(filter(Path.is_file, candidates), None):
+            candidates = _names(split)
+            if found := next(filter(Path.is_file, map(path.joinpath, candidates)), None):
                 return found
-            if any(path.glob("README.md")) or any(path.rglob("*-of-*")) or _saved(path):
-                return None  # the library's own
+            if _is_of_library(path):
+                return None
             raise ValueError(
-                f"dataset_name={name!r} is a folder without {split=}. Put one of {[c.name for c in candidates]} into "
-                "it, or set another split."
+                f"dataset_name={name!r} is a folder without {split=}. Put one of {candidates} into it, or set another "
+                "split."
             )
         if path.exists():
             raise ValueError(
@@ -112,7 +128,9 @@ def _read(file: Path) -> Dataset:
         file.open("rb").close()
     try:
         if file.suffix == ".parquet":
-            return Dataset(ParquetFile(file).read())
+            table = ParquetFile(file).read()
+            _check_names(table.column_names)
+            return Dataset(table)
         text = _text((gzip.decompress if file.suffix == ".gz" else bytes)(file.read_bytes()))
         rows = _table_rows(text, file.suffix) if file.suffix in (".csv", ".tsv") else _json_rows(text)
         if not rows:
@@ -122,7 +140,7 @@ def _read(file: Path) -> Dataset:
     except (ArrowInvalid, EOFError, OSError, zlib.error) as error:
         cause, said = error, f"{error}. It may be truncated: restore or replace the file."
     except (OverflowError, UnicodeEncodeError) as error:  # an integer of more than 64 bits; half a surrogate pair
-        cause, said = error, f"{error}. Write problems and solutions as strings in UTF-8."
+        cause, said = error, f"{error}. Write larger integers as text, and text in UTF-8."
     except ValueError as error:
         cause, said = error, str(error)
     raise ValueError(f"dataset_name='{file}' cannot be read: {said}") from cause
@@ -134,6 +152,8 @@ def column(values: Sequence[Any]) -> pa.Array:
     if len(kinds) < 2:
         with suppress(ArrowInvalid, pa.ArrowTypeError):  # lists or mappings of several types
             return pa.array(values)
+    if large := [value for value in values if isinstance(value, int) and value.bit_length() > 63]:
+        raise OverflowError(f"{large[0]} has more than 64 bits")  # which no reader of JSON columns takes
     # Encoded here: `Dataset.from_list(…, on_mixed_types="use_json")` would mistake the text "4" for the number 4.
     return pa.array([None if value is None else json.dumps(value) for value in values], pa.json_())
 
@@ -155,8 +175,7 @@ def _table_rows(text: str, suffix: str) -> list[Row]:
     rows: list[Row] = []
     try:
         names = next(lines, [])
-        if len(set(names)) < len(names):
-            raise ValueError(f"two columns have one name, of {names}. Rename one.")
+        _check_names(names)
         for values in filter(None, lines):
             if len(values) != len(names):
                 raise csv.Error(f"it has {len(values)} values for {len(names)} columns")
@@ -168,6 +187,11 @@ def _table_rows(text: str, suffix: str) -> list[Row]:
             "quote in them twice."
         ) from error
     return rows
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        raise ValueError(f"two columns have one name, of {names}. Rename one.")
 
 
 def _json_rows(text: str) -> list[Row]:
@@ -184,5 +208,5 @@ def _json_rows(text: str) -> list[Row]:
         rows = dict(enumerate(rows[1], 1))
     for number, row in rows.items():
         if not isinstance(row, dict):
-            raise ValueError(f'line {number} is {row!r}, not an object. Write rows as `{{"problem": …}}`.')
+            raise ValueError(f'line {number} is {row!r}, not an object. Write rows as `{{"column": value}}`.')
     return list(rows.values())

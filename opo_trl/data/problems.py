@@ -22,7 +22,7 @@ from . import few_shot, gym
 from .arithmetic import make_problems
 from .files import column, load_rows, local_file
 from .guessing import make_games
-from .prompts import without_space
+from .prompts import is_chat, without_space
 
 
 logger = logging.getLogger(__name__)
@@ -209,12 +209,11 @@ def _check_prompts(prompts: Iterable[Any]) -> None:
     kinds = set()
     for index, prompt in enumerate(prompts):
         is_text = isinstance(prompt, str) and bool(prompt.strip())
-        is_chat = isinstance(prompt, list) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
         kinds.add(is_text)
-        if not (is_text or is_chat) or len(kinds) > 1:
+        if not (is_text or is_chat(prompt)) or len(kinds) > 1:
             raise ValueError(
                 f"the dataset's column 'prompt' holds {str(prompt)[:60]!r} in row {index}. Set every prompt to text, "
-                "or every one to a list of messages."
+                "or every one to a list of messages, each with a `role` and `content`."
             )
 
 

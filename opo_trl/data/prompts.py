@@ -5,6 +5,7 @@ Unusable rows are never dropped silently: a warning counts and names them.
 """
 
 import logging
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from datasets import Dataset
@@ -20,6 +21,17 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 Style = Literal["chat", "plain"]
 
 _MAX_NAMED = 10
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages, each with its `role` and `content`, or calls of tools."""
+    return isinstance(prompt, list) and bool(prompt) and all(map(_is_message, prompt))
+
+
+def _is_message(turn: Any) -> bool:
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+        return False
+    return isinstance(turn.get("content"), str | list) or bool(turn.get("tool_calls"))
 
 
 def as_prompt(problem: str, style: Style, instruction: str, system: str = "") -> str | list[dict[str, str]]:

@@ -23,8 +23,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from datasets import Dataset
+
+from .prompts import is_chat
 
 
 logger = logging.getLogger(__name__)
@@ -33,21 +36,27 @@ logger = logging.getLogger(__name__)
 RECORDED = "recorded"
 KNOWN = ("completion", "completion_ids", "logprobs", "temperature", "reward")  # of a completion
 
+_LARGEST = float(np.finfo(np.float32).max)  # of a reward; training holds them in float32
+
 
 def load_rollouts(source: str, num_generations: int) -> Dataset:
     """
     Load recorded rollouts as a dataset with one row per group of `num_generations` completions: `prompt`, the columns
     that are equal in each group, and [`RECORDED`], for each completion a mapping with the other columns.
 
-    `source` is a file or dataset as for [`load_rows`], or a folder of `.jsonl` files, as a run with `save_rollouts`
-    writes it. A group with more completions is divided; those that are left over are dropped, with a warning.
+    `source` is a file or dataset as for [`load_rows`], or a folder of such files, as a run with `save_rollouts` writes
+    it. A group with more completions is divided; those that are left over are dropped, with a warning.
 
     Raises:
         `ValueError`: it cannot be read, a row lacks something or contradicts itself, or no group is large enough.
     """
     rows = _rows(source)
     names = [*rows[0]]
-    _check(source, rows, names)
+    if unscored := sum(row["reward"] is None for row in rows) if "reward" in names else 0:
+        if unscored == len(rows):
+            fix = "Write numbers, or remove the column, so that `reward_funcs` score the completions"
+            raise ValueError(f"rollouts={source!r} has no reward: `reward` is null in every row. {fix}.")
+        logger.warning(f"rollouts={source!r}: {unscored:,} of its {len(rows):,} completions have no reward.")
     members: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         members.setdefault(json.dumps([row.get("group"), row["prompt"]], default=str), []).append(row)
@@ -94,22 +103,25 @@ def text_of(completion: Any) -> str | None:
 
 
 def _rows(source: str) -> list[dict[str, Any]]:
-    from .files import load_rows  # not to import a trainer
+    from .files import files_of, load_rows  # not to import a trainer
 
-    folder = Path(os.path.expanduser(source))
-    files = [] if any(folder.glob("train.*")) else sorted(folder.glob("*.jsonl"))
     try:
-        parts = [[*load_rows(str(file))] for file in files] or [[*load_rows(source)]]
+        files = [*map(str, files_of(Path(os.path.expanduser(source))))] or [source]
+        parts = {file: [*load_rows(file)] for file in files}
     except ValueError as error:
         said = str(error).replace("dataset_name=", "rollouts=").replace("`dataset_name`", "`rollouts`")
         raise ValueError(said) from error
-    if not all(parts):
-        raise ValueError(f"rollouts={source!r} is empty. Restore or replace it.")
-    for file, part in zip(files, parts, strict=False):
-        if odd := part[0].keys() ^ parts[0][0].keys():
-            said = f"{file.name} and {files[0].name} have other columns: only one has {', '.join(sorted(odd))}"
-            raise ValueError(f"rollouts={source!r}: {said}. Give all files the same.")
-    return [row for part in parts for row in part]
+    for file, rows in parts.items():
+        if not rows:
+            raise ValueError(f"rollouts={file!r} is empty. Restore or replace it.")
+        _check(file, rows, [*rows[0]])
+        first = parts[files[0]][0]
+        if odd := rows[0].keys() ^ first.keys():
+            said = f"{Path(file).name} and {Path(files[0]).name} have other columns: only one has"
+            raise ValueError(f"rollouts={source!r}: {said} {', '.join(sorted(odd))}. Give all files the same.")
+        if isinstance(rows[0]["prompt"], str) != isinstance(first["prompt"], str):
+            raise ValueError(f"rollouts={source!r}: `prompt` is text in some files only. Use one form.")
+    return [row for rows in parts.values() for row in rows]
 
 
 def _check(source: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
@@ -134,8 +146,8 @@ def _check(source: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str])
 def _wrong(row: Mapping[str, Any], written: str) -> str:
     """What is wrong with a row, and what to do; nothing if it can be used."""
     ids, logps, reward = row.get("completion_ids"), row.get("logprobs"), row.get("reward")
-    if not isinstance(row["prompt"], str | list) or not row["prompt"]:
-        return f"`prompt` is {row['prompt']!r}. Write text, or a list of messages"
+    if not (is_chat(row["prompt"]) or (isinstance(row["prompt"], str) and row["prompt"])):
+        return f"`prompt` is {row['prompt']!r:.60}. Write text, or messages that each have a `role` and `content`"
     if written == "completion" and text_of(row["completion"]) is None:
         said = f"`completion` is {str(row['completion'])[:60]!r}"
         return f"{said}. Write text, or one message of the assistant with nothing but `content`"
@@ -144,13 +156,15 @@ def _wrong(row: Mapping[str, Any], written: str) -> str:
     if "logprobs" in row:
         if not _are(int | float, logps) or len(logps) != len(ids or ()):
             return f"`logprobs` is {str(logps)[:60]}. Write one number for each of the {len(ids or ())} tokens"
-        if not all(-math.inf < logp <= 1e-3 for logp in logps):
-            return f"`logprobs` has {max(logps)!r}. Write logarithms of probabilities, finite and at most 0"
-    if not (reward is None or (_are(int | float, [reward]) and math.isfinite(reward))):
-        return f"`reward` is {reward!r}. Write a finite number, or null if it could not be scored"
-    for name in ("temperature", "group"):
-        if name in row and row[name] is None:
-            return f"`{name}` is null. Give each row one, or remove the column"
+        if wrong := [logp for logp in logps if not -math.inf < logp <= 1e-3]:
+            return f"`logprobs` has {wrong[0]!r}. Write logarithms of probabilities, finite and at most 0"
+    if not (reward is None or (_are(int | float, [reward]) and abs(reward) <= _LARGEST)):
+        said = f"`reward` is {reward!r}. Write a finite number, or null if it could not be scored"
+        return f"{said}; a table as text (CSV) has no numbers: use JSON lines" if isinstance(reward, str) else said
+    if "temperature" in row and not (_are(int | float, [row["temperature"]]) and 0 < row["temperature"] < math.inf):
+        return f"`temperature` is {row['temperature']!r}. Write a number above 0, or remove the column"
+    if "group" in row and row["group"] is None:
+        return "`group` is null. Give each row one, or remove the column"
     return ""
 
 

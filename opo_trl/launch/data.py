@@ -72,8 +72,10 @@ def load_data(
     if rollouts is None:
         return _load_problems(script, args, tokenizer, **in_template)
     groups = load_rollouts(rollouts, args.num_generations)
+    check_template(groups, tokenizer)
+    if script.max_prompt_length is not None:
+        groups = drop_long_prompts(groups, tokenizer, script.max_prompt_length, cast(Any, args.chat_template_kwargs))
     prompts, plan = groups.select_columns("prompt"), f"{len(groups):,} groups of {rollouts}"
-    check_template(prompts, tokenizer)
     if not (script.dataset_name or script.datasets):
         asked = _Source(script, measured=False, style="dataset").asked(prompts)
         return Data(groups, None, {}, None, plan, "dataset", asked)

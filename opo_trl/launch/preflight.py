@@ -27,10 +27,12 @@ from ..checks.environment import check_installed
 from ..checks.files import COUNT, TEXT, read_json
 from ..config import RolloutConfig
 from ..data import tokenize_prompts
+from ..data.rollouts import RECORDED
 from ..report.run_folder import RECIPE, is_claimed
 from ..rewards.scoring import IsolatedReward
 from ..rollout import vllm_server
 from ..rollout.prompts import check_columns as check_reserved
+from ..rollout.recorded import as_scored
 from . import foreign
 
 
@@ -274,11 +276,15 @@ def _check_turns(
 
 def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[str] = OF_TRAINER) -> None:
     """
-    Check that TRL can call the reward functions with the columns of a dataset.
+    Check that TRL can call the reward functions with the columns of a dataset, or of recorded rollouts.
 
     `of_trainer` are the further arguments that the trainer passes, except to an [`IsolatedReward`].
     """
-    check_reserved(data, "the dataset", rename="`columns: {{{new}: {old}}}`")
+    whose, rename, fix = "the dataset", "`columns: {{{new}: {old}}}`", "Map yours: `columns: {solution: …}`"
+    if RECORDED in data.column_names:
+        whose, rename, fix = "rollouts", "{new!r} in each row", "Add `solution` or `reward` to each row"
+        data = as_scored(data)
+    check_reserved(data, whose, rename=rename)
     columns = sorted({*data.column_names} - {"prompt", "completion"})
     for reward in rewards:
         isolated = isinstance(reward, IsolatedReward)
@@ -291,9 +297,8 @@ def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[st
             inspect.signature(function).bind(**dict.fromkeys([*given, *columns]))
         except (ValueError, TypeError) as error:
             if "'solution'" in str(error) and "solution" not in columns:
-                said = f"{named} needs answers, and the dataset has no column with them, only {data.column_names}"
-                fix = "Map yours: `columns: {solution: …}`; or set `reward_funcs` to one that needs none"
-                raise ValueError(f"{said}. {fix}.") from error
+                said = f"{named} needs answers, and {whose} has no column with them, only {data.column_names}"
+                raise ValueError(f"{said}. {fix}; or set `reward_funcs` to one that needs none.") from error
             called = f"It is called by keyword, with {', '.join(given)} and the columns {columns}"
             fix = "Rename a column, or set `reward_funcs` to a function such as `def reward(completions, **columns)`"
             raise ValueError(f"{named} cannot be called: {error}. {called}. {fix}.") from error

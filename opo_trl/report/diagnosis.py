@@ -16,7 +16,7 @@ from ..checks.files import write
 from ..checks.paths import check_folder, check_name
 from ..checks.text import one_line, printable
 from ..metrics.log import Entry, finite, number, off_policy
-from .foreign_log import GENERATION, read
+from .foreign_log import GENERATION, STATE, read
 from .pages import render
 from .run_folder import is_run, read_log, read_settings
 from .run_report import conclusion, spark
@@ -42,12 +42,15 @@ def diagnose(run: Path, output: Path | None) -> int:
         check_folder("output", output.parent)
         if output.suffix != ".html":
             raise ValueError(f"output={str(output)!r} is not the name of a page. Let it end with .html.")
-    log = read_log(run) if is_run(run) else read(run)
-    of_run = next(filter(is_run, (run, run.resolve().parent)), None)  # a checkpoint is judged as its run
+    log, repeated = (read_log(run), 0) if is_run(run) else read(run)
+    within = run.resolve().parents[: 2 if run.name == STATE else 1]
+    of_run = next(filter(is_run, (run, *within)), None)  # a checkpoint is judged as its run
     settings = read_settings(of_run) if of_run else {"importance_sampling_level": _level(log)}
     judged = [*_non_finite(log), *judge(log, settings)]
     verdicts, beyond = [*judged, *reuse(log)], [verdict for verdict in judged if verdict.remedy]
     said = [f"Optimizer steps: {log[-1]['step'] if log else 0:,}. Entries: {len(log):,}.", conclusion(judged)]
+    if repeated:
+        said.insert(1, f"Left out: {repeated:,} earlier entries of steps that come again, as in a resumed run.")
     print(printable(str(run)), *said)
     for verdict in verdicts:
         range = f"Healthy: {verdict.range}." if verdict.range else ""

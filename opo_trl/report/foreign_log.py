@@ -11,7 +11,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +23,30 @@ from .diagnostics import diagnostics
 
 
 GENERATION = "generation"  # seconds of generation and scoring since the last entry, from TRL's profiling
+STATE = "trainer_state.json"
 
-_STATE = "trainer_state.json"
 _FORMS = (
-    f"RUN is a folder of TRL with {_STATE}, that file, or an export of one run as .jsonl, .json or .csv: a row per "
+    f"RUN is a folder of TRL with {STATE}, that file, or an export of one run as .jsonl, .json or .csv: a row per "
     "logged step, with columns such as step, reward and frac_reward_zero_std."
 )
 _ANY = files.Kind("JSON", lambda value: True)
 _OF_GRPO = {name for each in diagnostics({}) for name in each.metrics.split()} - {"grad_norm", "entropy"}
 _OF_TRAINING = _OF_GRPO | {"entropy", "step_time", "validation/accuracy"}
 _CLOCKS = ("global_step", "step", "_step")  # where there is the first, trackio and wandb count calls in the others
+_RUNS = ("run_name", "run_id", "run", "name")  # columns that tell runs apart
 _PROFILED = (".transformers.generate", ".transformers.generate_batch", ".vLLM.generate", "._calculate_rewards")
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The entries of training, in order. A `ValueError` names the file, what was found and what is expected."""
+def read(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """
+    The entries of training, in order, and how many are left out because a later part of the log repeats their steps. A
+    `ValueError` names the file, what was found and what is expected.
+    """
     with readable("RUN", path):
         found = _file(path)
     try:
         rows = [_numbers(row) for row in _rows(found)]
-        log = _entries(rows)
+        log, repeated = _entries(rows)
         if not any(_OF_GRPO & entry.keys() for entry in log):
             raise ValueError(
                 f"no step has a metric of GRPOTrainer; found {_some({name for row in rows for name in row})}"
@@ -50,7 +54,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     except (ValueError, csv.Error) as error:
         said = str(error).rstrip(".")
         raise ValueError(f"RUN={str(found)!r} is not the log of a GRPO run: {said}. {_FORMS}") from error
-    return log
+    return log, repeated
 
 
 def _some(names: set[str], most: int = 12) -> str:
@@ -62,14 +66,14 @@ def _file(path: Path) -> Path:
     if not path.is_dir():
         check_file("RUN", path, _FORMS)
         return path
-    numbered = {folder / _STATE: folder.name.removeprefix("checkpoint-") for folder in path.glob("checkpoint-*")}
+    numbered = {folder / STATE: folder.name.removeprefix("checkpoint-") for folder in path.glob("checkpoint-*")}
     saved = [state for state, number in numbered.items() if number.isdecimal() and state.is_file()]
-    newest = max(saved, key=lambda state: int(numbered[state]), default=path / _STATE)
-    states = [state for state in (newest, path / _STATE) if state.is_file()]
+    newest = max(saved, key=lambda state: int(numbered[state]), default=path / STATE)
+    states = [state for state in (newest, path / STATE) if state.is_file()]
     if not states:
         names = {entry.name for entry in path.iterdir()}
         raise ValueError(
-            f"RUN={str(path)!r} has no {_STATE}, nor has a checkpoint in it; found {_some(names)}. {_FORMS}"
+            f"RUN={str(path)!r} has no {STATE}, nor has a checkpoint in it; found {_some(names)}. {_FORMS}"
         )
     # The one with more steps: the first part of a resumed run may have left its own in the folder.
     form = {"global_step?": files.STEP}
@@ -96,8 +100,9 @@ def _rows(found: Path) -> list[dict[str, Any]]:
         content = content.get("log_history", content.get("rows", by_column))
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
         raise ValueError(f"it holds {quoted(content)}, not rows with names and values")
-    if len(runs := {str(row["run_name"]) for row in content if row.get("run_name")}) > 1:
-        raise ValueError(f"it holds {len(runs)} runs, {_some(runs)}. Export one of them")
+    for column in _RUNS:
+        if len(runs := {row[column] for row in content if row.get(column) and isinstance(row[column], str)}) > 1:
+            raise ValueError(f"it holds {len(runs)} runs by `{column}`, {_some(runs)}. Export one of them")
     return content
 
 
@@ -109,24 +114,28 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for column, value in row.items():
         name = column.removeprefix("train/")
-        found.setdefault(name, math.nan)
         with suppress(ValueError):
-            found[name] = number({name: float(value) if isinstance(value, str) else value}, name)
+            value = float(value) if isinstance(value, str) else value
+        if not math.isfinite(found.get(name, math.nan)):
+            found[name] = number({name: value}, name)
     return found
 
 
-def _entries(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    """The finite numbers of training, an entry for each step."""
+def _entries(rows: Sequence[Mapping[str, float]]) -> tuple[list[dict[str, Any]], int]:
+    """The finite numbers of training, an entry for each step, and how many entries a later one replaces."""
     has_norm, has_reward = (any(name in row for row in rows) for name in ("grad_norm", "reward"))
     rows = [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
     clock = next((name for name in _CLOCKS if any(name in row for row in rows)), "")
-    steps = [row[clock] for row in rows if clock in row]
-    if steps[:1] > steps[-1:] and steps == sorted(steps, reverse=True):  # a table with the newest row first
+    steps = [step for step, _ in groupby(row[clock] for row in rows if clock in row and _OF_TRAINING & row.keys())]
+    falls, is_once = sum(after < before for before, after in pairwise(steps)), len({*steps}) == len(steps)
+    if falls and falls >= (len(steps) - 1 if is_once else len(steps) / 2):  # a table with the newest row first
         rows.reverse()
+    elif falls and is_once:  # in another order, such as that of the steps as text
+        rows = sorted((row for row in rows if clock in row), key=lambda row: row[clock])
     calls = [row["_step"] for row in rows if "_step" in row]
     is_whole = all(after - before <= 1 for before, after in pairwise(calls))  # wandb's `history()` draws a sample
     log: list[dict[str, Any]] = []
-    seconds = 0.0
+    seconds, repeated = 0.0, 0
     for row in rows:
         step = row.get(clock, -1.0)
         if step < 0 or not step.is_integer() or not _OF_TRAINING & row.keys():
@@ -134,8 +143,9 @@ def _entries(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
             timed = sum(value for name, value in row.items() if name.endswith(_PROFILED))
             seconds = 0.0 if is_evaluation else seconds + timed
             continue
-        while log and log[-1]["step"] > step:  # a resumed run repeats what came after its checkpoint
-            log.pop()
+        if log and log[-1]["step"] > step:  # a resumed run repeats what came after its checkpoint
+            kept = [entry for entry in log if entry["step"] < step]
+            log, repeated = kept, repeated + len(log) - len(kept)
         entry: dict[str, Any] = log.pop() if log and log[-1]["step"] == step else {}
         if has_norm and "step_time" in row:
             entry["grad_norm"] = math.nan  # unless the row has a finite one
@@ -143,4 +153,4 @@ def _entries(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
             entry.setdefault("reward", math.nan)  # likewise
         log.append({**entry, **row, **({GENERATION: seconds} if seconds and is_whole else {}), "step": int(step)})
         seconds = 0.0
-    return log
+    return log, repeated

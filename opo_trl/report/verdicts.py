@@ -52,7 +52,7 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
     return {
         "first": first,
         "last": last,
-        "ratio": _ratio(last, first),
+        "ratio": _ratio(last, first or next(filter(None, values), 0.0)),  # the first groups may all have zero variance
         "mean": float(np.mean(values)),
         "median": median,
         "low": float(np.quantile(values, 0.1)),

@@ -59,6 +59,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
         "plain": json.dumps(
             {
                 "settings": settings(trainer),
+                "recorded": trainer._recorded_digest,
                 "numbers": {name: getattr(trainer, name) for name in trainer._saved_numbers},
                 "parts": {name: part.state_dict() for name, part in _parts(trainer).items()},
                 "metrics": trainer._metrics,
@@ -155,7 +156,8 @@ def check_resumable(trainer: Any, folder: str) -> None:
         _check_loads(trainer, place)
         return
     state = checkpoint.load_state(place, trainer.accelerator.process_index)
-    saved, own = json.loads(state["plain"])["settings"], settings(trainer)
+    plain = json.loads(state["plain"])
+    saved, own = plain["settings"], settings(trainer)
     inside, replays = state["position"] > 0, bool(trainer.args.max_staleness and state["replay"])
     for name in own:
         if saved.get(name) == own[name]:
@@ -172,6 +174,12 @@ def check_resumable(trainer: Any, folder: str) -> None:
         raise ValueError(
             f"{folder!r} was saved {how}with {there}, but this run has {here}. Set {there}, or {instead}."
         )
+    known, recorded = plain.get("recorded"), trainer._recorded_digest
+    if None not in (known, recorded) and known != recorded:
+        said = f"rollouts={trainer.args.rollouts!r} holds other rollouts than when {folder!r} was saved"
+        if inside or replays:
+            raise ValueError(f"{said}. Restore them, or set `model_name_or_path` to this folder to start from it.")
+        logger.warning(f"{said}. The rest of the run trains on what it holds now.")
     before, now = map(_prompts_per_step, (saved, own))
     if before != now and trainer.args.max_sampling_rounds == 1:
         logger.warning(

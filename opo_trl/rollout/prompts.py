@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from ..config import RolloutConfig
+from ..data.prompts import is_chat
 
 
 # Indices of an epoch's prompts, the same number in every epoch, by the epoch's number.
@@ -115,13 +116,13 @@ def check_columns(
             "make prompts of problems and answers with `opo_trl.data.to_prompts`."
         )
     feature = (features or {}).get("prompt")
-    known = isinstance(data, Dataset) and len(data) > 0
-    prompt = data[0]["prompt"] if known else None
-    is_chat = isinstance(prompt, list) and bool(prompt) and all(isinstance(turn, Mapping) for turn in prompt)
-    others = (int, float, bytes, list, Mapping, *(() if text else (str,)))
-    wrong = (prompt is None or isinstance(prompt, others)) and not is_chat
-    if wrong if known else isinstance(feature, Value) and feature.dtype not in ("string", "large_string"):
-        held = f"holds {str(prompt)[:60]!r}" if known else f"is of type {feature.dtype}"
+    others = (type(None), int, float, bytes, list, Mapping, *(() if text else (str,)))
+    prompts = enumerate(data["prompt"] if isinstance(data, Dataset) else ())
+    wrong = ((row, prompt) for row, prompt in prompts if isinstance(prompt, others) and not is_chat(prompt))
+    held = next((f"holds {str(prompt)[:60]!r} in row {row}" for row, prompt in wrong), "")
+    if not held and isinstance(feature, Value) and feature.dtype not in ("string", "large_string"):
+        held = f"is of type {feature.dtype}"
+    if held:
         raise ValueError(
             f"{named}: its column 'prompt' {held}. Set every prompt to {'text, or every one to ' if text else ''}"
             'a list of messages, `[{"role": "user", "content": …}]`.'

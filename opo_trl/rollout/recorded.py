@@ -5,6 +5,9 @@ The trainer's dataset then has one row per group ([`data.rollouts`]). TRL's `rol
 completions in place of new ones, so that all else is as with generation.
 """
 
+import hashlib
+import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +64,14 @@ def dataset_for(args: RolloutConfig, given: Any, named: Mapping[str, Any]) -> Da
 def as_scored(dataset: Dataset) -> Dataset:
     """One row of a recorded dataset, with the columns that reward functions get."""
     return Dataset.from_list([_of_place(dataset[0], 0)])
+
+
+def digest(dataset: Dataset) -> str:
+    """What tells the content of a recorded dataset from that of another one."""
+    found = hashlib.sha256()
+    for row in dataset:
+        found.update(json.dumps(row, default=str).encode())
+    return found.hexdigest()
 
 
 def has_rewards(dataset: Dataset) -> bool:
@@ -145,6 +156,11 @@ def completed(trainer: Any) -> Dataset:
             f"rollouts={args.rollouts!r} has the token {highest}, but the model's vocabulary has {vocabulary}: it was "
             "made with another tokenizer. Remove `completion_ids` and `logprobs`, and keep `completion`."
         )
+    if other := {row.get("temperature", args.temperature) for row in samples} - {args.temperature}:
+        raise ValueError(
+            f"temperature={args.temperature:g}, but rollouts={args.rollouts!r} has completions that were sampled at a "
+            f"temperature of {other.pop():g}. Set `temperature` to that of all of them."
+        )
     if "logprobs" not in samples[0]:
         _add_logps(trainer, groups)
     elif args.rollouts_model is not None:
@@ -152,15 +168,8 @@ def completed(trainer: Any) -> Dataset:
             f"rollouts_model={args.rollouts_model!r} has no effect: {args.rollouts!r} has log-probabilities of its "
             "own. Remove `rollouts_model`, or their column `logprobs`."
         )
-    else:
-        other = {row.get("temperature", args.temperature) for row in samples} - {args.temperature}
-        if other:
-            raise ValueError(
-                f"temperature={args.temperature:g}, but rollouts={args.rollouts!r} has log-probabilities at a "
-                f"temperature of {other.pop():g}. Set `temperature` to that."
-            )
-        if not is_text:
-            return dataset
+    elif not is_text:
+        return dataset
     return dataset.remove_columns(RECORDED).add_column(RECORDED, groups)
 
 
@@ -186,8 +195,11 @@ def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
             f"rollouts={args.rollouts!r} has no column `logprobs`, and it is not known which model wrote the "
             "completions. Set `rollouts_model` to it."
         )
+    options = {name: value for name, value in (args.model_init_kwargs or {}).items() if name != "revision"}
     try:
         vocabulary = AutoTokenizer.from_pretrained(model).get_vocab()
+        with unsharded():
+            author = create_model_from_path(model, **{**options, "device_map": None})
     except (OSError, ValueError) as error:
         fix = "Set it to the folder or Hub id of the model that wrote the completions"
         raise ValueError(f"rollouts_model={model!r} cannot be loaded: {error}. {fix}.") from error
@@ -196,10 +208,8 @@ def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
             f"rollouts_model={model!r} has another vocabulary than the model to train. Set it to the model that wrote "
             "the completions, or record their log-probabilities where they are written."
         )
-    options = {name: value for name, value in (args.model_init_kwargs or {}).items() if name != "revision"}
     process, processes, found = trainer.accelerator.process_index, trainer.accelerator.num_processes, {}
     with unsharded():
-        author = create_model_from_path(model, **{**options, "device_map": None})
         author = author.to(trainer.accelerator.device).eval()
         add_fused_lm_head(author, trainer.temperature, args.cast_lm_head_to_fp32)
         for index in range(process, len(groups), processes):
@@ -210,6 +220,12 @@ def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
             found[index] = [row[: len(tokens)].tolist() for row, tokens in zip(logps, ids, strict=True)]
     for index, group in [pair for part in gather_object([found]) for pair in part.items()]:
         for row, logps in zip(groups[index], group, strict=True):
+            if not all(map(math.isfinite, logps)):
+                raise ValueError(
+                    f"rollouts_model={model!r} gives a completion of group {index} the log-probabilities "
+                    f"{str(logps)[:60]}, which are not finite. Set it to the model that wrote the completions, or "
+                    "restore its weights."
+                )
             row["logprobs"] = logps
 
 
@@ -231,13 +247,25 @@ def _scored(
 
 
 def check_recordable(args: RolloutConfig, named: Mapping[str, Any], dataset: Any) -> None:
-    """Check that completions of a trainer are tokens of the model alone, after a prompt that the dataset has."""
+    """Check that what a trainer is asked to record, or to train on, are tokens of the model alone after a prompt."""
     names = [name for name in ("tools", "environment_factory") if named.get(name)]
-    images = {"image", "images"} & {*(getattr(dataset, "column_names", None) or ())}
+    columns = {*(getattr(dataset, "column_names", None) or ())}
+    if args.rollouts is None and RECORDED in columns:
+        raise ValueError(
+            "train_dataset holds recorded rollouts, but rollouts=None: the run would generate its own. Set `rollouts` "
+            "in the configuration to the file that they are from."
+        )
+    images = {"image", "images"} & columns
     if args.save_rollouts and (names or images):
         raise ValueError(
             f"save_rollouts=True cannot record {'images' if images else names[0]}: a row has one prompt and one "
             "completion as text. Remove `save_rollouts`."
+        )
+    if args.save_rollouts and (taken := {"group", *KNOWN} & columns):
+        name = min(taken)
+        raise ValueError(
+            f"save_rollouts=True would replace the dataset's column {name!r} by that of the completions. Rename it: "
+            f"`dataset.rename_column({name!r}, 'my_{name}')`."
         )
     source, own = Path(args.rollouts or "").expanduser(), Path(args.output_dir, FOLDER)
     if args.save_rollouts and args.rollouts is not None and source.resolve().is_relative_to(own.resolve()):

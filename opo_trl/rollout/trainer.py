@@ -105,6 +105,7 @@ class RolloutTrainer(GRPOTrainer):
     _has_trained = False  # whether `train` has been called before
     _is_spent = False  # whether the run is resumed from a checkpoint that spends `max_completions`
     _recorded_samples: recorded.Rows = ()  # of the current rollout
+    _recorded_digest: str | None = None
     _evaluated: list[evaluated.Sample] | None = None  # in an evaluation
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
@@ -161,6 +162,7 @@ class RolloutTrainer(GRPOTrainer):
         self.compute_metrics = compute_metrics
         check_train_dataset(self)
         if args.rollouts is not None:
+            self._recorded_digest = recorded.digest(train_dataset)
             self.train_dataset = recorded.completed(self)
         # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
         # none. Without the table they are not needed.

@@ -110,7 +110,7 @@ def test_prompts_as_text_are_rejected(tiny_model, tmp_path):
     args = scripted.config(tmp_path)
     worker = InProcessWorker(tiny_model, args, text, scored_by_length, AutoTokenizer.from_pretrained(tiny_model))
     both = {"rollout_worker": worker, "weight_transfer": worker}
-    with pytest.raises(ValueError, match=r"column 'prompt' holds '.*'\. Set every prompt to a list of messages"):
+    with pytest.raises(ValueError, match=r"column 'prompt' holds '.*' in row 0\. Set every prompt to a list"):
         AsyncOPOTrainer(tiny_model, args=args, train_dataset=text, **both)
 
 

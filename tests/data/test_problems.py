@@ -135,7 +135,7 @@ class TestContent:
     @pytest.mark.parametrize("value", [2**70, "\ud800"])
     def test_values_that_no_column_can_hold_are_rejected(self, tmp_path: Path, value):
         file = write(tmp_path / "some.jsonl", [{**ROWS[0], "solution": value}])
-        with pytest.raises(ValueError, match=r"some\.jsonl' cannot be read: .*Write problems and solutions"):
+        with pytest.raises(ValueError, match=r"some\.jsonl' cannot be read: .*Write larger integers as text"):
             load_problems(file)
 
     @pytest.mark.parametrize("solution", [[1, "a"], ["a", 1], {"of": ["a", 1]}])
@@ -143,6 +143,9 @@ class TestContent:
         file = write(tmp_path / "some.jsonl", [{**ROWS[0], "solution": solution}])
         with pytest.raises(ValueError, match=r"its solution is of type (list|dict), not a string"):
             to_prompts(load_problems(file))
+
+
+TURN = [{"role": "user", "content": "b"}]
 
 
 class TestColumns:
@@ -290,8 +293,8 @@ class TestColumns:
 
     @pytest.mark.parametrize(
         "prompts",
-        [["a", None], ["a", " "], ["a", [{"role": "user", "content": "b"}]], [[{"role": "user"}], []], [3, 4]],
-        ids=["none", "blank", "both kinds", "no message", "numbers"],
+        [["a", None], ["a", " "], ["a", TURN], [TURN, []], [TURN, [{"role": "user"}]], [3, 4]],
+        ids=["none", "blank", "both kinds", "no message", "no content", "numbers"],
     )
     def test_prompts_that_cannot_be_used_are_named(self, tmp_path: Path, prompts):
         file = write(tmp_path / "some.jsonl", self.rows(prompt=prompts, solution=["1", "2"]))

@@ -64,6 +64,10 @@ def truncated(tiny_model, tmp_path_factory) -> tuple[Path, list[dict]]:
     return folder, found["rows"]
 
 
+def entries(path: Path) -> list[dict]:
+    return read(path)[0]
+
+
 def words(capsys, run: Path, *more: str) -> tuple[int, dict[str, str], str]:
     """Exit status of the command, the verdict on each subject, and all that is printed."""
     status = main(["diagnose", str(run), *more])
@@ -135,12 +139,12 @@ def exports(rows: list[dict], folder: Path) -> list[Path]:
 
 def test_exports_say_what_trl_has_kept(truncated, tmp_path):
     folder, rows = truncated
-    kept = read(folder)
+    kept = entries(folder)
     assert [entry["step"] for entry in kept] == [*range(1, 9)]
     paths = exports(rows, tmp_path)
     assert len(paths) == 5
     for path in paths:
-        log = read(path)
+        log = entries(path)
         assert len(log) == len(kept)
         for entry, own in zip(log, kept, strict=True):
             shared = own.keys() - {"epoch"}
@@ -159,7 +163,11 @@ def test_exports_say_what_trl_has_kept(truncated, tmp_path):
 def test_tables_of_spreadsheets_with_long_cells_are_read(tmp_path):
     rows = "".join(f"{step},0.5,{'x' * 200_000}\n" for step in range(1, 4))
     (tmp_path / "run.csv").write_text(f"step,reward,completions\n{rows}", encoding="utf-8-sig")
-    assert [(entry["step"], entry["reward"]) for entry in read(tmp_path / "run.csv")] == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    assert [(entry["step"], entry["reward"]) for entry in entries(tmp_path / "run.csv")] == [
+        (1, 0.5),
+        (2, 0.5),
+        (3, 0.5),
+    ]
 
 
 def test_estimate_is_that_of_the_page():
@@ -179,9 +187,41 @@ def written(path: Path, rows: list) -> Path:
 
 def test_steps_that_a_resumed_run_repeats_count_once(tmp_path):
     repeated = [{**row, "reward": 9.0} for row in rows_of(5, 6, 7)]
-    log = read(written(tmp_path / "log.jsonl", [*rows_of(*range(1, 9)), *repeated]))
+    log = entries(written(tmp_path / "log.jsonl", [*rows_of(*range(1, 9)), *repeated]))
     assert [entry["step"] for entry in log] == [*range(1, 8)]
     assert [entry["reward"] for entry in log[3:]] == [0.4, 9.0, 9.0, 9.0]
+
+
+def test_entries_that_come_again_are_counted(tmp_path, capsys):
+    rows = [*rows_of(*range(1, 9)), *rows_of(5, 6, 7)]
+    for name, log in (("oldest", rows), ("newest", rows[::-1])):
+        assert [entry["step"] for entry in entries(written(tmp_path / f"{name}.jsonl", log))] == [*range(1, 8)]
+        assert "Left out: 4 earlier entries" in words(capsys, tmp_path / f"{name}.jsonl")[2]
+    assert "Left out" not in words(capsys, written(tmp_path / "once.jsonl", rows[:8]))[2]
+
+
+@pytest.mark.parametrize("order", ["text", "shuffled", "a last row of step 0"])
+def test_rows_in_another_order_are_sorted(tmp_path, order):
+    steps = [*range(1, 101), 0]
+    if order == "text":
+        steps.sort(key=str)
+    if order == "shuffled":
+        random.Random(0).shuffle(steps)
+    found = entries(written(tmp_path / "log.jsonl", rows_of(*steps)))
+    assert [(entry["step"], entry["reward"]) for entry in found] == [
+        (row["step"], row["reward"]) for row in rows_of(*range(101))
+    ]
+
+
+def test_an_empty_column_does_not_hide_one_of_the_same_name(tmp_path):
+    rows = [{"step": 1, "entropy": 1.0, "reward": None, "train/reward": 0.5, "train/entropy": None}]
+    assert entries(written(tmp_path / "log.jsonl", rows)) == [{"step": 1, "reward": 0.5, "entropy": 1.0}]
+
+
+def test_a_gradient_that_is_zero_at_first_is_healthy(tmp_path, capsys):
+    rows = rows_of(*range(1, 61))
+    rows = [row | {"grad_norm": 0.0 if row["step"] < 9 else 0.5} for row in rows]
+    assert words(capsys, written(tmp_path / "log.jsonl", rows))[1]["Gradient norm"] == "healthy"
 
 
 def test_generation_of_evaluations_and_of_samples_is_left_out(tmp_path):
@@ -190,9 +230,9 @@ def test_generation_of_evaluations_and_of_samples_is_left_out(tmp_path):
     calls = [profile, {"train/global_step": 1, **rows_of(1)[0]}, profile, evaluation, profile, profile]
     rows = [*calls, {"train/global_step": 2, **rows_of(2)[0]}]
     numbered = [{**row, "_step": i} for i, row in enumerate(rows)]
-    assert [entry[GENERATION] for entry in read(written(tmp_path / "all.jsonl", numbered))] == [1, 2]
+    assert [entry[GENERATION] for entry in entries(written(tmp_path / "all.jsonl", numbered))] == [1, 2]
     sample = [row for row in numbered if row["_step"] != 4]
-    assert not any(GENERATION in entry for entry in read(written(tmp_path / "sample.jsonl", sample)))
+    assert not any(GENERATION in entry for entry in entries(written(tmp_path / "sample.jsonl", sample)))
 
 
 def test_ratios_of_whole_completions_have_a_bound_of_their_own(tmp_path, capsys):
@@ -260,7 +300,8 @@ def test_a_checkpoint_is_judged_as_its_run(tmp_path, capsys):
     (tmp_path / "checkpoint-8").mkdir()
     log = rows_of(*range(1, 9), **{"opo/ratio/ess": 0.3})
     write_json(tmp_path / "checkpoint-8" / "trainer_state.json", {"log_history": log})
-    assert words(capsys, tmp_path / "checkpoint-8")[1]["Effective sample"] == "healthy"
+    for path in (tmp_path / "checkpoint-8", tmp_path / "checkpoint-8" / "trainer_state.json"):
+        assert words(capsys, path)[1]["Effective sample"] == "healthy"
 
 
 def test_words_that_no_command_knows_are_rejected(tmp_path, capsys):
@@ -292,12 +333,12 @@ def test_newest_checkpoint_is_read_unless_training_went_further(dead, tmp_path):
     save("checkpoint-9", 9)
     save("checkpoint-10", 10)
     (tmp_path / "checkpoint-11").mkdir()
-    assert len(read(tmp_path)) == 10
-    assert len(read(tmp_path / "checkpoint-9")) == 9
+    assert len(entries(tmp_path)) == 10
+    assert len(entries(tmp_path / "checkpoint-9")) == 9
     save(".", 8)
-    assert len(read(tmp_path)) == 10
+    assert len(entries(tmp_path)) == 10
     save(".", 12)
-    assert len(read(tmp_path)) == 12
+    assert len(entries(tmp_path)) == 12
 
 
 @pytest.mark.parametrize("missing", ["reward", "step_time", "grad_norm", "entropy", "frac_reward_zero_std"])
@@ -369,8 +410,9 @@ BAD = {
     "escapes.jsonl": (b'{"step": 1, "\\u001b[31mred": 1}\n', r"found \x1b[31mred, step"),
     "runs.jsonl": (
         b'{"run_name": "a", "step": 1}\n{"run_name": "b", "step": 1}\n',
-        "it holds 2 runs, a, b. Export one",
+        "it holds 2 runs by `run_name`, a, b. Export one",
     ),
+    "ids.csv": (b"run_id,step,reward\na,1,0.5\nb,1,0.5\n", "it holds 2 runs by `run_id`, a, b. Export one"),
     "middle.jsonl": (b'{"step": 1, \n' + GOOD.encode() + b"\n", "line 1"),
 }
 

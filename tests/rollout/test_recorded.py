@@ -1,8 +1,10 @@
 """Recorded rollouts: what a run records, training on it, and what is rejected before it starts."""
 
+import gzip
 import json
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from helpers import (
 )
 from invariance.launch import launch, logs
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.data.rollouts import RECORDED, load_rollouts
@@ -303,18 +306,52 @@ def test_it_learns_from_completions_of_the_base_model(tmp_path):
         ({"completion_ids": [1, 2], "logprobs": [-1.0]}, "each of the 2 tokens"),
         ({"completion_ids": [1], "logprobs": [0.5]}, "has 0.5"),
         ({"completion_ids": [1], "logprobs": [math.nan]}, "has nan"),
+        ({"completion_ids": [1, 2], "logprobs": [-0.5, -math.inf]}, "has -inf"),
         ({"reward": "good"}, "`reward` is 'good'"),
         ({"reward": math.inf}, "`reward` is inf"),
+        ({"reward": 1e39}, "`reward` is 1e+39"),
+        ({"reward": 10**30}, "has more than 64 bits"),
+        ({"temperature": "0.7"}, "`temperature` is '0.7'"),
+        ({"temperature": 0.0}, "`temperature` is 0.0"),
         ({"group": None}, "`group` is null"),
         ({"prompt": [{"role": "user", "content": "1+1="}]}, "text in some rows only"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path, row, said):
-    good = {name: {"group": 1, "completion_ids": [1, 2], "logprobs": [-1.0, -1.0]}.get(name, 0) for name in row}
+    good = {"group": 1, "completion_ids": [1, 2], "logprobs": [-1.0, -1.0], "temperature": 1.0}
+    good = {name: good.get(name, 0) for name in row}
     rows = [ROW | {n: v for n, v in good.items() if n not in ROW}, ROW | row]
     with pytest.raises(ValueError, match="rollouts=") as error:
         load_rollouts(written(tmp_path, rows), 2)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("turn", [{"role": "user", "content": None}, {"content": "2"}, {"role": "user", "text": "2"}])
+def test_every_message_has_a_role_and_content(tmp_path, turn):
+    rows = [ROW | {"prompt": [prompt]} for prompt in ({"role": "user", "content": "1+1="}, turn)]
+    with pytest.raises(ValueError, match=r"row 2: `prompt` is .* each have a `role` and `content`"):
+        load_rollouts(written(tmp_path, rows), 2)
+
+
+def test_completions_without_a_reward_are_counted(tmp_path, caplog):
+    rows = [ROW | {"reward": reward} for reward in (1.0, None, 0.0, None)]
+    load_rollouts(written(tmp_path, rows), 2)
+    assert "2 of its 4 completions have no reward" in caplog.text
+    with pytest.raises(ValueError, match=r"`reward` is null in every row\. Write numbers, or remove the column"):
+        load_rollouts(written(tmp_path, rows[1::2]), 2)
+
+
+def test_a_folder_is_read_whole(tmp_path):
+    written(tmp_path, [ROW | {"completion": "1"}] * 2, "a.jsonl")
+    Dataset.from_list([ROW | {"completion": "2"}] * 2).to_parquet(tmp_path / "b.parquet")
+    with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(ROW | {"completion": "3"}) + "\n" for _ in range(2))
+    (tmp_path / "train.log").touch()
+    groups = load_rollouts(str(tmp_path), 6)
+    assert [row["completion"] for row in groups[0][RECORDED]] == ["1", "1", "2", "2", "3", "3"]
+    written(tmp_path, [ROW, ROW | {"reward": "x"}], "d.jsonl")
+    with pytest.raises(ValueError, match=r"d\.jsonl', row 2: `reward`"):
+        load_rollouts(str(tmp_path), 2)
 
 
 def test_files_that_cannot_be_used(tmp_path):
@@ -348,9 +385,54 @@ def test_what_does_not_fit_is_rejected(tiny_model, tmp_path, options, said):
         replayed(tiny_model, tmp_path, written(tmp_path, [ROW] * 16), **options)
 
 
-def test_log_probabilities_of_another_temperature_are_rejected(tiny_model, tmp_path, recorded):
+def test_completions_of_another_temperature_are_rejected(tiny_model, tmp_path, recorded):
     with pytest.raises(ValueError, match=r"temperature=0\.5"):
         replayed(tiny_model, tmp_path, recorded, temperature=0.5)
+    source = written(tmp_path, [ROW | {"temperature": 0.7}] * 16)
+    with pytest.raises(ValueError, match=r"temperature=1, .* at a temperature of 0\.7"):
+        replayed(tiny_model, tmp_path, source, rollouts_model=tiny_model, temperature=1.0)
+
+
+def test_log_probabilities_that_are_not_finite_are_rejected(tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.lm_head.weight.data[7] = math.nan
+    for part in (model, AutoTokenizer.from_pretrained(tiny_model)):
+        part.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"rollouts_model=.* which are not finite"):
+        replayed(tiny_model, tmp_path, written(tmp_path, [ROW] * 16), rollouts_model=str(tmp_path / "model"))
+
+
+def test_a_model_without_weights_is_named(tiny_model, tmp_path):
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
+    AutoConfig.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"rollouts_model=.* cannot be loaded"):
+        replayed(tiny_model, tmp_path, written(tmp_path, [ROW] * 16), rollouts_model=str(tmp_path / "model"))
+
+
+def test_recorded_rollouts_are_not_generated_anew(tiny_model, tmp_path, recorded):
+    with pytest.raises(ValueError, match="train_dataset holds recorded rollouts, but rollouts=None"):
+        make_trainer(tiny_model, tmp_path, trainer_arguments={"train_dataset": load_rollouts(str(recorded), 4)})
+
+
+@pytest.mark.parametrize("name", ["group", "reward", "completion"])
+def test_recording_replaces_no_column(tiny_model, tmp_path, name):
+    dataset = Dataset.from_dict({"prompt": PROMPTS, name: ["gold"] * len(PROMPTS)})
+    with pytest.raises(ValueError, match=f"replace the dataset's column '{name}'"):
+        make_trainer(tiny_model, tmp_path, save_rollouts=True, trainer_arguments={"train_dataset": dataset})
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_rollouts_that_have_changed_are_noticed(tiny_model, tmp_path, caplog, recorded, step):
+    """At the end of a rollout, a run may go on with others; within one, it would mix them."""
+    rows = rows_of(recorded)
+    replayed(tiny_model, tmp_path, written(tmp_path, rows), max_steps=step, save_strategy="steps", save_steps=step)
+    options = {**STEPS, "trainer_arguments": dict.fromkeys(NOT_NEEDED)}
+    changed = written(tmp_path, [row | {"reward": -row["reward"]} for row in rows])
+    rest = make_trainer(tiny_model, tmp_path, rollouts=changed, **options)
+    said = "holds other rollouts than when"
+    with pytest.raises(ValueError, match=said) if step == 3 else nullcontext():
+        rest.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert (said in caplog.text) == (step == 2)
 
 
 def test_tools_cannot_be_recorded(tiny_model, tmp_path):
@@ -414,6 +496,30 @@ def test_recipe_measures_on_other_problems_than_those_of_the_rollouts(recipe, ca
     assert main(words) == 0
     summary = json.loads((recipe.parent / "run" / "summary.json").read_text())
     assert summary["after"]["all"]["greedy"]["scored"] == 4
+
+
+def test_recipe_drops_long_prompts(recipe, caplog):
+    rows = [json.loads(line) for line in (recipe.parent / "rows.jsonl").read_text().splitlines()]
+    long = [row | {"prompt": "1+" * 100 + "1="} for row in rows[:4]]
+    written(recipe.parent, rows + long)
+    assert main(["--config", str(recipe), "--max_prompt_length", "50"]) == 0
+    assert "1 of 17 rows are longer than max_prompt_length=50" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("levels", "Level 9"), ("fraction", "0.1"), ("instruction", "x"), ("prompt_style", "chat")]
+)
+def test_fields_of_datasets_have_no_effect_without_one(recipe, capsys, field, value):
+    assert main(["--config", str(recipe), f"--{field}", value]) == 2
+    assert f"{field}=" in (said := capsys.readouterr().err)
+    assert "has no effect without `dataset_name`" in said
+
+
+def test_recipe_says_what_to_score_rollouts_by(recipe, capsys):
+    rows = [json.loads(line) for line in (recipe.parent / "rows.jsonl").read_text().splitlines()]
+    written(recipe.parent, [{"answer" if name == "solution" else name: row[name] for name in row} for row in rows])
+    assert main(["--config", str(recipe)]) == 2
+    assert "Add `solution` or `reward` to each row" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--validation_steps", "1"], ["--eval_strategy", "steps"]])
