@@ -509,13 +509,28 @@ def test_a_metric_on_two_processes_sees_each_completion_once(tiny_model, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"), [(1.0, r"1\.0"), ({"a": "high"}, ".*high"), ({1: 2.0}, "{1: 2"), (None, "None")]
+    ("returned", "said"),
+    [(1.0, r"1\.0"), ({"a": "high"}, ".*high"), ({1: 2.0}, "{1: 2"), (None, "None"), ({"a": 10**400}, ".*too large")],
 )
 def test_a_metric_that_returns_no_numbers(tiny_model, tmp_path, returned, said):
     data = {"eval_dataset": PLAIN.select(range(2)), "compute_metrics": lambda evaluated: returned}
     trainer = make(tiny_model, tmp_path, arguments=data)
     with pytest.raises(TypeError, match=f"compute_metrics returned {said}"):
         trainer.evaluate()
+
+
+@pytest.mark.parametrize("name", ["loss", "reward", "eval_reward", "runtime"])
+def test_a_metric_does_not_replace_one_of_the_evaluation(tiny_model, tmp_path, name):
+    data = {"eval_dataset": PLAIN.select(range(2)), "compute_metrics": lambda evaluated: {name: 2.0}}
+    trainer = make(tiny_model, tmp_path, arguments=data)
+    with pytest.raises(ValueError, match=f"compute_metrics returned '{name.removeprefix('eval_')}', which"):
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize("field", [{"include_for_metrics": ["loss"]}, {"batch_eval_metrics": True}])
+def test_fields_that_a_metric_does_not_read_are_rejected(tiny_model, tmp_path, field):
+    with pytest.raises(ValueError, match=f"{next(iter(field))}=.* has no effect"):
+        make(tiny_model, tmp_path, arguments={"compute_metrics": len}, **field)
 
 
 def test_a_metric_that_cannot_be_called(tiny_model, tmp_path):

@@ -1,11 +1,13 @@
 """Metrics of an evaluation by a function of the user's, `compute_metrics`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from transformers.trainer_utils import EvalPrediction
 
+
+_TIMES = ("runtime", "samples_per_second", "steps_per_second")  # which Transformers adds
 
 Sample = tuple[str, list[float], Mapping[str, Any]]  # completion, its rewards, and the row of the dataset
 
@@ -14,16 +16,21 @@ def check(compute_metrics: Any, args: Any) -> None:
     """Check a trainer's argument, before it is called for the first time after an evaluation."""
     if compute_metrics is not None and not callable(compute_metrics):
         raise TypeError(f"compute_metrics={compute_metrics!r:.60} is not a function. Pass one that takes predictions.")
-    if compute_metrics is not None and "inputs" in args.include_for_metrics:
-        raise ValueError("include_for_metrics=['inputs'] has no effect: `inputs` are always passed. Remove it.")
+    for name in ("include_for_metrics", "batch_eval_metrics") if compute_metrics is not None else ():
+        if value := getattr(args, name):
+            why = "`compute_metrics` is called once, with completions, rewards and `inputs`"
+            raise ValueError(f"{name}={value!r} has no effect: {why}. Remove it.")
 
 
-def metrics(compute_metrics: Callable[[EvalPrediction], Any], samples: Sequence[Sample]) -> dict[str, float]:
+def metrics(
+    compute_metrics: Callable[[EvalPrediction], Any], samples: Sequence[Sample], taken: Collection[str]
+) -> dict[str, float]:
     """
-    What the function returns for these samples; names without `eval_`.
+    What the function returns for these samples; names without `eval_`, none of which is `taken`.
 
     Raises:
         `TypeError`: it is not a dictionary of numbers.
+        `ValueError`: it has a name that is taken.
         `RuntimeError`: there is no sample.
     """
     if not samples:
@@ -36,7 +43,11 @@ def metrics(compute_metrics: Callable[[EvalPrediction], Any], samples: Sequence[
     seen.inputs = [*rows]  # not in the constructor: `predictions, label_ids = seen` would have three values
     found = compute_metrics(seen)
     try:
-        return {name.removeprefix("eval_"): float(value) for name, value in found.items()}
-    except (AttributeError, TypeError, ValueError) as error:
+        found = {name.removeprefix("eval_"): float(value) for name, value in found.items()}
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
         said = f"compute_metrics returned {found!r:.60}, not a dictionary of names and numbers"
         raise TypeError(f"{said}: {error}. Return such as {{'solved': 0.5}}.") from error
+    if clash := found.keys() & {*taken, *_TIMES}:
+        name = min(clash)
+        raise ValueError(f"compute_metrics returned {name!r}, which the evaluation itself logs. Call it 'my_{name}'.")
+    return found

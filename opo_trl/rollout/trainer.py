@@ -516,7 +516,8 @@ class RolloutTrainer(GRPOTrainer):
             self._evaluated = None
         if has_length(dataloader.dataset):  # the last batch may be filled with repetitions
             del samples[len(dataloader.dataset) * self.num_generations_eval :]
-        found = evaluated.metrics(self.compute_metrics, samples)
+        logged = {name.removeprefix(f"{metric_key_prefix}_") for name in output.metrics} | self._metrics["eval"].keys()
+        found = evaluated.metrics(self.compute_metrics, samples, logged)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
         return output
 

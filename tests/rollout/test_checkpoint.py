@@ -73,7 +73,7 @@ def test_format_of_the_state(run: Path):
     assert state.keys() == {"rollout", "position", "replay", "buffer", "pending_loss", "plain"}
     assert (state["rollout"], state["position"], len(state["replay"]["rollouts"])) == (0, 2, 1)
     plain = json.loads(state["plain"])
-    assert plain.keys() == {"settings", "numbers", "parts", "metrics", "logs"}
+    assert plain.keys() == {"settings", "recorded", "numbers", "parts", "metrics", "logs"}
     assert plain["numbers"]["completions_generated"] == 8
     assert plain["parts"].keys() == {"skipped", "reward_failures", "watches"}
 
