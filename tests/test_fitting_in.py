@@ -527,6 +527,19 @@ def test_a_metric_does_not_replace_one_of_the_evaluation(tiny_model, tmp_path, n
         trainer.evaluate()
 
 
+def test_a_metric_is_named_like_one_of_another_evaluation(tiny_model, tmp_path):
+    """TRL logs `eval_reward` of each of several datasets, which `eval_b_reward` does not replace."""
+    data = {"eval_dataset": {"b": PLAIN.select(range(2))}, "compute_metrics": lambda evaluated: {"reward": 2.0}}
+    assert make(tiny_model, tmp_path, arguments=data).evaluate()["eval_b_reward"] == 2.0
+
+
+def test_a_metric_with_and_without_the_prefix(tiny_model, tmp_path):
+    measured = {"solved": 1.0, "eval_solved": 0.0}
+    data = {"eval_dataset": PLAIN.select(range(2)), "compute_metrics": lambda evaluated: measured}
+    with pytest.raises(ValueError, match="with and without 'eval_'"):
+        make(tiny_model, tmp_path, arguments=data).evaluate()
+
+
 @pytest.mark.parametrize("field", [{"include_for_metrics": ["loss"]}, {"batch_eval_metrics": True}])
 def test_fields_that_a_metric_does_not_read_are_rejected(tiny_model, tmp_path, field):
     with pytest.raises(ValueError, match=f"{next(iter(field))}=.* has no effect"):

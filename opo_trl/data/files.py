@@ -13,7 +13,9 @@ import csv
 import gzip
 import io
 import json
+import logging
 import os
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,13 +25,17 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
+from datasets.utils.json import ujson_loads
 from pyarrow import ArrowInvalid
 from pyarrow.parquet import ParquetFile
 
 from ..checks.paths import absent, is_local, readable
 
 
+logger = logging.getLogger(__name__)
+
 _ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv", ".tsv")
+_OF_ROWS = (".jsonl", ".jsonl.gz", ".parquet")  # which hold nothing else
 
 Row = Mapping[str, Any]
 
@@ -55,11 +61,21 @@ def is_single_file(dataset_name: str) -> bool:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of a local folder that hold rows, in order; none if it has splits, or is the `datasets` library's."""
+    """
+    The files of rows in a local folder, in order; none if it has a split `train`, or is made by `save_to_disk`.
+
+    Beside JSON lines and parquet, files of the other formats hold settings and figures. A warning names what is not
+    read.
+    """
     with readable("dataset_name", folder):
-        files = sorted(file for file in folder.glob("*") if file.name.endswith(_ENDINGS) and file.is_file())
-    has_splits = any(file.name in _names("train") for file in files)
-    return [] if has_splits or _is_of_library(folder) else files
+        files = sorted(file for file in folder.glob("[!.]*") if not file.is_dir())
+    readable_ones = [file for file in files if file.name.endswith(_ENDINGS)]
+    if _saved(folder) or any(re.match(r"train(-\d+-of-\d+)?\.", file.name) for file in readable_ones):
+        return []
+    rows = [file for file in readable_ones if file.name.endswith(_OF_ROWS)] or readable_ones
+    if rows and (others := [file.name for file in files if file not in rows]):
+        logger.warning(f"{str(folder)!r}: {len(rows)} files are read, but not {', '.join(others)}.")
+    return rows
 
 
 def _names(split: str) -> list[str]:
@@ -140,7 +156,7 @@ def _read(file: Path) -> Dataset:
     except (ArrowInvalid, EOFError, OSError, zlib.error) as error:
         cause, said = error, f"{error}. It may be truncated: restore or replace the file."
     except (OverflowError, UnicodeEncodeError) as error:  # an integer of more than 64 bits; half a surrogate pair
-        cause, said = error, f"{error}. Write larger integers as text, and text in UTF-8."
+        cause, said = error, f"{error}. Write larger integers as text or floats, and text in UTF-8."
     except ValueError as error:
         cause, said = error, str(error)
     raise ValueError(f"dataset_name='{file}' cannot be read: {said}") from cause
@@ -152,10 +168,14 @@ def column(values: Sequence[Any]) -> pa.Array:
     if len(kinds) < 2:
         with suppress(ArrowInvalid, pa.ArrowTypeError):  # lists or mappings of several types
             return pa.array(values)
-    if large := [value for value in values if isinstance(value, int) and value.bit_length() > 63]:
-        raise OverflowError(f"{large[0]} has more than 64 bits")  # which no reader of JSON columns takes
     # Encoded here: `Dataset.from_list(…, on_mixed_types="use_json")` would mistake the text "4" for the number 4.
-    return pa.array([None if value is None else json.dumps(value) for value in values], pa.json_())
+    encoded = [None if value is None else json.dumps(value) for value in values]
+    for text in filter(None, encoded):
+        try:
+            ujson_loads(text)
+        except ValueError as error:
+            raise OverflowError(f"{text:.60}: {error}") from error
+    return pa.array(encoded, pa.json_())
 
 
 def _text(content: bytes) -> str:

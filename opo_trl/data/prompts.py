@@ -24,14 +24,22 @@ _MAX_NAMED = 10
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether a prompt is a list of messages, each with its `role` and `content`, or calls of tools."""
+    """Whether a prompt is a list of messages, each with its `role` and something that chat templates render."""
     return isinstance(prompt, list) and bool(prompt) and all(map(_is_message, prompt))
+
+
+def not_of_chat(prompt: Any) -> Any:
+    """What keeps a prompt from being a list of messages: one of its turns, or all of it."""
+    turns = prompt if isinstance(prompt, list) else []
+    return next((turn for turn in turns if not _is_message(turn)), prompt)
 
 
 def _is_message(turn: Any) -> bool:
     if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
         return False
-    return isinstance(turn.get("content"), str | list) or bool(turn.get("tool_calls"))
+    # Templates render a mapping as the answer of a tool, and a number as nothing.
+    contents = str | list | (Mapping if turn["role"] in ("tool", "ipython") else str)
+    return isinstance(turn.get("content"), contents) or bool(turn.get("tool_calls") or turn.get("reasoning_content"))
 
 
 def as_prompt(problem: str, style: Style, instruction: str, system: str = "") -> str | list[dict[str, str]]:

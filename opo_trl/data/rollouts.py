@@ -23,11 +23,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
-from .prompts import is_chat
+from .prompts import is_chat, not_of_chat
 
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 RECORDED = "recorded"
 KNOWN = ("completion", "completion_ids", "logprobs", "temperature", "reward")  # of a completion
 
-_LARGEST = float(np.finfo(np.float32).max)  # of a reward; training holds them in float32
+_LARGEST = 1e15  # of a reward: squares are summed in float32
 
 
 def load_rollouts(source: str, num_generations: int) -> Dataset:
@@ -131,6 +130,9 @@ def _check(source: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str])
             raise ValueError(f"rollouts={source!r} has no column {name!r}, only {names}. Add it.")
     if RECORDED in names:
         raise ValueError(f"rollouts={source!r} has a column {RECORDED!r}, a name that is taken. Rename it.")
+    numbers = [name for name in ("completion_ids", "logprobs", "reward", "temperature") if name in names]
+    if numbers and source.endswith((".csv", ".tsv")):
+        raise ValueError(f"rollouts={source!r} is a table of text, but {numbers[0]!r} has numbers. Use JSON lines.")
     if "logprobs" in names and written == "completion":
         raise ValueError(
             f"rollouts={source!r} has `logprobs` but no `completion_ids`: which token each belongs to is not known. "
@@ -147,7 +149,8 @@ def _wrong(row: Mapping[str, Any], written: str) -> str:
     """What is wrong with a row, and what to do; nothing if it can be used."""
     ids, logps, reward = row.get("completion_ids"), row.get("logprobs"), row.get("reward")
     if not (is_chat(row["prompt"]) or (isinstance(row["prompt"], str) and row["prompt"])):
-        return f"`prompt` is {row['prompt']!r:.60}. Write text, or messages that each have a `role` and `content`"
+        said = f"`prompt` has {not_of_chat(row['prompt'])!r:.60}"
+        return f"{said}. Write text, or messages that each have a `role` and `content`"
     if written == "completion" and text_of(row["completion"]) is None:
         said = f"`completion` is {str(row['completion'])[:60]!r}"
         return f"{said}. Write text, or one message of the assistant with nothing but `content`"
@@ -159,8 +162,7 @@ def _wrong(row: Mapping[str, Any], written: str) -> str:
         if wrong := [logp for logp in logps if not -math.inf < logp <= 1e-3]:
             return f"`logprobs` has {wrong[0]!r}. Write logarithms of probabilities, finite and at most 0"
     if not (reward is None or (_are(int | float, [reward]) and abs(reward) <= _LARGEST)):
-        said = f"`reward` is {reward!r}. Write a finite number, or null if it could not be scored"
-        return f"{said}; a table as text (CSV) has no numbers: use JSON lines" if isinstance(reward, str) else said
+        return f"`reward` is {reward!r}. Write a number from −1e15 to 1e15, or null if it could not be scored"
     if "temperature" in row and not (_are(int | float, [row["temperature"]]) and 0 < row["temperature"] < math.inf):
         return f"`temperature` is {row['temperature']!r}. Write a number above 0, or remove the column"
     if "group" in row and row["group"] is None:

@@ -282,7 +282,7 @@ def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[st
     """
     whose, rename, fix = "the dataset", "`columns: {{{new}: {old}}}`", "Map yours: `columns: {solution: …}`"
     if RECORDED in data.column_names:
-        whose, rename, fix = "rollouts", "{new!r} in each row", "Add `solution` or `reward` to each row"
+        whose, rename, fix = "the dataset of rollouts", "{new!r} in each row", "Add `solution` or `reward` to each row"
         data = as_scored(data)
     check_reserved(data, whose, rename=rename)
     columns = sorted({*data.column_names} - {"prompt", "completion"})

@@ -45,7 +45,9 @@ def read(path: Path) -> tuple[list[dict[str, Any]], int]:
     with readable("RUN", path):
         found = _file(path)
     try:
-        rows = [_numbers(row) for row in _rows(found)]
+        content = _rows(found)
+        rows = [_numbers(row) for row in content]
+        _check_runs([own for own, row in zip(content, rows, strict=True) if _is_of_training(row)])
         log, repeated = _entries(rows)
         if not any(_OF_GRPO & entry.keys() for entry in log):
             raise ValueError(
@@ -100,10 +102,17 @@ def _rows(found: Path) -> list[dict[str, Any]]:
         content = content.get("log_history", content.get("rows", by_column))
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
         raise ValueError(f"it holds {quoted(content)}, not rows with names and values")
-    for column in _RUNS:
-        if len(runs := {row[column] for row in content if row.get(column) and isinstance(row[column], str)}) > 1:
-            raise ValueError(f"it holds {len(runs)} runs by `{column}`, {_some(runs)}. Export one of them")
     return content
+
+
+def _check_runs(rows: Sequence[Mapping[str, Any]]) -> None:
+    for column in _RUNS:
+        if len(runs := {str(row[column]) for row in rows if row.get(column) not in (None, "")}) > 1:
+            raise ValueError(f"it holds {len(runs)} runs by `{column}`, {_some(runs)}. Export one of them")
+
+
+def _is_of_training(row: Mapping[str, float]) -> bool:
+    return any(name in _OF_TRAINING and math.isfinite(value) for name, value in row.items())
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
@@ -128,9 +137,10 @@ def _entries(rows: Sequence[Mapping[str, float]]) -> tuple[list[dict[str, Any]],
     clock = next((name for name in _CLOCKS if any(name in row for row in rows)), "")
     steps = [step for step, _ in groupby(row[clock] for row in rows if clock in row and _OF_TRAINING & row.keys())]
     falls, is_once = sum(after < before for before, after in pairwise(steps)), len({*steps}) == len(steps)
+    is_resumed = falls < len(steps) / 4 and steps[:1] == [min(steps, default=0)] and steps != sorted(steps, key=str)
     if falls and falls >= (len(steps) - 1 if is_once else len(steps) / 2):  # a table with the newest row first
         rows.reverse()
-    elif falls and is_once:  # in another order, such as that of the steps as text
+    elif falls and is_once and not is_resumed:  # in another order, such as that of the steps as text
         rows = sorted((row for row in rows if clock in row), key=lambda row: row[clock])
     calls = [row["_step"] for row in rows if "_step" in row]
     is_whole = all(after - before <= 1 for before, after in pairwise(calls))  # wandb's `history()` draws a sample

@@ -43,6 +43,8 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
     """
     tenth = min(max(len(values) // 10, 3), len(values))
     first, last, median = (float(np.median(part)) for part in (values[:tenth], values[-tenth:], values))
+    nonzero = [value for value in values if value][:tenth]  # the first groups may all have zero variance
+    start = first or (float(np.median(nonzero)) if nonzero else 0.0)
     change, margin = trend(values)
     rise = _ratio(change, margin)
     # The mean of |x - y| is 1.13 standard deviations of the noise, so that this is about twice the standard error of a
@@ -52,7 +54,8 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
     return {
         "first": first,
         "last": last,
-        "ratio": _ratio(last, first or next(filter(None, values), 0.0)),  # the first groups may all have zero variance
+        "start": start,
+        "ratio": _ratio(last, start),
         "mean": float(np.mean(values)),
         "median": median,
         "low": float(np.quantile(values, 0.1)),

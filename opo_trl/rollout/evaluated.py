@@ -43,11 +43,13 @@ def metrics(
     seen.inputs = [*rows]  # not in the constructor: `predictions, label_ids = seen` would have three values
     found = compute_metrics(seen)
     try:
-        found = {name.removeprefix("eval_"): float(value) for name, value in found.items()}
+        measured = {name.removeprefix("eval_"): float(value) for name, value in found.items()}
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
         said = f"compute_metrics returned {found!r:.60}, not a dictionary of names and numbers"
         raise TypeError(f"{said}: {error}. Return such as {{'solved': 0.5}}.") from error
-    if clash := found.keys() & {*taken, *_TIMES}:
+    if clash := measured.keys() & {*taken, *_TIMES}:
         name = min(clash)
         raise ValueError(f"compute_metrics returned {name!r}, which the evaluation itself logs. Call it 'my_{name}'.")
-    return found
+    if len(measured) < len(found):
+        raise ValueError(f"compute_metrics returned {[*found]}, one of them with and without 'eval_'. Remove one.")
+    return measured

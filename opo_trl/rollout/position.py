@@ -176,9 +176,12 @@ def check_resumable(trainer: Any, folder: str) -> None:
         )
     known, recorded = plain.get("recorded"), trainer._recorded_digest
     if None not in (known, recorded) and known != recorded:
-        said = f"rollouts={trainer.args.rollouts!r} holds other rollouts than when {folder!r} was saved"
+        said = (
+            f"rollouts={trainer.args.rollouts!r} gives other groups than when {folder!r} was saved: its content, "
+            "`num_generations` or `max_prompt_length` has changed"
+        )
         if inside or replays:
-            raise ValueError(f"{said}. Restore them, or set `model_name_or_path` to this folder to start from it.")
+            raise ValueError(f"{said}. Restore it, or set `model_name_or_path` to this folder to start from it.")
         logger.warning(f"{said}. The rest of the run trains on what it holds now.")
     before, now = map(_prompts_per_step, (saved, own))
     if before != now and trainer.args.max_sampling_rounds == 1:

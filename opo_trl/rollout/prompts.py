@@ -17,7 +17,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from ..config import RolloutConfig
-from ..data.prompts import is_chat
+from ..data.prompts import is_chat, not_of_chat
 
 
 # Indices of an epoch's prompts, the same number in every epoch, by the epoch's number.
@@ -119,7 +119,7 @@ def check_columns(
     others = (type(None), int, float, bytes, list, Mapping, *(() if text else (str,)))
     prompts = enumerate(data["prompt"] if isinstance(data, Dataset) else ())
     wrong = ((row, prompt) for row, prompt in prompts if isinstance(prompt, others) and not is_chat(prompt))
-    held = next((f"holds {str(prompt)[:60]!r} in row {row}" for row, prompt in wrong), "")
+    held = next((f"holds {str(not_of_chat(prompt))[:60]!r} in row {row}" for row, prompt in wrong), "")
     if not held and isinstance(feature, Value) and feature.dtype not in ("string", "large_string"):
         held = f"is of type {feature.dtype}"
     if held:

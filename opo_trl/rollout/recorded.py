@@ -57,7 +57,7 @@ def dataset_for(args: RolloutConfig, given: Any, named: Mapping[str, Any]) -> Da
     columns = as_scored(given)
     if images := sorted({"image", "images"} & {*columns.column_names}):
         raise ValueError(f"rollouts={args.rollouts!r} has a column {images[0]!r}, but only text can be recorded.")
-    check_columns(columns, "rollouts")
+    check_columns(columns, f"rollouts={args.rollouts!r}", rename="{new!r} in each row")
     return given
 
 
@@ -156,10 +156,12 @@ def completed(trainer: Any) -> Dataset:
             f"rollouts={args.rollouts!r} has the token {highest}, but the model's vocabulary has {vocabulary}: it was "
             "made with another tokenizer. Remove `completion_ids` and `logprobs`, and keep `completion`."
         )
-    if other := {row.get("temperature", args.temperature) for row in samples} - {args.temperature}:
+    sampled = {row.get("temperature", args.temperature) for row in samples}
+    if not all(math.isclose(value, args.temperature, rel_tol=1e-6) for value in sampled):
         raise ValueError(
             f"temperature={args.temperature:g}, but rollouts={args.rollouts!r} has completions that were sampled at a "
-            f"temperature of {other.pop():g}. Set `temperature` to that of all of them."
+            f"temperature of {' and '.join(f'{value:g}' for value in sorted(sampled))}. "
+            + ("Keep those of one temperature." if len(sampled) > 1 else "Set `temperature` to it.")
         )
     if "logprobs" not in samples[0]:
         _add_logps(trainer, groups)
@@ -265,7 +267,7 @@ def check_recordable(args: RolloutConfig, named: Mapping[str, Any], dataset: Any
         name = min(taken)
         raise ValueError(
             f"save_rollouts=True would replace the dataset's column {name!r} by that of the completions. Rename it: "
-            f"`dataset.rename_column({name!r}, 'my_{name}')`."
+            f"`dataset.rename_column({name!r}, 'my_{name}')`, or `columns: {{my_{name}: {name}}}` in a recipe."
         )
     source, own = Path(args.rollouts or "").expanduser(), Path(args.output_dir, FOLDER)
     if args.save_rollouts and args.rollouts is not None and source.resolve().is_relative_to(own.resolve()):

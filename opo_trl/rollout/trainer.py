@@ -516,7 +516,9 @@ class RolloutTrainer(GRPOTrainer):
             self._evaluated = None
         if has_length(dataloader.dataset):  # the last batch may be filled with repetitions
             del samples[len(dataloader.dataset) * self.num_generations_eval :]
-        logged = {name.removeprefix(f"{metric_key_prefix}_") for name in output.metrics} | self._metrics["eval"].keys()
+        logged = {name.removeprefix(f"{metric_key_prefix}_") for name in output.metrics}
+        if metric_key_prefix == "eval":  # which TRL puts before its own
+            logged |= self._metrics["eval"].keys()
         found = evaluated.metrics(self.compute_metrics, samples, logged)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
         return output

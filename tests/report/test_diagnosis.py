@@ -192,6 +192,11 @@ def test_steps_that_a_resumed_run_repeats_count_once(tmp_path):
     assert [entry["reward"] for entry in log[3:]] == [0.4, 9.0, 9.0, 9.0]
 
 
+def test_a_resumed_run_that_logs_other_steps(tmp_path):
+    log = entries(written(tmp_path / "log.jsonl", rows_of(10, 20, 30, 40, 25, 35, 45)))
+    assert [entry["step"] for entry in log] == [10, 20, 25, 35, 45]
+
+
 def test_entries_that_come_again_are_counted(tmp_path, capsys):
     rows = [*rows_of(*range(1, 9)), *rows_of(5, 6, 7)]
     for name, log in (("oldest", rows), ("newest", rows[::-1])):
@@ -220,7 +225,8 @@ def test_an_empty_column_does_not_hide_one_of_the_same_name(tmp_path):
 
 def test_a_gradient_that_is_zero_at_first_is_healthy(tmp_path, capsys):
     rows = rows_of(*range(1, 61))
-    rows = [row | {"grad_norm": 0.0 if row["step"] < 9 else 0.5} for row in rows]
+    first = dict.fromkeys(range(1, 9), 0.0) | {9: 0.02}
+    rows = [row | {"grad_norm": first.get(row["step"], 0.5)} for row in rows]
     assert words(capsys, written(tmp_path / "log.jsonl", rows))[1]["Gradient norm"] == "healthy"
 
 
@@ -409,8 +415,12 @@ BAD = {
     "field.csv": (b"step,reward\n1," + b"x" * 200_000, "found reward, step"),
     "escapes.jsonl": (b'{"step": 1, "\\u001b[31mred": 1}\n', r"found \x1b[31mred, step"),
     "runs.jsonl": (
-        b'{"run_name": "a", "step": 1}\n{"run_name": "b", "step": 1}\n',
+        b'{"run_name": "a", "step": 1, "reward": 0}\n{"run_name": "b", "step": 1, "reward": 0}\n',
         "it holds 2 runs by `run_name`, a, b. Export one",
+    ),
+    "numbered.jsonl": (
+        b'{"run": 1, "step": 1, "reward": 0}\n{"run": 2, "step": 1, "reward": 0}\n',
+        "it holds 2 runs by `run`, 1, 2. Export one",
     ),
     "ids.csv": (b"run_id,step,reward\na,1,0.5\nb,1,0.5\n", "it holds 2 runs by `run_id`, a, b. Export one"),
     "middle.jsonl": (b'{"step": 1, \n' + GOOD.encode() + b"\n", "line 1"),

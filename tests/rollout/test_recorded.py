@@ -297,7 +297,7 @@ def test_it_learns_from_completions_of_the_base_model(tmp_path):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": None}, "`prompt` is None"),
+        ({"prompt": None}, "`prompt` has None"),
         ({"completion": 7}, "`completion` is '7'"),
         ({"completion": [{"role": "user", "content": "2"}]}, "`completion` is"),
         ({"completion_ids": []}, "`completion_ids` is"),
@@ -309,8 +309,8 @@ def test_it_learns_from_completions_of_the_base_model(tmp_path):
         ({"completion_ids": [1, 2], "logprobs": [-0.5, -math.inf]}, "has -inf"),
         ({"reward": "good"}, "`reward` is 'good'"),
         ({"reward": math.inf}, "`reward` is inf"),
-        ({"reward": 1e39}, "`reward` is 1e+39"),
-        ({"reward": 10**30}, "has more than 64 bits"),
+        ({"reward": 3e38}, "`reward` is 3e+38"),
+        ({"reward": 10**30}, "Value is too big"),
         ({"temperature": "0.7"}, "`temperature` is '0.7'"),
         ({"temperature": 0.0}, "`temperature` is 0.0"),
         ({"group": None}, "`group` is null"),
@@ -326,11 +326,29 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path, row, said):
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("turn", [{"role": "user", "content": None}, {"content": "2"}, {"role": "user", "text": "2"}])
+NO_TURNS = [{"role": "user", "content": None}, {"content": "2"}, {"role": "user", "text": "2"}]
+
+
+@pytest.mark.parametrize("turn", [*NO_TURNS, {"role": "user", "content": 2}, {"role": "user", "content": {"x": 2}}])
 def test_every_message_has_a_role_and_content(tmp_path, turn):
-    rows = [ROW | {"prompt": [prompt]} for prompt in ({"role": "user", "content": "1+1="}, turn)]
-    with pytest.raises(ValueError, match=r"row 2: `prompt` is .* each have a `role` and `content`"):
+    asked = {"role": "user", "content": "1+1="}
+    rows = [ROW | {"prompt": prompt} for prompt in ([asked], [asked, turn])]
+    with pytest.raises(ValueError, match=r"row 2: `prompt` has .* each have a `role` and `content`") as error:
         load_rollouts(written(tmp_path, rows), 2)
+    assert "1+1=" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "tool", "content": {"degrees": 20}},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "weather"}]},
+        {"role": "assistant", "reasoning_content": "It is warm."},
+        {"role": "user", "content": [{"type": "text", "text": "1+1="}]},
+    ],
+)
+def test_messages_that_templates_render(tmp_path, turn):
+    load_rollouts(written(tmp_path, [ROW | {"prompt": [turn]}] * 2), 2)
 
 
 def test_completions_without_a_reward_are_counted(tmp_path, caplog):
@@ -352,6 +370,26 @@ def test_a_folder_is_read_whole(tmp_path):
     written(tmp_path, [ROW, ROW | {"reward": "x"}], "d.jsonl")
     with pytest.raises(ValueError, match=r"d\.jsonl', row 2: `reward`"):
         load_rollouts(str(tmp_path), 2)
+
+
+def test_side_files_of_a_folder_are_not_read_but_named(tmp_path, caplog):
+    """The names of a README and of `best-of-4` do not make it a folder of the Hub, which gives dates other types."""
+    written(tmp_path, [ROW | {"completion": "2024-01-01"}] * 2, "best-of-4.jsonl")
+    Dataset.from_list([ROW] * 2).to_parquet(tmp_path / "test-b.parquet")
+    for side in ("README.md", "config.json", "stats.csv", "more.JSONL"):
+        (tmp_path / side).write_text("{\n")
+    texts = [row["completion"] for row in load_rollouts(str(tmp_path), 4)[0][RECORDED]]
+    assert texts == ["2024-01-01"] * 2 + [ROW["completion"]] * 2
+    assert "2 files are read, but not README.md, config.json, more.JSONL, stats.csv" in caplog.text
+    (tmp_path / "c.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
+    with pytest.raises(ValueError, match=r"rollouts='.*c\.jsonl' does not exist"):
+        load_rollouts(str(tmp_path), 2)
+
+
+def test_a_table_of_text_with_rewards(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,completion,reward\n1+1=,2,1.0\n")
+    with pytest.raises(ValueError, match=r"a table of text, but 'reward' has numbers. Use JSON lines"):
+        load_rollouts(str(tmp_path / "a.csv"), 2)
 
 
 def test_files_that_cannot_be_used(tmp_path):
@@ -429,7 +467,7 @@ def test_rollouts_that_have_changed_are_noticed(tiny_model, tmp_path, caplog, re
     options = {**STEPS, "trainer_arguments": dict.fromkeys(NOT_NEEDED)}
     changed = written(tmp_path, [row | {"reward": -row["reward"]} for row in rows])
     rest = make_trainer(tiny_model, tmp_path, rollouts=changed, **options)
-    said = "holds other rollouts than when"
+    said = "gives other groups than when"
     with pytest.raises(ValueError, match=said) if step == 3 else nullcontext():
         rest.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
     assert (said in caplog.text) == (step == 2)
