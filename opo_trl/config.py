@@ -468,9 +468,9 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
             Whether to sort the samples of an optimizer step by length before they are cut into micro-batches, trim
             each micro-batch to its longest sample, and exchange samples so that all processes compute about the
             same number of tokens. The number of micro-batches minimizes the cost, counting each as 256 tokens of
-            padding (4,096 on a GPU, where short samples can fill a micro-batch up to the size of
-            `per_device_train_batch_size` of the longest). With ZeRO-2, ZeRO-3 and FSDP, which communicate in every
-            micro-batch, it is the smallest possible.
+            padding (4,096 on a GPU, where a micro-batch may hold more samples, as long as it is no larger than one of
+            `per_device_train_batch_size` samples as long as the longest). With ZeRO-2, ZeRO-3 and FSDP, which
+            communicate in every micro-batch, it is the smallest possible.
         max_tokens_per_micro_batch (`int`, *optional*):
             Maximum number of tokens in a micro-batch, including padding, so long samples get smaller micro-batches. A
             single sample above the limit gets one to itself. Needs `plan_micro_batches`.
@@ -509,6 +509,16 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
                 f"max_tokens_per_micro_batch={budget} needs planned micro-batches. Set `plan_micro_batches` to True, "
                 "or leave `max_tokens_per_micro_batch` out."
             )
+        if budget is not None and self.updates_in_backward:
+            raise ValueError(
+                f"max_tokens_per_micro_batch={budget} divides an optimizer step, but optim={self.optim.value!r} takes "
+                "one in every backward pass. Remove one of them."
+            )
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether the optimizer takes a step in every backward pass."""
+        return any(kind in self.optim for kind in ("layerwise", "lomo"))
 
     @property
     def off_policy_fields(self) -> str:

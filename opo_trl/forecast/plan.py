@@ -237,7 +237,9 @@ def _row_tokens(trainer: Any) -> tuple[int, int]:
     context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
     limit = args.vllm_max_model_length or context
     completion = min(filter(None, (args.max_completion_length, limit)), default=0)
-    return limit - completion if args.vllm_max_model_length else _prompt_tokens(trainer), completion
+    prompt = limit - completion if args.vllm_max_model_length else _prompt_tokens(trainer)
+    multiple = trainer.pad_to_multiple_of or 1
+    return math.ceil(prompt / multiple) * multiple, math.ceil(completion / multiple) * multiple
 
 
 def _prompt_tokens(trainer: Any) -> int:

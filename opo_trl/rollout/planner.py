@@ -5,6 +5,7 @@
 provided that the loss is a sum over samples, divided by their number in the optimizer step.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -63,22 +64,23 @@ class Planner:
 
     def largest_part(self, prompt: int, completion: int) -> tuple[int, int]:
         """
-        Rows of the part with the most tokens, and completions of its longest row, if all prompts and completions of
-        an optimizer step have so many tokens.
+        Rows of the part with the most tokens, and completions of its longest row, if prompts and completions have at
+        most so many tokens.
+
+        On a CPU, a row has the completions that it has when all are as long as that, and none is skipped.
         """
         args, process = self.args, self.accelerator.process_index
-        most = args.per_device_train_batch_size
-        if not args.plan_micro_batches:
+        most, budget = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
+        if budget is not None:  # which shorter samples fill
+            return min(most, math.ceil(budget / (prompt + completion))), 1
+        if not args.plan_micro_batches or self.multiple is not None or self._on_gpu:
             return most, 1
         own = most * args.steps_per_generation
         prompts = torch.arange(process * own, (process + 1) * own) // args.num_generations
         rollout = {"completion_ids": prompts}
         of_sample = rows_of_steps(rollout, args, self.accelerator, index=0, passed=0)[0]["completion_ids"].numpy()
         lengths = np.tile([prompt, completion], (len(of_sample), 1))
-        limits = self._limits(most)
-        # A filled part of several prompts may have as many tokens as without sharing.
-        sharing = None if limits.fill else _prompts(of_sample, self.balance)
-        order, bounds, shared, _ = best_cut(lengths, limits, sharing)
+        order, bounds, shared, _ = best_cut(lengths, self._limits(most), _prompts(of_sample, self.balance))
         parts = [np.unique(of_sample[part], return_counts=True)[1] for part in np.split(order, bounds)]
         rows = [(len(counts), int(counts.max())) if shared else (int(counts.sum()), 1) for counts in parts]
         return max(rows, key=lambda row: row[0] * (prompt + row[1] * (completion + 1)))
@@ -108,7 +110,7 @@ class Planner:
         results = [torch.zeros_like(tokens, dtype=torch.float32) for _ in range(2)]
         rows["row"] = torch.arange(len(tokens), device=tokens.device)
         (own, prompts), order = of_processes[self.accelerator.process_index], np.arange(len(tokens))
-        for part in parts_of_rows(rows, own, order, n_parts, limits, prompts=prompts, multiple=self.multiple):
+        for part in parts_of_rows(rows, own, order, n_parts, limits, prompts=prompts):
             width = part["completion_ids"].size(1)
             ids, mask = (torch.cat([part[f"{text}_{name}"] for text in _TEXTS], dim=1) for name in ("ids", "mask"))
             called = shared_prompts.model_for(model, part)
@@ -156,7 +158,7 @@ class Planner:
         lengths, skippable, prompts = own[:, :2], own[:, 2].astype(bool), _prompts(own[:, 6], balance)
         # No part may be empty: a process with fewer samples than parts computes some that it could have skipped.
         kept, skipped = np.split(np.argsort(skippable, kind="stable"), [max((~skippable).sum(), n_parts)])
-        parts = parts_of_rows(rows, lengths, kept, n_parts, limits, prompts=prompts, multiple=self.multiple)
+        parts = parts_of_rows(rows, lengths, kept, n_parts, limits, prompts=prompts)
         counts = rows["opo_valid"]
         if "importance_sampling_ratio" in rows:
             counts = counts & rows["importance_sampling_ratio"].any(dim=1)  # that vLLM's importance sampling keeps
@@ -167,18 +169,20 @@ class Planner:
         """Integers of each process, read by one gather and one copy to the host: `[processes, …]`."""
         return self.accelerator.gather(numbers.to(self.accelerator.device)[None]).cpu().numpy()
 
+    @property
+    def _on_gpu(self) -> bool:
+        return self.accelerator.device.type != "cpu"
+
     def _limits(self, max_rows: int, *, fill: bool = True) -> Limits:
-        on_gpu = self.accelerator.device.type != "cpu"
-        # These optimizers take a step in every backward pass.
-        steps = any(kind in self.args.optim for kind in ("layerwise", "lomo"))
-        fewest = self.communicates or steps
+        fewest = self.communicates or self.args.updates_in_backward
         return Limits(
             max_rows,
             self.args.max_tokens_per_micro_batch,
-            # On a CPU, larger passes only need more memory. The fewest passes would take any amount of padding. Other
-            # models than `balance` is for, and multiples of columns, compute more tokens than these lengths say.
-            fill=fill and on_gpu and not fewest and self.balance is not None and self.multiple is None,
-            pass_tokens=FEWEST_PASSES if fewest else PASS_TOKENS["gpu" if on_gpu else "cpu"],
+            # Not on a CPU, where a pass costs little. Not for the fewest passes, which would be filled with any amount
+            # of padding. Not for models without `balance`, which may need more memory than their tokens say.
+            fill=fill and self._on_gpu and not fewest and self.balance is not None,
+            pass_tokens=FEWEST_PASSES if fewest else PASS_TOKENS["gpu" if self._on_gpu else "cpu"],
+            multiple=self.multiple,
         )
 
 

@@ -2,7 +2,7 @@
 How the samples of an optimizer step are cut into parts, so that the same gradient costs the least.
 
 TRL pads every completion to the longest of the rollout. Here the samples of a step are sorted by length and cut where
-that leaves the least padding, and each part is trimmed to its longest sample. Zero-gradient samples are left out, and
+that costs the least, and each part is trimmed to its longest sample. Zero-gradient samples are left out, and
 processes exchange samples so that none waits for another. None of this changes which samples an optimizer step has, or
 what their loss is divided by.
 """
@@ -31,7 +31,7 @@ PASS_TOKENS = {"cpu": 256, "gpu": 4096}
 
 # Where every pass communicates, as under ZeRO-2 (gradients), ZeRO-3 and FSDP (parameters as well), its cost depends on
 # the network: from hundreds of tokens within a node to many thousands between nodes. It is unknown here, so this
-# exceeds the cost of any padding: there are never more passes than without a plan.
+# exceeds the cost of any padding: without a bound on their tokens, there are never more passes than without a plan.
 FEWEST_PASSES = 1e12
 
 # Share of the tokens that it must save to compute prompts once, since what else it takes is not counted.
@@ -53,11 +53,14 @@ def columns(lengths: np.ndarray, most: np.ndarray, multiple: int | None = None) 
     Columns of prompts and of completions for samples of these lengths `[B, 2]`: at least one, a multiple of
     `multiple`, and at `most` two given numbers.
     """
-    used = np.maximum(lengths.max(axis=0), 1)
-    if multiple is not None:
-        used = -(-used // multiple) * multiple
+    used = rounded_up(np.maximum(lengths.max(axis=0), 1), multiple)
     prompt, completion = np.minimum(used, most).tolist()
     return {"prompt": prompt, "completion": completion}
+
+
+def rounded_up(tokens: Any, multiple: int | None) -> Any:
+    """Numbers of tokens, an integer or an array, rounded up to a multiple of `multiple`."""
+    return tokens if multiple is None else -(-tokens // multiple) * multiple
 
 
 def trim(rows: Mapping[str, Any], lengths: np.ndarray, multiple: int | None = None) -> Rows:
@@ -126,27 +129,31 @@ class Limits:
     Args:
         max_rows (`int`): samples.
         max_tokens (`int`, *optional*): tokens, with padding; a single longer sample is a part by itself.
-        fill (`bool`): whether more samples are allowed where they need no more memory than `max_rows` of the longest:
-            in tokens, in tokens of completions, and in pairs of tokens in the attention mask.
+        fill (`bool`): whether more samples are allowed where they have no more tokens, nor more tokens of completions,
+            than `max_rows` of the longest.
         pass_tokens (`float`): cost of a part besides its tokens; [`FEWEST_PASSES`] gives the fewest parts.
+        multiple (`int`, *optional*): of which the columns of a part are multiples.
     """
 
     max_rows: int
     max_tokens: int | None = None
     fill: bool = False
     pass_tokens: float = PASS_TOKENS["cpu"]
+    multiple: int | None = None
 
     def costs(self, lengths: np.ndarray, prompts: "Prompts | None" = None) -> np.ndarray:
         """Cost of the part of each size that begins at each sample, `[sizes, B]`; infinite where not allowed."""
         n_rows = len(lengths)
         costs = np.full((n_rows if self.fill else self.max_rows, n_rows), np.inf)
-        longest, completion = lengths.sum(axis=1).max(initial=0), lengths[:, 1].max(initial=0)
-        for size, (rows, width, scored) in enumerate(prompts.rows(lengths) if prompts else _rows(lengths), 1):
+        columns = rounded_up(lengths, self.multiple)
+        longest, completion = columns.sum(axis=1).max(initial=0), columns[:, 1].max(initial=0)
+        for size, (rows, width, scored) in enumerate(prompts.rows(lengths) if prompts else _rows(columns), 1):
+            width = rounded_up(width, self.multiple)
             tokens = rows * width
             fits = (size * scored <= self.max_rows * completion) & (tokens <= self.max_rows * longest)
             fits |= size <= self.max_rows
-            if prompts:  # the mask takes no more memory than in rows
-                fits &= tokens * width <= self.max_rows * longest**2
+            if prompts:  # attention and its mask grow with the square of the width
+                fits &= prompts.cost(tokens, width) <= self.max_rows * prompts.cost(longest, longest)
             if self.max_tokens is not None:
                 fits &= tokens <= self.max_tokens
             fits |= size == 1
@@ -235,7 +242,8 @@ def best_cut(
     bounds, cost = _cheapest(limits.costs(lengths[order]), limits.pass_tokens)
     if prompts is None:
         return order, bounds, False, cost
-    widths = [(len(part), lengths[part].max(axis=0, initial=0).sum()) for part in np.split(order, bounds)]
+    columns = rounded_up(lengths, limits.multiple)
+    widths = [(len(part), columns[part].max(axis=0, initial=0).sum()) for part in np.split(order, bounds)]
     tokens = float(sum(prompts.cost(n * width, width) for n, width in widths))
     shared = prompts.order(lengths)
     shared_bounds, shared_cost = _cheapest(limits.costs(lengths[shared], prompts.take(shared)), limits.pass_tokens)
@@ -254,7 +262,6 @@ def parts_of_rows(
     limits: Limits,
     *,
     prompts: Prompts | None = None,
-    multiple: int | None = None,
 ) -> list[Rows]:
     """
     Cut some `samples` of rows, whose lengths are `[B, 2]`, into `n_parts`, or more where the limits need more, each
@@ -264,8 +271,8 @@ def parts_of_rows(
     bounds, order = split_further(lengths[samples][order], bounds, n_parts), samples[order]
     parts = []
     for part in np.split(order, bounds):
-        cut_rows = trim(take_rows(rows, part), lengths[part], multiple)
-        placed = arrange(cut_rows, lengths[part], prompts.of_sample[part], multiple) if shared else {}
+        cut_rows = trim(take_rows(rows, part), lengths[part], limits.multiple)
+        placed = arrange(cut_rows, lengths[part], prompts.of_sample[part], limits.multiple) if shared else {}
         parts.append(cut_rows | placed)
     return parts
 

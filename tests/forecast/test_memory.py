@@ -181,8 +181,10 @@ def test_plan_is_that_of_the_trainer(tiny_model, tmp_path):
         8 * n,
         4 * n,
     ]
+    prompt, completion = plan._row_tokens(trainer)
     text = plan.training_plan(trainer)
-    assert "not sharded, 1 process; 4 × (" in text
+    rows = f"1 × ({prompt} + 4 × {completion}" if USE_CPU else f"4 × ({prompt} + {completion}"
+    assert f"not sharded, 1 process; {rows}) tokens" in text
     assert "peak at LM head: " in text
     assert ("of the device's" in text) is not USE_CPU
 

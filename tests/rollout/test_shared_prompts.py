@@ -1,5 +1,7 @@
 """A prompt is computed once for its completions: the same log-probabilities, entropies and gradient as in rows."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,9 @@ from helpers import EXACT, Recording, Script, distance, logged, make_trainer, no
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from opo_trl import OPOTrainer
+from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.forecast.plan import _row_tokens
+from opo_trl.rollout.planner import Planner
 from opo_trl.rollout.planning import FEWEST_PASSES, Limits, Prompts, best_cut, parts_of_rows, row_lengths
 from opo_trl.rollout.shared_prompts import arrange, balance, hashes, model_for
 
@@ -106,6 +109,8 @@ def test_prompts_are_shared_where_that_costs_less():
     assert best_cut(np.tile([[40, 6]], (8, 1)), fewest, prompts)[1:3] == ([], True)
     # Within a budget of tokens: 39 + 4 · 7 for a prompt.
     assert best_cut(np.tile([[40, 6]], (8, 1)), Limits(8, max_tokens=67), prompts)[1] == [4]
+    # A wider row than that of a completion of its own, where tokens and attention together cost less.
+    assert best_cut(np.tile([[1024, 512]], (8, 1)), Limits(8, pass_tokens=FEWEST_PASSES), prompts)[1:3] == ([], True)
     # Filled up to 2 · (40 + 12) tokens: two rows of 39 + 4 · 3, and not 39 + 13 + 3 · 3.
     assert best_cut(np.array([[40, 12], *[[40, 2]] * 7]), Limits(2, fill=True), prompts)[1:3] == ([1], True)
 
@@ -160,7 +165,6 @@ def test_training_is_the_same_as_in_rows(tiny_model, tmp_path, options):
     [
         {},
         {"gradient_accumulation_steps": 1, "steps_per_generation": 2},
-        {"max_tokens_per_micro_batch": 100},
         {"model_init_kwargs": {"attn_implementation": "eager"}},
         {"plan_micro_batches": False},
     ],
@@ -177,6 +181,46 @@ def test_the_plan_knows_the_largest_micro_batch(tiny_model, tmp_path, options):
     assert rows * (prompt + shared * completion + shared - 1) == max(part.numel() for part in tokens)
     assert (shared > 1) is any(shared_parts(trainer))
     assert f"{rows} × ({prompt} + {f'{shared} × ' if shared > 1 else ''}{completion}) tokens" in trainer.plan
+
+
+@pytest.mark.parametrize("multiple", [None, 16])
+@pytest.mark.parametrize("length", [3, 12])
+def test_a_budget_of_tokens_is_filled_and_planned(tiny_model, tmp_path, multiple, length):
+    """With short completions too, more of which have room; the columns of a part are counted as they are computed."""
+    budget = 100
+    options = {"gradient_accumulation_steps": 2, "max_steps": 2, "pad_to_multiple_of": multiple}
+    options |= {"max_tokens_per_micro_batch": budget, "trainer_arguments": DATA}
+    trainer = trained(tiny_model, tmp_path, script=Script(min_length=length, max_length=length), **options)
+    prompt, completion = _row_tokens(trainer)
+    rows, shared = trainer._largest_micro_batch(prompt, completion)
+    assert shared == 1
+    assert budget <= rows * (prompt + completion) < budget + prompt + completion
+    parts = [part for step in trainer.steps for part in step.batches]
+    tokens = [part.get("opo_source", torch.cat([part["prompt_ids"], part["completion_ids"]], 1)) for part in parts]
+    assert max(part.numel() for part in tokens) <= budget
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "fills"),
+    [
+        ("cuda", {}, True),
+        ("cuda", {"multiple": 16}, True),
+        ("cpu", {}, False),
+        ("cuda", {"communicates": True}, False),
+        ("cuda", {"balance": None}, False),
+        ("cuda", {"optim": "galore_adamw_layerwise"}, False),
+    ],
+    ids=str,
+)
+def test_where_passes_are_filled(tmp_path, device, options, fills):
+    """Wherever they may be, or some completions of a prompt may be skipped, the plan counts a prompt for each."""
+    options = {"multiple": None, "communicates": False, "balance": 6000.0, "optim": "adamw_torch", **options}
+    sizes = {"per_device_train_batch_size": 8, "use_cpu": True, "bf16": False}
+    args = OPOConfig(str(tmp_path), **sizes)
+    args.optim = options.pop("optim")  # its package is not installed
+    planner = Planner(args, SimpleNamespace(process_index=0, device=torch.device(device)), **options)
+    assert planner._limits(8).fill == fills
+    assert device == "cpu" or planner.largest_part(40, 6) == (8, 1)
 
 
 @pytest.mark.parametrize(
