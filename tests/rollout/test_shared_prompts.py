@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from helpers import EXACT, Recording, Script, distance, logged, make_trainer, norm, snapshot, trained
+from helpers import EXACT, USE_CPU, Recording, Script, distance, logged, make_trainer, norm, snapshot, trained
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
@@ -178,8 +178,11 @@ def test_the_plan_knows_the_largest_micro_batch(tiny_model, tmp_path, options):
     rows, shared = trainer._largest_micro_batch(prompt, completion)
     parts = [part for step in trainer.steps for part in step.batches]
     tokens = [part.get("opo_source", torch.cat([part["prompt_ids"], part["completion_ids"]], 1)) for part in parts]
-    assert rows * (prompt + shared * completion + shared - 1) == max(part.numel() for part in tokens)
-    assert (shared > 1) is any(shared_parts(trainer))
+    planned, largest = rows * (prompt + shared * completion + shared - 1), max(part.numel() for part in tokens)
+    assert planned >= largest
+    if USE_CPU:
+        assert planned == largest
+        assert (shared > 1) is any(shared_parts(trainer))
     assert f"{rows} × ({prompt} + {f'{shared} × ' if shared > 1 else ''}{completion}) tokens" in trainer.plan
 
 
