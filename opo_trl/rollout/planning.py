@@ -150,8 +150,10 @@ class Limits:
         for size, (rows, width, scored) in enumerate(prompts.rows(lengths) if prompts else _rows(columns), 1):
             width = rounded_up(width, self.multiple)
             tokens = rows * width
-            fits = (size * scored <= self.max_rows * completion) & (tokens <= self.max_rows * longest)
-            fits |= size <= self.max_rows
+            is_small = size <= self.max_rows
+            fits = is_small | (size * scored <= self.max_rows * completion)
+            if prompts or not is_small:
+                fits &= tokens <= self.max_rows * longest
             if prompts:  # attention and its mask grow with the square of the width
                 fits &= prompts.cost(tokens, width) <= self.max_rows * prompts.cost(longest, longest)
             if self.max_tokens is not None:
