@@ -1,7 +1,7 @@
 """
 What processes send each other in an optimizer step, with OPOTrainer and TRL's GRPOTrainer: counted, not timed.
 
-    python -m benchmarks.communication          # → results/communication.json and communication.md; 3 minutes
+    python -m benchmarks.communication          # → results/communication.json and communication.md; 15 minutes
 
 Four processes over gloo train the same model on the same fixed rollout: 24 completions per process and optimizer
 step, with a quarter of the lengths of MATH's solutions, in micro-batches of 4, two optimizer steps per rollout.
