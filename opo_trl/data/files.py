@@ -69,10 +69,10 @@ def files_of(folder: Path) -> list[Path]:
     """
     with readable("dataset_name", folder):
         files = sorted(file for file in folder.glob("[!.]*") if not file.is_dir())
-    readable_ones = [file for file in files if file.name.endswith(_ENDINGS)]
-    if _saved(folder) or any(re.match(r"train(-\d+-of-\d+)?\.", file.name) for file in readable_ones):
+    candidates = [file for file in files if file.name.endswith(_ENDINGS)]
+    if _saved(folder) or any(re.match(r"train(-\d+-of-\d+)?\.", file.name) for file in candidates):
         return []
-    rows = [file for file in readable_ones if file.name.endswith(_OF_ROWS)] or readable_ones
+    rows = [file for file in candidates if file.name.endswith(_OF_ROWS)] or candidates
     if rows and (others := [file.name for file in files if file not in rows]):
         logger.warning(f"{str(folder)!r}: {len(rows)} files are read, but not {', '.join(others)}.")
     return rows
