@@ -74,7 +74,8 @@ def files_of(folder: Path) -> list[Path]:
         return []
     rows = [file for file in candidates if file.name.endswith(_OF_ROWS)] or candidates
     if rows and (others := [file.name for file in files if file not in rows]):
-        logger.warning(f"{str(folder)!r}: {len(rows)} files are read, but not {', '.join(others)}.")
+        named = ", ".join(others[:10]) + (", …" if len(others) > 10 else "")
+        logger.warning(f"{str(folder)!r}: rows are read from {len(rows)} of {len(files)} files; not from {named}.")
     return rows
 
 

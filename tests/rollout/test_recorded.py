@@ -380,7 +380,7 @@ def test_side_files_of_a_folder_are_not_read_but_named(tmp_path, caplog):
         (tmp_path / side).write_text("{\n")
     texts = [row["completion"] for row in load_rollouts(str(tmp_path), 4)[0][RECORDED]]
     assert texts == ["2024-01-01"] * 2 + [ROW["completion"]] * 2
-    assert "2 files are read, but not README.md, config.json, more.JSONL, stats.csv" in caplog.text
+    assert "read from 2 of 6 files; not from README.md, config.json, more.JSONL, stats.csv." in caplog.text
     (tmp_path / "c.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
     with pytest.raises(ValueError, match=r"rollouts='.*c\.jsonl' does not exist"):
         load_rollouts(str(tmp_path), 2)
