@@ -468,9 +468,9 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
             Whether to sort the samples of an optimizer step by length before they are cut into micro-batches, trim
             each micro-batch to its longest sample, and exchange samples so that all processes compute about the
             same number of tokens. The number of micro-batches minimizes the cost, counting each as 256 tokens of
-            padding (4,096 on a GPU, where a micro-batch may hold more samples, as long as it is no larger than one of
-            `per_device_train_batch_size` samples as long as the longest). With ZeRO-2, ZeRO-3 and FSDP, which
-            communicate in every micro-batch, it is the smallest possible.
+            padding (4,096 on a GPU, where a micro-batch may hold more than `per_device_train_batch_size` samples, but
+            no more tokens than that many of the longest, if prompts can be computed once). With ZeRO-2, ZeRO-3 and
+            FSDP, which communicate in every micro-batch, it is the smallest possible.
         max_tokens_per_micro_batch (`int`, *optional*):
             Maximum number of tokens in a micro-batch, including padding, so long samples get smaller micro-batches. A
             single sample above the limit gets one to itself. Needs `plan_micro_batches`.

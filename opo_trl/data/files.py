@@ -62,17 +62,19 @@ def is_single_file(dataset_name: str) -> bool:
 
 def files_of(folder: Path) -> list[Path]:
     """
-    The files of rows in a local folder, in order; none if it has a split `train`, or is made by `save_to_disk`.
+    The files of rows in a local folder, in order; none if it has a split `train`, or is the `datasets` library's.
 
-    Beside JSON lines and parquet, files of the other formats hold settings and figures. A warning names what is not
-    read.
+    In a folder with JSON lines or parquet, only those are read: other files usually hold settings. A warning names
+    them.
     """
     with readable("dataset_name", folder):
         files = sorted(file for file in folder.glob("[!.]*") if not file.is_dir())
     candidates = [file for file in files if file.name.endswith(_ENDINGS)]
-    if _saved(folder) or any(re.match(r"train(-\d+-of-\d+)?\.", file.name) for file in candidates):
+    splits = (file.name in _names("train") or re.match(r"train-\d+-of-", file.name) for file in candidates)
+    if _saved(folder) or any(splits):
         return []
-    rows = [file for file in candidates if file.name.endswith(_OF_ROWS)] or candidates
+    rows = [file for file in candidates if file.name.endswith(_OF_ROWS)]
+    rows = rows or ([] if _is_of_library(folder) else candidates)
     if rows and (others := [file.name for file in files if file not in rows]):
         named = ", ".join(others[:10]) + (", …" if len(others) > 10 else "")
         logger.warning(f"{str(folder)!r}: rows are read from {len(rows)} of {len(files)} files; not from {named}.")

@@ -39,7 +39,8 @@ def _is_message(turn: Any) -> bool:
         return False
     # Templates render a mapping as the answer of a tool, and a number as nothing.
     contents = str | list | (Mapping if turn["role"] in ("tool", "ipython") else str)
-    return isinstance(turn.get("content"), contents) or bool(turn.get("tool_calls") or turn.get("reasoning_content"))
+    others = ("tool_calls", "reasoning_content", "thinking")
+    return isinstance(turn.get("content"), contents) or any(map(turn.get, others))
 
 
 def as_prompt(problem: str, style: Style, instruction: str, system: str = "") -> str | list[dict[str, str]]:
@@ -184,7 +185,7 @@ def drop_long_prompts(
         `ValueError`: if no row is left.
     """
     prompts: list[Any] = list(dataset["prompt"])
-    texts = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
+    texts = [prompt if isinstance(prompt, str) else prompt[-1].get("content") for prompt in prompts]
     lengths = [len(ids) for ids in tokenize_prompts(prompts, tokenizer, chat_template_kwargs)]
     too_long = {i: _named(i, texts[i], f"{n} tokens") for i, n in enumerate(lengths) if n > max_prompt_length}
     return _drop(dataset, too_long, f"are longer than {max_prompt_length=} tokens", "max_prompt_length")

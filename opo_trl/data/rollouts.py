@@ -43,8 +43,8 @@ def load_rollouts(source: str, num_generations: int) -> Dataset:
     Load recorded rollouts as a dataset with one row per group of `num_generations` completions: `prompt`, the columns
     that are equal in each group, and [`RECORDED`], for each completion a mapping with the other columns.
 
-    `source` is a file or dataset as for [`load_rows`], or a folder of such files, as a run with `save_rollouts` writes
-    it. A group with more completions is divided; those that are left over are dropped, with a warning.
+    `source` is a file or dataset as for [`load_rows`], or a folder of files, as a run with `save_rollouts` writes it.
+    A group with more completions is divided; those that are left over are dropped, with a warning.
 
     Raises:
         `ValueError`: it cannot be read, a row lacks something or contradicts itself, or no group is large enough.
@@ -130,9 +130,6 @@ def _check(source: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str])
             raise ValueError(f"rollouts={source!r} has no column {name!r}, only {names}. Add it.")
     if RECORDED in names:
         raise ValueError(f"rollouts={source!r} has a column {RECORDED!r}, a name that is taken. Rename it.")
-    numbers = [name for name in ("completion_ids", "logprobs", "reward", "temperature") if name in names]
-    if numbers and source.endswith((".csv", ".tsv")):
-        raise ValueError(f"rollouts={source!r} is a table of text, but {numbers[0]!r} has numbers. Use JSON lines.")
     if "logprobs" in names and written == "completion":
         raise ValueError(
             f"rollouts={source!r} has `logprobs` but no `completion_ids`: which token each belongs to is not known. "
@@ -162,7 +159,8 @@ def _wrong(row: Mapping[str, Any], written: str) -> str:
         if wrong := [logp for logp in logps if not -math.inf < logp <= 1e-3]:
             return f"`logprobs` has {wrong[0]!r}. Write logarithms of probabilities, finite and at most 0"
     if not (reward is None or (_are(int | float, [reward]) and abs(reward) <= _LARGEST)):
-        return f"`reward` is {reward!r}. Write a number from −1e15 to 1e15, or null if it could not be scored"
+        said = f"`reward` is {reward!r}. Write a number from −1e15 to 1e15, or null if it could not be scored"
+        return f"{said}. In CSV, all values are text: use JSON lines" if isinstance(reward, str) else said
     if "temperature" in row and not (_are(int | float, [row["temperature"]]) and 0 < row["temperature"] < math.inf):
         return f"`temperature` is {row['temperature']!r}. Write a number above 0, or remove the column"
     if "group" in row and row["group"] is None:

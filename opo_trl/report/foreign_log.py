@@ -137,10 +137,9 @@ def _entries(rows: Sequence[Mapping[str, float]]) -> tuple[list[dict[str, Any]],
     clock = next((name for name in _CLOCKS if any(name in row for row in rows)), "")
     steps = [step for step, _ in groupby(row[clock] for row in rows if clock in row and _OF_TRAINING & row.keys())]
     falls, is_once = sum(after < before for before, after in pairwise(steps)), len({*steps}) == len(steps)
-    is_resumed = falls < len(steps) / 4 and steps[:1] == [min(steps, default=0)] and steps != sorted(steps, key=str)
     if falls and falls >= (len(steps) - 1 if is_once else len(steps) / 2):  # a table with the newest row first
         rows.reverse()
-    elif falls and is_once and not is_resumed:  # in another order, such as that of the steps as text
+    elif falls and is_once:  # in another order, such as that of the steps as text
         rows = sorted((row for row in rows if clock in row), key=lambda row: row[clock])
     calls = [row["_step"] for row in rows if "_step" in row]
     is_whole = all(after - before <= 1 for before, after in pairwise(calls))  # wandb's `history()` draws a sample

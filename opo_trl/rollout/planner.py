@@ -72,7 +72,7 @@ class Planner:
         args, process = self.args, self.accelerator.process_index
         most, budget = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
         if budget is not None:  # which shorter samples fill
-            return min(most, math.ceil(budget / (prompt + completion))), 1
+            return min(most, math.ceil(budget / max(prompt + completion, 1))), 1
         if not args.plan_micro_batches or self.multiple is not None or self._on_gpu:
             return most, 1
         own = most * args.steps_per_generation

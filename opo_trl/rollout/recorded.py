@@ -156,11 +156,11 @@ def completed(trainer: Any) -> Dataset:
             f"rollouts={args.rollouts!r} has the token {highest}, but the model's vocabulary has {vocabulary}: it was "
             "made with another tokenizer. Remove `completion_ids` and `logprobs`, and keep `completion`."
         )
-    sampled = {row.get("temperature", args.temperature) for row in samples}
-    if not all(math.isclose(value, args.temperature, rel_tol=1e-6) for value in sampled):
+    sampled = sorted({f"{row.get('temperature', args.temperature):g}" for row in samples})  # in float32, perhaps
+    if sampled != [f"{args.temperature:g}"]:
         raise ValueError(
             f"temperature={args.temperature:g}, but rollouts={args.rollouts!r} has completions that were sampled at a "
-            f"temperature of {' and '.join(f'{value:g}' for value in sorted(sampled))}. "
+            f"temperature of {' and '.join(sampled)}. "
             + ("Keep those of one temperature." if len(sampled) > 1 else "Set `temperature` to it.")
         )
     if "logprobs" not in samples[0]:

@@ -268,7 +268,7 @@ class RolloutTrainer(GRPOTrainer):
         return training_plan(self)
 
     def _largest_micro_batch(self, prompt: int, completion: int) -> tuple[int, int]:
-        """Rows of a micro-batch, and completions in each, if all prompts and completions have so many tokens."""
+        """Rows of a micro-batch, and completions in each, of prompts and completions of at most so many tokens."""
         return self.args.per_device_train_batch_size, 1
 
     def _run_epoch(self, **named):

@@ -192,11 +192,6 @@ def test_steps_that_a_resumed_run_repeats_count_once(tmp_path):
     assert [entry["reward"] for entry in log[3:]] == [0.4, 9.0, 9.0, 9.0]
 
 
-def test_a_resumed_run_that_logs_other_steps(tmp_path):
-    log = entries(written(tmp_path / "log.jsonl", rows_of(10, 20, 30, 40, 25, 35, 45)))
-    assert [entry["step"] for entry in log] == [10, 20, 25, 35, 45]
-
-
 def test_entries_that_come_again_are_counted(tmp_path, capsys):
     rows = [*rows_of(*range(1, 9)), *rows_of(5, 6, 7)]
     for name, log in (("oldest", rows), ("newest", rows[::-1])):

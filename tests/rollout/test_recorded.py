@@ -387,9 +387,17 @@ def test_side_files_of_a_folder_are_not_read_but_named(tmp_path, caplog):
 
 
 def test_a_table_of_text_with_rewards(tmp_path):
-    (tmp_path / "a.csv").write_text("prompt,completion,reward\n1+1=,2,1.0\n")
-    with pytest.raises(ValueError, match=r"a table of text, but 'reward' has numbers. Use JSON lines"):
-        load_rollouts(str(tmp_path / "a.csv"), 2)
+    (tmp_path / "train.csv").write_text("prompt,completion,reward\n1+1=,2,1.0\n")
+    with pytest.raises(ValueError, match=r"In CSV, all values are text: use JSON lines"):
+        load_rollouts(str(tmp_path), 2)
+
+
+def test_a_copy_of_a_dataset_on_the_hub(tmp_path):
+    (tmp_path / "data").mkdir()
+    Dataset.from_list([ROW] * 2).to_parquet(tmp_path / "data" / "train-00000-of-00001.parquet")
+    for name in ("README.md", "dataset_infos.json"):
+        (tmp_path / name).write_text("{}")
+    assert len(load_rollouts(str(tmp_path), 2)) == 1
 
 
 def test_files_that_cannot_be_used(tmp_path):
