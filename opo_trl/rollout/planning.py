@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from .rows import resize, take_rows
+from .rows import resize, rounded_up, take_rows
 from .shared_prompts import arrange
 
 
@@ -56,11 +56,6 @@ def columns(lengths: np.ndarray, most: np.ndarray, multiple: int | None = None) 
     used = rounded_up(np.maximum(lengths.max(axis=0), 1), multiple)
     prompt, completion = np.minimum(used, most).tolist()
     return {"prompt": prompt, "completion": completion}
-
-
-def rounded_up(tokens: Any, multiple: int | None) -> Any:
-    """Numbers of tokens, an integer or an array, rounded up to a multiple of `multiple`."""
-    return tokens if multiple is None else -(-tokens // multiple) * multiple
 
 
 def trim(rows: Mapping[str, Any], lengths: np.ndarray, multiple: int | None = None) -> Rows:

@@ -115,6 +115,11 @@ def layout(rows: Mapping[str, Any]) -> int:
     return zlib.crc32(repr(entries).encode())
 
 
+def rounded_up(columns: Any, multiple: int | None) -> Any:
+    """Numbers of columns, an integer or an array, rounded up to a multiple of `multiple`."""
+    return columns if multiple is None else -(-columns // multiple) * multiple
+
+
 def resize(rows: Mapping[str, Any], *, prompt: int, completion: int) -> dict[str, Any]:
     """Samples with these numbers of columns for the tokens of prompts and completions: cut, or padded with zeros."""
     widths = {name: prompt if name in PROMPT_COLUMNS else completion for name in _per_token(rows)}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from .rows import to_device
+from .rows import rounded_up, to_device
 
 
 def balance(model: PreTrainedModel) -> float | None:
@@ -69,8 +69,7 @@ def arrange(
             pieces.append(np.arange(first - 1, first + lengths[sample, 1]))
         segments = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
         rows.append(np.stack([np.concatenate(pieces), segments]))
-    width = max(row.shape[1] for row in rows)
-    width = width if multiple is None else -(-width // multiple) * multiple
+    width = rounded_up(max(row.shape[1] for row in rows), multiple)
     table = np.stack([np.pad(row, ((0, 0), (0, width - row.shape[1])), constant_values=-1) for row in rows])
     source, segment = to_device(torch.from_numpy(table), samples["completion_ids"].device).unbind(dim=1)
     return {"opo_source": source, "opo_segment": segment, "opo_shape": shape}

@@ -434,6 +434,9 @@ def test_what_does_not_fit_is_rejected(tiny_model, tmp_path, options, said):
 def test_completions_of_another_temperature_are_rejected(tiny_model, tmp_path, recorded):
     with pytest.raises(ValueError, match=r"temperature=0\.5"):
         replayed(tiny_model, tmp_path, recorded, temperature=0.5)
+    both = written(tmp_path, [ROW | {"temperature": t} for t in (0.7, 1.0)] * 8)
+    with pytest.raises(ValueError, match=r"of 0\.7 and 1\. Keep those of one"):
+        replayed(tiny_model, tmp_path, both, rollouts_model=tiny_model, temperature=1.0)
     source = written(tmp_path, [ROW | {"temperature": 0.7}] * 16)
     with pytest.raises(ValueError, match=r"temperature=1, .* at a temperature of 0\.7"):
         replayed(tiny_model, tmp_path, source, rollouts_model=tiny_model, temperature=1.0)

@@ -203,6 +203,12 @@ def test_a_budget_of_tokens_is_filled_and_planned(tiny_model, tmp_path, multiple
     assert max(part.numel() for part in tokens) <= budget
 
 
+def test_a_budget_is_rejected_where_each_backward_pass_is_a_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(OPOConfig, "updates_in_backward", True)  # the packages of such optimizers are not installed
+    with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=60 .* takes one in every backward pass"):
+        OPOConfig(str(tmp_path), max_tokens_per_micro_batch=60, use_cpu=True, bf16=False)
+
+
 @pytest.mark.parametrize(
     ("device", "options", "fills"),
     [
