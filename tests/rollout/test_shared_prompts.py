@@ -109,6 +109,9 @@ def test_prompts_are_shared_where_that_costs_less():
     assert best_cut(np.tile([[40, 6]], (8, 1)), fewest, prompts)[1:3] == ([], True)
     # Within a budget of tokens: 39 + 4 · 7 for a prompt.
     assert best_cut(np.tile([[40, 6]], (8, 1)), Limits(8, max_tokens=67), prompts)[1] == [4]
+    # With columns that are multiples of 16, 67 would be 80: three at most, in 64.
+    limits_of_16 = Limits(8, max_tokens=67, multiple=16)
+    assert len(best_cut(np.tile([[40, 6]], (8, 1)), limits_of_16, Prompts(np.zeros(8), 6000.0))[1]) == 2
     # A wider row than that of a completion of its own, where tokens and attention together cost less.
     assert best_cut(np.tile([[1024, 512]], (8, 1)), Limits(8, pass_tokens=FEWEST_PASSES), prompts)[1:3] == ([], True)
     # Filled up to 2 · (40 + 12) tokens: two rows of 39 + 4 · 3, and not 39 + 13 + 3 · 3.
