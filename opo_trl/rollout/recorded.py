@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import AutoTokenizer
@@ -25,6 +26,8 @@ from ..config import RolloutConfig
 from ..data.rollouts import KNOWN, RECORDED, load_rollouts, text_of
 from .prompts import check_columns
 
+
+logger = get_logger(__name__)
 
 FOLDER = "rollouts"  # in the output folder of a run that records its own
 
@@ -156,6 +159,8 @@ def completed(trainer: Any) -> Dataset:
             f"rollouts={args.rollouts!r} has the token {highest}, but the model's vocabulary has {vocabulary}: it was "
             "made with another tokenizer. Remove `completion_ids` and `logprobs`, and keep `completion`."
         )
+    if not is_text:
+        _check_texts(trainer, samples)
     sampled = sorted({f"{row.get('temperature', args.temperature):g}" for row in samples})  # in float32, perhaps
     if sampled != [f"{args.temperature:g}"]:
         raise ValueError(
@@ -173,6 +178,30 @@ def completed(trainer: Any) -> Dataset:
     elif not is_text:
         return dataset
     return dataset.remove_columns(RECORDED).add_column(RECORDED, groups)
+
+
+def _check_texts(trainer: Any, samples: Rows) -> None:
+    """Check of up to about 1,000 completions that also have their text that their tokens say the same."""
+    source, tokenizer = f"rollouts={trainer.args.rollouts!r}", trainer._tokenizer
+
+    def same(text: str, ids: list[int]) -> bool:
+        # A server may have cut a block of thinking, half a letter or special tokens out of the text.
+        said = [text, *(tokenizer.decode(ids, skip_special_tokens=skip) for skip in (True, False))]
+        own, *decoded = ("".join(each.replace("\ufffd", "").split()) for each in said)
+        return any(own in each for each in decoded)
+
+    known = [(text_of(row.get("completion")), row["completion_ids"]) for row in samples[:: 1 + len(samples) // 1000]]
+    pairs = [(text, ids) for text, ids in known if text is not None]
+    others = [(text, ids) for text, ids in pairs if not same(text, ids)]
+    if not others:
+        return
+    text, ids = others[0]
+    said = f"{source}: the tokens of {len(others):,} of {len(pairs):,} completions say something else than their text"
+    said += f", such as {tokenizer.decode(ids)[:40]!r} for {text[:40]!r}"
+    if 2 * len(others) > len(pairs):
+        fix = "If they are of another tokenizer, remove `completion_ids` and `logprobs`; if not, remove `completion`"
+        raise ValueError(f"{said}. {fix}.")
+    logger.warning(f"{said}. The tokens are trained on.")
 
 
 def _tokenize(trainer: Any, samples: list[dict[str, Any]]) -> None:

@@ -442,6 +442,20 @@ def test_completions_of_another_temperature_are_rejected(tiny_model, tmp_path, r
         replayed(tiny_model, tmp_path, source, rollouts_model=tiny_model, temperature=1.0)
 
 
+def test_tokens_that_do_not_say_what_their_text_says_are_rejected(tiny_model, tmp_path, caplog, recorded):
+    rows, tokenizer = rows_of(recorded), AutoTokenizer.from_pretrained(tiny_model)
+    chat = [row | {"completion": [{"role": "assistant", "content": row["completion"]}]} for row in rows]
+    without_first = [row | {"completion": tokenizer.decode(row["completion_ids"][1:])} for row in rows]
+    for same in (rows, chat, without_first):
+        replayed(tiny_model, tmp_path, written(tmp_path, same), max_steps=1)
+        assert "something else than their text" not in caplog.text
+    other = [row | {"completion": row["completion"] + "?"} for row in rows]
+    replayed(tiny_model, tmp_path, written(tmp_path, other[:1] + rows[1:]), max_steps=1)
+    assert f"the tokens of 1 of {len(rows)} completions say something else than their text" in caplog.text
+    with pytest.raises(ValueError, match=f"the tokens of {len(rows)} of {len(rows)} .*If they are of another"):
+        replayed(tiny_model, tmp_path, written(tmp_path, other), max_steps=1)
+
+
 def test_log_probabilities_that_are_not_finite_are_rejected(tiny_model, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     model.lm_head.weight.data[7] = math.nan
