@@ -22,6 +22,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from scipy.stats import binomtest
+from transformers import set_seed
 from trl.trainer.utils import strip_images_from_messages
 
 from .checks.devices import check_placed
@@ -88,9 +89,13 @@ class Evaluation:
 
     def pass_at_interval(self, k: int) -> tuple[float, float]:
         """95 % interval of [`pass_at`]: the normal one over problems; Wilson's with one completion per problem."""
-        if self.per_problem == 1:
-            return wilson_interval(self.correct, self.scored)
-        return _interval_over_problems(self._chances(k), self.pass_at(k))
+        return self._interval(self._chances(k), self.pass_at(k))
+
+    def _interval(self, chances: list[float], mean: float) -> tuple[float, float]:
+        if self.per_problem == 1 or len({*chances}) <= 1:  # without spread, the normal one would be a single point
+            return wilson_interval(round(sum(chances)), len(chances))
+        half = NormalDist().inv_cdf(0.975) * stdev(chances) / len(chances) ** 0.5
+        return max(mean - half, 0.0), min(mean + half, 1.0)
 
     def _chances(self, k: int) -> list[float]:
         """The probability for each problem with at least `k` scored completions."""
@@ -102,21 +107,11 @@ class Evaluation:
         is Wilson's interval; with several it is the normal one over problems, or Wilson's where these are all equal,
         and `pass_at` for 1, 2, 4 … is added.
         """
-        counts = {"correct": self.correct, "scored": self.scored, "unscorable": self.unscorable}
-        if self.per_problem == 1:
-            low, high = wilson_interval(self.correct, self.scored)
-            return {"accuracy": self.accuracy, "low": low, "high": high, **counts}
-        low, high = _interval_over_problems([right / n for right, n in self.by_problem], self.accuracy)
+        low, high = self._interval([right / n for right, n in self.by_problem], self.accuracy)
+        found: dict[str, Any] = {"accuracy": self.accuracy, "low": low, "high": high}
+        found |= {"correct": self.correct, "scored": self.scored, "unscorable": self.unscorable}
         powers = [2**i for i in range(self.per_problem.bit_length())]
-        pass_at = {str(k): self.pass_at(k) for k in powers}
-        return {"accuracy": self.accuracy, "low": low, "high": high, **counts, "pass_at": pass_at}
-
-
-def _interval_over_problems(accuracies: list[float], mean: float) -> tuple[float, float]:
-    if len(set(accuracies)) <= 1:  # no spread to measure: the normal interval would be a single point
-        return wilson_interval(round(sum(accuracies)), len(accuracies))
-    half = NormalDist().inv_cdf(0.975) * stdev(accuracies) / len(accuracies) ** 0.5
-    return max(mean - half, 0.0), min(mean + half, 1.0)
+        return found | ({"pass_at": {str(k): self.pass_at(k) for k in powers}} if self.per_problem > 1 else {})
 
 
 def wilson_interval(correct: int, total: int) -> tuple[float, float]:
@@ -277,9 +272,7 @@ def _own_random_state(trainer: "GRPOTrainer", seed: int) -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
+            set_seed(seed % 2**32)
             yield
     finally:
         random.setstate(python)

@@ -49,7 +49,6 @@ CONTRACT: Contract = {
         "_sync_tool_dicts": None,  # of the current batch
         "_async_tool_dicts": None,
         "_environment_pool": None,  # evaluations have their own
-        "_last_loaded_step": None,  # whose weights vLLM has
         **dict.fromkeys(("_step", "generation_config", "log_multimodal", "num_generations_eval")),
         "vllm_importance_sampling_correction": None,
         # The loss
@@ -61,7 +60,8 @@ CONTRACT: Contract = {
             *("mask", "off_policy_threshold"),
         ),
         "get_high_entropy_mask": ("entropies", "mask", "threshold"),
-        **dict.fromkeys(("_current_train_step_time", "_last_loaded_step")),
+        "_current_train_step_time": None,
+        "_last_loaded_step": None,  # whose weights vLLM has
         **dict.fromkeys(("_entropy_bonus_enabled", "_last_world_entropy", "entropy_coef")),
         # The log
         **dict.fromkeys(("_logs", "_metrics", "_pending_extra_logs", "_pending_metrics")),

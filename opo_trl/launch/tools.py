@@ -6,7 +6,6 @@ TRL finds most mistakes when it renders the first prompt, or when the model firs
 
 import copy
 import inspect
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,8 +83,8 @@ def load_tools(script: OPOScriptArguments, args: RolloutConfig) -> Tools:
         raise ValueError(f"{asked} needs conversations, but prompt_style='plain' makes text. {fix}.")
     if args.max_completion_length is None:
         raise ValueError(f"{asked} needs a limit for a conversation and its calls. Set `max_completion_length`.")
-    named = Counter(tool.__name__ for tool in found.offered)
-    if twice := [name for name, count in named.items() if count > 1]:
+    names = [tool.__name__ for tool in found.offered]
+    if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{asked} offers {twice[0]!r} twice, so that one is never called. Rename one of them.")
     return found
 

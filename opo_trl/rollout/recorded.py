@@ -112,14 +112,10 @@ def rewards(samples: Rows, weights: torch.Tensor) -> torch.Tensor | None:
     return table
 
 
-def rollout_func(samples: Rows) -> Any:
-    """TRL's `rollout_func` for recorded samples."""
-
-    def recall(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        tokens = {name: [row[name] for row in samples] for name in ("completion_ids", "logprobs")}
-        return {"prompt_ids": trainer._tokenize_prompts(prompts)[0], **tokens}
-
-    return recall
+def recall(samples: Rows, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """TRL's `rollout_func`, once its recorded `samples` are bound."""
+    tokens = {name: [row[name] for row in samples] for name in ("completion_ids", "logprobs")}
+    return {"prompt_ids": trainer._tokenize_prompts(prompts)[0], **tokens}
 
 
 def behaviour_logps(samples: Rows, completion_ids: list[list[int]], like: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -444,7 +444,7 @@ class RolloutTrainer(GRPOTrainer):
         source: AbstractContextManager[None] = nullcontext()
         if self._replays_recorded:
             inputs, samples = recorded.one_by_one(inputs, self.accelerator.process_index, self.num_generations)
-            source = temporarily(self, rollout_func=recorded.rollout_func(samples))
+            source = temporarily(self, rollout_func=partial(recorded.recall, samples))
             self._recorded_samples = samples
         # A reward may score with the policy itself, and leave it in evaluation mode.
         with self._keep_mode(), recorded_rewards(self) as scored, environments, source:

@@ -33,13 +33,10 @@ def status(url: str, route: str = "/health") -> int | str | None:
         return None if silent else f"{type(error).__name__}: {one_line(str(error))}"
 
 
-def is_healthy(said: int | str | None) -> bool:
-    """Whether what a server said about its health means that it can generate."""
-    return said == 200
-
-
-def wait(url: str, seconds: float, until: Callable[[int | str | None], bool] = is_healthy) -> int | str | None:
-    """Wait until a server says something about its health, or time is up; returns what it said last."""
+def wait(
+    url: str, seconds: float, until: Callable[[int | str | None], bool] = lambda said: said == 200
+) -> int | str | None:
+    """Wait until a server says something about its health, such as 200, or time is up; returns what it said last."""
     deadline = time.monotonic() + seconds
     while not until(said := status(url)) and (left := deadline - time.monotonic()) > 0:
         time.sleep(min(1.0, left))
@@ -48,7 +45,7 @@ def wait(url: str, seconds: float, until: Callable[[int | str | None], bool] = i
 
 def wait_until_it_answers(url: str) -> None:
     """Wait until a server is healthy; a `RuntimeError` if it has not been for two minutes."""
-    if not is_healthy(wait(url, PATIENCE)):
+    if wait(url, PATIENCE) != 200:
         raise RuntimeError(_message(url))
 
 
@@ -86,7 +83,7 @@ def without_password(url: str | None) -> Iterator[None]:
 def _watch(url: str, done: threading.Event) -> None:
     answered = time.monotonic()
     while not done.wait(PERIOD):
-        if is_healthy(said := status(url)):
+        if (said := status(url)) == 200:
             answered = time.monotonic()
         elif time.monotonic() - answered > PATIENCE and not done.is_set():
             os.write(2, f"\n{_message(url)} Its last answer: {said}.\n".encode())
