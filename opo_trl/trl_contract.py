@@ -78,6 +78,7 @@ CONTRACT: Contract = {
         "_finalize_training": (),
         "_get_grad_norm": ("model", "grad_norm"),  # skips a step with a non-finite gradient
         "_maybe_log_save_evaluate": (),
+        "_determine_best_metric": ("metrics", "trial"),  # with `save_strategy: best`, whether to save
         "log": ("logs", "start_time"),
         "_defer_fsdp_gradient_reduction": (),
         # What a checkpoint holds, and how a run resumes

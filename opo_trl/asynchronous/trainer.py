@@ -378,6 +378,9 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         step = self.state.global_step + 1
         return self._skipped.check(model, norm, step=step, micro_batches=self._batches_of_step)
 
+    def _determine_best_metric(self, metrics, trial):
+        return super()._determine_best_metric(metrics, trial) or self.control.should_save  # as in `RolloutTrainer`
+
     def _maybe_log_save_evaluate(self, *inputs, **named):
         with self._skipped.end_of_step(self):
             super()._maybe_log_save_evaluate(*inputs, **named)

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -243,6 +243,24 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             with suppress(OSError):
                 part.unlink()
             raise
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or the names in a folder are on the disk, as far as its file system can tell."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def free(path: Path) -> Path:
+    """The path if nothing is there, or else the first of `path-2`, `path-3` … that is free."""
+    further = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
+    return next(each for each in chain([path], further) if not os.path.lexists(each))
 
 
 @contextmanager

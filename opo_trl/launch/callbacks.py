@@ -50,7 +50,7 @@ class LogFile(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero:
-            append_lines(self.folder / LOG, [{"step": state.global_step, **logs}])
+            append_lines(self.folder / LOG, [{"step": state.global_step} | logs | {"step": state.global_step}])
 
 
 _SHOWN = {"reward": "reward", "validation/accuracy": "validation", "entropy": "entropy", "grad_norm": "grad"}

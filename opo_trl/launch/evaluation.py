@@ -10,6 +10,8 @@ Both use the same engine. What the numbers mean, and why they differ: `docs/repo
 """
 
 import argparse
+import fcntl
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -19,7 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig
 
-from ..checks import paths
+from ..checks import files, paths
 from ..checks.environment import check_installed
 from ..checks.errors import under_way
 from ..checks.weights import check_adapter, check_finite, check_weights
@@ -33,6 +35,8 @@ from .harness import Subject
 from .preflight import check_model, load_tokenizer, read_adapter
 from .scores import Asking, measure, reward_of
 
+
+logger = logging.getLogger(__name__)
 
 _BATCH, _LENGTH = 8, 1024  # without a run
 _LEAST = {"limit": 1, "samples": 1, "max_completion_length": 1, "batch_size": 1, "num_fewshot": 0}
@@ -92,6 +96,8 @@ def main(argv: Sequence[str]) -> None:
     lm = harness.load_model(subject, **how)
     check_finite(None, getattr(lm, "model", None))  # that of vLLM is in another process
     output.mkdir(parents=True, exist_ok=True)
+    about = {"model": subject.name, "optimizer_steps": stored.steps_trained(Path(subject.name))}
+    about |= {"environment": environment()}
     ks = sorted(set(arguments.k or [2**i for i in range(arguments.samples.bit_length())]))
     measured, written = {}, []
     for name, tasks in loaded.items():
@@ -99,28 +105,38 @@ def main(argv: Sequence[str]) -> None:
         for theirs, task in tasks.items():
             how = {"limit": arguments.limit, "num_fewshot": arguments.num_fewshot, "batch_size": batch_size}
             entry = measure(lm, task, asking, reward, samples=arguments.samples, ks=ks, **how)
-            about = {"lm_eval_task": theirs, "lm_eval_version": version("lm_eval"), "backend": arguments.backend}
-            about |= {"data": str(data[name]) if name in data else None, "limit": arguments.limit}
-            entry["settings"] |= about
+            entry["settings"] |= {"lm_eval_task": theirs, "lm_eval_version": version("lm_eval")}
+            entry["settings"] |= {"backend": arguments.backend, "limit": arguments.limit}
+            entry["settings"] |= {"data": str(data[name]) if name in data else None}
             label = name if len(tasks) == 1 else theirs
             measured[label] = entry
             try:
                 with under_way():
-                    written = _add(output, subject, {label: entry})  # at once: the next task may take hours, or fail
-            except OSError:
+                    written = _add(output, about, {label: entry})  # at once: the next task may take hours, or fail
+            except Exception:
                 print(stored.markdown({"model": subject.name, "tasks": measured}))
                 raise
     print(stored.markdown({"model": subject.name, "tasks": measured}))
     print(*written, sep="\n")
 
 
-def _add(output: Path, subject: Subject, tasks: Mapping[str, Any]) -> list[Path]:
-    """Add tasks to the files of an evaluation, unless they are of another model; returns the paths of all files."""
-    about = {"model": subject.name, "optimizer_steps": stored.steps_trained(Path(subject.name))}
-    earlier = stored.read_evaluation(output)
-    if earlier and _is_of(output, subject.name) and earlier.get("optimizer_steps") == about["optimizer_steps"]:
-        tasks = {**earlier["tasks"], **tasks}
-    written = stored.write_evaluation(output, {**about, "environment": environment(), "tasks": tasks})
+def _add(output: Path, about: Mapping[str, Any], tasks: Mapping[str, Any]) -> list[Path]:
+    """
+    Add tasks to the files of an evaluation, as other processes may do at the same time; returns all their paths.
+    An earlier evaluation of another model, or after other optimizer steps, is kept under another name.
+    """
+    with files.open_to_append(output / stored.LOCK) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        earlier = stored.read_evaluation(output)
+        model, steps = str(earlier.get("model", "")), earlier.get("optimizer_steps")
+        if earlier and _is_of(model, output, about["model"]) and steps == about["optimizer_steps"]:
+            tasks = {**earlier["tasks"], **tasks}
+        elif earlier:
+            kept = files.free(output / f"evaluation-{steps or 'unfinished'}.json")
+            os.replace(output / stored.EVALUATION, kept)
+            after = "of an unfinished run" if steps is None else f"after {steps} optimizer steps"
+            logger.warning(f"The evaluation of {model!r} {after} is kept in {str(kept)!r}.")
+        written = stored.write_evaluation(output, {**about, "tasks": tasks})
     if is_run(output):
         write_or_say_why(output)
     return written
@@ -155,7 +171,7 @@ def _output(arguments: argparse.Namespace) -> Path:
     paths.check_folder("output", output)
     earlier = str(stored.read_evaluation(output).get("model", ""))
     lost, model = "", arguments.model
-    if earlier and not _is_of(output, model):
+    if earlier and not _is_of(earlier, output, model):
         lost = f"{str(output / stored.EVALUATION)!r} is the evaluation of {earlier!r}, not of MODEL={model!r}"
     elif not earlier and (output / stored.EVALUATION_TABLE).exists():
         lost = f"{str(output / stored.EVALUATION_TABLE)!r} is not of an earlier evaluation"
@@ -164,9 +180,8 @@ def _output(arguments: argparse.Namespace) -> Path:
     return output
 
 
-def _is_of(output: Path, model: str) -> bool:
-    """Whether a folder's evaluation is of a model, whose own folder may have had another path then."""
-    earlier = str(stored.read_evaluation(output).get("model", ""))
+def _is_of(earlier: str, output: Path, model: str) -> bool:
+    """Whether a folder's evaluation of the model `earlier` is of a model, which may have had another path then."""
     own = output.resolve() == Path(model).resolve() and Path(earlier).name in ("", "..", output.resolve().name)
     return own or os.path.realpath(earlier) == os.path.realpath(model)
 

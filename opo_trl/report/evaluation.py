@@ -6,17 +6,20 @@ The evaluation of a model by `opo-trl evaluate`: its files, table and sentences.
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checks.files import read_json, write, write_json
+from ..checks.files import LONGEST, read_json, write, write_json
 from ..checks.text import one_line
 from .pages import in_markdown, table
 from .run_folder import read_summary
 
 
-EVALUATION, EVALUATION_TABLE = "evaluation.json", "evaluation.md"
+EVALUATION, EVALUATION_TABLE, LOCK = "evaluation.json", "evaluation.md", "_evaluation_lock"
+
+logger = logging.getLogger(__name__)
 
 
 def read_evaluation(folder: Path) -> dict[str, Any]:
@@ -38,7 +41,15 @@ def steps_trained(folder: Path) -> int | None:
 
 
 def write_evaluation(folder: Path, content: Mapping[str, Any]) -> list[Path]:
-    """Write `evaluation.json` and `evaluation.md`; returns their paths."""
+    """
+    Write `evaluation.json` and `evaluation.md`; returns their paths. If it would be too large to be read again, the
+    verdicts on each problem, with all completions, are left out.
+    """
+    if len(json.dumps(content, indent=2, default=str)) >= LONGEST:
+        tasks = content["tasks"].items()
+        shorter = {task: {name: part for name, part in found.items() if name != "samples"} for task, found in tasks}
+        content = {**content, "tasks": shorter}
+        logger.warning(f"{EVALUATION} would be too large to be read: it lacks the verdicts on each problem.")
     write_json(folder / EVALUATION, content)
     write(folder / EVALUATION_TABLE, markdown(content))
     return [folder / EVALUATION, folder / EVALUATION_TABLE]

@@ -57,10 +57,11 @@ _DESCRIPTION = (RECIPE, SETTINGS, ENVIRONMENT, REQUIREMENTS)
 # All else that a run writes into its folder, and all that overwriting deletes: paths in the folder.
 _WRITTEN = (
     r"_.+\.[0-9a-f]{8}\.part",  # of a file that was being written
-    r"plan\.txt|log\.jsonl|completions\.jsonl|summary\.json|evaluation\.(json|md)|report\.html",
+    r"plan\.txt|log\.jsonl|completions\.jsonl|summary\.json|report\.html",
+    r"_evaluation_lock|evaluation\.md|evaluation(-(\d+|unfinished)(-\d+)?)?\.json",
     r"figures/(training|passes|time|accuracy)\.(png|svg)|completions/completions_\d+\.parquet",
     r"rollouts/\d+-\d+\.jsonl",
-    r"skipped_step_\d+\.pt|_?checkpoint-\d+",  # a checkpoint with all that is in it
+    r"skipped_step_\d+\.pt|_?checkpoint-\d+(-replaced(-\d+)?)?",  # with all that is in it
     # Transformers, PEFT and TRL
     r"(config|generation_config|adapter_config|trainer_state|(all|train|eval)_results)\.json",
     r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?",
@@ -277,7 +278,8 @@ def environment() -> dict[str, Any]:
 
 def _installed() -> dict[str, str]:
     """Versions of the installed distributions; if one is installed twice, that of the imported one."""
-    return {canonicalize_name(found.name): found.version for found in reversed([*distributions()])}
+    named = ((found.metadata["Name"], found.version) for found in reversed([*distributions()]))
+    return {canonicalize_name(name): version for name, version in named if name}  # a broken one has none
 
 
 def git_commit(folder: Path) -> str | None:
@@ -285,6 +287,6 @@ def git_commit(folder: Path) -> str | None:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
-    except OSError:
+    except (OSError, subprocess.SubprocessError):  # no git, or a file system that is too slow for it
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None

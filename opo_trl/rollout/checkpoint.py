@@ -30,6 +30,8 @@ from safetensors import safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
+from ..checks.files import free, sync
+
 
 logger = get_logger(__name__)
 
@@ -68,12 +70,14 @@ def finalize(folder: Path) -> None:
 
 def finish(folder: Path, limit: int | None, best: str | None) -> None:
     """
-    Once Transformers has written its state, add that to the manifest, which is replaced as a whole; then delete older
-    checkpoints ([`rotate`]), and what [`make_way`] kept, now or before a kill.
+    Once Transformers has written its state, add that to the manifest, which is replaced as a whole; then, when all of
+    it is on the disk, delete older checkpoints ([`rotate`]), and what [`make_way`] kept, now or before a kill.
     """
     if (folder / MANIFEST).exists():  # not with `save_only_model`
         _add([folder / TRAINER_STATE_NAME], folder, _read_json(folder / MANIFEST)["files"])
-    rotate(folder.parent, limit, best)
+    for written in [*_files(folder), *filter(Path.is_dir, folder.rglob("*")), folder, folder.parent]:
+        sync(written)
+    rotate(folder.parent, limit, best, newest=folder)
     for path in _sorted(folder.parent, REPLACED_PREFIX):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -94,7 +98,15 @@ def make_way(folder: Path) -> None:
     """
     Empty the place of a checkpoint. A finished one of the same step, as of a watch that fires at the end of an epoch,
     is kept next to it until the new one is finished: older ones may be gone, and a kill must not cost the last.
+
+    Those of later steps are of a run that has been resumed from an earlier step, or started anew: they are kept under
+    another name, so that none of them is taken for the last checkpoint of this run.
     """
+    for path in map(Path, _sorted(folder.parent, PREFIX_CHECKPOINT_DIR)):
+        if _step(path) > _step(folder) and finished(path):
+            aside = free(path.with_name(f"{path.name}-replaced"))
+            path.rename(aside)
+            logger.warning(f"{path} is later than step {_step(folder)}, where the run is now: it is kept as {aside}.")
     if finished(folder):
         kept = replaced(folder)
         shutil.rmtree(kept, ignore_errors=True)
@@ -106,6 +118,10 @@ def make_way(folder: Path) -> None:
 def replaced(folder: Path) -> Path:
     """Where [`make_way`] keeps the previous checkpoint of the same step."""
     return folder.with_name(f"_{folder.name}")
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
 
 
 def _read_json(path: Path) -> Any:
@@ -126,16 +142,16 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
-def rotate(run: Path, limit: int | None, best: str | None) -> None:
+def rotate(run: Path, limit: int | None, best: str | None, newest: Path) -> None:
     """
-    Delete the oldest checkpoints until `limit` are left, but neither the latest nor the best one.
+    Delete the oldest checkpoints until `limit` are left, but neither the newest nor the best one.
 
     Transformers would also delete copies that somebody keeps, such as `checkpoint-40-copy` or `checkpoint-best`.
     """
     paths = _sorted(run, PREFIX_CHECKPOINT_DIR, use_mtime=True)
     if not limit or limit < 0 or len(paths) <= limit:
         return
-    kept = {paths[-1], str(Path(best or paths[-1]))}
+    kept = {str(newest), str(Path(best or newest))}
     for path in [path for path in paths if path not in kept][: len(paths) - max(limit, len(kept))]:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -245,7 +261,7 @@ def last_complete(output_dir: str) -> str | None:
 def _latest_first(output_dir: str) -> list[str]:
     """Folders of a run's checkpoints by step; one that is being replaced comes after its replacement."""
     found = [*_sorted(output_dir, REPLACED_PREFIX), *_sorted(output_dir, PREFIX_CHECKPOINT_DIR)]
-    return sorted(found, key=lambda path: int(path.rpartition("-")[2]))[::-1]
+    return sorted(found, key=lambda path: _step(Path(path)))[::-1]
 
 
 def resolve(wanted: str | bool | None, output_dir: str) -> str | None:

@@ -8,6 +8,7 @@ completions in place of new ones, so that all else is as with generation.
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -333,13 +334,20 @@ def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids:
         for place, (row, ids) in enumerate(zip(inputs, completion_ids, strict=True))
     ]
     folder = files.inner_folder(Path(trainer.args.output_dir), FOLDER)
+    before = done - len(inputs) * accelerator.num_processes
+    earlier = [file for file in folder.iterdir() if re.fullmatch(r"\d{9,}-\d+\.jsonl", file.name)]
+    if before == 0:
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process and earlier:
+            aside = files.free(folder.with_name(f"{FOLDER}-replaced"))
+            aside.mkdir()
+            for file in earlier:
+                file.rename(aside / file.name)
+            logger.warning(f"The rollouts of an earlier run in {str(folder)!r} are moved to {str(aside)!r}.")
+        accelerator.wait_for_everyone()
     files.write_lines(folder / f"{done:09}-{accelerator.process_index}.jsonl", lines)
-    if accelerator.is_main_process:  # an earlier run in this folder may have gone further, or in other steps
-        before = done - len(inputs) * accelerator.num_processes
-        for file in folder.glob("*-*.jsonl"):
-            numbers = file.stem.split("-")
-            if not all(map(str.isdecimal, numbers)):
-                continue
-            count, process = map(int, numbers)
+    if before and accelerator.is_main_process:  # before it was killed, this run may have gone further, in other steps
+        for file in earlier:
+            count, process = map(int, file.stem.split("-"))
             if before < count < done or (count, process) >= (done, accelerator.num_processes):
                 file.unlink()

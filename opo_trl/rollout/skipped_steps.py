@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer
 from transformers.optimization import GreedyLR
 
+from ..checks import files
 from .checkpoint import last_complete
 
 
@@ -42,9 +43,14 @@ class SkippedSteps:
         model.zero_grad()  # optimizers skip parameters without a gradient
         self.total += 1
         kept = Path(self.args.output_dir) / f"skipped_step_{self.accelerator.process_index}.pt"
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"step": step, "micro_batches": micro_batches}, kept)
-        logger.warning(f"Step {step} is skipped: its gradient is not finite. Its samples are kept in {str(kept)!r}.")
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with files.replacing(kept) as file:
+                torch.save({"step": step, "micro_batches": micro_batches}, file)
+            said = f"are kept in {str(kept)!r}"
+        except (OSError, RuntimeError) as error:  # a full disk; the run can go on
+            said = f"could not be kept: {error}"
+        logger.warning(f"Step {step} is skipped: its gradient is not finite. Its samples {said}.")
         return math.nan
 
     @contextmanager

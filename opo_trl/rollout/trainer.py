@@ -369,6 +369,10 @@ class RolloutTrainer(GRPOTrainer):
         step = self.state.global_step + 1
         return self._skipped.check(model, norm, step=step, micro_batches=self._batches_of_step)
 
+    def _determine_best_metric(self, metrics, trial):
+        # Under `save_strategy: best` it decides alone, also where a signal, a watch or a skipped step wants to save.
+        return super()._determine_best_metric(metrics, trial) or self.control.should_save
+
     def _maybe_log_save_evaluate(self, *args, **named):
         limit = self.args.max_completions
         spent = limit is not None and self.rollout_is_used_up and self.completions_generated >= limit

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -480,6 +481,43 @@ def test_further_tasks_join_the_file_of_the_same_model(embedded, gsm8k_data, tmp
     assert read(folder)["tasks"]["arithmetic"]["settings"]["problems"] == 2
 
 
+def add(output: Path, model: str, tasks: dict) -> None:
+    steps = evaluation.stored.steps_trained(Path(model))
+    evaluation._add(output, {"model": model, "optimizer_steps": steps, "environment": {}}, tasks)
+
+
+@needs_lm_eval
+def test_evaluations_that_end_together_keep_all_tasks(embedded, tmp_path):
+    measured = read(embedded)["tasks"]["arithmetic"]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: add(tmp_path, "model", {f"task {number}": measured}), range(24)))
+    assert len(read(tmp_path)["tasks"]) == 24
+
+
+@needs_lm_eval
+def test_an_evaluation_is_kept_when_the_model_has_been_trained_further(embedded, tmp_path, monkeypatch, caplog):
+    measured = read(embedded)["tasks"]["arithmetic"]
+    for steps in (9, 12, None, 12):
+        (tmp_path / "summary.json").write_text(json.dumps({"optimizer_steps": steps} if steps else {}))
+        add(tmp_path, str(tmp_path), {f"at {steps}": measured})
+    names = sorted(path.name for path in tmp_path.glob("evaluation*.json"))
+    assert names == ["evaluation-12.json", "evaluation-9.json", "evaluation-unfinished.json", EVALUATION]
+    assert json.loads((tmp_path / "evaluation-9.json").read_text())["tasks"] == {"at 9": measured}
+    assert "after 9 optimizer steps is kept in" in caplog.text
+
+
+@needs_lm_eval
+def test_an_evaluation_can_always_be_read_again(embedded, tmp_path, monkeypatch):
+    measured = read(embedded)["tasks"]["arithmetic"]
+    whole = len(json.dumps(measured, indent=2))
+    monkeypatch.setattr(evaluation.stored, "LONGEST", whole)
+    for task in ("first", "second"):
+        add(tmp_path, "model", {task: measured})
+    tasks = read(tmp_path)["tasks"]
+    assert [task["agreement"] for task in tasks.values()] == [measured["agreement"]] * 2
+    assert not any("samples" in task for task in tasks.values())
+
+
 @needs_lm_eval
 def test_a_model_is_the_same_by_another_path(embedded, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -489,7 +527,7 @@ def test_a_model_is_the_same_by_another_path(embedded, tmp_path, monkeypatch):
     Path("model/summary.json").symlink_to("../blob")  # as in the cache of the Hub
     measured = read(embedded)["tasks"]["arithmetic"]
     for name, task in (("model", "first"), ("./model/", "second")):
-        evaluation._add(Path("out"), evaluation.Subject(name, name, None, name, {}), {task: measured})
+        add(Path("out"), name, {task: measured})
     assert read(Path("out"))["tasks"].keys() == {"first", "second"}
     assert read(Path("out"))["optimizer_steps"] == 9
 
@@ -499,7 +537,7 @@ def test_tasks_in_the_folder_of_a_model_stay_however_it_is_called(embedded, tmp_
     (tmp_path / "runs" / "q").mkdir(parents=True)
     for place, name, task in ((tmp_path, "runs/q", "first"), (tmp_path / "runs", "q", "second")):
         monkeypatch.chdir(place)
-        evaluation._add(Path(name), evaluation.Subject(name, name, None, name, {}), {task: measured})
+        add(Path(name), name, {task: measured})
     assert read(Path("q"))["tasks"].keys() == {"first", "second"}
 
 

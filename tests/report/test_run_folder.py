@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import subprocess
 from importlib import metadata
 
 import pytest
@@ -11,6 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from opo_trl.checks.files import read_json
+from opo_trl.report import run_folder
 from opo_trl.report.run_folder import LOCK, RECIPE, REQUIREMENTS, claim, left_as_found, write_description
 
 
@@ -185,6 +187,18 @@ def test_description_names_versions_seed_and_commit(tmp_path):
     assert environment["packages"]["torch"]
     assert "git_commit" in environment
     assert "alpha: 0.4" in (tmp_path / RECIPE).read_text()
+
+
+def test_description_is_written_whatever_git_and_a_broken_package_do(tmp_path, monkeypatch):
+    def slow(*_, **__):
+        raise subprocess.TimeoutExpired("git", 10)
+
+    (tmp_path / "half_installed-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(subprocess, "run", slow)
+    found = run_folder.environment()
+    assert found["git_commit"] is None
+    assert found["packages"]["trl"]
 
 
 def test_requirements_are_those_of_the_installed_environment(tmp_path):

@@ -554,5 +554,38 @@ def test_rotation_keeps_the_best_and_the_latest_checkpoint(tmp_path: Path):
     for step in range(1, 5):
         (tmp_path / f"checkpoint-{step}").mkdir()
     for limit, left in ((None, [1, 2, 3, 4]), (3, [1, 3, 4]), (1, [1, 4])):
-        rotate(tmp_path, limit, best=str(tmp_path / "checkpoint-1"))
+        rotate(tmp_path, limit, best=str(tmp_path / "checkpoint-1"), newest=tmp_path / "checkpoint-4")
         assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{step}" for step in left]
+
+
+def test_a_new_checkpoint_is_kept_although_the_clock_was_set_back(tiny_model: str, tmp_path: Path):
+    class Ahead(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            folder = tmp_path / f"checkpoint-{state.global_step}"
+            os.utime(folder, (folder.stat().st_mtime + 3600 / state.global_step,) * 2)
+
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trained(tiny_model, tmp_path, max_steps=3, trainer_arguments={"callbacks": [Ahead()]}, **saving)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_checkpoints_after_the_one_that_a_run_goes_on_from_are_set_aside(copy: Path, tiny_model: str, caplog):
+    options = {"max_steps": 2, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(tiny_model, copy, **options).train(resume_from_checkpoint=str(copy / "checkpoint-1"))
+    assert last_complete(str(copy)) == str(copy / "checkpoint-2")
+    assert fault(copy / "checkpoint-3-replaced") is None
+    assert "checkpoint-3 is later than step 2, where the run is now: it is kept as" in caplog.text
+
+
+@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+def test_a_checkpoint_that_is_asked_for_is_saved_under_the_best_strategy_too(tiny_model, tmp_path, trainer_class):
+    class Asks(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = state.global_step == 2
+
+    options = {"save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": True, "max_steps": 3}
+    options |= {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2}
+    asked = {"eval_dataset": Dataset.from_dict({"prompt": PROMPTS[:2]}), "callbacks": [Asks()]}
+    trained(tiny_model, tmp_path, trainer_class=trainer_class, trainer_arguments=asked, **options)
+    assert (tmp_path / "checkpoint-2").is_dir()
+    assert not (tmp_path / "checkpoint-3").exists()

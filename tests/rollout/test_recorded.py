@@ -242,11 +242,23 @@ def test_truncated_completions_are_recorded_with_their_log_probabilities(tiny_mo
     assert all(logp < 0 for row in rows for logp in row["logprobs"])
 
 
-def test_a_new_run_in_a_folder_leaves_no_rollout_of_an_earlier_one(tiny_model, tmp_path):
-    for steps in (6, 2):
+def test_a_new_run_in_a_folder_moves_the_rollouts_of_an_earlier_one(tiny_model, tmp_path, caplog):
+    def names(folder: str) -> list[str]:
+        return sorted(file.name for file in (tmp_path / folder).iterdir())
+
+    def run(steps: int) -> None:
         options = {**STEPS, "max_steps": steps, "save_rollouts": True, "trainer_arguments": GENERATES}
         trained(tiny_model, tmp_path, **options)
-    assert [file.name for file in (tmp_path / "rollouts").iterdir()] == ["000000016-0.jsonl"]
+
+    run(6)
+    first = rows_of(tmp_path / "rollouts")
+    (tmp_path / "rollouts" / "2026-11.jsonl").touch()
+    run(2)
+    assert names("rollouts") == ["000000016-0.jsonl", "2026-11.jsonl"]
+    assert rows_of(tmp_path / "rollouts-replaced") == first
+    assert "are moved to" in caplog.text
+    run(2)
+    assert names("rollouts-replaced-2") == ["000000016-0.jsonl"]
 
 
 def test_a_run_with_other_batches_leaves_no_rollout_of_an_earlier_one(tiny_model, tmp_path):

@@ -48,6 +48,25 @@ def test_part_counts_keeps_samples_and_resumes(tmp_path):
         pass
 
 
+def test_samples_replace_a_link_and_may_be_lost_on_a_full_disk(tmp_path, caplog, monkeypatch):
+    def check(step: int) -> None:
+        norm = part.check(torch.nn.Linear(1, 1), math.nan, step=step, micro_batches=[step])
+        assert math.isnan(norm)
+
+    def full(*_):
+        raise RuntimeError("unexpected pos 64 vs 0")  # what torch says of a full disk
+
+    part = SkippedSteps(SimpleNamespace(output_dir=str(tmp_path), max_skipped_steps=9), Accelerator(cpu=True))
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "skipped_step_0.pt").symlink_to("mine.txt")
+    check(1)
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+    monkeypatch.setattr(torch, "save", full)
+    check(2)
+    assert "Its samples could not be kept: unexpected pos" in caplog.text
+    assert torch.load(tmp_path / "skipped_step_0.pt")["step"] == 1
+
+
 @pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
 def test_step_is_skipped_and_the_next_is_taken(tiny_model, tmp_path, trainer_class):
     trainer = trained(
