@@ -1,5 +1,6 @@
 """Check paths from recipes and command lines before anything opens them."""
 
+import argparse
 import json
 import os
 from collections.abc import Iterator
@@ -30,6 +31,13 @@ def check_name(field: str, value: Any) -> None:
     for problem in (problem for problem, holds in problems.items() if holds):
         shown = repr(text if len(text) <= 100 else f"{text[:100]}…")
         raise ValueError(f"{field}={shown} {problem.format(field)}.")
+
+
+def path(text: str) -> Path:
+    """A path on the command line, for `argparse`; `~` is the home folder, which no shell replaces after a `=`."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty. Pass a path, or leave the option out")
+    return Path(os.path.expanduser(text))
 
 
 def is_local(name: str) -> bool:

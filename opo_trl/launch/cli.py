@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import __version__
+from ..checks import paths
 from ..checks.errors import never_fail_to_print, report_error
 from .words import check_at_once, find_accelerate_config, split
 
@@ -67,13 +68,14 @@ def _make_parser() -> argparse.ArgumentParser:
     recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
     diagnose = commands.add_parser("diagnose", help="judge the log of any GRPO run, of TRL's trainer too")
     diagnose.add_argument(
-        "run", type=Path, help="TRL's folder or trainer_state.json, or an export: .jsonl, .json, .csv"
+        "run", type=paths.path, help="TRL's folder or trainer_state.json, or an export: .jsonl, .json, .csv"
     )
-    diagnose.add_argument("--output", type=Path, help="also write this .html file")
+    diagnose.add_argument("--output", type=paths.path, help="also write this .html file")
     for command in (figures, report):
-        command.add_argument("folder", type=Path, help="folder of a run")
+        command.add_argument("folder", type=paths.path, help="folder of a run")
     recipes.add_argument("recipe", nargs="?", help="recipe, or folder of recipes, to copy")
-    recipes.add_argument("--output", type=Path, default=Path("recipes"), help="folder to copy to (default: recipes)")
+    text = "folder to copy to (default: recipes)"
+    recipes.add_argument("--output", type=paths.path, default=Path("recipes"), help=text)
     env = commands.add_parser("env", help="print what a bug report needs")
     for command in (figures, report, diagnose, recipes, env):
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -107,7 +109,10 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
         print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else [list_recipes()]), sep="\n")
     elif arguments.command == "figures":
         from ..report.figures import draw_run
+        from ..report.run_folder import is_run
 
+        if not is_run(arguments.folder):
+            raise ValueError(f"{str(arguments.folder)!r} has no recipe.yaml of a run. Pass the folder of a run.")
         print(*draw_run(arguments.folder), sep="\n")
     else:
         from .environment import describe
@@ -126,14 +131,20 @@ def _train(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from ..config import check_deepspeed
+    from .foreign import library
     from .recipe import describe_unknown, launch_words, read, set_variables
     from .signals import passed_on
 
     fields = read(argv)
     set_variables(fields.env)  # before the launch: OMP_NUM_THREADS and others are read when a process starts
     config_file = find_accelerate_config(fields.values["accelerate_config"], split(argv)[0])
-    if config_file and load_config_from_file(config_file).distributed_type == "DEEPSPEED":
-        check_deepspeed(f"accelerate_config={config_file!r}")
+    if config_file:
+        fix = "Fix that file, or make one with `accelerate config`."
+        with library(f"accelerate_config={config_file!r} cannot be used", fix):
+            config = load_config_from_file(config_file)
+            int(getattr(config, "num_processes", None) or 1)
+        if config.distributed_type == "DEEPSPEED":
+            check_deepspeed(f"accelerate_config={config_file!r}")
     launch = [*(["--config_file", config_file] if config_file else []), *launch_words(fields.launch), *fields.unknown]
     known, place = list(argv), 0
     for word in fields.unknown:  # argparse returns them in their order

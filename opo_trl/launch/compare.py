@@ -23,7 +23,7 @@ from ..checks.text import one_line
 from ..methods import BASELINE
 from ..report.measures import Comparison
 from ..report.runs import Run, by_label, check_comparable, check_same_method, find_runs, read_run
-from .jobs import OWN_FIELDS, Job, check_earlier_run, failure, run_missing
+from .jobs import OWN_FIELDS, Job, check, failure, run_missing
 from .words import overrides
 
 
@@ -42,9 +42,10 @@ def _make_parser() -> argparse.ArgumentParser:
     text = "Run what is missing, then report on all runs. Any other --field value is passed to every run."
     # Without abbreviations: a prefix of an option may be a field of a run.
     parser = argparse.ArgumentParser(prog="opo-trl compare", description=text, allow_abbrev=False)
-    parser.add_argument("inputs", nargs="+", type=Path, help="recipes (*.yaml), and folders of finished runs")
+    parser.add_argument("inputs", nargs="+", type=paths.path, help="recipes (*.yaml), and folders of finished runs")
     parser.add_argument("--seeds", nargs="+", type=int, default=[], help="seeds to run each recipe with")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the report, and for the recipes' runs")
+    text = "folder for the report, and for the recipes' runs"
+    parser.add_argument("--output", type=paths.path, required=True, help=text)
     parser.add_argument("--jobs", type=int, default=1, help="how many runs at once (default: 1)")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--baseline", help=f"method to compare with (default: {BASELINE}, or the first one)")
@@ -126,5 +127,5 @@ def plan(arguments: argparse.Namespace, fields: list[str]) -> list[Job]:
         for recipe in recipes
     ]
     for job in jobs:
-        check_earlier_run(job)
+        check(job)
     return jobs

@@ -60,7 +60,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch_size", type=int, help=f"with --backend hf (default: the run's, or {_BATCH})")
     parser.add_argument("--backend", choices=("hf", "vllm"), default="hf", help="what generates (default: hf)")
     parser.add_argument("--base_model", help="model of an adapter, if it is not where the adapter says")
-    parser.add_argument("--output", type=Path, help="folder for the results (default: MODEL, if it is a folder)")
+    parser.add_argument("--output", type=paths.path, help="folder for the results (default: MODEL, if it is a folder)")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 

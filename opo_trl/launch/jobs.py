@@ -54,13 +54,18 @@ class Job:
         return [*start, *own, "--resume_from_checkpoint", "auto", *self.fields]
 
 
-def check_earlier_run(job: Job) -> None:
-    """Check that a finished run, or one that would resume from a checkpoint, has the requested settings."""
+def check(job: Job) -> None:
+    """
+    Check a run's recipe, and that a finished run, or one that would resume from a checkpoint, has the same settings.
+    """
+    from .recipe import describe_unknown, no_options, read  # takes seconds
+
+    found = read(["--config", str(job.recipe), *job.fields, "--seed", str(job.seed)])
+    if names := no_options(found.unknown):
+        raise ValueError(describe_unknown(found.unknown, names, found.trainer))
     if not is_run(job.folder) or not (is_finished(job.folder) or any(job.folder.glob("checkpoint-*"))):
         return
-    from .recipe import read  # takes seconds
-
-    asked = mask(read(["--config", str(job.recipe), *job.fields]).as_stored)
+    asked = mask(found.as_stored)
     earlier = read(["--config", str(job.folder / RECIPE)]).as_stored
     for fields in (asked, earlier):
         if fields.get("accelerate_config"):  # the same file may be at another place, and that of the run be gone

@@ -179,10 +179,15 @@ def read(argv: Sequence[str]) -> Fields:
     found = {name: text for kind in _argument_classes(trainer) for name, text in field_problems(kind, values).items()}
     problems += (found | parser.problems).values()
     if problems:
-        options = [word for word in unknown if word.startswith("--")]
-        words = [word for word in options if word[2:].split("=")[0].replace("-", "_") not in _launch_actions()]
+        words = no_options(unknown)
         raise ValueError("\n".join([*problems, *([describe_unknown(unknown, words, trainer)] if words else [])]))
     return Fields(trainer, values, named, env, launch, unknown, notes)
+
+
+def no_options(unknown: Iterable[str]) -> list[str]:
+    """Which words of a command line look like options, but are none of `accelerate launch`, either."""
+    options = [word for word in unknown if word.startswith("--")]
+    return [word for word in options if word[2:].split("=")[0].replace("-", "_") not in _launch_actions()]
 
 
 def _read_recipe(path: str | Path | None, argv: Sequence[str]) -> tuple[dict[str, Any], str, list[str]]:

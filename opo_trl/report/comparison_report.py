@@ -1,11 +1,12 @@
 """The report of a comparison: a self-contained HTML file, the same in Markdown, and the figures."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from ..checks.files import read_text, write
-from .curves import draw
+from .curves import CURVES, draw
 from .intervals import Interval
 from .measures import DECIMALS, WINDOW, Comparison
 from .pages import render, table, versions
@@ -36,6 +37,11 @@ def check_output(output: Path) -> None:
                 f"{str(output / name)!r} is not the report of a comparison, and would be replaced. Set `--output` to "
                 "another folder."
             )
+    figures = [output / "figures" / f"{curve.name}.png" for curve in CURVES]
+    if not (output / "report.md").exists() and (taken := [*filter(os.path.lexists, figures)]):
+        raise ValueError(
+            f"{str(taken[0])!r} is of no earlier comparison, and would be replaced. Set `--output` to another folder."
+        )
 
 
 def describe(comparison: Comparison) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ..checks.errors import under_way
-from ..checks.files import write
+from ..checks.files import read_text, write
 from ..checks.paths import check_folder, check_name
 from ..checks.text import one_line, printable
 from ..metrics.log import Entry, finite, number, off_policy
@@ -42,6 +42,8 @@ def diagnose(run: Path, output: Path | None) -> int:
         check_folder("output", output.parent)
         if output.suffix != ".html":
             raise ValueError(f"output={str(output)!r} is not the name of a page. Let it end with .html.")
+        if output.exists() and "<title>Diagnosis: " not in read_text(output):
+            raise ValueError(f"output={str(output)!r} is another page, and would be replaced. Choose another name.")
     log, repeated = (read_log(run), 0) if is_run(run) else read(run)
     within = run.resolve().parents[: 2 if run.name == STATE else 1]
     of_run = next(filter(is_run, (run, *within)), None)  # a checkpoint is judged as its run

@@ -8,6 +8,7 @@ One item per line. The server is `trl vllm-serve`, or `vllm serve` with `trainer
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -50,11 +51,12 @@ def main(recipe_path: str, *command_line: str):
     for name, value in fields.launch.items():
         raise ValueError(f"{name}={value!r} is for the job to decide. Remove `{name}` from the recipe.")
     arguments, trainer = SimpleNamespace(**fields.values), fields.trainer
+    folder = os.path.expanduser(arguments.output_dir)  # as Transformers does
     if trainer == ASYNC:
         port = urlsplit(arguments.vllm_server_base_url).port or 8000
-        print(arguments.output_dir, trainer, port, *of_async_server(arguments, port), sep="\n")
+        print(folder, trainer, port, *of_async_server(arguments, port), sep="\n")
         return
-    print(arguments.output_dir, trainer, arguments.vllm_server_port, sep="\n")
+    print(folder, trainer, arguments.vllm_server_port, sep="\n")
     for name, field in SERVER.items():
         value = getattr(arguments, field)
         if value is not None:

@@ -1193,7 +1193,7 @@ LAUNCH = [
 ]
 
 OTHER_COMMANDS = [
-    Case("figures without a run", ["log.jsonl", "Pass the folder of a run"], fields=["nothing"], command="figures"),
+    Case("figures without a run", ["recipe.yaml", "Pass the folder of a run"], fields=["nothing"], command="figures"),
     Case(
         "comparison of a missing recipe",
         ["'no.yaml' does not exist", "Pass recipes"],

@@ -16,7 +16,7 @@ from helpers import DEVICE_FIELDS, environment, wait_until
 
 from opo_trl.checks.files import append_lines, read_json, read_lines, write_json
 from opo_trl.launch import cli
-from opo_trl.launch.jobs import Job, check_earlier_run
+from opo_trl.launch.jobs import Job, check
 from opo_trl.launch.recipe import parse
 from opo_trl.launch.words import overrides
 from opo_trl.report import curves
@@ -48,7 +48,7 @@ def story(tmp_path_factory):
     folder = tmp_path_factory.mktemp("story")
     recipe = yaml.safe_load((ROOT / "recipes" / "arithmetic" / "opo.yaml").read_text())
     (folder / "opo.yaml").write_text(yaml.safe_dump({**recipe, **SHORT}))
-    (folder / "broken.yaml").write_text(yaml.safe_dump({**recipe, **SHORT, "learning_rat": 1}))
+    (folder / "broken.yaml").write_text(yaml.safe_dump({**recipe, **SHORT, "model_name_or_path": "./absent"}))
     run = folder / "out" / "runs" / "opo" / "seed-1"
     first = start(folder, "opo.yaml", "--seeds", "1", "--output", "out", "--alpha", "0.3")
     wait_until(lambda: any(run.glob("checkpoint-*/trainer_state.json")) or first.poll() is not None)
@@ -93,7 +93,7 @@ def test_failing_run_is_named_with_its_log_and_does_not_stop_the_others(story):
     folder, _, _, _, (stderr, status) = story
     assert status == 1
     assert "broken, seed 1 failed. The end of out/runs/broken/seed-1.txt:" in stderr
-    assert "Did you mean `learning_rate`?" in stderr.partition("broken, seed 1 failed")[2]
+    assert "model_name_or_path='./absent'" in stderr.partition("broken, seed 1 failed")[2]
     assert "1 of 2 runs failed. To resume them, repeat the command." in stderr
     assert not (folder / "out" / "report.html").exists()
 
@@ -420,6 +420,9 @@ def test_unusable_run_is_named(runs, tmp_path, capsys, spoil, message):
         (["b", "--seeds", "1"], "'b' contains no run"),
         (["runs", "--seeds", "1"], "--seeds 1 has no effect"),
         (["runs", "--alpha", "0.1"], "--alpha 0.1 has no effect"),
+        (["a.yaml", "--seeds", "1", "--alpah", "0.1"], "Did you mean `alpha`"),
+        (["a.yaml", "b/bad.yaml", "--seeds", "1"], "alpah"),
+        (["a.yaml", "--seeds", "1", "99999999999"], "seed"),
     ],
 )
 def test_contradictory_arguments_are_rejected(runs, monkeypatch, capsys, argv, message):
@@ -427,6 +430,7 @@ def test_contradictory_arguments_are_rejected(runs, monkeypatch, capsys, argv, m
     Path("b").mkdir()
     for path in ("a.yaml", "b/a.yaml"):
         Path(path).write_text("alpha: 0.4\n")
+    Path("b/bad.yaml").write_text("alpah: 0.4\n")
     if argv[0] == "b":  # a folder without a run, and a recipe, so that the seeds have an effect
         argv = ["a.yaml", *argv]
     assert main([*argv, "--output", "out"]) == 2
@@ -441,6 +445,27 @@ def test_report_of_something_else_is_not_replaced(runs, tmp_path, capsys, name):
     assert main([str(runs), "--output", str(run)]) == 2
     assert f"{name}' is not the report of a comparison" in capsys.readouterr().err
     assert (run / name).read_text() == "<title>My thesis</title>"
+
+
+def test_figures_of_something_else_are_not_replaced(runs, tmp_path, capsys):
+    output = tmp_path / "paper"
+    (output / "figures").mkdir(parents=True)
+    (output / "figures" / "entropy.png").write_text("mine")
+    assert main([str(runs), "--output", str(output)]) == 2
+    assert "entropy.png' is of no earlier comparison" in capsys.readouterr().err
+    assert [path.name for path in output.rglob("*.*")] == ["entropy.png"]
+
+
+def test_paths_begin_at_home_and_are_not_empty(runs, tmp_path, monkeypatch, capsys, one_figure):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert main([str(runs), "--output=~/report"]) == 0
+    assert (tmp_path / "home" / "report" / "report.md").is_file()
+    for empty in ([str(runs), "--output", ""], ["", "--output", "out"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(empty)
+        assert "is empty. Pass a path" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "runs"]
 
 
 def test_missing_matplotlib_is_reported_before_anything_runs(runs, tmp_path, monkeypatch, capsys):
@@ -477,10 +502,10 @@ def test_run_is_recognized_by_its_recipe_and_told_from_another(tmp_path, text, o
     *_, stored = parse(["--config", str(recipe)])
     gone = {name: f"/gone/{Path(stored[name]).name}" for name in stored if name == "accelerate_config"}
     write_description(folder.parent, recipe=stored | gone, settings={}, seed=1)
-    check_earlier_run(Job(recipe, 1, folder.parent, ()))
+    check(Job(recipe, 1, folder.parent, ()))
     field = text.split(":")[0]
     with pytest.raises(ValueError, match=rf"{field}: .* there, .* requested"):
-        check_earlier_run(Job(recipe, 1, folder.parent, tuple(shlex.split(other))))
+        check(Job(recipe, 1, folder.parent, tuple(shlex.split(other))))
 
 
 def test_overrides_are_read_as_on_the_command_line():

@@ -173,9 +173,9 @@ def test_comparison_recognizes_its_finished_run(folder: Path):
     (run / "checkpoint-1").mkdir(parents=True)
     run_folder.write_description(run, recipe=stored, settings={}, seed=1)
     assert run_folder.is_run(run)
-    jobs.check_earlier_run(jobs.Job(Path(path), 1, run, ()))
+    jobs.check(jobs.Job(Path(path), 1, run, ()))
     with pytest.raises(ValueError, match=r"learning_rate: .* there, 0\.5 requested"):
-        jobs.check_earlier_run(jobs.Job(Path(path), 1, run, ("--learning_rate", "0.5")))
+        jobs.check(jobs.Job(Path(path), 1, run, ("--learning_rate", "0.5")))
 
 
 def test_mixture_of_datasets(folder: Path):

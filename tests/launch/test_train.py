@@ -414,6 +414,16 @@ def test_launcher_ends_with_status_2_and_one_message(tmp_path, overrides):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("content", ["", "- 1", "text", "a: [1", "distributed_type: WHAT", "num_processes: many"])
+def test_damaged_accelerate_configuration_is_named(tmp_path, capsys, content):
+    (tmp_path / "accelerate.yaml").write_text(content)
+    words = arguments(ARITHMETIC, output_dir=tmp_path / "run", accelerate_config=tmp_path / "accelerate.yaml")
+    assert cli.main(["train", *words]) == 2
+    said = capsys.readouterr().err
+    assert "accelerate.yaml' cannot be used: " in said
+    assert "make one with `accelerate config`" in said
+
+
 def test_launcher_says_nothing_of_accelerates_defaults(tmp_path, monkeypatch, capfd):
     launched = []
     monkeypatch.setattr(accelerate_launch, "simple_launcher", launched.append)

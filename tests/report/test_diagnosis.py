@@ -371,8 +371,8 @@ def test_page_says_what_the_terminal_says(dead, tmp_path, capsys):
     assert "Made with" not in text
 
 
-@pytest.mark.parametrize("name", ["log.jsonl", "page.html/x.html", "log.jsonl/page.html"])
-def test_page_replaces_no_log(tmp_path, capsys, name):
+@pytest.mark.parametrize("name", ["log.jsonl", "page.html", "page.html/x.html", "log.jsonl/page.html"])
+def test_page_replaces_neither_a_log_nor_another_page(tmp_path, capsys, name):
     log = written(tmp_path / "log.jsonl", rows_of(*range(1, 9)))
     (tmp_path / "page.html").write_text("mine")
     before = log.read_bytes()

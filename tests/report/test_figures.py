@@ -26,6 +26,8 @@ def run(tmp_path):
     cell = {"accuracy": 0.5, "low": 0.4, "high": 0.6}
     levels = {"Level 3": {"greedy": cell, "sampled": cell}}
     write_json(tmp_path / "summary.json", {"before": levels, "after": levels})
+    for name in ("recipe.yaml", "settings.json"):
+        (tmp_path / name).write_text("{}")
     return tmp_path
 
 
@@ -86,5 +88,5 @@ def test_command_lists_the_files_and_rejects_a_folder_without_a_log(run, tmp_pat
     assert "training.png" in capsys.readouterr().out
     empty = tmp_path_factory.mktemp("empty")
     assert main(["figures", str(empty)]) == 2
-    assert "does not exist or is empty" in capsys.readouterr().err
+    assert "Pass the folder of a run" in capsys.readouterr().err
     assert not any(empty.iterdir())
