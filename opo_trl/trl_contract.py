@@ -136,6 +136,7 @@ ASYNC_CONTRACT: Contract = {
         "train": (),
         **dict.fromkeys(("_lora_sync", "_metrics", "rollout_queue", "model_version")),
         "_sync_weight": (),
+        "_streaming_iter": (),
         "get_train_dataloader": (),
         "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
         "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
@@ -148,7 +149,7 @@ ASYNC_CONTRACT: Contract = {
         "create_model_card": ("model_name", "dataset_name", "tags"),
         **dict.fromkeys(("_trained_groups", "_groups_before_resume", "_epoch_stop_groups", "_last_groups_trained")),
     },
-    _ASYNC: {"get_peak_flops_per_device": None},
+    _ASYNC: {"get_peak_flops_per_device": None, "_iter_vllm_named_params": ("model",)},
     f"{_WORKER}._AsyncRolloutLoop": {
         "__init__": (
             *("model_name", "dataset", "reward_funcs", "processing_class", "eos_token_ids", "tools"),

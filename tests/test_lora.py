@@ -1,5 +1,7 @@
 """LoRA and QLoRA: the saved adapter is the trained one, and the base has not changed."""
 
+import subprocess
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -8,6 +10,8 @@ import torch
 from helpers import (
     PRETEND,
     Script,
+    environment,
+    free_port,
     make_trainer,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -148,3 +152,28 @@ def test_quantized_base_with_vllm_is_rejected(tiny_model, tmp_path):
         OPOTrainer(
             tiny_model, Script().reward_functions(), args, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
         )
+
+
+_GATHERED = """
+import torch
+from torch.distributed import init_device_mesh, init_process_group
+from torch.distributed.fsdp import fully_shard
+from opo_trl.rollout.frozen_base import FrozenBase
+
+init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+mesh = init_device_mesh("cpu", (1,))
+fully_shard(model[1], mesh=mesh, reshard_after_forward=False)  # as Accelerate does with a model's last layers
+fully_shard(model, mesh=mesh)
+with torch.no_grad():
+    model(torch.ones(1, 2))  # an evaluation
+before = [type(parameter).__name__ for parameter in model[1].parameters()]
+with FrozenBase(model):
+    print(before, [type(parameter).__name__ for parameter in model[1].parameters()])
+"""
+
+
+def test_gathered_weights_are_sharded_again_before_they_are_sent():
+    code = _GATHERED.replace("{port}", str(free_port()))
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "['Parameter', 'Parameter'] ['DTensor', 'DTensor']", done.stderr

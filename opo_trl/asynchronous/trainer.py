@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from .. import trl_contract
@@ -161,6 +162,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         faults.check_sharding(self.accelerator)
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
         self._frozen_base = nullcontext() if self._lora_sync else FrozenBase(self.model)
+        self._dtypes = {name: parameter.dtype for name, parameter in _iter_vllm_named_params(self.model)}
         self.policy_objective = self.objective_class(args)
         self._skipped = SkippedSteps(args, self.accelerator)
         self._collated: deque[set[int]] = deque()  # groups of each micro-batch that waits; where batches are collated
@@ -222,6 +224,13 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
                 f"The rollout worker {type(self.rollout_worker).__name__} has no `_loop_kwargs`, so it cannot be told "
                 "which prompts have been trained: it begins with the first one."
             )
+
+    def _streaming_iter(self):
+        """The weights, as the server has been told of them: DeepSpeed and FSDP2 cast them after that."""
+        for name, weight in super()._streaming_iter():
+            if weight.is_cuda:  # vLLM reads them in streams of its own, which wait for nothing
+                torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            yield name, weight.to(self._dtypes.get(name, weight.dtype))
 
     def _sync_weight(self):
         with faults.synchronizing(self), self._frozen_base:

@@ -8,6 +8,7 @@ Exit status 1: work under way failed. The checkpoints of a training are intact, 
 import io
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,15 +17,21 @@ from .secrets import mask_text
 from .text import printable, shortened
 
 
+_PATIENCE = 10.0  # seconds; launchers look at their processes more often
+
+
 def report_error(program: str, error: Exception, *, debug: bool, status: int | None = None) -> int:
     """Print why a program ends, after the traceback if `debug`; returns the exit status."""
     status = status or getattr(error, "exit_status", 2)
     rank, processes = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     repeats = rank.isdecimal() and processes.isdecimal() and 0 < int(rank) < int(processes)
-    if status == 1 or not repeats:  # a rejected command fails alike in every process
-        if debug:
-            print(mask_text("".join(traceback.format_exception(error))), file=sys.stderr)
-        print(f"{program}: error: {printable(shortened(mask_text(str(error))))}", file=sys.stderr)
+    if status != 1 and repeats:
+        # A rejected command fails alike in every process, and the launcher ends this one when the first has ended. But
+        # what one machine or GPU lacks, this process alone can tell.
+        time.sleep(_PATIENCE)
+    if debug:
+        print(mask_text("".join(traceback.format_exception(error))), file=sys.stderr)
+    print(f"{program}: error: {printable(shortened(mask_text(str(error))))}", file=sys.stderr)
     return status
 
 

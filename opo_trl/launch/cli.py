@@ -131,6 +131,8 @@ def _train(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from ..config import check_deepspeed
+    from ..report.run_folder import is_run
+    from ..report.run_report import write_or_say_why
     from .foreign import library
     from .recipe import describe_unknown, launch_words, read, set_variables
     from .signals import passed_on
@@ -172,6 +174,9 @@ def _train(argv: list[str]) -> int:
         return _status("the training process", error.returncode)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        folder = Path(fields.values["output_dir"] or "")
+        if failure.exitcode != 2 and launch_arguments.machine_rank in (None, 0) and is_run(folder):
+            write_or_say_why(folder)  # the first process may have been ended before it could
         return _status(f"training process {rank}", failure.exitcode)
     return 0
 

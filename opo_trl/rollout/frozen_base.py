@@ -1,9 +1,10 @@
-"""Weights that must be restored bitwise: those of a LoRA run's frozen base."""
+"""Weights while they are sent to vLLM: sharded as in training, and those of a LoRA run's frozen base restored."""
 
 from contextlib import ContextDecorator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -23,6 +24,9 @@ class FrozenBase(ContextDecorator):
     not W, and the error adds up with every synchronization: after a run, the saved adapter would sit on another base
     than the one it was trained on.
 
+    Besides, FSDP2 leaves the last layers gathered after a forward pass without a backward one, as in an evaluation.
+    They are sharded again: TRL tells parameters to gather by their type, and gathered ones may have another dtype.
+
     The first use copies the weights that a merge changes to host memory, once they are where training has placed them.
     The copy stays, as it never changes. For a model without adapters there is nothing to do.
     """
@@ -32,6 +36,9 @@ class FrozenBase(ContextDecorator):
         self._kept: list[tuple[nn.Parameter, Tensor]] | None = None
 
     def __enter__(self) -> None:
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         if self._kept is None:
             # By identity: an output layer with an adapter may share its weights with embeddings that have none.
             named = self._model.named_parameters(remove_duplicate=False)

@@ -71,11 +71,10 @@ def check_train_dataset(trainer: GRPOTrainer) -> None:
     if isinstance(dataset, Dataset):
         check_enough_prompts(len(dataset), args)
         images = [name for name in ("image", "images") if name in dataset.column_names]
-        if args.max_staleness and images:
-            raise ValueError(
-                f"max_staleness={args.max_staleness} cannot replay samples with images, which the dataset has. Set "
-                "`max_staleness` to 0."
-            )
+        for field, least, does in (("max_staleness", 0, "replay"), ("max_sampling_rounds", 1, "replace")):
+            if images and (value := getattr(args, field)) > least:
+                said = f"{field}={value} cannot {does} samples with images, which the dataset has"
+                raise ValueError(f"{said}. Set `{field}` to {least}.")
         reads_images = isinstance(trainer.processing_class, ProcessorMixin)
         if images and not reads_images and dataset[0][images[0]]:
             raise ValueError(

@@ -287,3 +287,14 @@ def test_kernel_that_does_not_run_is_named_with_what_does(monkeypatch):
             check_requirements(args, {}, server=False)
     assert tried == [torch.bfloat16, torch.float32]
     assert check_requirements(on("meta"), {"attn_implementation": "sdpa"}, server=False)
+
+
+def test_weights_are_sent_in_the_dtype_that_the_server_was_told(tiny_model, tmp_path):
+    """DeepSpeed casts the model when training starts, after the trainer has been made."""
+    worker = scripted.ScriptedWorker([])
+    named = {"train_dataset": scripted.DATA, "rollout_worker": worker, "weight_transfer": worker}
+    trainer = AsyncOPOTrainer(tiny_model, args=scripted.config(tmp_path), **named)
+    trainer.model.bfloat16()
+    sent = dict(trainer._streaming_iter())
+    assert {weight.dtype for weight in sent.values()} == {torch.float32}
+    assert sent.keys() == {name for name, _ in trainer.model.named_parameters()}

@@ -5,11 +5,12 @@ import io
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from opo_trl.checks import files
+from opo_trl.checks import errors, files
 from opo_trl.checks.errors import never_fail_to_print, report_error
 from opo_trl.checks.files import append_lines, inner_folder, read_json, read_lines, rewind, write, write_json
 from opo_trl.checks.text import printable, shortened
@@ -72,6 +73,16 @@ def test_any_text_is_printed_in_any_locale(monkeypatch, encoding):
     report_error("opo-trl", ValueError(HOSTILE), debug=True)
     sys.stderr.flush()
     assert b"opo-trl: error: a\\u2028b" in sys.stderr.buffer.getvalue()
+
+
+def test_an_error_that_one_process_alone_has_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr(errors, "_PATIENCE", 0.2)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    assert report_error("opo-trl train", ValueError("no GPU here"), debug=False) == 2
+    assert time.monotonic() - began > 0.1  # the launcher ends it in this time, if the first process failed, too
+    assert capsys.readouterr().err == "opo-trl train: error: no GPU here\n"
 
 
 def test_file_is_replaced_as_a_whole(tmp_path):
