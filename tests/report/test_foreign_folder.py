@@ -96,6 +96,8 @@ def test_nothing_outside_is_written(run, outside, command, name):
     place = into / name
     place.parent.mkdir(parents=True, exist_ok=True)
     place.symlink_to(outside if "." in name else outside.parent)
+    if name == "figures/reward.png":
+        (into / "report.md").write_text("# Comparison: earlier")
     before = outside.read_bytes()
     rejected = name == "figures" or (command == "compare" and name.startswith("report"))  # not an earlier comparison
     assert status_of(command, run) == (2 if rejected else 0)
@@ -263,6 +265,7 @@ def test_errors_of_the_file_system_take_a_line(run, capsys, command):
     into = run.parent / "out" if command == "compare" else run
     name = "figures/reward.png" if command == "compare" else "figures/training.png"
     (into / name).mkdir(parents=True)  # where a file belongs
+    (into / "report.md").write_text("# Comparison: earlier")
     assert status_of(command, run) == 2
     assert f"Is a directory: '{into / name}'" in said(capsys)
     assert main(["report", "x" * 5000]) == 2
