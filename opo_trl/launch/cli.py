@@ -15,6 +15,7 @@ The `opo-trl` command.
 """
 
 import argparse
+import os
 import re
 import signal
 import subprocess
@@ -174,7 +175,7 @@ def _train(argv: list[str]) -> int:
         return _status("the training process", error.returncode)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        folder = Path(fields.values["output_dir"] or "")
+        folder = Path(os.path.expanduser(fields.values["output_dir"] or ""))
         if failure.exitcode != 2 and launch_arguments.machine_rank in (None, 0) and is_run(folder):
             write_or_say_why(folder)  # the first process may have been ended before it could
         return _status(f"training process {rank}", failure.exitcode)

@@ -102,9 +102,9 @@ def make_way(folder: Path) -> None:
     Those of later steps are of a run that has been resumed from an earlier step, or started anew: they are kept under
     another name, so that none of them is taken for the last checkpoint of this run.
     """
-    for path in map(Path, _sorted(folder.parent, PREFIX_CHECKPOINT_DIR)):
+    for path in map(Path, _latest_first(str(folder.parent))):
         if _step(path) > _step(folder) and finished(path):
-            aside = free(path.with_name(f"{path.name}-replaced"))
+            aside = free(path.with_name(f"{PREFIX_CHECKPOINT_DIR}-{_step(path)}-replaced"))
             path.rename(aside)
             logger.warning(f"{path} is later than step {_step(folder)}, where the run is now: it is kept as {aside}.")
     if finished(folder):

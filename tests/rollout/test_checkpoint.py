@@ -569,12 +569,15 @@ def test_a_new_checkpoint_is_kept_although_the_clock_was_set_back(tiny_model: st
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
 
 
-def test_checkpoints_after_the_one_that_a_run_goes_on_from_are_set_aside(copy: Path, tiny_model: str, caplog):
+@pytest.mark.parametrize("name", ["checkpoint-3", "_checkpoint-3"])  # the latter was killed while it wrote it again
+def test_checkpoints_after_the_one_that_a_run_goes_on_from_are_set_aside(copy, tiny_model, caplog, name):
+    (copy / "checkpoint-3").rename(copy / name)
     options = {"max_steps": 2, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
     make_trainer(tiny_model, copy, **options).train(resume_from_checkpoint=str(copy / "checkpoint-1"))
     assert last_complete(str(copy)) == str(copy / "checkpoint-2")
     assert fault(copy / "checkpoint-3-replaced") is None
     assert "checkpoint-3 is later than step 2, where the run is now: it is kept as" in caplog.text
+    assert not (copy / name).exists()
 
 
 @pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
