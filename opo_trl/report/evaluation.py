@@ -7,11 +7,12 @@ The evaluation of a model by `opo-trl evaluate`: its files, table and sentences.
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checks.files import LONGEST, read_json, write, write_json
+from ..checks.files import LONGEST, read_json, write, write_json, write_lines
 from ..checks.text import one_line
 from .pages import in_markdown, table
 from .run_folder import read_summary
@@ -42,14 +43,19 @@ def steps_trained(folder: Path) -> int | None:
 
 def write_evaluation(folder: Path, content: Mapping[str, Any]) -> list[Path]:
     """
-    Write `evaluation.json` and `evaluation.md`; returns their paths. If it would be too large to be read again, the
-    verdicts on each problem, with all completions, are left out.
+    Write `evaluation.json` and `evaluation.md`; returns their paths. If the first would be too large to be read again,
+    the verdicts on each problem, with all completions, go to a file for each task, `evaluation-samples-TASK.jsonl`.
     """
     if len(json.dumps(content, indent=2, default=str)) >= LONGEST:
-        tasks = content["tasks"].items()
-        shorter = {task: {name: part for name, part in found.items() if name != "samples"} for task, found in tasks}
+        shorter = {}
+        for name, task in content["tasks"].items():
+            shorter[name] = {part: found for part, found in task.items() if part != "samples"}
+            if "samples" in task:
+                stem = re.sub(r"[^\w.-]", "_", name)
+                path = folder / f"evaluation-samples-{stem}.jsonl"
+                write_lines(path, task["samples"])
+                logger.warning(f"{EVALUATION} would be too large: the verdicts on each problem are in {str(path)!r}.")
         content = {**content, "tasks": shorter}
-        logger.warning(f"{EVALUATION} would be too large to be read: it lacks the verdicts on each problem.")
     write_json(folder / EVALUATION, content)
     write(folder / EVALUATION_TABLE, markdown(content))
     return [folder / EVALUATION, folder / EVALUATION_TABLE]

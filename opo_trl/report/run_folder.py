@@ -58,7 +58,7 @@ _DESCRIPTION = (RECIPE, SETTINGS, ENVIRONMENT, REQUIREMENTS)
 _WRITTEN = (
     r"_.+\.[0-9a-f]{8}\.part",  # of a file that was being written
     r"plan\.txt|log\.jsonl|completions\.jsonl|summary\.json|report\.html",
-    r"_evaluation_lock|evaluation\.md|evaluation(-(\d+|unfinished)(-\d+)?)?\.json",
+    r"_evaluation_lock|evaluation\.md|evaluation(-(\d+|unfinished)(-\d+)?)?\.json|evaluation-samples-[\w.-]+\.jsonl",
     r"figures/(training|passes|time|accuracy)\.(png|svg)|completions/completions_\d+\.parquet",
     r"rollouts/\d+-\d+\.jsonl",
     r"skipped_step_\d+\.pt|_?checkpoint-\d+(-replaced(-\d+)?)?",  # with all that is in it

@@ -516,6 +516,9 @@ def test_an_evaluation_can_always_be_read_again(embedded, tmp_path, monkeypatch)
     tasks = read(tmp_path)["tasks"]
     assert [task["agreement"] for task in tasks.values()] == [measured["agreement"]] * 2
     assert not any("samples" in task for task in tasks.values())
+    for task in ("first", "second"):
+        lines = (tmp_path / f"evaluation-samples-{task}.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == measured["samples"]
 
 
 @needs_lm_eval
