@@ -111,6 +111,8 @@ OBJECTIVES = {
     "OPO, μ = 0.1": OPO,
     "OPO, μ = 0.03": OPO,
 }
+# What has a target of 0, in groups without a right answer, has no gradient wherever the policy is, and is not computed.
+WITHOUT_PULL_BACK = ("r − r̄, bounded", "GSPO", "TOPR")
 MU = {"OPO, μ = 0.1": 0.1, "OPO, μ = 0.03": 0.03}
 METHODS = ("OPO", "r − r̄, bounded", "GSPO", "TOPR", "SFT", "DPO")
 CONFIRMED, FRESH = ("OPO", "OPO, μ = 0.03", "r − r̄, bounded"), tuple(range(421, 431))
@@ -311,7 +313,10 @@ def make_trainer(run: Run, rows: list[dict[str, Any]], folder: str) -> Any:
     if run.method in OBJECTIVES:
         file = Path(folder) / "rollouts.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        kind = type("OPOTrainer", (OPOTrainer,), {"objective_class": OBJECTIVES[run.method]})
+        parts = {"objective_class": OBJECTIVES[run.method]}
+        if run.task == PRETRAINED and run.method in WITHOUT_PULL_BACK:
+            parts["_zero_gradient"] = lambda self, rows, on_policy: rows["opo_target"] == 0
+        kind = type("OPOTrainer", (OPOTrainer,), parts)
         own = {
             "mu": MU.get(run.method, 0.3),
             "rollouts": str(file),

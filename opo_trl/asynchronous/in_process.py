@@ -123,7 +123,8 @@ def sample(
     tokens: list[Tensor] = []
     logps: list[Tensor] = []
     while len(tokens) < max_tokens and not done.all():
-        out = model(input_ids=ids, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True)
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": position, "past_key_values": cache}
+        out = model(**inputs, use_cache=True, logits_to_keep=1)
         full = (out.logits[:, -1].float() / temperature).log_softmax(dim=1)
         ids, cache = torch.multinomial(full.exp(), 1, generator=generator), out.past_key_values
         tokens.append(ids)
