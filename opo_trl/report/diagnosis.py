@@ -5,20 +5,22 @@ Verdicts on the log of any GRPO run, and what reuse of its completions would sav
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..checks.errors import under_way
 from ..checks.files import read_text, write
-from ..checks.paths import check_folder, check_name
+from ..checks.paths import check_folder, check_name, readable
 from ..checks.text import one_line, printable
 from ..metrics.log import Entry, finite, number, off_policy
+from .diagnostics import diagnostics
 from .foreign_log import GENERATION, STATE, read
 from .pages import render
-from .run_folder import is_run, read_log, read_settings
+from .run_folder import LOG, is_run, read_log, read_settings
 from .run_report import conclusion, spark
 from .verdicts import Verdict, judge
 
@@ -42,17 +44,20 @@ def diagnose(run: Path, output: Path | None) -> int:
         check_folder("output", output.parent)
         if output.suffix != ".html":
             raise ValueError(f"output={str(output)!r} is not the name of a page. Let it end with .html.")
-        if output.exists() and "<title>Diagnosis: " not in read_text(output):
+        if output.is_dir():
+            raise ValueError(f"output={str(output)!r} is a folder. Add the name of a page to it, such as report.html.")
+        if output.exists() and "<title>Diagnosis: " not in (read_text(output) or "<title>Diagnosis: "):
             raise ValueError(f"output={str(output)!r} is another page, and would be replaced. Choose another name.")
-    log, repeated = (read_log(run), 0) if is_run(run) else read(run)
-    within = run.resolve().parents[: 2 if run.name == STATE else 1]
-    of_run = next(filter(is_run, (run, *within)), None)  # a checkpoint is judged as its run
+    check_name("RUN", run)
+    with readable("RUN", run):
+        is_own, of_run = is_run(run), next(filter(is_run, _folders(run)), None)
+    log, notes = (read_log(run), []) if is_own else read(run)
     settings = read_settings(of_run) if of_run else {"importance_sampling_level": _level(log)}
     judged = [*_non_finite(log), *judge(log, settings)]
     verdicts, beyond = [*judged, *reuse(log)], [verdict for verdict in judged if verdict.remedy]
-    said = [f"Optimizer steps: {log[-1]['step'] if log else 0:,}. Entries: {len(log):,}.", conclusion(judged)]
-    if repeated:
-        said.insert(1, f"Left out: {repeated:,} earlier entries of steps that come again, as in a resumed run.")
+    if not of_run:
+        notes += _assumed(log, settings)
+    said = [f"Optimizer steps: {log[-1]['step'] if log else 0:,}. Entries: {len(log):,}.", *notes, conclusion(judged)]
     print(printable(str(run)), *said)
     for verdict in verdicts:
         range = f"Healthy: {verdict.range}." if verdict.range else ""
@@ -66,6 +71,26 @@ def diagnose(run: Path, output: Path | None) -> int:
     return int(any(verdict.wrong for verdict in judged))
 
 
+def _folders(run: Path) -> Iterator[Path]:
+    """Where the settings of a run of ours may be: a checkpoint is judged as its run."""
+    yield run
+    if run.is_dir() or run.name in (STATE, LOG):
+        yield from run.resolve().parents[: 2 if run.name == STATE else 1]
+
+
+def _assumed(log: Sequence[Entry], settings: Mapping[str, Any]) -> Iterator[str]:
+    """What the verdicts on a log take for granted, and which of them it has no metric for."""
+    if settings["importance_sampling_level"] == "sequence":
+        yield "Taken as ratios of whole completions, as in GSPO: in some, nearly all tokens are clipped."
+    known = {name for row in log for name in row}
+    wanted = [each.metrics.split() for each in diagnostics({})]
+    # Of each diagnostic, TRL's metric is the last.
+    missing = [names[-1] for names in wanted if not names[-1].startswith(("opo/", "reward/")) and not known & {*names}]
+    if missing:
+        shown = ", ".join(dict.fromkeys(f"`{name}`" for name in missing))
+        yield f"Without a verdict, because not in this log: {shown}."
+
+
 def _level(log: Sequence[Entry]) -> str:
     """Whether ratios are those of tokens or of whole completions, of which all tokens are clipped or none."""
     most = [share for _, share in finite(log, "clip_ratio/high_max", lambda row: number(row, _CLIPPED[0]) > 0)]
@@ -74,7 +99,8 @@ def _level(log: Sequence[Entry]) -> str:
 
 
 def _has_each_step(log: Sequence[Entry]) -> bool:
-    return len(log) > 1 and all(after["step"] - before["step"] == 1 for before, after in pairwise(log))
+    counts_calls = any("_step" in row and "global_step" not in row for row in log)
+    return len(log) > 1 and not counts_calls and all(b["step"] - a["step"] == 1 for a, b in pairwise(log))
 
 
 def _non_finite(log: Sequence[Entry]) -> list[Verdict]:
@@ -91,13 +117,18 @@ def reuse(log: Sequence[Entry]) -> list[Verdict]:
     """Facts: whether completions are reused already, what zero-variance groups cost, and an estimate of the time."""
     steps = [row for row in log if "grad_norm" in row or "step_time" in row]
     rollouts = sum(any(name in row for name in _OF_A_ROLLOUT) for row in steps)
-    served = round(len(steps) / rollouts) if _has_each_step(steps) and rollouts else 0  # 0: the log does not say
+    served = len(steps) / rollouts if _has_each_step(steps) and rollouts else 0.0  # 0: the log does not say
     metric = next((name for name in _CLIPPED if finite(log, name)), _CLIPPED[0])
     points = finite(log, metric)
-    is_reused = served > 1 or any(value > 0 for _, value in points) or any(map(off_policy, log))
+    is_moved = any(value > 0 for _, value in points) or any(map(off_policy, log))
+    is_reused = is_moved or served > 1
     said = "Whether a rollout serves several optimizer steps is not in this log. Set `logging_steps: 1`."
-    if is_reused:
-        said = f"Off-policy: a rollout serves {served if served > 1 else 'several'} optimizer steps."
+    if served > 1:
+        said = f"Off-policy: a rollout serves {served:.2g} optimizer steps{' on average' if served % 1 else ''}."
+    elif is_moved and served:
+        said = "Off-policy, although every optimizer step has a rollout of its own: an earlier policy wrote it."
+    elif is_moved:
+        said = "Off-policy: a rollout serves several optimizer steps, or an earlier policy wrote it."
     elif served == 1:
         said = "On-policy: every optimizer step has a rollout of its own, which is used once."
     elif points:
@@ -113,9 +144,9 @@ def reuse(log: Sequence[Entry]) -> list[Verdict]:
 
 def _estimate(log: Sequence[Entry]) -> str:
     """Time with replay as a share of that of a run that uses each completion once."""
-    steps = [(row, row["step"] - before["step"]) for before, row in pairwise(log) if "step_time" in row]
+    steps = [(row, row["step"] - last["step"]) for last, row in pairwise(log) if {"step_time", GENERATION} <= {*row}]
     total = sum(number(row, "step_time") * passed for row, passed in steps)
-    share = sum(row.get(GENERATION, 0.0) for row, _ in steps) / total if total > 0 else math.nan
+    share = sum(row[GENERATION] for row, _ in steps) / total if total > 0 else math.nan
     said = (
         f"Estimate: replay that needs {COMPLETIONS:g} of the completions, and {GRADIENTS} gradients for each, as on "
         "the embedded task (`docs/reuse.md`), takes"

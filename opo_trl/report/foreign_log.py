@@ -9,15 +9,15 @@ The log of a run that TRL, trackio or wandb has kept, as entries like ours.
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 from ..checks import files
-from ..checks.paths import check_file, readable
-from ..checks.text import one_line, quoted
+from ..checks.paths import check_file, check_name, readable
+from ..checks.text import one_line, printable, quoted
 from ..metrics.log import number
 from .diagnostics import diagnostics
 
@@ -31,32 +31,40 @@ _FORMS = (
 )
 _ANY = files.Kind("JSON", lambda value: True)
 _OF_GRPO = {name for each in diagnostics({}) for name in each.metrics.split()} - {"grad_norm", "entropy"}
-_OF_TRAINING = _OF_GRPO | {"entropy", "step_time", "validation/accuracy"}
+_OF_STEP = {"learning_rate", "grad_norm"}  # by Transformers, of every optimizer step, and of none besides
+_OF_TRAINING = _OF_GRPO | _OF_STEP | {"entropy", "step_time", "validation/accuracy"}
+_OF_ROLLOUT = {"reward_std", "frac_reward_zero_std", "completion_length", "completions/mean_length"}  # as `reward`
 _CLOCKS = ("global_step", "step", "_step")  # where there is the first, trackio and wandb count calls in the others
 _RUNS = ("run_name", "run_id", "run", "name")  # columns that tell runs apart
+_EMPTY = {"", "-", "none", "null", "na", "n/a"}
 _PROFILED = (".transformers.generate", ".transformers.generate_batch", ".vLLM.generate", "._calculate_rewards")
 
 
-def read(path: Path) -> tuple[list[dict[str, Any]], int]:
+def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """
-    The entries of training, in order, and how many are left out because a later part of the log repeats their steps. A
-    `ValueError` names the file, what was found and what is expected.
+    The entries of training, in order, and sentences on what was read and left out. A `ValueError` names the file, what
+    was found and what is expected.
     """
+    check_name("RUN", path)
     with readable("RUN", path):
         found = _file(path)
-    try:
-        content = _rows(found)
-        rows = [_numbers(row) for row in content]
-        _check_runs([own for own, row in zip(content, rows, strict=True) if _is_of_training(row)])
-        log, repeated = _entries(rows)
-        if not any(_OF_GRPO & entry.keys() for entry in log):
-            raise ValueError(
-                f"no step has a metric of GRPOTrainer; found {_some({name for row in rows for name in row})}"
-            )
-    except (ValueError, csv.Error) as error:
-        said = str(error).rstrip(".")
-        raise ValueError(f"RUN={str(found)!r} is not the log of a GRPO run: {said}. {_FORMS}") from error
-    return log, repeated
+        try:
+            content = _rows(found)
+            rows = [_numbers(row) for row in content]
+            _check_runs([own for own, row in zip(content, rows, strict=True) if _is_of_training(row)])
+            log, notes = _entries(rows)
+            if not any(_OF_GRPO & entry.keys() for entry in log):
+                names = {name for row in rows for name in row}
+                chart = ". It looks like a chart of wandb: export the run" if any(map(_of_chart, names)) else ""
+                raise ValueError(f"no step has a metric of GRPOTrainer; found {_some(names)}{chart}")
+        except (ValueError, csv.Error) as error:
+            said = str(error).rstrip(".")
+            raise ValueError(f"RUN={str(found)!r} is not the log of a GRPO run: {said}. {_FORMS}") from error
+    return log, notes if found == path else [f"Read: {printable(str(found))}.", *notes]
+
+
+def _of_chart(name: str) -> bool:
+    return " - train/" in name
 
 
 def _some(names: set[str], most: int = 12) -> str:
@@ -68,46 +76,64 @@ def _file(path: Path) -> Path:
     if not path.is_dir():
         check_file("RUN", path, _FORMS)
         return path
-    numbered = {folder / STATE: folder.name.removeprefix("checkpoint-") for folder in path.glob("checkpoint-*")}
-    saved = [state for state, number in numbered.items() if number.isdecimal() and state.is_file()]
-    newest = max(saved, key=lambda state: int(numbered[state]), default=path / STATE)
-    states = [state for state in (newest, path / STATE) if state.is_file()]
-    if not states:
-        names = {entry.name for entry in path.iterdir()}
-        raise ValueError(
-            f"RUN={str(path)!r} has no {STATE}, nor has a checkpoint in it; found {_some(names)}. {_FORMS}"
-        )
-    # The one with more steps: the first part of a resumed run may have left its own in the folder.
-    form = {"global_step?": files.STEP}
-    return max(states, key=lambda state: files.read_json(state, form, linked=True).get("global_step") or 0)
+    steps: dict[Path, float] = {}
+    broken = None
+    for state in filter(Path.is_file, (*path.glob(f"*checkpoint*/{STATE}"), path / STATE)):
+        try:
+            steps[state] = files.read_json(state, {"global_step?": files.NUMBER}, linked=True).get("global_step") or 0
+        except ValueError as error:  # a kill may have cut it short
+            broken = error
+    if steps:
+        return max(steps, key=lambda state: steps[state])
+    names = {entry.name for entry in path.iterdir()}
+    raise broken or ValueError(
+        f"RUN={str(path)!r} has no {STATE}, nor has a checkpoint in it; found {_some(names)}. {_FORMS}"
+    )
 
 
 def _rows(found: Path) -> list[dict[str, Any]]:
     """The rows of a file in one of the forms that TRL, pandas and `trackio query --json` write."""
     file = found.resolve()  # the user's choice, and in the cache of the Hub all files are links
     content: Any
-    if found.suffix == ".csv":
+    form = found.name.lower().removesuffix(".gz").rpartition(".")[2]
+    if form in ("csv", "tsv"):
         text = files.read_text(file).removeprefix("\ufeff")  # of Windows
         csv.field_size_limit(max(len(text), csv.field_size_limit()))
-        content = list(csv.DictReader(io.StringIO(text), restkey="", strict=True))
-    elif found.suffix == ".jsonl":
-        content = files.read_lines(file, {})
-    elif found.suffix == ".json":
-        content = files.read_json(file, _ANY)
+        delimiter = max(",;\t", key=text.partition("\n")[0].count)
+        content = list(csv.DictReader(io.StringIO(text), restkey="", delimiter=delimiter, strict=True))
+    elif form in ("json", "jsonl"):
+        content = _json(file, in_lines=form == "jsonl")
     else:
         raise ValueError(f"its name ends with {found.suffix!r}")
     if isinstance(content, dict):
         columns = {name: column for name, column in content.items() if isinstance(column, dict)}
         by_column = [{name: columns[name].get(row) for name in columns} for row in next(iter(columns.values()), ())]
-        content = content.get("log_history", content.get("rows", by_column))
+        known = [content[name] for name in ("log_history", "rows") if name in content]
+        if not known and not columns:
+            raise ValueError(f"it holds {_some({*content})}, but neither `log_history` nor `rows`")
+        content = (known or [by_column])[0]
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
         raise ValueError(f"it holds {quoted(content)}, not rows with names and values")
     return content
 
 
+def _json(file: Path, *, in_lines: bool) -> Any:
+    """JSON as a whole or in lines; the other of the two if the name does not say what it is."""
+    readers: list[Callable[[], Any]] = [lambda: files.read_json(file, _ANY), lambda: files.read_lines(file, {})]
+    first, second = reversed(readers) if in_lines else readers
+    try:
+        return first()
+    except ValueError:
+        with suppress(ValueError):
+            if content := second():
+                return content
+        raise
+
+
 def _check_runs(rows: Sequence[Mapping[str, Any]]) -> None:
-    for column in _RUNS:
-        if len(runs := {str(row[column]) for row in rows if row.get(column) not in (None, "")}) > 1:
+    for column in sorted({name for row in rows for name in row}):
+        runs = {str(row[column]) for row in rows if row.get(column) not in (None, "")}
+        if column.strip().lower().replace(" ", "_") in _RUNS and len(runs) > 1:
             raise ValueError(f"it holds {len(runs)} runs by `{column}`, {_some(runs)}. Export one of them")
 
 
@@ -116,50 +142,72 @@ def _is_of_training(row: Mapping[str, float]) -> bool:
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """A row with NaN for all but numbers, without the prefix of training; trackio keeps metrics in it as JSON."""
+    """A row with NaN for all but numbers, without the prefix of training; trackio keeps metrics as JSON in one."""
     nested = row.get("metrics")
     if isinstance(nested, str) and nested.startswith("{"):
-        row = {**row, **files.parse(nested.encode(), {})}
+        nested = files.parse(nested.encode(), {})
+    if isinstance(nested, dict):
+        row = {**row, **nested}
     found: dict[str, float] = {}
     for column, value in row.items():
-        name = column.removeprefix("train/")
-        with suppress(ValueError):
-            value = float(value) if isinstance(value, str) else value
+        name = column.strip().removeprefix("train/")
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = None if value.strip().lower() in _EMPTY else float(value)
+        if name in _OF_TRAINING | {*_CLOCKS} and not isinstance(value, int | float | None):
+            raise ValueError(f"`{column}` is {quoted(value)} in a row, not a number")
         if not math.isfinite(found.get(name, math.nan)):
             found[name] = number({name: value}, name)
     return found
 
 
-def _entries(rows: Sequence[Mapping[str, float]]) -> tuple[list[dict[str, Any]], int]:
-    """The finite numbers of training, an entry for each step, and how many entries a later one replaces."""
-    has_norm, has_reward = (any(name in row for row in rows) for name in ("grad_norm", "reward"))
+def _entries(rows: Sequence[Mapping[str, float]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The finite numbers of training, an entry for each step, and sentences on what is left out."""
+    named = {name for row in rows for name in row}
     rows = [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
-    clock = next((name for name in _CLOCKS if any(name in row for row in rows)), "")
+    known = {name for row in rows for name in row}
+    clock = next((name for name in _CLOCKS if name in known), "")
+    # What training has left to log at its end has a time, but no gradient.
+    of_gradient = "learning_rate" if "learning_rate" in known else "step_time"
+    # Some versions of TRL log evaluations under the names of training.
+    of_training = known & {*_OF_STEP, "step_time"} or _OF_TRAINING
     steps = [step for step, _ in groupby(row[clock] for row in rows if clock in row and _OF_TRAINING & row.keys())]
     falls, is_once = sum(after < before for before, after in pairwise(steps)), len({*steps}) == len(steps)
     if falls and falls >= (len(steps) - 1 if is_once else len(steps) / 2):  # a table with the newest row first
         rows.reverse()
-    elif falls and is_once:  # in another order, such as that of the steps as text
+    elif is_once and (falls > 1 or (falls and steps[-1] < max(steps))):  # in another order, as of steps as text
         rows = sorted((row for row in rows if clock in row), key=lambda row: row[clock])
     calls = [row["_step"] for row in rows if "_step" in row]
-    is_whole = all(after - before <= 1 for before, after in pairwise(calls))  # wandb's `history()` draws a sample
+    # wandb's `history()` draws a sample.
+    is_timed = clock != "_step" and all(after - before <= 1 for before, after in pairwise(calls))
     log: list[dict[str, Any]] = []
-    seconds, repeated = 0.0, 0
+    seconds, repeated, unplaced = 0.0, 0, 0
     for row in rows:
-        step = row.get(clock, -1.0)
-        if step < 0 or not step.is_integer() or not _OF_TRAINING & row.keys():
-            is_evaluation = any(name.startswith(("eval/", "eval_")) for name in row)
-            timed = sum(value for name, value in row.items() if name.endswith(_PROFILED))
-            seconds = 0.0 if is_evaluation else seconds + timed
+        step = row.get(clock, math.nan)
+        if any(name.startswith(("eval/", "eval_")) for name in row) and not of_training & row.keys():
+            # It has timed its own generation, and what training has generated since the last entry, if anything.
+            seconds = 0.0 if log and log[-1]["step"] == step else math.nan
             continue
-        if log and log[-1]["step"] > step:  # a resumed run repeats what came after its checkpoint
-            kept = [entry for entry in log if entry["step"] < step]
-            log, repeated = kept, repeated + len(log) - len(kept)
+        if not _OF_TRAINING & row.keys():
+            seconds += sum(value for name, value in row.items() if name.endswith(_PROFILED))
+            continue
+        if not (step >= 0 and step.is_integer()):
+            unplaced += 1
+            continue
+        # A resumed run repeats what came after its checkpoint.
+        while log and (log[-1]["step"], bool(_OF_STEP & row.keys() & log[-1].keys())) > (step, False):
+            log.pop()
+            repeated += 1
         entry: dict[str, Any] = log.pop() if log and log[-1]["step"] == step else {}
-        if has_norm and "step_time" in row:
-            entry["grad_norm"] = math.nan  # unless the row has a finite one
-        if has_reward and "frac_reward_zero_std" in row:
+        if "grad_norm" in named and of_gradient in row and "train_runtime" not in row:
+            entry.setdefault("grad_norm", math.nan)  # unless the row has a finite one
+        if "reward" in named and _OF_ROLLOUT & row.keys():
             entry.setdefault("reward", math.nan)  # likewise
-        log.append({**entry, **row, **({GENERATION: seconds} if seconds and is_whole else {}), "step": int(step)})
+        log.append({**entry, **row, **({GENERATION: seconds} if seconds > 0 and is_timed else {}), "step": int(step)})
         seconds = 0.0
-    return log, repeated
+    notes = {
+        f"Left out: {repeated:,} earlier entries of steps that come again, as in a resumed run.": repeated,
+        f"Left out: {unplaced:,} entries without a whole number in `{clock}`.": unplaced,
+        "Steps are those of `_step`, which counts calls that log: export `train/global_step`, too.": clock == "_step",
+    }
+    return log, [note for note, holds in notes.items() if holds]

@@ -55,7 +55,7 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
         "first": first,
         "last": last,
         "start": start,
-        "ratio": _ratio(last, start),
+        "ratio": _ratio(last, start) if len(values) >= _FEWEST_OF_A_TREND else math.nan,
         "mean": float(np.mean(values)),
         "median": median,
         "low": float(np.quantile(values, 0.1)),

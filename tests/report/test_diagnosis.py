@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import random
 import re
@@ -213,6 +214,12 @@ def test_rows_in_another_order_are_sorted(tmp_path, order):
     ]
 
 
+def test_metrics_may_be_nested(tmp_path):
+    rows = rows_of(*range(1, 9))
+    nested = [{"run_name": "a", "metrics": row if row["step"] % 2 else json.dumps(row)} for row in rows]
+    assert entries(written(tmp_path / "log.jsonl", nested)) == rows
+
+
 def test_an_empty_column_does_not_hide_one_of_the_same_name(tmp_path):
     rows = [{"step": 1, "entropy": 1.0, "reward": None, "train/reward": 0.5, "train/entropy": None}]
     assert entries(written(tmp_path / "log.jsonl", rows)) == [{"step": 1, "reward": 0.5, "entropy": 1.0}]
@@ -352,6 +359,138 @@ def test_any_metric_may_be_missing(clipped, tmp_path, capsys, missing):
     assert words(capsys, written(tmp_path / "log.jsonl", without))[0] == 0
 
 
+@pytest.mark.parametrize("left", [{"learning_rate": 1e-5}, {"frac_reward_zero_std": 0.0}])
+def test_what_is_left_to_log_at_the_end_has_no_gradient(tmp_path, capsys, left):
+    rows = [{**row, **left} for row in rows_of(*range(1, 9))]
+    end = {"step": 12, "reward": 0.9, "step_time": 2.0, "train_runtime": 30.0}
+    assert words(capsys, written(tmp_path / "log.jsonl", [*rows, end]))[0] == 0
+
+
+def test_gradient_and_reward_that_are_lost_are_wrong_in_logs_of_older_versions(tmp_path, capsys):
+    """Which have neither `step_time` nor `frac_reward_zero_std`."""
+    rows = [{"step": i, "learning_rate": 1e-5, "grad_norm": 1.0, "reward": 0.1 * i, "kl": 0.1} for i in range(1, 31)]
+    rows = [{**row, "completion_length": 9.0} for row in rows]
+    for name, said in (("grad_norm", "Gradient norm was not finite"), ("reward", "The reward was not a number")):
+        lost = [{**row, name: math.nan} if row["step"] > 20 else row for row in rows]
+        status, _, printed = words(capsys, written(tmp_path / "log.jsonl", lost))
+        assert (status, f"{said} in 10 of 30 entries" in printed) == (1, True)
+
+
+def test_evaluations_under_the_names_of_training_are_left_out(tmp_path):
+    rows = rows_of(*range(1, 9))
+    evaluations = [{"step": row["step"], "eval_loss": 0.1, "reward": -1.0} for row in rows]
+    mixed = [row for pair in zip(rows, evaluations, strict=True) for row in pair]
+    assert entries(written(tmp_path / "log.jsonl", mixed)) == entries(written(tmp_path / "own.jsonl", rows))
+
+
+def test_a_few_entries_have_no_trend(tmp_path, capsys):
+    rows = [{**row, "grad_norm": 10.0 ** row["step"]} for row in rows_of(1, 3, 5)]
+    printed = words(capsys, written(tmp_path / "log.jsonl", rows))[2]
+    assert "Too little in this log for a verdict on `grad_norm`" in printed
+    assert "healthy" not in printed
+
+
+def test_what_has_no_verdict_is_named(tmp_path, capsys):
+    printed = words(capsys, written(tmp_path / "log.jsonl", rows_of(*range(1, 9), entropy=1.0)))[2]
+    missing = "`frac_reward_zero_std`, `completions/clipped_ratio`, `clip_ratio`"
+    assert f"Without a verdict, because not in this log: {missing}." in printed
+
+
+def test_a_callback_may_log_a_step_again(tmp_path):
+    rows = rows_of(*range(1, 9))
+    more = [{"step": row["step"], "step_time": 2.0, "own": 1.0} for row in rows]
+    both = [row for pair in zip(rows, more, strict=True) for row in pair]
+    assert entries(written(tmp_path / "log.jsonl", both)) == [{**row, "own": 1.0} for row in rows]
+
+
+def test_generation_before_an_evaluation_between_entries_is_not_that_of_the_entry(tmp_path):
+    profile = {"profiling/Time taken: GRPOTrainer.transformers.generate": 1.8}
+    rows: list[dict] = []
+    for step in range(1, 41):
+        rows.append(profile)
+        if step % 5 == 0:
+            rows += rows_of(step)
+        if step % 8 == 0:
+            rows += [profile, {"step": step, "eval/reward": 1.0}]
+    log = entries(written(tmp_path / "log.jsonl", [{"_step": i, **row} for i, row in enumerate(rows)]))
+    assert {entry["step"] for entry in log if GENERATION not in entry} == {10, 20, 25, 35}
+    (said,) = [fact.sentence for fact in reuse(log) if fact.sentence.startswith("Estimate")]
+    assert "generation and scoring take 90% of a step" in said
+
+
+@pytest.mark.parametrize(
+    ("served", "clipped", "said"),
+    [
+        ((1, 1), 0.0, "On-policy: every optimizer step has a rollout of its own"),
+        (
+            (1, 1),
+            0.1,
+            "Off-policy, although every optimizer step has a rollout of its own: an earlier policy wrote it.",
+        ),
+        ((1, 2), 0.0, "Off-policy: a rollout serves 1.5 optimizer steps on average."),
+    ],
+)
+def test_what_is_off_policy(served, clipped, said):
+    log, step = [], 0
+    for steps in served * 10:
+        for number in range(steps):
+            step += 1
+            log.append({"step": step, "grad_norm": 1.0, "clip_ratio": clipped, **({} if number else {"reward": 0.5})})
+    assert reuse(log)[0].sentence.startswith(said)
+
+
+def test_calls_are_not_taken_for_optimizer_steps(tmp_path, capsys):
+    rows = [{"_step": row.pop("step"), **row} for row in rows_of(*range(1, 9))]
+    printed = words(capsys, written(tmp_path / "log.jsonl", rows))[2]
+    assert "`_step`, which counts calls that log: export `train/global_step`, too." in printed
+    assert "every optimizer step has" not in printed
+
+
+def test_entries_without_a_step_are_counted(tmp_path, capsys):
+    rows = [{**row, "step": None} if row["step"] > 6 else row for row in rows_of(*range(1, 9))]
+    assert (
+        "Left out: 2 entries without a whole number in `step`."
+        in words(capsys, written(tmp_path / "a.jsonl", rows))[2]
+    )
+
+
+def test_a_resumed_run_may_log_other_steps(tmp_path):
+    steps = [*range(10, 110, 10), *range(57, 121, 7)]
+    log = entries(written(tmp_path / "log.jsonl", rows_of(*steps)))
+    assert [entry["step"] for entry in log] == [*range(10, 60, 10), *range(57, 121, 7)]
+
+
+def test_the_file_that_is_read_is_named_and_one_that_is_cut_short_is_not(tmp_path, capsys):
+    for name, step in (("checkpoint-8", 8), ("checkpoint-9", 9), ("last-checkpoint", 7)):
+        (tmp_path / name).mkdir()
+        state = {"global_step": step, "log_history": rows_of(*range(1, step + 1))}
+        (tmp_path / name / "trainer_state.json").write_text(json.dumps(state)[: -9 if step == 9 else None])
+    assert f"Read: {tmp_path}/checkpoint-8/trainer_state.json." in words(capsys, tmp_path)[2]
+
+
+def test_an_export_beside_a_run_of_ours_is_not_judged_as_that_run(tmp_path, capsys):
+    (tmp_path / "recipe.yaml").touch()
+    write_json(tmp_path / "settings.json", {"reward_funcs": ["first_line_reward"]})
+    log = rows_of(*range(1, 9), **{"completions/clipped_ratio": 0.9})
+    assert words(capsys, written(tmp_path / "other.jsonl", log))[1]["Truncated completions"] == "look"
+    assert words(capsys, written(tmp_path / "log.jsonl", log))[1]["Truncated completions"] == "healthy"
+
+
+@pytest.mark.parametrize(
+    "form", ["lines.json", "whole.jsonl", "run.JSONL", "run.jsonl.gz", "run.tsv", "semicolons.csv"]
+)
+def test_forms_are_read_whatever_their_name(tmp_path, form):
+    rows = rows_of(*range(1, 9))
+    frame, path = pd.DataFrame(rows), tmp_path / form
+    if form == "whole.jsonl":
+        path.write_text(json.dumps(rows))
+    elif form.endswith((".tsv", ".csv")):
+        frame.rename(columns=" {}".format).to_csv(path, sep="\t" if form == "run.tsv" else ";", index=False)
+    else:
+        frame.to_json(path, orient="records", lines=True)
+    assert entries(path) == rows
+
+
 # The page
 
 
@@ -393,13 +532,13 @@ BAD = {
     "none.json": (b"[]", "found nothing"),
     "sft.jsonl": (b'{"step": 1, "loss": 2.5, "grad_norm": 1, "entropy": 1}\n', "found entropy, grad_norm, loss, step"),
     "nosteps.csv": (b"reward,entropy\n0.5,1\n", "found entropy, reward"),
-    "words.csv": (b"step,reward\none,high\n", "found reward, step"),
+    "words.csv": (b"step,reward\none,high\n", "`step` is 'one' in a row, not a number"),
     "huge.csv": (b"step,reward\n1,1e999\n2," + b"9" * 5000 + b"\n", "found reward, step"),
     "negative.csv": (b"step,reward\n-1,0.5\n1.5,0.5\n", "found reward, step"),
     "nested.jsonl": (b'{"step": 1, "train": {"reward": 0.5}}\n', "found step, train"),
     "scalar.json": (b"3", "it holds 3, not rows"),
     "list.json": (b"[1, 2]", "it holds [1, 2], not rows"),
-    "mapping.json": (b'{"reward": 0.5}', "found nothing"),
+    "mapping.json": (b'{"reward": 0.5}', "it holds reward, but neither `log_history` nor `rows`"),
     "history.json": (b'{"log_history": {"step": 1}}', "not rows with names"),
     "deep.json": (b'{"a":' * 10**5, "nested more than 64 deep"),
     "deep.jsonl": (b'{"step": 1, "metrics": "' + b'{\\"a\\":' * 10**4 + b'"}\n', "nested more than 64 deep"),
@@ -407,7 +546,7 @@ BAD = {
     "binary.json": (bytes(range(128, 256)), "cannot be read"),
     "pickle.bin": (b"\x80\x04.", "its name ends with '.bin'"),
     "quotes.csv": (b'step,reward\n1,"0.5\n', "unexpected end of data"),
-    "field.csv": (b"step,reward\n1," + b"x" * 200_000, "found reward, step"),
+    "field.csv": (b"step,reward\n1," + b"x" * 200_000, "`reward` is 'xxx"),
     "escapes.jsonl": (b'{"step": 1, "\\u001b[31mred": 1}\n', r"found \x1b[31mred, step"),
     "runs.jsonl": (
         b'{"run_name": "a", "step": 1, "reward": 0}\n{"run_name": "b", "step": 1, "reward": 0}\n',
@@ -418,6 +557,14 @@ BAD = {
         "it holds 2 runs by `run`, 1, 2. Export one",
     ),
     "ids.csv": (b"run_id,step,reward\na,1,0.5\nb,1,0.5\n", "it holds 2 runs by `run_id`, a, b. Export one"),
+    "tensors.csv": (b"step,reward,grad_norm\n1,0.5,tensor(0.5)\n", "`grad_norm` is 'tensor(0.5)' in a row, not a"),
+    "thousands.csv": (b'step,reward\n999,0.5\n"1,000",0.5\n', "`step` is '1,000' in a row, not a number"),
+    "table.csv": (
+        b"Name,train/global_step,train/reward\na,8,0.5\nb,8,0.5\n",
+        "it holds 2 runs by `Name`, a, b. Export",
+    ),
+    "chart.csv": (b"Step,a - train/reward,a - train/reward__MIN\n1,0.5,0.5\n", "a chart of wandb: export the run"),
+    "cut.json": (b'{"log_history": [{"step": 1, "rew', "cannot be read"),
     "middle.jsonl": (b'{"step": 1, \n' + GOOD.encode() + b"\n", "line 1"),
 }
 
