@@ -75,6 +75,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+import trl.trainer.utils
 from datasets import Dataset
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -111,7 +112,7 @@ OBJECTIVES = {
     "OPO, μ = 0.1": OPO,
     "OPO, μ = 0.03": OPO,
 }
-# What has a target of 0, in groups without a right answer, has no gradient wherever the policy is, and is not computed.
+# Groups of equal rewards have no gradient wherever the policy is, and are not computed.
 WITHOUT_PULL_BACK = ("r − r̄, bounded", "GSPO", "TOPR")
 MU = {"OPO, μ = 0.1": 0.1, "OPO, μ = 0.03": 0.03}
 METHODS = ("OPO", "r − r̄, bounded", "GSPO", "TOPR", "SFT", "DPO")
@@ -340,6 +341,7 @@ def train(run: Run) -> dict[str, Any]:
             os.dup2(log.fileno(), stream)
         if run.task == PRETRAINED:
             real_model.multiply_as_bfloat16()
+            trl.trainer.utils._use_triton = lambda device: True  # the head computes completions only, as on GPUs
         task = _WITH_FEW[run.task]
         rows = recorded(run.task, run.seed)
         began = time.process_time()
