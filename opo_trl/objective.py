@@ -380,14 +380,10 @@ class Objective:
     """
 
     is_regression = False  # whether the loss has a χ² term, and no force where the coordinate is at the target
+    reads_logps = False  # whether targets need `Groups.logps`
 
     def __init__(self, args: Any):
         self.args = args
-
-    @property
-    def reads_logps(self) -> bool:
-        """Whether targets need `Groups.logps`."""
-        return False
 
     @property
     def ratio_form(self) -> RatioForm:
@@ -454,7 +450,7 @@ class OPO(Objective):
         return fields if type(self) is OPO else f"{type(self).__name__}; {fields}"
 
     @property
-    def reads_logps(self) -> bool:
+    def reads_logps(self) -> bool:  # type: ignore[override]
         return self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
 
     def targets(self, groups: Groups) -> Targets:

@@ -11,12 +11,7 @@ _INVISIBLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 
 def printable(text: str) -> str:
     """Text with characters that control a terminal, or that no file or page can hold, as escapes such as `\\x1b`."""
-    return _INVISIBLE.sub(_escaped, text.replace("\r\n", "\n"))
-
-
-def _escaped(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    return _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
 
 
 def one_line(text: str, longest: int = 200) -> str:

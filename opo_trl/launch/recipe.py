@@ -35,8 +35,8 @@ from .words import MAPPINGS, find_accelerate_config, read_yaml, split
 
 logger = logging.getLogger(__name__)
 
-# Fields of earlier versions that public recipes set.
 _NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")  # what argparse takes for a number, and not for an option
+# Fields of earlier versions that public recipes set.
 _RENAMED = {
     "torch_dtype": "`dtype`",
     "overwrite_output_dir": "gone: set `overwrite` to delete an earlier run",

@@ -70,11 +70,12 @@ class Watch:
 
     text: str
     # Whether each of the last entries with a number for the metric was beyond the bound
-    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=_ENTRIES))
+    recent: deque[bool] = field(default_factory=deque)
     fired: bool = False  # since the last time that no recent entry was beyond the bound
     without: int = 0  # entries without the metric so far; −1 once an entry has had it
 
     def __post_init__(self):
+        self.recent = deque(self.recent, _ENTRIES)
         found = _WATCH.fullmatch(str(self.text).strip())
         try:
             self.stops, self.metric = found["action"] == "stop", found["metric"]
@@ -96,11 +97,5 @@ class Watch:
         return fires
 
     def state(self) -> dict[str, Any]:
-        """State for [`~Watch.restore`], as JSON."""
+        """What to make this watch of again, besides its text, as JSON."""
         return {"recent": list(self.recent), "fired": self.fired, "without": self.without}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state of [`~Watch.state`]."""
-        self.recent.clear()
-        self.recent.extend(state["recent"])
-        self.fired, self.without = state["fired"], state["without"]

@@ -44,9 +44,7 @@ class Watches(TrainerCallback):
             logger.warning(f"The run ends at step {state.global_step}, with a checkpoint.")
             control.should_training_stop = control.should_save = True
             # A run resumed from this checkpoint must be guarded, too.
-            for watch in self.watches:
-                if watch.stops:
-                    watch.restore({"recent": (), "fired": False, "without": watch.without})
+            self.watches = [Watch(each.text, without=each.without) if each.stops else each for each in self.watches]
 
     def state_dict(self) -> dict[str, Any]:
         """Text of each watch → its state, for [`~Watches.load_state_dict`]."""
@@ -54,9 +52,7 @@ class Watches(TrainerCallback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume the watches that a state of [`~Watches.state_dict`] has."""
-        for watch in self.watches:
-            if watch.text in state:
-                watch.restore(state[watch.text])
+        self.watches = [Watch(watch.text, **state.get(watch.text, {})) for watch in self.watches]
 
     def _fires(self, watch: Watch, logs: Mapping[str, Any]) -> bool:
         if watch.metric in logs:

@@ -55,16 +55,13 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             log, notes = _entries(rows)
             if not any(_OF_GRPO & entry.keys() for entry in log):
                 names = {name for row in rows for name in row}
-                chart = ". It looks like a chart of wandb: export the run" if any(map(_of_chart, names)) else ""
-                raise ValueError(f"no step has a metric of GRPOTrainer; found {_some(names)}{chart}")
+                is_chart = any(" - train/" in name for name in names)
+                said = f"no step has a metric of GRPOTrainer; found {_some(names)}"
+                raise ValueError(f"{said}. It looks like a chart of wandb: export the run" if is_chart else said)
         except (ValueError, csv.Error) as error:
             said = str(error).rstrip(".")
             raise ValueError(f"RUN={str(found)!r} is not the log of a GRPO run: {said}. {_FORMS}") from error
     return log, notes if found == path else [f"Read: {printable(str(found))}.", *notes]
-
-
-def _of_chart(name: str) -> bool:
-    return " - train/" in name
 
 
 def _some(names: set[str], most: int = 12) -> str:

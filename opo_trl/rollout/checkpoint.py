@@ -12,7 +12,6 @@ Checkpoints of other trainers, and those saved with `save_only_model`, have no m
 
 import functools
 import json
-import os
 import re
 import shutil
 import zipfile
@@ -30,7 +29,7 @@ from safetensors import safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
-from ..checks.files import free, sync
+from ..checks.files import free, sync, write_json
 
 
 logger = get_logger(__name__)
@@ -85,9 +84,7 @@ def finish(folder: Path, limit: int | None, best: str | None) -> None:
 def _add(paths: list[Path], folder: Path, listed: dict[str, dict[str, int]]) -> None:
     for path, checksum in zip(paths, _checksums(paths), strict=True):
         listed[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "crc32": checksum}
-    part = folder / f"{MANIFEST}.part"
-    part.write_text(json.dumps({"files": listed}, indent=2))
-    os.replace(part, folder / MANIFEST)
+    write_json(folder / MANIFEST, {"files": listed})
 
 
 def _files(folder: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, pad
 
+from ..checks import files
 from ..checks.weights import unsharded
 from ..config import RolloutConfig
 from ..data.rollouts import KNOWN, RECORDED, load_rollouts, text_of
@@ -305,8 +306,6 @@ def check_recordable(args: RolloutConfig, named: Mapping[str, Any], dataset: Any
 
 def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids: list[list[int]]) -> None:
     """Write this process's samples of a round of generation to a file of their own, which a resumed run rewrites."""
-    from ..checks import files  # not to import a trainer
-
     accelerator, done = trainer.accelerator, trainer.completions_generated
     if "tool_mask" in rollout:
         raise ValueError("save_rollouts=True cannot record tokens that the model has not written. Remove it.")

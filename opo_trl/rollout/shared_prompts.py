@@ -7,6 +7,7 @@ begins with a copy of the prompt's last token, which predicts its first.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,44 +81,48 @@ def model_for(model: Any, rows: Mapping[str, Any]) -> Any:
     # An override may have cut samples or columns, to which these places do not apply.
     if rows.get("opo_shape") != _shape(rows):
         return model
-    return SharedPrompts(model, rows["opo_source"], rows["opo_segment"])
+    return partial(_shared, model, rows["opo_source"], rows["opo_segment"])
 
 
 def _shape(rows: Mapping[str, Any]) -> tuple[int, int, int]:
     return (*rows["completion_ids"].shape, rows["prompt_ids"].size(1))
 
 
-class SharedPrompts:
+def _shared(
+    model: Any,
+    source: Tensor,
+    segment: Tensor,
+    *,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    labels: Tensor,
+    **options: Any,
+) -> Any:
     """
-    A model with TRL's fused head, called as TRL calls it, that computes samples as [`arrange`] has placed them.
+    Outputs of a model with TRL's fused head, called as TRL calls it for padded rows `[B, L]`, that computes samples as
+    [`arrange`] has placed them: per token, `[B, L - 1]`, as without sharing.
 
     The model may have DDP's, DeepSpeed's or PEFT's wrapper around it.
     """
-
-    def __init__(self, model: Any, source: Tensor, segment: Tensor):
-        self.model, self.source, self.segment = model, source, segment
-
-    def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **options: Any) -> Any:
-        """Outputs for padded rows `[B, L]`, per token `[B, L - 1]` as without sharing."""
-        source, segment = self.source.clamp(min=0), self.segment
-        ids, mask, wanted = (table.flatten()[source] for table in (input_ids, attention_mask, labels))
-        real = (self.source >= 0) & mask.bool()
-        same_or_prompt = (segment.unsqueeze(2) == segment.unsqueeze(1)) | (segment == 0).unsqueeze(1)
-        seen = (same_or_prompt & real.unsqueeze(1)).tril()
-        itself = torch.eye(seen.size(1), dtype=torch.bool, device=seen.device)
-        seen = seen | (itself & ~seen.any(dim=2, keepdim=True))  # padding: attention to nothing would be NaN
-        wanted = wanted.masked_fill(~real, -100)
-        outputs = self.model(
-            input_ids=ids,
-            attention_mask=seen.unsqueeze(1),
-            position_ids=source % input_ids.size(1),
-            labels=wanted,
-            **options,
-        )
-        for name in {"log_probs", "entropy"} & outputs.keys():  # a reference model's head has no entropy
-            # The head returns one value fewer than there are tokens. Only tokens of completions, each in one place,
-            # have a label.
-            values = torch.where(wanted != -100, pad(outputs[name], (1, 0)), 0.0).flatten()
-            rows = values.new_zeros(input_ids.numel()).scatter_add(0, source.flatten(), values)
-            outputs[name] = rows.view(input_ids.shape)[:, 1:]
-        return outputs
+    is_token, source = source >= 0, source.clamp(min=0)
+    ids, mask, wanted = (table.flatten()[source] for table in (input_ids, attention_mask, labels))
+    real = is_token & mask.bool()
+    same_or_prompt = (segment.unsqueeze(2) == segment.unsqueeze(1)) | (segment == 0).unsqueeze(1)
+    seen = (same_or_prompt & real.unsqueeze(1)).tril()
+    itself = torch.eye(seen.size(1), dtype=torch.bool, device=seen.device)
+    seen = seen | (itself & ~seen.any(dim=2, keepdim=True))  # padding: attention to nothing would be NaN
+    wanted = wanted.masked_fill(~real, -100)
+    outputs = model(
+        input_ids=ids,
+        attention_mask=seen.unsqueeze(1),
+        position_ids=source % input_ids.size(1),
+        labels=wanted,
+        **options,
+    )
+    for name in {"log_probs", "entropy"} & outputs.keys():  # a reference model's head has no entropy
+        # The head returns one value fewer than there are tokens. Only tokens of completions, each in one place,
+        # have a label.
+        values = torch.where(wanted != -100, pad(outputs[name], (1, 0)), 0.0).flatten()
+        rows = values.new_zeros(input_ids.numel()).scatter_add(0, source.flatten(), values)
+        outputs[name] = rows.view(input_ids.shape)[:, 1:]
+    return outputs
