@@ -329,7 +329,7 @@ def make_trainer(run: Run, rows: list[dict[str, Any]], folder: str) -> Any:
     if run.method == "SFT":
         right = [{name: row[name] for name in ("prompt", "completion")} for row in rows if row["reward"] > 0.5]
         return SFTTrainer(model, SFTConfig(**own), train_dataset=Dataset.from_list(right), **named)
-    own["per_device_train_batch_size"] = BATCH // 2  # pairs
+    own |= {"per_device_train_batch_size": BATCH // 2, "precompute_ref_log_probs": True}  # pairs
     return DPOTrainer(model, args=DPOConfig(**own), train_dataset=Dataset.from_list(pairs(rows)), **named)
 
 
