@@ -462,8 +462,7 @@ comparisons of a task. "r − r̄, bounded" is truncated REINFORCE. OPO with ano
 with one, show which part matters; their differences are directions. [Plan and code](../offline.py); [every
 run](offline.jsonl).
 """
-_PRETRAINED = """SmolLM2-135M-Instruct with four-bit weights: 768 completions, 150 test problems, six seeds. OPO with μ =
-0.03, which the plan has besides, has not been run.
+_PRETRAINED = """SmolLM2-135M-Instruct with four-bit weights: 768 completions, 150 test problems, six seeds.
 
 """
 
