@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from accelerate import PartialState
 from accelerate import DistributedType
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
@@ -122,6 +123,7 @@ def server():
 def test_log_probabilities_of_another_policy_are_rejected(server, config, monkeypatch, mode, temperature, passes):
     server.mode = mode
     url = f"http://127.0.0.1:{server.server_port}"
+    PartialState()  # for messages, as of any trainer
     trainer = object.__new__(AsyncOPOTrainer)  # `train` looks at these only
     trainer.rollout_worker = object.__new__(AsyncRolloutWorker)
     trainer.vllm_client = VLLMClient(url, 10.0)
