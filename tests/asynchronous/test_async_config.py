@@ -9,8 +9,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from accelerate import PartialState
-from accelerate import DistributedType
+from accelerate import DistributedType, PartialState
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 from trl.experimental.async_grpo.vllm_client import VLLMClient
