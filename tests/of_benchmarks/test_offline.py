@@ -2,12 +2,16 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import offline
+from opo_trl import OPOConfig
 from opo_trl.data.rollouts import RECORDED, load_rollouts
+from opo_trl.objective import Samples
 
 
 @pytest.mark.parametrize("task", offline.TASKS)
@@ -33,6 +37,18 @@ def test_words_of_tests_are_never_trained_on():
     test = [*report, *tuning]
     assert len({row["problem"] for row in test}) == 2 * offline.TEST_PROBLEMS
     assert not {row["problem"] for row in test} & {row["problem"] for row in train}
+
+
+@pytest.mark.parametrize("method", offline.WITHOUT_PULL_BACK)
+def test_what_is_not_computed_has_no_gradient_wherever_the_policy_is(method):
+    for name, moved in product((method, "OPO"), (-1.0, -0.1, 0.1, 1.0)):
+        logps = torch.full((1, 3), moved, requires_grad=True)
+        token = {"logps": logps, "anchor_logps": torch.zeros(1, 3), "mask": torch.ones(1, 3).bool()}
+        sample = {"target": torch.zeros(1), "mu": torch.full((1,), 0.3), "weights": torch.ones(1)}
+        objective = offline.OBJECTIVES[name](OPOConfig(output_dir="unused", use_cpu=True, bf16=False))
+        loss = objective.loss(Samples(**token, **sample, age=torch.ones(1), reused=True))
+        (loss.work + loss.dissipation).sum().backward()
+        assert (logps.grad == 0).all() == (name == method)
 
 
 def test_pairs_use_each_completion_once():
