@@ -206,6 +206,7 @@ def micro_batch(shape: Shape, *, rows: int, prompt: int, completion: int) -> dic
         "opo_mu": torch.ones(rows),
         "opo_scale": torch.ones(rows),
         "opo_step": torch.zeros(rows),
+        "opo_idle": torch.zeros(rows, dtype=torch.bool),
     }
 
 

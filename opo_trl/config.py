@@ -509,16 +509,11 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
                 f"max_tokens_per_micro_batch={budget} needs planned micro-batches. Set `plan_micro_batches` to True, "
                 "or leave `max_tokens_per_micro_batch` out."
             )
-        if budget is not None and self.updates_in_backward:
+        if budget is not None and updates_in_backward(self):
             raise ValueError(
                 f"max_tokens_per_micro_batch={budget} divides an optimizer step, but optim={self.optim.value!r} takes "
                 "one in every backward pass. Remove one of them."
             )
-
-    @property
-    def updates_in_backward(self) -> bool:
-        """Whether the optimizer takes a step in every backward pass."""
-        return any(kind in self.optim for kind in ("layerwise", "lomo"))
 
     @property
     def off_policy_fields(self) -> str:
@@ -568,6 +563,11 @@ class TruncatedReinforceConfig(OPOConfig):
     }
     unused_fields: ClassVar[frozenset[str]] = frozenset({*rejected_fields, "importance_sampling_level"})
     describe_policy = RolloutConfig.describe_policy
+
+
+def updates_in_backward(args: Any) -> bool:
+    """Whether the optimizer takes a step in every backward pass, which leaves no gradient."""
+    return any(kind in args.optim for kind in ("layerwise", "lomo"))
 
 
 def check_deepspeed(asked_by: str) -> None:

@@ -362,13 +362,17 @@ class Samples:
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss of each sample, `work + dissipation`, and its parts; `[B]` each."""
+    """Loss of each sample and its parts; `[B]` each."""
 
     work: Tensor  # the push towards the target
     dissipation: Tensor  # the pull back to the behaviour policy
     log_ratio: Tensor
     clamped: Tensor  # whether the log-ratio is at its bound
     weights: Tensor  # 0 for excluded samples
+
+    def total(self, rests: Tensor) -> Tensor:
+        """`work + dissipation`; 0, with a gradient of exactly 0, for samples that rest (bool `[B]`)."""
+        return torch.where(rests, 0.0, self.work + self.dissipation)
 
 
 class Objective:

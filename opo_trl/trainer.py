@@ -279,11 +279,10 @@ class OPOTrainer(RolloutTrainer):
         """One entry per micro-step: the parts that pass through the model, one after the other."""
         n_batches = self.args.steps_per_generation // len(steps)
         on_policy = [(number + 1) * n_batches <= until_update for number in range(len(steps))]
+        steps = [{**rows, "opo_idle": self._idle(rows)} for rows in steps]
         if self._anchor_is_own:  # the log-ratio of an on-policy step is exactly 0
-            steps = [
-                {name: rows[name] for name in rows if not (policy and name == "old_per_token_logps")}
-                for rows, policy in zip(steps, on_policy, strict=True)
-            ]
+            for rows in (rows for rows, policy in zip(steps, on_policy, strict=True) if policy):
+                rows.pop("old_per_token_logps", None)
         skippable = (self._zero_gradient(rows, policy) for rows, policy in zip(steps, on_policy, strict=True))
         planned = []
         for rows, policy, parts in zip(steps, on_policy, self._planner.parts(steps, skippable), strict=True):
@@ -298,16 +297,20 @@ class OPOTrainer(RolloutTrainer):
             planned += spread(parts, n_batches)
         return planned
 
-    def _zero_gradient(self, rows: Mapping[str, Any], on_policy: bool) -> Tensor:
-        """Samples, bool `[B]`, that can be skipped: with zero gradient while the policy is the behaviour policy."""
-        idle = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
-        # A subclass with a loss of its own may give every sample a gradient.
-        own = self._keeps("compute_loss", "_compute_loss", "_sample_losses", "_samples", "_token_logps")
-        # Log-probabilities of an override may be those of another policy.
-        skips = self.args.skip_inert_rows and on_policy and "old_per_token_logps" not in rows
+    def _idle(self, rows: Mapping[str, Any]) -> Tensor:
+        """Samples, bool `[B]`, without a gradient while the policy is the behaviour policy."""
         mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
         found = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask)
-        return found & (idle and own and skips)
+        # A subclass with a loss of its own may give every sample a gradient.
+        own = self._keeps("compute_loss", "_compute_loss", "_sample_losses", "_samples", "_token_logps")
+        return found & (own and self._anchor_is_own)
+
+    def _zero_gradient(self, rows: Mapping[str, Any], on_policy: bool) -> Tensor:
+        """Samples, bool `[B]`, that can be skipped, as TRL's options give them no gradient, either."""
+        alone = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
+        # Log-probabilities of an override may be those of another policy.
+        skips = self.args.skip_inert_rows and on_policy and "old_per_token_logps" not in rows
+        return rows["opo_idle"] & (alone and skips)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """Train on a micro-step, part by part: each is one call of `compute_loss`. Returns the sum of their losses."""
@@ -375,7 +378,10 @@ class OPOTrainer(RolloutTrainer):
         if self.beta != 0.0:
             corrected = self.args.use_bias_correction_kl
             kl = self.policy_objective.reduce(samples.kl(inputs["ref_per_token_logps"], corrected=corrected), samples)
-        losses = policy_losses = inputs["opo_scale"] * (loss.work + loss.dissipation + self.beta * kl)
+        # Until a step has moved the policy, the log-ratio of an idle sample is rounding; Adam would step by it.
+        idle = inputs.get("opo_idle", torch.zeros_like(inputs["opo_valid"]))  # an evaluation has no gradient
+        rests = idle & (inputs["opo_step"] >= self._skipped.moved_at)
+        losses = policy_losses = inputs["opo_scale"] * (loss.total(rests) + self.beta * kl)
         if self._entropy_bonus_enabled:
             # As in TRL: under adaptive control it acts only while the last step's entropy is low enough.
             rests = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target

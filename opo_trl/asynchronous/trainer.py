@@ -340,7 +340,10 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             tokens=tokens,
         )
         loss = self.policy_objective.loss(samples)
-        losses = samples.share * (loss.work + loss.dissipation)
+        # As in `OPOTrainer`: before a step has moved the policy, their log-ratio is rounding.
+        idle = self.policy_objective.zero_gradient(target, samples.mu, (target == target).unsqueeze(1))
+        rests = idle & (samples.age <= self.state.global_step - self._skipped.moved_at)
+        losses = samples.share * loss.total(rests)
         report = SampleReport.of(samples, loss, policy_loss=losses, tokens=length)  # TRL logs the entropy
         self._reports.append(torch.cat([torch.stack([*vars(report).values()], dim=1), table[:, 3:].float()], dim=1))
         return losses

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.distributed.fsdp import is_fsdp_managed_module
 
-from ..config import OPOConfig
+from ..config import OPOConfig, updates_in_backward
 from ..trl_contract import MULTIMODAL_KEYS
 from . import shared_prompts
 from .planning import (
@@ -174,7 +174,7 @@ class Planner:
         return self.accelerator.device.type != "cpu"
 
     def _limits(self, max_rows: int, *, fill: bool = True) -> Limits:
-        fewest = self.communicates or self.args.updates_in_backward
+        fewest = self.communicates or updates_in_backward(self.args)
         return Limits(
             max_rows,
             self.args.max_tokens_per_micro_batch,

@@ -1,4 +1,4 @@
-"""Optimizer steps whose gradient is not finite: they are skipped, and their samples are kept."""
+"""Optimizer steps by their gradient: which are skipped because it is not finite, and which moved the policy."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +14,7 @@ from transformers import Trainer
 from transformers.optimization import GreedyLR
 
 from ..checks import files
+from ..config import updates_in_backward
 from .checkpoint import last_complete
 
 
@@ -21,11 +22,14 @@ logger = get_logger(__name__)
 
 
 class SkippedSteps:
-    """Counts steps whose gradient is not finite, and ends the run after too many in a row (`max_skipped_steps`)."""
+    """
+    Counts steps whose gradient is not finite, and ends the run after too many in a row (`max_skipped_steps`).
+    `moved_at` is the number of the last step with a gradient other than 0; 0 before the first.
+    """
 
     def __init__(self, args: Any, accelerator: Accelerator):
         self.args, self.accelerator = args, accelerator
-        self.total = self.in_a_row = 0
+        self.total = self.in_a_row = self.moved_at = 0
         self._schedule_due = False  # whether the learning rate may have missed a skipped step
 
     def check(self, model: Any, norm: Any, *, step: int, micro_batches: Sequence[Any]) -> Any:
@@ -39,6 +43,8 @@ class SkippedSteps:
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self._schedule_due = skipped
         if not skipped:
+            if norm != 0 or updates_in_backward(self.args):
+                self.moved_at = step
             return norm
         model.zero_grad()  # optimizers skip parameters without a gradient
         self.total += 1
@@ -78,8 +84,8 @@ class SkippedSteps:
 
     def state_dict(self) -> dict[str, int]:
         """Numbers for `load_state_dict`."""
-        return {"total": self.total, "in_a_row": self.in_a_row}
+        return {"total": self.total, "in_a_row": self.in_a_row, "moved_at": self.moved_at}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resume from what `state_dict` returned."""
-        self.total, self.in_a_row = state["total"], state["in_a_row"]
+        self.total, self.in_a_row, self.moved_at = state["total"], state["in_a_row"], state["moved_at"]

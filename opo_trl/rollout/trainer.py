@@ -200,7 +200,7 @@ class RolloutTrainer(GRPOTrainer):
         self._advantage_range = 0.0  # of the current rollout, over all processes
         self.completions_generated = 0  # for training so far, over all processes
         self._reward_failures.load_state_dict({"counts": {}, "rate": 0.0})
-        self._skipped.load_state_dict({"total": 0, "in_a_row": 0})
+        self._skipped.load_state_dict({"total": 0, "in_a_row": 0, "moved_at": 0})
         self._ratio_sums: Tensor | None = None  # of the optimizer step: Σ r, Σ r² and number, r = π/π_k
         for name in ("_prompt_stream", "_dynamic_sampling"):
             vars(self).pop(name, None)

@@ -163,6 +163,23 @@ def test_prompts_without_any_score_end_the_run(tiny_model, tmp_path):
         trainer.train()
 
 
+@pytest.mark.parametrize("moved", [0, 1])
+def test_equal_rewards_move_nothing_until_a_step_has_moved_the_policy(tiny_model, tmp_path, moved):
+    """Log-probabilities of sampling and of training differ by rounding, of which AdamW would make whole steps."""
+    fields = {"per_device_train_batch_size": 8, "max_completion_length": 6, "max_steps": 3, "learning_rate": 1e-3}
+    args = scripted.config(tmp_path, optim="adamw_torch", num_iterations=2, **fields)
+    trainer, worker = make(tiny_model, args)
+    worker._loop_kwargs["reward_funcs"] = [lambda completions, **_: [1.0] * len(completions)]
+    trainer._skipped.moved_at = moved
+    before = scripted.snapshot(trainer.model)
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert log[0]["opo/log_ratio/absmax"] > 0
+    after = scripted.snapshot(trainer.model)
+    assert all(torch.equal(after[name], before[name]) for name in before) is not bool(moved)
+    assert [entry["grad_norm"] > 0 for entry in log] == [bool(moved)] * 3
+
+
 def test_synchronization_leaves_the_base_of_an_adapter_as_it_is(tiny_model, tmp_path):
     args = scripted.config(
         tmp_path,

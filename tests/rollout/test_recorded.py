@@ -102,6 +102,14 @@ def test_stale_completions_have_the_bounded_weight_in_a_single_pass_too(tiny_mod
     assert logged(of_pass[0])[0]["opo/ratio/ess"] < 0.99
 
 
+def test_equal_rewards_pull_the_policy_to_the_author_of_recorded_completions(tiny_model, tmp_path, recorded):
+    trained(tiny_model, tmp_path / "other", **STEPS).save_model(tmp_path / "model")
+    rows = [row | {"reward": 1.0} for row in rows_of(recorded)]
+    run = replayed(str(tmp_path / "model"), tmp_path, written(tmp_path, rows), max_steps=12, learning_rate=0.003)
+    chi2 = [entry["opo/chi2"] for entry in logged(run)]
+    assert sum(chi2[6:]) < 0.8 * sum(chi2[:6])  # of the second pass over them, and of the first
+
+
 def test_a_resumed_run_ends_as_an_uninterrupted_one(tiny_model, tmp_path, recorded):
     whole = replayed(tiny_model, tmp_path / "whole", recorded)
     replayed(tiny_model, tmp_path / "part", recorded, max_steps=3, save_strategy="steps", save_steps=3)
