@@ -181,8 +181,7 @@ class OPOTrainer(RolloutTrainer):
             model = shared_prompts.model_for(model, inputs)
         return self._get_per_token_logps_and_entropies(
             model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            *_whole(inputs),
             inputs["completion_ids"].size(1),
             **options,
             **{key: inputs[key] for key in MULTIMODAL_KEYS if key in inputs},
@@ -194,9 +193,10 @@ class OPOTrainer(RolloutTrainer):
         if self._anchor_deferred:  # `_micro_batches` makes this pass, for the samples that need it
             self._anchor_deferred = False
             return None, None, None
+        self._check_padding(input_ids, attention_mask, logits_to_keep)
         model = partial(packing.packed, model) if self.args.padding_free else model
         logps = super()._get_per_token_logps_and_entropies
-        if batch_size is not None and self.args.plan_micro_batches:
+        if batch_size is not None and self._planner.plans:
             logps = partial(self._planner.score, logps)
         return logps(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
 
@@ -259,6 +259,11 @@ class OPOTrainer(RolloutTrainer):
         # Not `_planner`: methods may still be replaced before training.
         return self._make_planner().largest_part(prompt, completion)
 
+    def _check_padding(self, *inputs) -> None:
+        if self._padding is None:
+            super()._check_padding(*inputs)
+            vars(self).pop("_planner", None)  # made before, it knew no better
+
     def _make_planner(self) -> Planner:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
         sharded = zero_stage >= 2 or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
@@ -267,7 +272,14 @@ class OPOTrainer(RolloutTrainer):
         balance = None
         if own and not (self.args.padding_free or self.aux_loss_enabled):
             balance = shared_prompts.balance(self.accelerator.unwrap_model(self.model))
-        return Planner(self.args, self.accelerator, self.pad_to_multiple_of, communicates=sharded, balance=balance)
+        return Planner(
+            self.args,
+            self.accelerator,
+            self.pad_to_multiple_of,
+            communicates=sharded,
+            balance=balance if self._padding is None or self._padding.shared else None,
+            plans=self.args.plan_micro_batches and (self._padding is None or self._padding.harmless),
+        )
 
     _planner = cached_property(_make_planner)
 
@@ -277,6 +289,7 @@ class OPOTrainer(RolloutTrainer):
 
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
         """One entry per micro-step: the parts that pass through the model, one after the other."""
+        self._check_padding(*_whole(steps[0]), steps[0]["completion_ids"].size(1))
         n_batches = self.args.steps_per_generation // len(steps)
         on_policy = [(number + 1) * n_batches <= until_update for number in range(len(steps))]
         steps = [{**rows, "opo_idle": self._idle(rows)} for rows in steps]
@@ -455,3 +468,8 @@ class OPOTrainer(RolloutTrainer):
         step = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
         self.entropy_coef = min(max(self.entropy_coef + step, args.entropy_coef_min), args.entropy_coef_max)
         self._last_world_entropy = entropy
+
+
+def _whole(rows: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Tokens and mask of prompts with their completions, `[B, P + T]` each."""
+    return tuple(torch.cat([rows[f"prompt_{name}"], rows[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))

@@ -48,15 +48,16 @@ class Planner:
     multiple: int | None  # of which the columns of prompts and of completions are multiples
     communicates: bool  # whether processes communicate in every pass, as under ZeRO-2, ZeRO-3 and FSDP
     balance: float | None = None  # of the policy, if it can compute a prompt once for its completions (`Prompts`)
+    plans: bool = True  # whether parts may have other widths than the rollout
 
     def parts(self, steps: Sequence[Rows], skippable: Iterable[Tensor]) -> Iterator[list[Rows]]:
         """
         The parts of each optimizer step of a pass over a rollout; the same number on every process.
 
-        With `plan_micro_batches`, samples that need not be computed (`skippable`, bool `[B]` of each step) are left
+        If it plans, samples that need not be computed (`skippable`, bool `[B]` of each step) are left
         out, and the last part says of them as `opo_skipped` whether they count.
         """
-        if not self.args.plan_micro_batches:
+        if not self.plans:
             n_batches = self.args.steps_per_generation // len(steps)
             return (micro_batches(rows, n_batches) for rows in steps)
         read = self._read_samples(steps, skippable)
@@ -73,7 +74,7 @@ class Planner:
         most, budget = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
         if budget is not None:  # which shorter samples fill
             return min(most, math.ceil(budget / max(prompt + completion, 1))), 1
-        if not args.plan_micro_batches or self.multiple is not None or self._on_gpu:
+        if not self.plans or self.multiple is not None or self._on_gpu:
             return most, 1
         own = most * args.steps_per_generation
         prompts = torch.arange(process * own, (process + 1) * own) // args.num_generations

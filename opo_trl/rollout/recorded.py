@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ..checks import files
 from ..checks.weights import unsharded
 from ..config import RolloutConfig
 from ..data.rollouts import KNOWN, RECORDED, load_rollouts, text_of
+from .padding import with_positions
 from .prompts import check_columns
 
 
@@ -268,8 +270,12 @@ def _scored(
     device, size = trainer.accelerator.device, trainer.args.per_device_train_batch_size
     pairs = ((prompt_ids.to(device), ids.to(device)), (prompt_mask.to(device), mask.to(device)))
     inputs = [torch.cat(pair, dim=1) for pair in pairs]
+    call = model
+    if model is trainer.model:  # an author's prompts have no padding on the left
+        trainer._check_padding(*inputs, ids.shape[1])
+        call = partial(with_positions, model) if trainer._padding and trainer._padding.positions else model
     with disable_gradient_checkpointing(model, trainer.args.gradient_checkpointing_kwargs):
-        return GRPOTrainer._get_per_token_logps_and_entropies(trainer, model, *inputs, ids.shape[1], size)[0]
+        return GRPOTrainer._get_per_token_logps_and_entropies(trainer, call, *inputs, ids.shape[1], size)[0]
 
 
 # Recording

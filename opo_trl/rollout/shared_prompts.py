@@ -96,6 +96,7 @@ def _shared(
     input_ids: Tensor,
     attention_mask: Tensor,
     labels: Tensor,
+    position_ids: Tensor | None = None,
     **options: Any,
 ) -> Any:
     """
@@ -112,10 +113,11 @@ def _shared(
     itself = torch.eye(seen.size(1), dtype=torch.bool, device=seen.device)
     seen = seen | (itself & ~seen.any(dim=2, keepdim=True))  # padding: attention to nothing would be NaN
     wanted = wanted.masked_fill(~real, -100)
+    positions = source % input_ids.size(1) if position_ids is None else position_ids.flatten()[source]
     outputs = model(
         input_ids=ids,
         attention_mask=seen.unsqueeze(1),
-        position_ids=source % input_ids.size(1),
+        position_ids=positions,
         labels=wanted,
         **options,
     )

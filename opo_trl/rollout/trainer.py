@@ -43,7 +43,7 @@ from ..metrics.watches import Watches
 from ..objective import SEQUENCE_CLAMP, Objective, token_sum
 from ..rewards.checked import checked, checked_environments, checked_tools, reward_list
 from ..trl_contract import temporarily
-from . import checkpoint, disk, evaluated, position, recorded, wording
+from . import checkpoint, disk, evaluated, padding, position, recorded, wording
 from .dynamic_sampling import DynamicSampling
 from .frozen_base import FrozenBase
 from .prompts import EpochSampler, PromptStream, check_datasets, check_train_dataset, epochs_of_sampler, permutations
@@ -107,6 +107,7 @@ class RolloutTrainer(GRPOTrainer):
     _recorded_samples: recorded.Rows = ()  # of the current rollout
     _recorded_digest: str | None = None
     _evaluated: list[evaluated.Sample] | None = None  # in an evaluation
+    _padding: padding.Padding | None = None  # on which log-probabilities depend; found before the first
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
     def __init__(
@@ -483,9 +484,25 @@ class RolloutTrainer(GRPOTrainer):
             self._reward_failures.count(self.reward_funcs, len(completions))
         return rewards
 
-    def _get_per_token_logps_and_entropies(self, *inputs, **options):
+    def _check_padding(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> None:
+        """Before the first log-probabilities: find on what they depend. A model with images is taken as it is."""
+        config = self.model.config
+        if self._padding is not None or config.get_text_config() is not config:
+            return
+        self._padding, said = padding.find(self, input_ids, attention_mask, width)
+        if self.accelerator.is_main_process:
+            print(said, flush=True)
+        if not self._padding.harmless:
+            padding.reject_other_widths(self.args)
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **options):
+        self._check_padding(input_ids, attention_mask, logits_to_keep)
+        if self._padding is not None and self._padding.positions:
+            model = partial(padding.with_positions, model)
         with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
-            return super()._get_per_token_logps_and_entropies(*inputs, **options)
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **options
+            )
 
     # 3. What is logged
 

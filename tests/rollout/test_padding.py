@@ -1,0 +1,166 @@
+"""Models whose log-probabilities depend on padding: what is found, and what follows from it."""
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers import RecordingBaseline, RecordingOPO, Script, logged, trained
+from peft import PrefixTuningConfig, PromptTuningConfig
+from tiny import make_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3Model
+
+from opo_trl.rollout import padding, shared_prompts
+
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+LONG_CONTEXT = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 24}
+MODELS = {
+    "gpt2": (
+        "gpt2",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+    "longrope": (
+        "llama",
+        SHAPE
+        | {
+            "original_max_position_embeddings": 24,
+            "rope_parameters": LONG_CONTEXT | {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 5.0]},
+        },
+    ),
+    "recurrent": (
+        "recurrent_gemma",
+        SHAPE | {"head_dim": 8, "lru_width": 32, "attention_window_size": 6, "num_hidden_layers": 3},
+    ),
+    "llama": ("llama", SHAPE),
+}
+PROMPTS = [
+    "1+1=",
+    "What is 2 + 2?",
+    "7*6",
+    "Name a prime above ten, please.",
+    "9-4=",
+    "Half of twelve is",
+    "3",
+    "10/4 =",
+]
+STEPS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "num_iterations": 2,
+    "max_steps": 4,
+    "learning_rate": 1e-12,
+    "max_completion_length": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folder of a small random model of each kind."""
+
+    def save(name: str) -> str:
+        folder, (kind, fields) = tmp_path_factory.mktemp(name), MODELS[name]
+        torch.manual_seed(0)
+        tokenizer = make_tokenizer()
+        ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+        config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), tie_word_embeddings=False, **fields, **ends)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in (parameter for parameter in model.parameters() if parameter.dim() > 1):
+                parameter.mul_(5)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return {name: save(name) for name in MODELS}
+
+
+def run(model: str, folder, trainer_class=RecordingOPO, trainer_arguments=None, **options):
+    script = Script(seed=1, max_length=12)
+    arguments = {"train_dataset": Dataset.from_dict({"prompt": PROMPTS}), **(trainer_arguments or {})}
+    options = {**STEPS, **options}
+    return trained(model, folder, script=script, trainer_class=trainer_class, trainer_arguments=arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("gpt2", padding.Padding(positions=True, shared=False)),
+        ("longrope", padding.Padding(harmless=False, shared=False)),
+        ("recurrent", padding.Padding(positions=True, shared=False)),
+        ("llama", padding.Padding()),
+    ],
+)
+def test_policy_that_has_not_moved_has_a_log_ratio_of_0(saved, tmp_path, capsys, caplog, name, found):
+    trainer = run(saved[name], tmp_path)
+    assert trainer._padding == found
+    assert max(entry["opo/log_ratio/absmax"] for entry in logged(trainer)) < 1e-5
+    assert capsys.readouterr().out.count("Log-probabilities ") == 1
+    assert ("`plan_micro_batches` has no effect" in caplog.text) is not found.harmless
+
+
+@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+def test_left_padding_counts_as_no_position(saved, tmp_path, trainer_class):
+    """The reference has log-probabilities of completions without padding."""
+    options = {"num_iterations": 1, "max_steps": 1, "learning_rate": 0.1, "plan_micro_batches": False}
+    if trainer_class is RecordingBaseline:
+        del options["plan_micro_batches"]
+    trainer = run(saved["gpt2"], tmp_path, trainer_class, **options)
+    rows = trainer.steps[0].batches[0]
+    ids, mask = (torch.cat([rows[f"prompt_{name}"], rows[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+    assert (mask[:, 0] == 0).any()
+    policy = AutoModelForCausalLM.from_pretrained(saved["gpt2"])
+    found = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, rows["completion_ids"].size(1))[0]
+    with torch.no_grad():
+        trainer.model.load_state_dict(policy.state_dict())
+        found = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, rows["completion_ids"].size(1))[0]
+        for row, own, values in zip(ids, mask.bool(), found, strict=True):
+            alone, length = row[own][None], int(own[-found.size(1) :].sum())
+            logps = policy(alone).logits[0, :-1].log_softmax(dim=-1).gather(1, alone[0, 1:, None])[-length:, 0]
+            assert torch.allclose(values[:length], logps, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_virtual_tokens_before_the_padding_are_noticed(saved, tmp_path, kind):
+    class Started(RecordingOPO):
+        def train(self, *args, **kwargs):  # a virtual token that says nothing depends on nothing
+            torch.manual_seed(0)
+            for parameter in (parameter for parameter in self.model.parameters() if parameter.requires_grad):
+                torch.nn.init.normal_(parameter)
+            return super().train(*args, **kwargs)
+
+    adapter = {"peft_config": kind(task_type="CAUSAL_LM", num_virtual_tokens=4)}
+    trainer = run(saved["llama"], tmp_path, Started, adapter)
+    assert not trainer._padding.shared
+    assert max(entry["opo/log_ratio/absmax"] for entry in logged(trainer)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "field", [{"max_staleness": 2}, {"max_tokens_per_micro_batch": 100}], ids=["max_staleness", "tokens"]
+)
+def test_fields_that_need_batches_of_several_widths_are_rejected(saved, tmp_path, field):
+    (name,) = field
+    with pytest.raises(ValueError, match=rf"{name}=.*do not depend on padding.*Remove `{name}`"):
+        run(saved["longrope"], tmp_path, **field)
+
+
+class Deaf(Qwen3Model):
+    """Takes no notice of the positions that it is given."""
+
+    def forward(self, *args, position_ids=None, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class Borrowed(Qwen3ForCausalLM):
+    """A model of its own that calls itself Qwen3."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = Deaf(config)
+
+
+def test_prompts_are_shared_by_models_that_compute_the_same_whatever_they_call_themselves(tiny_model, tmp_path):
+    model = Borrowed.from_pretrained(tiny_model)
+    assert shared_prompts.balance(model) is not None
+    trainer = run(model, tmp_path)
+    assert trainer._padding == padding.Padding(shared=False)
+    assert not any("opo_source" in batch for step in trainer.steps for batch in step.batches)
