@@ -104,6 +104,17 @@ def test_each_pass_is_over_the_same_samples_with_the_policy_of_its_step(tiny_mod
     assert [bool("reward" in entry) for entry in trainer.state.log_history if "loss" in entry][1] is False
 
 
+def test_step_with_a_log_probability_that_is_not_a_number_is_skipped(tiny_model, tmp_path, groups):
+    """It would train without that completion, and not say so."""
+    args = scripted.config(tmp_path, learning_rate=0.1)
+    rows = scripted.samples(groups, args)
+    args.per_device_train_batch_size = len(rows)
+    rows[0].old_log_probs = rows[0].old_log_probs * math.nan
+    trainer = scripted.train(tiny_model, args, rows)
+    assert trainer.state.log_history[0]["opo/skipped_steps"] == 1
+    assert distance(snapshot(trainer.model), trainer.recorder.steps[0].policy) == 0
+
+
 def cut_in_two(model: str, folder: Path) -> None:
     trained = scripted.cut(model, folder, 6, 2, ddp_backend=BACKEND)
     assert trained.accelerator.num_processes == 2
