@@ -182,7 +182,9 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         sent = self.objective_class(args.objective_fields)  # to the worker's process
         if isinstance(worker, AsyncRolloutWorker):
             make_targets(worker, sent)
-            faults.guard(worker, self.vllm_client, args.heartbeat_stale_after_s)
+            config: Any = self.model.config
+            limit, vocab_size = args.heartbeat_stale_after_s, config.get_text_config().vocab_size
+            faults.guard(worker, self.vllm_client, limit, vocab_size)
         elif "opo" in getattr(worker, "_loop_kwargs", {}):  # in this process
             worker._loop_kwargs["opo"] = sent
 
