@@ -214,13 +214,12 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
 
     def _skip(self, trained: Collection[int]) -> None:
         """Begin with the prompts that are not among those of the given groups."""
-        # TRL counts epochs by this set and by a number that says where it began.
-        self._trained_groups = set(trained)
-        self._groups_before_resume, self._last_groups_trained = 0, len(trained)
+        self._trained_groups, self._last_groups_trained = set(trained), len(trained)
         options = getattr(self.rollout_worker, "_loop_kwargs", None)
         if options is not None:
             options["trained"] = frozenset(trained)
-            options |= {"dataset_start_index": 0} if "dataset_start_index" in options else {}
+            if "dataset_start_index" in options:  # of TRL's worker, which generates out of order
+                options |= {"dataset_start_index": 0, "epochs": self._epoch_stop_groups or 0}
         elif trained and self.rollout_worker is not None:
             logger.warning(
                 f"The rollout worker {type(self.rollout_worker).__name__} has no `_loop_kwargs`, so it cannot be told "
@@ -353,6 +352,13 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not self._passes_left:
             self._trained_groups |= self._groups_of_step
+            end, waiting = self._epoch_stop_groups or math.inf, set().union(*self._collated)
+            # A micro-batch is made ahead. If its prompts are of another epoch, those missing of this have no score.
+            if min(waiting, default=-1) >= end:
+                unscored = {*range(end)} - self._trained_groups
+                self._trained_groups |= unscored
+                self._last_groups_trained += len(unscored)  # not for the log
+                self._groups_before_resume = 0
         if self.accelerator.sync_gradients:
             self._log_step()
         return loss
@@ -382,6 +388,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         if self.state.global_step >= self.state.max_steps or self.accelerator.reduce(over, reduction="sum").item():
             self.control.should_training_stop = True
             return
+        self._groups_before_resume = -1  # added to that set's size, by which TRL ends a run: not before all are in it
         super()._run_epoch(**named)
 
     def _get_grad_norm(self, model, grad_norm=None):

@@ -19,7 +19,6 @@ import faulty
 import psutil
 import pytest
 import scripted
-from accelerate import PartialState
 from helpers import free_port, wait_until
 from invariance.launch import SERVER, prepare
 from transformers import AutoTokenizer
@@ -234,30 +233,11 @@ def server():
     made.server_close()
 
 
-def loop_for(server, tiny_model, limit):
-    """The guarded loop of the worker's process, with real requests, in this process."""
-    PartialState()  # for its messages, as in that process
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.response_template = PLAIN
-    return faults.GuardedLoop(
-        model_name="policy-v3",
-        dataset=scripted.DATA,
-        reward_funcs=[faulty.fine],
-        processing_class=tokenizer,
-        eos_token_ids=[tokenizer.eos_token_id],
-        rollout_buffer=queue.Queue(),
-        metrics_queue=queue.Queue(),
-        model_version_value=SimpleNamespace(value=1),
-        heartbeat_value=SimpleNamespace(value=0.0),
-        failed_event=None,
-        exception_info_queue=None,
-        num_generations=2,
-        max_inflight_tasks=2,
-        vllm_server_url=f"http://me:secret@127.0.0.1:{server.server_port}",
-        request_timeout=limit,
-        reward_limit=limit,
-        vocab_size=259,
-    )
+def loop_for(server, model, limit):
+    """The guarded loop of the worker's process, with real requests."""
+    limits = {"request_timeout": limit, "reward_limit": limit, "max_inflight_tasks": 2}
+    url = f"http://me:secret@127.0.0.1:{server.server_port}"
+    return faulty.loop_here(faults.GuardedLoop, model, vllm_server_url=url, vocab_size=259, **limits)
 
 
 FAILS = r"The vLLM server at http://\*\*\*@127\.0\.0\.1:\d+ fails: "
