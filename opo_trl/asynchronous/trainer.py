@@ -18,14 +18,14 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl.experimental.async_grpo import AsyncGRPOTrainer
+from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
@@ -158,6 +158,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
                 rollout_worker=rollout_worker,
                 weight_transfer=weight_transfer,
             )
+        attention.check_model(self.model)
         check_finite(self.accelerator, self.model)
         faults.check_sharding(self.accelerator)
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
@@ -182,9 +183,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         sent = self.objective_class(args.objective_fields)  # to the worker's process
         if isinstance(worker, AsyncRolloutWorker):
             make_targets(worker, sent)
-            config: Any = self.model.config
-            limit, vocab_size = args.heartbeat_stale_after_s, config.get_text_config().vocab_size
-            faults.guard(worker, self.vllm_client, limit, vocab_size)
+            size = cast(Any, self.model.config).get_text_config().vocab_size
+            faults.guard(worker, self.vllm_client, args.heartbeat_stale_after_s, size)
         elif "opo" in getattr(worker, "_loop_kwargs", {}):  # in this process
             worker._loop_kwargs["opo"] = sent
 
@@ -357,11 +357,14 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             if min(waiting, default=-1) >= end:
                 unscored = {*range(end)} - self._trained_groups
                 self._trained_groups |= unscored
-                self._last_groups_trained += len(unscored)  # not for the log
-                self._groups_before_resume = 0
+                self._groups_before_resume, self._last_groups_trained = 0, self._last_groups_trained + len(unscored)
         if self.accelerator.sync_gradients:
             self._log_step()
         return loss
+
+    def _log_step_metrics(self):
+        with temporarily(async_grpo_trainer, compute_flops_per_token=attention.flops_per_token):
+            super()._log_step_metrics()
 
     def _log_step(self):
         """Gather the samples of an optimizer step from all processes, once, and log them."""
