@@ -94,7 +94,7 @@ CONTRACT: Contract = {
         ("args", "state", "control"),
     ),
     "transformers.trainer_callback.ProgressCallback": {"__init__": (), "on_log": ("args", "state", "control", "logs")},
-    "transformers.PreTrainedModel": {"_is_stateful": None},
+    "transformers.PreTrainedModel": dict.fromkeys(("_is_stateful", "_supports_attention_backend")),
     "transformers.PreTrainedConfig": {"_attn_implementation": None},
     "transformers.integrations.deepspeed": {"_hf_deepspeed_config_weak_ref": None},
     "trl.GRPOConfig": {"__post_init__": (), "_VALID_DICT_FIELDS": None},
@@ -142,6 +142,7 @@ ASYNC_CONTRACT: Contract = {
         "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
         "training_step": ("model", "inputs", "num_items_in_batch"),
         "log": ("logs", "start_time"),
+        "_log_step_metrics": (),
         "processing_class": None,
         "eos_token_ids": None,
         # Which prompts have been trained
@@ -149,7 +150,10 @@ ASYNC_CONTRACT: Contract = {
         "create_model_card": ("model_name", "dataset_name", "tags"),
         **dict.fromkeys(("_trained_groups", "_groups_before_resume", "_epoch_stop_groups", "_last_groups_trained")),
     },
-    _ASYNC: {"get_peak_flops_per_device": None, "_iter_vllm_named_params": ("model",)},
+    _ASYNC: {
+        **dict.fromkeys(("get_peak_flops_per_device", "compute_flops_per_token")),
+        "_iter_vllm_named_params": ("model",),
+    },
     f"{_WORKER}._AsyncRolloutLoop": {
         "__init__": (
             *("model_name", "dataset", "reward_funcs", "processing_class", "eos_token_ids", "tools"),

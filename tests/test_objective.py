@@ -887,6 +887,17 @@ def test_infinite_log_ratio_is_clamped():
     assert clamped.tolist() == [True, True]
 
 
+@pytest.mark.parametrize("form", ["truncated", "log", "exact"])
+def test_log_probability_that_is_not_a_number_reaches_the_gradient(form):
+    """By which a step is skipped. The gradient of `clamp` is 0 there, as if the completion were none."""
+    logps = f64([[-1.0, -1.0], [-1.0, -1.0]]).requires_grad_()
+    made = samples(logps, f64([[-2.0, math.nan], [-2.0, -1.0]]), torch.ones(2, 2))
+    loss = opo(ratio_form=form).loss(made)
+    (gradient,) = torch.autograd.grad((loss.work + loss.dissipation).sum(), logps)
+    assert gradient[0].isnan().all()
+    assert gradient[1].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_half_precision_log_probabilities_are_upcast_before_the_subtraction(reduction, dtype):

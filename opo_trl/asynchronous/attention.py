@@ -5,6 +5,7 @@ TRL packs a micro-batch as a prefix tree, and attends along its paths with Flash
 `kernels` takes from the Hub at the first step. That kernel is made for Hopper GPUs, and takes 16-bit numbers only.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -12,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.experimental.async_grpo import async_grpo_trainer, packing
+from trl.trainer.utils import compute_flops_per_token
 
 from ..checks.environment import check_installed
 from ..trl_contract import temporarily
@@ -44,6 +46,24 @@ def check_requirements(args: AsyncOPOConfig, options: Mapping[str, Any], *, serv
     if kernel:
         _try_kernel(args, options.get("dtype") or args.dtype)
     return not kernel
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Check that a model, with or without an adapter, lets Transformers choose its attention; or a `ValueError`."""
+    inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    if not inner._supports_attention_backend:
+        raise ValueError(
+            f"{type(inner).__name__} has an attention of its own, which does not keep apart the samples that "
+            "asynchronous training packs as trees. Train it with `trainer: opo` (`OPOTrainer`), or another model."
+        )
+
+
+def flops_per_token(config: Any, length: int) -> float:
+    """TRL's estimate, for a metric; NaN where it knows no such model: its first step would end the run."""
+    try:
+        return compute_flops_per_token(config, length)
+    except AttributeError:
+        return math.nan
 
 
 def _try_kernel(args: AsyncOPOConfig, dtype: Any) -> None:

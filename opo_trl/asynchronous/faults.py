@@ -27,8 +27,9 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
 from ..checks.addresses import without_secrets
+from ..checks.text import quoted
 from ..rewards.checked import checked_reward
-from ..rewards.errors import RewardError
+from ..rewards.errors import RewardError, told
 from ..rollout.vllm_server import wait_until_it_answers, watched
 from .config import AsyncOPOConfig
 
@@ -49,7 +50,13 @@ def check_logprobs(client: VLLMClient, temperature: float) -> None:
     `vllm_server_timeout`, this raises a `TimeoutError`.
     """
     client.wait_for_server_ready()
-    mode = client.get_server_info()["model_config"]["logprobs_mode"]
+    try:
+        mode = client.get_server_info()["model_config"]["logprobs_mode"]
+    except Exception as error:
+        raise RuntimeError(
+            f"The vLLM server at {without_secrets(client.server_url)} does not tell its `--logprobs-mode`: "
+            f"{told(error)}. Start `vllm serve` there with `VLLM_SERVER_DEV_MODE=1` in its environment."
+        ) from error
     if mode != "processed_logprobs" and (mode, temperature) != ("raw_logprobs", 1.0):
         raise ValueError(
             f"The vLLM server at {without_secrets(client.server_url)} runs with `--logprobs-mode {mode}`, so with "
@@ -70,14 +77,14 @@ def check_sharding(accelerator: Accelerator) -> None:
         )
 
 
-def guard(worker: AsyncRolloutWorker, client: VLLMClient, limit: float) -> None:
+def guard(worker: AsyncRolloutWorker, client: VLLMClient, limit: float, vocab_size: int) -> None:
     """
-    Let TRL's worker, which has not started yet, notice that its process or the server has ended, or that a reward
-    takes more than `limit` seconds for a group.
+    Let TRL's worker, which has not started yet, notice that its process or the server has ended, that a reward takes
+    more than `limit` seconds for a group, or that the server has another vocabulary.
     """
     start, check_health, stop = worker.start, worker.check_health, worker.stop
     take = worker.rollout_buffer.get
-    worker._loop_kwargs["reward_limit"] = limit
+    worker._loop_kwargs |= {"reward_limit": limit, "vocab_size": vocab_size}
 
     def guarded_start():
         start()
@@ -200,15 +207,30 @@ def end_with_parent() -> None:
         threading.Thread(target=wait, daemon=True).start()
 
 
+def check_completion(answer: Any, vocab_size: float) -> None:
+    """Check that a server has returned tokens of the vocabulary, each with its log-probability; or a `ValueError`."""
+    try:
+        choice = answer["choices"][0]
+        ids, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        largest, finite = max(ids, default=0), [x for x in logps if x is not None and math.isfinite(x)]
+    except (LookupError, TypeError):
+        raise ValueError(f"it returns no tokens, but {quoted(answer)}") from None
+    if largest >= vocab_size:
+        raise ValueError(f"it returns token {largest:,}, and the model has {vocab_size:,}. It serves another model")
+    if not len(finite) == len(logps) == len(ids):
+        raise ValueError(f"it returns {len(finite)} finite log-probabilities of {len(ids)} tokens")
+
+
 class GuardedLoop(_AsyncRolloutLoop):
     """
     TRL's rollout loop, which ends if the server, a reward or a tool does not answer, and if the server rejects a
-    request. `reward_limit` is how many seconds the rewards of a group may take.
+    request or returns what cannot be trained. `reward_limit` is how many seconds the rewards of a group may take.
     """
 
-    def __init__(self, *, reward_limit: float | None = None, **named):
+    def __init__(self, *, reward_limit: float | None = None, vocab_size: float = math.inf, **named):
         super().__init__(**named)
-        self.reward_limit = reward_limit
+        self.reward_limit, self.vocab_size = reward_limit, vocab_size
+        self._unanswered = ""  # what is wrong with the server, if the last request has no answer
         self._answered = self._returned = time.monotonic()  # a request; a tool or a reward
         # The names of environments follow those of the functions.
         self.reward_funcs = [*map(checked_reward, self.reward_funcs, self.reward_func_names)]
@@ -233,10 +255,13 @@ class GuardedLoop(_AsyncRolloutLoop):
             held_up = self.rollout_buffer.full()  # until the trainer takes samples
             ahead = time.monotonic() if held_up else max(ahead, self._answered, self._returned)
             if time.monotonic() - ahead > limit:
+                hung = (
+                    "a tool or the `reset` of an environment hangs. Give them a time limit, or set `request_timeout` "
+                    "to what they take."
+                )
                 raise RuntimeError(
-                    f"For {limit:g} s, no request was answered, and no tool and no reward has returned: a tool or the "
-                    "`reset` of an environment hangs. Give them a time limit, or set `request_timeout` to what they "
-                    "take."
+                    f"For {limit:g} s, no request was answered, and no tool and no reward has returned: "
+                    f"{self._unanswered or hung}"
                 )
 
     async def _execute_tool_calls(self, tool_calls, tool_dict):
@@ -246,25 +271,30 @@ class GuardedLoop(_AsyncRolloutLoop):
             self._returned = time.monotonic()
 
     async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
+        server = f"The vLLM server at {without_secrets(self.vllm_server_url)}"
+        self._unanswered = f"{server} does not answer."
         try:
             answer = await super()._post(path, payload, timeout, max_retries=1)  # the caller repeats it
+            check_completion(answer, self.vocab_size)
         except TimeoutError as error:
             if time.monotonic() - self._answered >= timeout:
                 raise RuntimeError(
-                    f"The vLLM server has not answered any request for request_timeout={timeout} s. If it is healthy, "
-                    "set `request_timeout` to what the longest completion takes."
+                    f"{server} has not answered any request for request_timeout={timeout} s. If it is healthy, set "
+                    "`request_timeout` to what the longest completion takes."
                 ) from error
             raise
         except Exception as error:
-            status = getattr(error, "status", 0)  # of an `aiohttp.ClientResponseError`; aiohttp comes with vLLM
+            self._unanswered = f"{server} fails: {told(error)}. Its own log says why."
+            status = getattr(error, "status", 500)  # of an `aiohttp.ClientResponseError`; aiohttp comes with vLLM
             if 400 <= status < 500 and status not in _MAY_PASS:
                 raise RuntimeError(
-                    f"The vLLM server rejects a request for {payload['model']!r} and {len(payload['prompt'])} + "
+                    f"{server} rejects a request for {payload['model']!r} and {len(payload['prompt'])} + "
                     f"{payload['max_tokens']} tokens: {error}. Its own log says why. It may have been restarted, so "
                     "that it lacks the adapter, or its `--max-model-len` may be too small."
                 ) from error
-            raise
-        self._answered = time.monotonic()
+            lasts = status < 400 or isinstance(error, ValueError)  # a redirect, a page, or no completion
+            raise (RuntimeError if lasts else ConnectionResetError)(self._unanswered) from error
+        self._answered, self._unanswered = time.monotonic(), ""
         return answer
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:

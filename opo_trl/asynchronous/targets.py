@@ -5,6 +5,7 @@ Only there is the group complete. TRL later fills micro-batches with single samp
 several, and drops samples that have become too old.
 """
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -88,18 +89,29 @@ def with_targets(
 class OPORolloutLoop(GuardedLoop):
     """
     TRL's rollout loop, with the targets of the objective `opo`. Groups that an earlier run has `trained` are left out.
+    Those after the first `epochs` are generated when these have been scored, to fill up the last optimizer step.
     """
 
-    def __init__(self, *, opo: Objective, trained: Collection[int] = frozenset(), **named):
+    def __init__(self, *, opo: Objective, trained: Collection[int] = frozenset(), epochs: int = 0, **named):
         super().__init__(**named)
-        self.opo, self.trained = opo, trained
+        self.opo, self.trained, self.epochs = opo, trained, epochs
+        self._left = epochs - sum(group < epochs for group in trained)
+        self._epochs_are_scored = asyncio.Event()
         self._unscored = 0  # groups, in a row
 
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
         return (work for work in super()._repeat_iterator() if work[0] not in self.trained)
 
+    async def _generate_one(self, prompt, tool_dict, tools, group_id=0):
+        if group_id >= self.epochs and self._left > 0:
+            await self._epochs_are_scored.wait()
+        return await super()._generate_one(prompt, tool_dict, tools, group_id)
+
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
         samples = await super()._score_group(group)
+        self._left -= 1
+        if not self._left:
+            self._epochs_are_scored.set()
         conversations = [i for i, rows in enumerate(group.completions_sequences) for _ in rows]
         kept = with_targets(samples, conversations, self.opo) if samples else []
         self._counters["sample/unscored_total"] += len(samples) - len(kept)

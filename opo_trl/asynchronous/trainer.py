@@ -18,14 +18,14 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl.experimental.async_grpo import AsyncGRPOTrainer
+from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
@@ -158,6 +158,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
                 rollout_worker=rollout_worker,
                 weight_transfer=weight_transfer,
             )
+        attention.check_model(self.model)
         check_finite(self.accelerator, self.model)
         faults.check_sharding(self.accelerator)
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
@@ -182,7 +183,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         sent = self.objective_class(args.objective_fields)  # to the worker's process
         if isinstance(worker, AsyncRolloutWorker):
             make_targets(worker, sent)
-            faults.guard(worker, self.vllm_client, args.heartbeat_stale_after_s)
+            size = cast(Any, self.model.config).get_text_config().vocab_size
+            faults.guard(worker, self.vllm_client, args.heartbeat_stale_after_s, size)
         elif "opo" in getattr(worker, "_loop_kwargs", {}):  # in this process
             worker._loop_kwargs["opo"] = sent
 
@@ -212,13 +214,12 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
 
     def _skip(self, trained: Collection[int]) -> None:
         """Begin with the prompts that are not among those of the given groups."""
-        # TRL counts epochs by this set and by a number that says where it began.
-        self._trained_groups = set(trained)
-        self._groups_before_resume, self._last_groups_trained = 0, len(trained)
+        self._trained_groups, self._last_groups_trained = set(trained), len(trained)
         options = getattr(self.rollout_worker, "_loop_kwargs", None)
         if options is not None:
             options["trained"] = frozenset(trained)
-            options |= {"dataset_start_index": 0} if "dataset_start_index" in options else {}
+            if "dataset_start_index" in options:  # of TRL's worker, which generates out of order
+                options |= {"dataset_start_index": 0, "epochs": self._epoch_stop_groups or 0}
         elif trained and self.rollout_worker is not None:
             logger.warning(
                 f"The rollout worker {type(self.rollout_worker).__name__} has no `_loop_kwargs`, so it cannot be told "
@@ -354,9 +355,19 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not self._passes_left:
             self._trained_groups |= self._groups_of_step
+            end, waiting = self._epoch_stop_groups or math.inf, set().union(*self._collated)
+            # A micro-batch is made ahead. If its prompts are of another epoch, those missing of this have no score.
+            if min(waiting, default=-1) >= end:
+                unscored = {*range(end)} - self._trained_groups
+                self._trained_groups |= unscored
+                self._groups_before_resume, self._last_groups_trained = 0, self._last_groups_trained + len(unscored)
         if self.accelerator.sync_gradients:
             self._log_step()
         return loss
+
+    def _log_step_metrics(self):
+        with temporarily(async_grpo_trainer, compute_flops_per_token=attention.flops_per_token):
+            super()._log_step_metrics()
 
     def _log_step(self):
         """Gather the samples of an optimizer step from all processes, once, and log them."""
@@ -383,6 +394,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         if self.state.global_step >= self.state.max_steps or self.accelerator.reduce(over, reduction="sum").item():
             self.control.should_training_stop = True
             return
+        self._groups_before_resume = -1  # added to that set's size, by which TRL ends a run: not before all are in it
         super()._run_epoch(**named)
 
     def _get_grad_norm(self, model, grad_norm=None):

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from ..checks.addresses import without_secrets
 from ..checks.text import one_line
+from ..rewards.errors import told
 
 
 PERIOD = 10.0  # seconds between two requests, and to wait for an answer
@@ -45,14 +46,14 @@ def wait(
 
 def wait_until_it_answers(url: str) -> None:
     """Wait until a server is healthy; a `RuntimeError` if it has not been for two minutes."""
-    if wait(url, PATIENCE) != 200:
-        raise RuntimeError(_message(url))
+    if (said := wait(url, PATIENCE)) != 200:
+        raise RuntimeError(_message(url, said))
 
 
 @contextmanager
 def watched(url: str) -> Iterator[None]:
     """
-    Poll a server's health while this process waits for it; a `RuntimeError` if it cannot be reached any more.
+    Poll a server's health while this process waits for it; a `RuntimeError` if a request to it fails.
 
     TRL's client sets no time limit, since nobody knows how long generation takes; and a broadcast of weights to a
     server that is gone never returns, in code that no exception reaches. So this process exits when the server has not
@@ -62,8 +63,11 @@ def watched(url: str) -> Iterator[None]:
     threading.Thread(target=_watch, args=(url, done), daemon=True).start()
     try:
         yield
-    except OSError as error:  # includes all errors of `requests`
-        raise RuntimeError(_message(url)) from error
+    except Exception as error:
+        # An `OSError` is one of `requests`; TRL's client raises an `Exception` for any other status than 200.
+        if isinstance(error, OSError) or type(error) is Exception:
+            raise RuntimeError(_message(url, told(error))) from error
+        raise
     finally:
         done.set()
 
@@ -86,12 +90,12 @@ def _watch(url: str, done: threading.Event) -> None:
         if (said := status(url)) == 200:
             answered = time.monotonic()
         elif time.monotonic() - answered > PATIENCE and not done.is_set():
-            os.write(2, f"\n{_message(url)} Its last answer: {said}.\n".encode())
+            os.write(2, f"\n{_message(url, said)}\n".encode())
             os._exit(1)
 
 
-def _message(url: str) -> str:
+def _message(url: str, said: int | str | None) -> str:
     return (
-        f"The vLLM server at {without_secrets(url)} no longer answers. Its own log says why; start it again, and "
-        "resume the run with `--resume_from_checkpoint last`."
+        f"The vLLM server at {without_secrets(url)} no longer answers as it should (last: {said or 'nothing'}). Its "
+        "own log says why; start it again, and resume the run with `--resume_from_checkpoint last`."
     )

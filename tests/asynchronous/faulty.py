@@ -1,7 +1,13 @@
-"""A rollout loop without a server, and rewards that fail, for the worker's own process."""
+"""Rollout loops, one of them without a server, and rewards that fail, for the worker's own process."""
 
 import asyncio
+import queue
 import time
+from types import SimpleNamespace
+
+import scripted
+from accelerate import PartialState
+from transformers import AutoTokenizer
 
 from opo_trl.asynchronous.targets import OPORolloutLoop
 
@@ -16,6 +22,37 @@ class LocalLoop(OPORolloutLoop):
     async def _generate_one_turn(self, prompt_ids):
         await asyncio.sleep(0.01)
         return [10] * self.max_tokens + [self.tokenizer.eos_token_id], [-1.0] * (self.max_tokens + 1)
+
+
+class LateLoop(LocalLoop):
+    """The first group takes longer than all others."""
+
+    async def _generate_one(self, prompt, tool_dict, tools, group_id=0):
+        await asyncio.sleep(0.0 if group_id else 1.0)
+        return await super()._generate_one(prompt, tool_dict, tools, group_id)
+
+
+def loop_here(kind, model, **named):
+    """A rollout loop in this process."""
+    PartialState()  # for its messages, as in its own process
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.response_template = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
+    given = {
+        "model_name": "policy-v3",
+        "dataset": scripted.DATA,
+        "reward_funcs": [fine],
+        "processing_class": tokenizer,
+        "eos_token_ids": [tokenizer.eos_token_id],
+        "rollout_buffer": queue.Queue(),
+        "metrics_queue": queue.Queue(),
+        "model_version_value": SimpleNamespace(value=1),
+        "heartbeat_value": SimpleNamespace(value=0.0),
+        "failed_event": None,
+        "exception_info_queue": None,
+        "num_generations": 2,
+        **named,
+    }
+    return kind(**given)
 
 
 def fine(completions, **named):

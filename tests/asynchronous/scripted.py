@@ -118,7 +118,7 @@ class Recorder(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        gradient = {name: p.grad.to("cpu", copy=True) for name, p in model.named_parameters()}
+        gradient = {name: p.grad.to("cpu", copy=True) for name, p in model.named_parameters() if p.grad is not None}
         self.steps.append(SimpleNamespace(policy=snapshot(model), gradient=gradient))
 
 

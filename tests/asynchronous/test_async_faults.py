@@ -1,6 +1,8 @@
 """A worker or reward that fails, in the worker's own process, and a server that rejects or is silent."""
 
 import asyncio
+import json
+import math
 import multiprocessing
 import os
 import queue
@@ -9,7 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from multiprocessing import forkserver
 from types import SimpleNamespace
 
@@ -78,7 +80,7 @@ def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4, start="
     )
     make_targets(worker, OPO(scripted.config(tmp_path)))
     worker._loop_cls = faulty.LocalLoop
-    faults.guard(worker, SimpleNamespace(server_url=url), limit=limit)
+    faults.guard(worker, SimpleNamespace(server_url=url), limit, vocab_size=259)
     worker.start()
     try:
         yield worker
@@ -192,52 +194,133 @@ def test_synchronization_that_fails_names_the_server():
 # Requests
 
 
-class ResponseError(Exception):
-    """With what an `aiohttp.ClientResponseError` has."""
-
-    def __init__(self, status):
-        super().__init__(f"{status}, message='gone'")
-        self.status = status
+CHOICE = {"token_ids": [10, 258], "logprobs": {"token_logprobs": [-1.0, -0.5]}}
 
 
-class Loop(faults.GuardedLoop):
-    def __init__(self, waited):
-        self._answered = self._returned = time.monotonic() - waited
-        self.request_timeout, self.reward_limit = 0.4, 0.2
+def completion(**entries) -> dict:
+    return {"choices": [{**CHOICE, **entries}]}
+
+
+@pytest.fixture
+def server():
+    """An HTTP server that does what its `answer` says: a status with a body or an address, or nothing."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            made.asked += 1
+            status, body = made.answer
+            if status is None:  # the connection is closed, at once or late
+                return time.sleep(body)
+            self.send_response(status)
+            if 300 <= status < 400:
+                self.send_header("Location", body)
+            text = body if isinstance(body, str) else json.dumps(body)
+            self.send_header("Content-Type", "text/html" if isinstance(body, str) else "application/json")
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_GET = do_POST
+
+        def log_message(self, *args):
+            pass
+
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    made.daemon_threads, made.block_on_close, made.asked = True, False, 0
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+def loop_for(server, model, limit):
+    """The guarded loop of the worker's process, with real requests."""
+    limits = {"request_timeout": limit, "reward_limit": limit, "max_inflight_tasks": 2}
+    url = f"http://me:secret@127.0.0.1:{server.server_port}"
+    return faulty.loop_here(faults.GuardedLoop, model, vllm_server_url=url, vocab_size=259, **limits)
+
+
+FAILS = r"The vLLM server at http://\*\*\*@127\.0\.0\.1:\d+ fails: "
 
 
 @pytest.mark.parametrize(
-    ("error", "waited", "raised", "message"),
+    ("answer", "message"),
     [
+        ((500, {}), rf"For 2 s, no request was answered.*: {FAILS}ClientResponseError: 500, message='Internal Server"),
+        ((429, {}), rf"For 2 s, no request was answered.*: {FAILS}ClientResponseError: 429"),
+        ((None, 0), rf"For 2 s, no request was answered.*: {FAILS}ServerDisconnectedError"),
+        ((None, 60), r"The vLLM server at http://\*\*\*@.* (does not answer\.|has not answered any request for)"),
+        ((404, {}), r"server at http://\*\*\*@127.* rejects a request for 'policy-v3' and \d+ \+ 32 tokens: 404"),
+        ((302, "/v1/completions"), FAILS + "TooManyRedirects"),
+        ((302, "/login"), FAILS + "TooManyRedirects"),
+        ((200, "<html>Log in</html>"), FAILS + r"ContentTypeError: 200, .*text/html"),
+        ((200, []), FAILS + r"ValueError: it returns no tokens, but \{\}"),
+        ((200, {"choices": []}), FAILS + r"ValueError: it returns no tokens, but \{'choices': \[\]\}"),
+        ((200, completion(logprobs=None)), FAILS + "ValueError: it returns no tokens, but .*'logprobs': None"),
         (
-            404,
-            0,
-            RuntimeError,
-            r"rejects a request for 'policy-v3' and 2 \+ 8 tokens: 404, message='gone'\. .*restarted",
+            (200, completion(logprobs={"token_logprobs": [-1.0, math.nan]})),
+            FAILS + "ValueError: it returns 1 finite log-probabilities of 2 tokens",
         ),
-        (503, 0, ResponseError, ""),  # which TRL tries again
-        (429, 0, ResponseError, ""),
-        (None, 0, TimeoutError, ""),
-        (None, 60, RuntimeError, r"not answered any request for request_timeout=30 s"),
+        (
+            (200, completion(logprobs={"token_logprobs": [None, -math.inf]})),
+            FAILS + "ValueError: it returns 0 finite log-probabilities of 2 tokens",
+        ),
+        (
+            (200, completion(logprobs={"token_logprobs": [-1.0] * 3})),
+            FAILS + "ValueError: it returns 3 finite log-probabilities of 2 tokens",
+        ),
+        (
+            (200, completion(token_ids=[10, 259])),
+            FAILS + r"ValueError: it returns token 259, and the model has 259\. It serves another model\.",
+        ),
     ],
 )
-def test_request_that_cannot_succeed_is_not_repeated(monkeypatch, error, waited, raised, message):
-    async def fail(self, *args, **named):
-        raise TimeoutError if error is None else ResponseError(error)
+def test_server_that_fails_is_named(tiny_model, server, answer, message):
+    """With its status and without its password; not a tool or an environment."""
+    server.answer, may_pass = answer, answer[0] in (500, 429, None)
+    loop = loop_for(server, tiny_model, limit=2.0 if may_pass else 60.0)
+    with pytest.raises(RuntimeError, match=message) as raised:
+        asyncio.run(asyncio.wait_for(loop._run_loops(asyncio.Event()), LIMIT))
+    assert "secret" not in str(raised.value)
 
-    monkeypatch.setattr(faults._AsyncRolloutLoop, "_post", fail)
-    payload = {"model": "policy-v3", "prompt": [1, 2], "max_tokens": 8}
 
-    with pytest.raises(raised, match=message):
-        asyncio.run(Loop(waited)._post("/v1/completions", payload, 30))
+@pytest.mark.parametrize("body", ["<html>Log in</html>", {"vllm_config": {}}])
+def test_server_that_is_not_in_development_mode_is_named(server, body):
+    server.answer = (200, body)
+    url = f"http://127.0.0.1:{server.server_port}"
+    with pytest.raises(RuntimeError, match=f"at {url} does not tell .*Error: .*`VLLM_SERVER_DEV_MODE=1`"):
+        faults.check_logprobs(VLLMClient(url), 1.0)
+
+
+def test_server_that_fails_for_a_moment_is_asked_again(tiny_model, server):
+    loop = loop_for(server, tiny_model, limit=30.0)
+    server.answer = (503, {})
+
+    async def until_a_sample() -> None:
+        stop, deadline = asyncio.Event(), time.monotonic() + LIMIT
+        running = asyncio.ensure_future(loop._run_loops(stop))
+        while loop.rollout_buffer.empty() and not running.done() and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+            server.answer = (200, completion()) if server.asked > 2 else server.answer
+        stop.set()
+        await running
+
+    asyncio.run(until_a_sample())
+    assert loop.rollout_buffer.get_nowait().old_log_probs[-2:].tolist() == [-1.0, -0.5]
 
 
 # Tools and environments
 
 
+class Loop(faults.GuardedLoop):
+    def __init__(self):
+        self._answered = self._returned = time.monotonic()
+        self.request_timeout, self.reward_limit, self._unanswered = 0.4, 0.2, ""
+
+
 @pytest.mark.parametrize("held_up", ["by nothing", "by a full queue", "by a slow tool"])
 def test_conversations_that_do_not_get_ahead_end_the_run(held_up):
-    loop, stop = Loop(0), asyncio.Event()
+    loop, stop = Loop(), asyncio.Event()
     loop.rollout_buffer = SimpleNamespace(full=lambda: held_up == "by a full queue")
     loop.tokenizer = loop._tool_pool = None
     loop._counters, loop._rates = defaultdict(float), defaultdict(lambda: [0.0, 0.0])

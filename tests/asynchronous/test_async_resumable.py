@@ -30,6 +30,14 @@ def lengths(completion_ids, place, **named):
     return [None if i == UNSCORED else float(len(ids)) for i, ids in zip(place, completion_ids, strict=True)]
 
 
+def lengths_of_all(completion_ids, **named):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def lengths_of_most(completion_ids, place, **named):
+    return [None if i % 4 == 3 else float(len(ids)) for i, ids in zip(place, completion_ids, strict=True)]
+
+
 class Noted(AsyncOPOTrainer):
     """Notes the groups of each micro-batch that is trained, and their prompts' places in the stream."""
 
@@ -52,7 +60,7 @@ class Notes(TrainerCallback):
         self.trainer.notes.clear()
 
 
-def make(model: str, folder: Path, **options) -> Noted:
+def make(model: str, folder: Path, reward=lengths, **options) -> Noted:
     # Six samples in a micro-batch, four in a group: groups are divided.
     args = scripted.config(
         folder,
@@ -69,7 +77,7 @@ def make(model: str, folder: Path, **options) -> Noted:
     )
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.response_template = PLAIN
-    worker = InProcessWorker(model, args, PROMPTS, lengths, tokenizer, staleness=1)
+    worker = InProcessWorker(model, args, PROMPTS, reward, tokenizer, staleness=1)
     both = {"rollout_worker": worker, "weight_transfer": worker}
     trainer = Noted(model, args=args, train_dataset=PROMPTS, processing_class=tokenizer, **both)
     trainer.remove_callback(scripted.PrinterCallback)
@@ -142,10 +150,32 @@ def test_an_epoch_is_every_prompt(tiny_model, tmp_path, passes):
     trainer = make(tiny_model, tmp_path, **options, max_tool_calling_iterations=0)
     trainer.train()
     assert trainer.state.global_step == 8 * passes
-    assert {*trainer._trained_groups} == {*range(17)} - {UNSCORED}
+    assert {group for _, groups in trained_groups(tmp_path) for group in groups} == {*range(17)} - {UNSCORED}
     resumed = make(tiny_model, tmp_path, **options, max_tool_calling_iterations=0)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 8 * passes
+
+
+MOST = {group for group in range(16) if group % 4 != 3}
+
+
+@pytest.mark.parametrize(
+    ("reward", "batch_size", "groups"),
+    [
+        (lengths_of_most, 8, MOST),  # six steps
+        (lengths_of_most, 6, MOST),  # eight steps, which divide groups
+        (lengths_of_all, 9, {*range(18)}),  # the eighth step has a completion of the last group, and eight others
+    ],
+)
+def test_an_epoch_trains_all_scored_completions_once(tiny_model, tmp_path, reward, batch_size, groups):
+    """Unscored prompts, the last among them, are not replaced by others."""
+    options = {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": batch_size}
+    for resumed in (None, True):
+        trainer = make(tiny_model, tmp_path, reward, **options, max_tool_calling_iterations=0)
+        trainer.train(resume_from_checkpoint=resumed)
+        assert trainer.state.global_step == len(groups) * scripted.G // batch_size
+    assert {group for _, step in trained_groups(tmp_path) for group in step} == groups
+    assert sum(entry.get("batch/groups_per_step", 0) for entry in trainer.state.log_history) == len(groups)
 
 
 def test_weights_are_sent_after_the_last_pass_however_a_run_is_resumed(tiny_model, tmp_path):

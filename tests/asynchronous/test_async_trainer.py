@@ -11,7 +11,14 @@ import scripted
 import torch
 from helpers import BACKEND, EXACT, distance, norm, relative_error, snapshot
 from invariance.launch import launch, logs
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    GPTNeoXConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
@@ -102,6 +109,17 @@ def test_each_pass_is_over_the_same_samples_with_the_policy_of_its_step(tiny_mod
     assert ages == [0, 1, 2, 3]
     assert [entry["opo/pass"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 1, 2]
     assert [bool("reward" in entry) for entry in trainer.state.log_history if "loss" in entry][1] is False
+
+
+def test_step_with_a_log_probability_that_is_not_a_number_is_skipped(tiny_model, tmp_path, groups):
+    """It would train without that completion, and not say so."""
+    args = scripted.config(tmp_path, learning_rate=0.1)
+    rows = scripted.samples(groups, args)
+    args.per_device_train_batch_size = len(rows)
+    rows[0].old_log_probs = rows[0].old_log_probs * math.nan
+    trainer = scripted.train(tiny_model, args, rows)
+    assert trainer.state.log_history[0]["opo/skipped_steps"] == 1
+    assert distance(snapshot(trainer.model), trainer.recorder.steps[0].policy) == 0
 
 
 def cut_in_two(model: str, folder: Path) -> None:
@@ -232,6 +250,32 @@ def test_attention_is_along_the_paths_of_the_tree(window):
             for head in range(4):
                 scores = 0.5 * key[0, head // 2, seen] @ query[0, head, token]
                 assert torch.allclose(made[0, token, head], scores.softmax(0) @ value[0, head // 2, seen], atol=1e-6)
+
+
+SMALL = {"vocab_size": 259, "hidden_size": 32, "num_attention_heads": 2}
+
+
+def save_special(config, folder: Path, tiny_model: str) -> str:
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return str(folder)
+
+
+def test_model_whose_operations_trl_cannot_count_is_trained(tiny_model, tmp_path):
+    config = GPTNeoXConfig(**SMALL, num_hidden_layers=2, intermediate_size=48)
+    model, args = save_special(config, tmp_path / "model", tiny_model), scripted.config(tmp_path)
+    groups = scripted.conversations(model, groups=2)
+    rows = scripted.samples(groups, args)
+    args.per_device_train_batch_size = len(rows)
+    (step,) = scripted.train(model, args, rows).recorder.steps
+    assert relative_error(step.gradient, scripted.reference(model, step.policy, groups, args).gradient) < EXACT
+
+
+def test_model_with_an_attention_of_its_own_is_rejected(tiny_model, tmp_path):
+    """Each sample would attend to all others of its row."""
+    model = save_special(BloomConfig(**SMALL, n_layer=1, n_head=2), tmp_path / "model", tiny_model)
+    with pytest.raises(ValueError, match=r"BloomForCausalLM has an attention of its own.*with `trainer: opo`"):
+        scripted.train(model, scripted.config(tmp_path), [])
 
 
 def test_only_a_gpu_of_cuda_is_asked_what_it_can_do():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import requests
 from trl.experimental.async_grpo.vllm_client import VLLMClient
+from trl.generation.vllm_client import VLLMClient as SynchronousClient
 
 from opo_trl import AsyncOPOConfig, OPOConfig
 from opo_trl.launch.preflight import await_health
@@ -97,6 +98,29 @@ def test_server_that_is_gone_is_named(server):
     assert isinstance(raised.value.__cause__, requests.ConnectionError)
     with pytest.raises(ZeroDivisionError), watched(address):  # not the server's fault
         _ = 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("code", "location", "said"),
+    [
+        (400, None, "Exception: Request failed: 400, <html>"),
+        (200, None, "JSONDecodeError"),
+        (302, "/", "TooManyRedir"),
+    ],
+)
+def test_server_that_fails_is_named_with_its_answer(server, code, location, said):
+    def answer(self):
+        self.send_response(code)
+        self.send_header("Location", location)
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    server.RequestHandlerClass.do_GET = server.RequestHandlerClass.do_POST = answer
+    client = object.__new__(SynchronousClient)  # vLLM need not be installed
+    client.session, client.base_url, client.model = requests.Session(), url(server), "policy"
+    message = rf"The vLLM server at {url(server)} no longer answers as it should \(last: {said}"
+    with pytest.raises(RuntimeError, match=message), watched(url(server)):
+        client.generate([[1, 2]])
 
 
 @pytest.mark.parametrize(
