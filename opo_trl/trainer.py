@@ -179,9 +179,11 @@ class OPOTrainer(RolloutTrainer):
         """Per-token log-probabilities, entropies and auxiliary loss, through TRL's fused language-model head."""
         if self._planner.balance:  # those of a checkpoint may be placed for another attention
             model = shared_prompts.model_for(model, inputs)
+        ids, mask = _whole(inputs)
         return self._get_per_token_logps_and_entropies(
             model,
-            *_whole(inputs),
+            ids,
+            mask,
             inputs["completion_ids"].size(1),
             **options,
             **{key: inputs[key] for key in MULTIMODAL_KEYS if key in inputs},
@@ -472,4 +474,5 @@ class OPOTrainer(RolloutTrainer):
 
 def _whole(rows: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Tokens and mask of prompts with their completions, `[B, P + T]` each."""
-    return tuple(torch.cat([rows[f"prompt_{name}"], rows[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+    ids, mask = ([rows[f"prompt_{name}"], rows[f"completion_{name}"]] for name in ("ids", "mask"))
+    return torch.cat(ids, dim=1), torch.cat(mask, dim=1)
