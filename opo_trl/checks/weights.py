@@ -148,6 +148,24 @@ def check_finite(accelerator: Accelerator | None, *models: Any) -> None:
             raise ValueError(f"{field}={name!r}: {_named(broken)} has NaN or infinite values. Use another checkpoint.")
 
 
+def check_trainable(model: Any, optimizer: Any) -> None:
+    """Check that training moves a weight of a model: one can be trained, by the user's `optimizer` if there is one."""
+    trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
+    held = {id(weight) for group in getattr(optimizer, "param_groups", ()) for weight in group["params"]}
+    if not trained:
+        raise ValueError(
+            f"model={get_config_model_id(model.config)!r} would not be trained: none of its weights requires a "
+            "gradient. Load an adapter by `PeftModel.from_pretrained(…, is_trainable=True)`; after "
+            "`merge_and_unload()` or `requires_grad_(False)`, call `model.requires_grad_(True)`."
+        )
+    if optimizer is not None and trained.isdisjoint(held):
+        raise ValueError(
+            f"optimizers={(type(optimizer).__name__, '…')} would not train the model: they hold none of its weights "
+            "that require a gradient. Make them of the weights of the model that is passed, after its adapter is "
+            "added, or leave them out."
+        )
+
+
 def _fix(path: str) -> str:
     """What to do about files of weights that cannot be read, of which safetensors' own message names none."""
     files = [*Path(path).glob("*.safetensors")]

@@ -35,7 +35,7 @@ from trl.trainer.utils import get_config_model_id
 from .. import trl_contract
 from ..checks.devices import check_placed, check_whole
 from ..checks.text import printable
-from ..checks.weights import check_finite, check_models
+from ..checks.weights import check_finite, check_models, check_trainable
 from ..config import RolloutConfig
 from ..metrics.opo import gradient_response_efficiency
 from ..metrics.step_clock import StepClock
@@ -241,10 +241,12 @@ class RolloutTrainer(GRPOTrainer):
                 Folder of a checkpoint, `"last"` or `"auto"`; see [`rollout.checkpoint.resolve`].
 
         Raises:
-            `ValueError`: the checkpoint is not complete, or lies inside a rollout that is cut differently in this run.
+            `ValueError`: the checkpoint is not complete, or lies inside a rollout that is cut differently in this run;
+                or no weight would be trained.
             `ImportError`: another package has replaced TRL's trainer since this one was made.
         """
         trl_contract.check_replaced()
+        check_trainable(self.model, None if self._has_trained else self.optimizer)
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         if found is not None:
             position.check_resumable(self, found)
