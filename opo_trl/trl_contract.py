@@ -49,7 +49,7 @@ CONTRACT: Contract = {
         "_sync_tool_dicts": None,  # of the current batch
         "_async_tool_dicts": None,
         "_environment_pool": None,  # evaluations have their own
-        **dict.fromkeys(("_step", "generation_config", "log_multimodal", "num_generations_eval")),
+        **dict.fromkeys(("_step", "generation_config", "eos_token_ids", "log_multimodal", "num_generations_eval")),
         "vllm_importance_sampling_correction": None,
         # The loss
         "training_step": ("model", "inputs", "num_items_in_batch"),  # called for each part of a micro-step

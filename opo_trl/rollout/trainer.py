@@ -157,6 +157,11 @@ class RolloutTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        # TRL tells by the model's own tokens where completions end.
+        ends = (cast(Any, args.generation_kwargs) or {}).get("stop_token_ids" if args.use_vllm else "eos_token_id")
+        if ends is not None:
+            ends = [ends] if isinstance(ends, int) else ends
+            self.eos_token_ids = [*self.eos_token_ids, *ends] if args.use_vllm else ends
         check_finite(self.accelerator, self.model, *self.reward_funcs)
         evaluated.check(compute_metrics, args)
         self.compute_metrics = compute_metrics
