@@ -109,6 +109,27 @@ def test_reference_model_follows_the_policy(tiny_model, tmp_path):
     assert distance(mixed, trainer.initial) > 0.01
 
 
+@pytest.mark.parametrize("kind", ["merged", "resized", "from a configuration", "trained before"])
+def test_reference_is_the_model_that_is_given(tiny_model, tmp_path, kind):
+    """Not the files of its name, which may hold another one or none."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    if kind == "merged":
+        adapter = LoraConfig(r=4, init_lora_weights=False)
+        model = get_peft_model(model, adapter).merge_and_unload().requires_grad_(True).train()
+    elif kind == "resized":
+        model.resize_token_embeddings(300)
+    elif kind == "from a configuration":
+        model = type(model)(type(model.config)(**model.config.to_dict()))  # without a name
+    else:
+        trained(model, tmp_path, learning_rate=0.5)
+    arguments = {"processing_class": make_tokenizer()}
+    trainer = trained(model, tmp_path, beta=0.5, max_steps=2, learning_rate=0.2, trainer_arguments=arguments)
+    first, second = logged(trainer)
+    assert first["kl"] == 0 < second["kl"]
+    assert distance(snapshot(trainer.ref_model), trainer.initial) == 0
+    assert not trainer.ref_model.training
+
+
 # Entropy
 
 

@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import is_peft_model
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -104,13 +103,11 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
     return model
 
 
-def check_models(model: Any, rewards: Sequence[Any], args: Any, peft_config: Any = None) -> None:
+def check_models(model: Any, rewards: Sequence[Any], args: Any) -> None:
     """[`check_weights`] of every model that a trainer, with these arguments, loads by its name."""
     options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if isinstance(model, str):
         check_weights("model", model, options)
-    elif getattr(args, "beta", 0) and peft_config is None and not is_peft_model(model):
-        check_weights("model", get_config_model_id(model.config), options)  # the reference, loaded once more
     for name in (reward for reward in rewards if isinstance(reward, str)):
         check_weights("reward_funcs", name, options, scores=True)
 

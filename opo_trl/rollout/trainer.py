@@ -43,7 +43,7 @@ from ..metrics.watches import Watches
 from ..objective import SEQUENCE_CLAMP, Objective, token_sum
 from ..rewards.checked import checked, checked_environments, checked_tools, reward_list
 from ..trl_contract import temporarily
-from . import checkpoint, disk, evaluated, position, recorded, wording
+from . import checkpoint, disk, evaluated, position, recorded, reference, wording
 from .dynamic_sampling import DynamicSampling
 from .frozen_base import FrozenBase
 from .prompts import EpochSampler, PromptStream, check_datasets, check_train_dataset, epochs_of_sampler, permutations
@@ -138,9 +138,10 @@ class RolloutTrainer(GRPOTrainer):
         recorded.check_recordable(args, not_recorded, train_dataset)
         check_datasets(train_dataset, eval_dataset, environment_factory)
         rewards = reward_list(reward_funcs)
-        check_models(model, rewards or (), args, peft_config)
+        check_models(model, rewards or (), args)
         factories = [*environment_factory.values()] if isinstance(environment_factory, dict) else [environment_factory]
-        with without_password(args.vllm_server_base_url), checked_environments(factories, {}):
+        url = args.vllm_server_base_url
+        with without_password(url), checked_environments(factories, {}), reference.given(model):
             super().__init__(
                 model=model,
                 reward_funcs=rewards,
