@@ -72,7 +72,7 @@ CONTRACT: Contract = {
     "transformers.Trainer": {
         "train": ("resume_from_checkpoint",),
         "get_batch_samples": ("epoch_iterator", "num_batches", "device"),  # called once per accumulation window
-        "_run_epoch": ("epoch",),
+        "_run_epoch": ("epoch", "epochs_trained", "steps_trained_in_current_epoch"),
         "evaluation_loop": ("dataloader", "metric_key_prefix"),
         "compute_metrics": None,
         "_finalize_training": (),

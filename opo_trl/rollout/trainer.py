@@ -97,6 +97,7 @@ class RolloutTrainer(GRPOTrainer):
     _saved_numbers: tuple[str, ...] = (
         "_advantage_range",
         "completions_generated",
+        "_pass",
         "_globalstep_last_logged",
         "entropy_coef",
         "_last_world_entropy",
@@ -104,6 +105,7 @@ class RolloutTrainer(GRPOTrainer):
 
     _has_trained = False  # whether `train` has been called before
     _is_spent = False  # whether the run is resumed from a checkpoint that spends `max_completions`
+    _resumed_at: tuple[int, int] | None = None  # in a stream: passes over it, and micro-steps of the next
     _recorded_samples: recorded.Rows = ()  # of the current rollout
     _recorded_digest: str | None = None
     _evaluated: list[evaluated.Sample] | None = None  # in an evaluation
@@ -204,6 +206,7 @@ class RolloutTrainer(GRPOTrainer):
         if self.use_adaptive_entropy:
             self.entropy_coef, self._last_world_entropy = self.args.entropy_coef, math.inf
         self._advantage_range = 0.0  # of the current rollout, over all processes
+        self._pass = {"number": 0, "rollouts": 0}  # over a stream, and rollouts before it
         self.completions_generated = 0  # for training so far, over all processes
         self._reward_failures.load_state_dict({"counts": {}, "rate": 0.0})
         self._skipped.load_state_dict({"total": 0, "in_a_row": 0})
@@ -257,6 +260,7 @@ class RolloutTrainer(GRPOTrainer):
         if found is not None:
             position.check_resumable(self, found)
         self._is_spent = found is not None and position.has_spent_budget(self, Path(found))
+        self._resumed_at = None if found is None else position.place_in_stream(self, Path(found))
         self._begin()
         if self._has_trained:  # before that, a script may have made rollouts to look at, which TRL logs
             for kept in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
@@ -286,6 +290,12 @@ class RolloutTrainer(GRPOTrainer):
             return
         if self._sampler is not None:
             self._sampler.epoch = named["epoch"]
+        elif not has_length(self.train_dataset):
+            if self._resumed_at is not None:  # Transformers takes all steps so far for steps of the first pass
+                passes, steps = self._resumed_at
+                named |= {"epochs_trained": passes, "steps_trained_in_current_epoch": steps}
+                named["epoch"] += passes
+            self._pass = {"number": named["epoch"], "rollouts": self._step // self.args.micro_steps_per_rollout}
         super()._run_epoch(**named)
 
     # 1. The order of the prompts, and the optimizer step that a completion serves
