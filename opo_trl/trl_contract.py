@@ -94,7 +94,7 @@ CONTRACT: Contract = {
         ("args", "state", "control"),
     ),
     "transformers.trainer_callback.ProgressCallback": {"__init__": (), "on_log": ("args", "state", "control", "logs")},
-    "transformers.PreTrainedModel": {"_is_stateful": None},
+    "transformers.PreTrainedModel": {"_is_stateful": None, "_supports_attention_backend": None},
     "transformers.PreTrainedConfig": {"_attn_implementation": None},
     "transformers.integrations.deepspeed": {"_hf_deepspeed_config_weak_ref": None},
     "trl.GRPOConfig": {"__post_init__": (), "_VALID_DICT_FIELDS": None},
