@@ -49,7 +49,7 @@ CONTRACT: Contract = {
         "_sync_tool_dicts": None,  # of the current batch
         "_async_tool_dicts": None,
         "_environment_pool": None,  # evaluations have their own
-        **dict.fromkeys(("_step", "generation_config", "log_multimodal", "num_generations_eval")),
+        **dict.fromkeys(("_step", "generation_config", "eos_token_ids", "log_multimodal", "num_generations_eval")),
         "vllm_importance_sampling_correction": None,
         # The loss
         "training_step": ("model", "inputs", "num_items_in_batch"),  # called for each part of a micro-step
@@ -72,7 +72,7 @@ CONTRACT: Contract = {
     "transformers.Trainer": {
         "train": ("resume_from_checkpoint",),
         "get_batch_samples": ("epoch_iterator", "num_batches", "device"),  # called once per accumulation window
-        "_run_epoch": ("epoch",),
+        "_run_epoch": ("epoch", "epochs_trained", "steps_trained_in_current_epoch"),
         "evaluation_loop": ("dataloader", "metric_key_prefix"),
         "compute_metrics": None,
         "_finalize_training": (),
@@ -108,6 +108,7 @@ CONTRACT: Contract = {
     "accelerate.PartialState": {"wait_for_everyone": ()},
     "transformers.integrations.WandbCallback": {"_initialized": None},
     "trl.trainer.utils.RepeatSampler": {"__iter__": ()},
+    "trl.trainer.grpo_trainer": {"create_model_from_path": ("model_id",)},  # of the reference
     "trl.generation.vllm_generation.VLLMGeneration": {
         "generate": (),  # we wrap these two
         "sync_weights": (),

@@ -31,6 +31,7 @@ from helpers import (
 from peft import LoraConfig, get_peft_model
 from tiny import make_tokenizer
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from trl.generation.vllm_generation import VLLMGeneration
 
 
 OFF_POLICY = {"steps_per_generation": 4, "max_steps": 2}  # the second optimizer step is off-policy
@@ -106,6 +107,27 @@ def test_reference_model_follows_the_policy(tiny_model, tmp_path):
         mixed = {name: (mixed[name] + step.policy[name]) / 2 for name in mixed}
         assert_step_equals(step, Reference(trainer, script).step(k, reference_policy=mixed))
     assert distance(mixed, trainer.initial) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["merged", "resized", "from a configuration", "trained before"])
+def test_reference_is_the_model_that_is_given(tiny_model, tmp_path, kind):
+    """Not the files of its name, which may hold another one or none."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    if kind == "merged":
+        adapter = LoraConfig(r=4, init_lora_weights=False)
+        model = get_peft_model(model, adapter).merge_and_unload().requires_grad_(True).train()
+    elif kind == "resized":
+        model.resize_token_embeddings(300)
+    elif kind == "from a configuration":
+        model = type(model)(type(model.config)(**model.config.to_dict()))  # without a name
+    else:
+        trained(model, tmp_path, learning_rate=0.5)
+    arguments = {"processing_class": make_tokenizer()}
+    trainer = trained(model, tmp_path, beta=0.5, max_steps=2, learning_rate=0.2, trainer_arguments=arguments)
+    first, second = logged(trainer)
+    assert first["kl"] == 0 < second["kl"]
+    assert distance(snapshot(trainer.ref_model), trainer.initial) == 0
+    assert not trainer.ref_model.training
 
 
 # Entropy
@@ -346,6 +368,40 @@ def test_truncated_completions_take_part_unless_masked(tiny_model, tmp_path, mas
 
 
 # Off-policy steps
+
+
+@pytest.mark.parametrize("ends", [[*range(35, 75)], 40])
+def test_a_completion_ends_where_its_generation_did(tiny_model, tmp_path, ends):
+    """At a token that only `generation_kwargs` names: TRL would count the padding after it as completion."""
+    lengths = []
+
+    def reward(completion_ids, **kwargs):
+        lengths.extend(map(len, completion_ids))
+        return [float(i) for i in range(len(completion_ids))]
+
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        trainer_arguments={"reward_funcs": reward, "rollout_func": None},
+        generation_kwargs={"eos_token_id": ends},
+        max_completion_length=40,
+        mask_truncated_completions=True,
+    )
+    (rollout,) = trainer.rollouts
+    is_end = torch.isin(rollout.completion_ids, torch.tensor(ends))
+    finished = is_end.any(dim=1)
+    assert finished.any()
+    before = torch.where(finished, is_end.int().argmax(dim=1) + 1, 40)
+    assert lengths == before.tolist()
+    assert rollout.completion_mask.sum(dim=1).tolist() == (before * finished).tolist()  # the others are truncated
+    assert logged(trainer)[0]["completions/clipped_ratio"] == 1 - finished.float().mean()
+
+
+def test_tokens_that_stop_vllm_end_completions_too(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda engine: setattr(engine, "llm", None))
+    options = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False}
+    trainer = make_trainer(tiny_model, tmp_path, generation_kwargs={"stop_token_ids": [40, 41]}, **options)
+    assert trainer.eos_token_ids == [trainer.processing_class.eos_token_id, 40, 41]
 
 
 def test_num_iterations_adds_off_policy_steps(tiny_model, tmp_path):

@@ -30,7 +30,7 @@ from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_para
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from .. import trl_contract
-from ..checks.weights import check_finite, check_models
+from ..checks.weights import check_finite, check_models, check_trainable
 from ..metrics.step import SampleReport, metrics_of_samples
 from ..objective import OPO, Objective, Samples
 from ..rollout import checkpoint, wording
@@ -194,11 +194,12 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         Completions that were on the way are generated anew. `resume_from_checkpoint`: see [`RolloutTrainer.train`].
 
         Raises:
-            `ValueError`: the wanted checkpoint is not complete, there is none, or the server reports other
-                log-probabilities than those of the policy that it samples from.
+            `ValueError`: the wanted checkpoint is not complete, there is none, no weight would be trained, or the
+                server reports other log-probabilities than those of the policy that it samples from.
             `RuntimeError`: the trainer has trained before; TRL does not start its worker again.
         """
         trl_contract.check_replaced()
+        check_trainable(self.model, None if self._has_begun else self.optimizer)
         with without_password(self.args.vllm_server_base_url):
             if isinstance(self.rollout_worker, AsyncRolloutWorker):
                 faults.check_logprobs(self.vllm_client, self.args.temperature)

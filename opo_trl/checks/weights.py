@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import is_peft_model
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -104,13 +103,11 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
     return model
 
 
-def check_models(model: Any, rewards: Sequence[Any], args: Any, peft_config: Any = None) -> None:
+def check_models(model: Any, rewards: Sequence[Any], args: Any) -> None:
     """[`check_weights`] of every model that a trainer, with these arguments, loads by its name."""
     options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if isinstance(model, str):
         check_weights("model", model, options)
-    elif getattr(args, "beta", 0) and peft_config is None and not is_peft_model(model):
-        check_weights("model", get_config_model_id(model.config), options)  # the reference, loaded once more
     for name in (reward for reward in rewards if isinstance(reward, str)):
         check_weights("reward_funcs", name, options, scores=True)
 
@@ -146,6 +143,24 @@ def check_finite(accelerator: Accelerator | None, *models: Any) -> None:
             field = "model" if model is models[0] else "reward_funcs"
             name = get_config_model_id(cast(Any, model).config)
             raise ValueError(f"{field}={name!r}: {_named(broken)} has NaN or infinite values. Use another checkpoint.")
+
+
+def check_trainable(model: Any, optimizer: Any) -> None:
+    """Check that training moves a weight of a model: one can be trained, by the user's `optimizer` if there is one."""
+    trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
+    held = {id(weight) for group in getattr(optimizer, "param_groups", ()) for weight in group["params"]}
+    if not trained:
+        raise ValueError(
+            f"model={get_config_model_id(model.config)!r} would not be trained: none of its weights requires a "
+            "gradient. Load an adapter by `PeftModel.from_pretrained(…, is_trainable=True)`; after "
+            "`merge_and_unload()` or `requires_grad_(False)`, call `model.requires_grad_(True)`."
+        )
+    if optimizer is not None and trained.isdisjoint(held):
+        raise ValueError(
+            f"optimizers={(type(optimizer).__name__, '…')} would not train the model: they hold none of its weights "
+            "that require a gradient. Make them of the weights of the model that is passed, after its adapter is "
+            "added, or leave them out."
+        )
 
 
 def _fix(path: str) -> str:

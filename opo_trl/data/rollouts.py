@@ -130,6 +130,11 @@ def _check(source: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str])
             raise ValueError(f"rollouts={source!r} has no column {name!r}, only {names}. Add it.")
     if RECORDED in names:
         raise ValueError(f"rollouts={source!r} has a column {RECORDED!r}, a name that is taken. Rename it.")
+    if masks := [name for name in names if name.lower().removesuffix("s").endswith("mask")]:
+        raise ValueError(
+            f"rollouts={source!r} has a column {masks[0]!r}, but every token of a completion is trained on. Remove "
+            "rows with tokens that the model has not written, such as a tool's output, and the column."
+        )
     if "logprobs" in names and written == "completion":
         raise ValueError(
             f"rollouts={source!r} has `logprobs` but no `completion_ids`: which token each belongs to is not known. "

@@ -52,6 +52,8 @@ def check(model: PreTrainedModel) -> None:
         reason = f"a model with {', '.join(others) or 'recurrent'} layers, which carry a state from sample to sample"
     elif any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
         reason = "a model with virtual tokens, which only the first sample of a row would see"
+    elif not (model._supports_attention_backend and any("rotary_emb" in name for name, _ in model.named_modules())):
+        reason = "a model without rotary positions or Transformers' own attention, which keep samples apart"
     if reason is not None:
         raise ValueError(
             f"padding_free=True is for attention over text, and {config.model_type!r} is {reason}. Leave "

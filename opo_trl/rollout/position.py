@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
+from transformers.trainer_utils import has_length
 
 from ..config import RolloutConfig
 from ..fields import DATA, OBJECTIVE, REWARDS, SAMPLING, deciding
@@ -117,6 +118,16 @@ def has_spent_budget(trainer: Any, folder: Path) -> bool:
     state = checkpoint.load_state(folder, trainer.accelerator.process_index)
     generated = json.loads(state["plain"])["numbers"]["completions_generated"]
     return generated >= limit and needs_rollout(trainer.args, state["position"])
+
+
+def place_in_stream(trainer: Any, folder: Path) -> tuple[int, int] | None:
+    """Passes over a stream before that of a checkpoint, and micro-steps of that; `None` if it does not tell."""
+    if has_length(trainer.train_dataset) or checkpoint.lacking(folder) is not None:
+        return None
+    state = checkpoint.load_state(folder, trainer.accelerator.process_index)
+    begun = json.loads(state["plain"])["numbers"]["_pass"]
+    rollouts = state["rollout"] - begun["rollouts"]
+    return begun["number"], rollouts * trainer.args.micro_steps_per_rollout + state["position"]
 
 
 def needs_rollout(args: RolloutConfig, micro_steps: int) -> bool:

@@ -35,7 +35,7 @@ from trl.trainer.utils import get_config_model_id
 from .. import trl_contract
 from ..checks.devices import check_placed, check_whole
 from ..checks.text import printable
-from ..checks.weights import check_finite, check_models
+from ..checks.weights import check_finite, check_models, check_trainable
 from ..config import RolloutConfig
 from ..metrics.opo import gradient_response_efficiency
 from ..metrics.step_clock import StepClock
@@ -43,7 +43,7 @@ from ..metrics.watches import Watches
 from ..objective import SEQUENCE_CLAMP, Objective, token_sum
 from ..rewards.checked import checked, checked_environments, checked_tools, reward_list
 from ..trl_contract import temporarily
-from . import checkpoint, disk, evaluated, padding, position, recorded, wording
+from . import checkpoint, disk, evaluated, padding, position, recorded, reference, wording
 from .dynamic_sampling import DynamicSampling
 from .frozen_base import FrozenBase
 from .prompts import EpochSampler, PromptStream, check_datasets, check_train_dataset, epochs_of_sampler, permutations
@@ -97,6 +97,7 @@ class RolloutTrainer(GRPOTrainer):
     _saved_numbers: tuple[str, ...] = (
         "_advantage_range",
         "completions_generated",
+        "_pass",
         "_globalstep_last_logged",
         "entropy_coef",
         "_last_world_entropy",
@@ -104,6 +105,7 @@ class RolloutTrainer(GRPOTrainer):
 
     _has_trained = False  # whether `train` has been called before
     _is_spent = False  # whether the run is resumed from a checkpoint that spends `max_completions`
+    _resumed_at: tuple[int, int] | None = None  # in a stream: passes over it, and micro-steps of the next
     _recorded_samples: recorded.Rows = ()  # of the current rollout
     _recorded_digest: str | None = None
     _evaluated: list[evaluated.Sample] | None = None  # in an evaluation
@@ -139,9 +141,10 @@ class RolloutTrainer(GRPOTrainer):
         recorded.check_recordable(args, not_recorded, train_dataset)
         check_datasets(train_dataset, eval_dataset, environment_factory)
         rewards = reward_list(reward_funcs)
-        check_models(model, rewards or (), args, peft_config)
+        check_models(model, rewards or (), args)
         factories = [*environment_factory.values()] if isinstance(environment_factory, dict) else [environment_factory]
-        with without_password(args.vllm_server_base_url), checked_environments(factories, {}):
+        url = args.vllm_server_base_url
+        with without_password(url), checked_environments(factories, {}), reference.given(model):
             super().__init__(
                 model=model,
                 reward_funcs=rewards,
@@ -158,6 +161,11 @@ class RolloutTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        # TRL tells by the model's own tokens where completions end.
+        ends = (cast(Any, args.generation_kwargs) or {}).get("stop_token_ids" if args.use_vllm else "eos_token_id")
+        if ends is not None:
+            ends = [ends] if isinstance(ends, int) else ends
+            self.eos_token_ids = [*self.eos_token_ids, *ends] if args.use_vllm else ends
         check_finite(self.accelerator, self.model, *self.reward_funcs)
         evaluated.check(compute_metrics, args)
         self.compute_metrics = compute_metrics
@@ -199,6 +207,7 @@ class RolloutTrainer(GRPOTrainer):
         if self.use_adaptive_entropy:
             self.entropy_coef, self._last_world_entropy = self.args.entropy_coef, math.inf
         self._advantage_range = 0.0  # of the current rollout, over all processes
+        self._pass = {"number": 0, "rollouts": 0}  # over a stream, and rollouts before it
         self.completions_generated = 0  # for training so far, over all processes
         self._reward_failures.load_state_dict({"counts": {}, "rate": 0.0})
         self._skipped.load_state_dict({"total": 0, "in_a_row": 0, "moved_at": 0})
@@ -242,14 +251,17 @@ class RolloutTrainer(GRPOTrainer):
                 Folder of a checkpoint, `"last"` or `"auto"`; see [`rollout.checkpoint.resolve`].
 
         Raises:
-            `ValueError`: the checkpoint is not complete, or lies inside a rollout that is cut differently in this run.
+            `ValueError`: the checkpoint is not complete, or lies inside a rollout that is cut differently in this run;
+                or no weight would be trained.
             `ImportError`: another package has replaced TRL's trainer since this one was made.
         """
         trl_contract.check_replaced()
+        check_trainable(self.model, None if self._has_trained else self.optimizer)
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         if found is not None:
             position.check_resumable(self, found)
         self._is_spent = found is not None and position.has_spent_budget(self, Path(found))
+        self._resumed_at = None if found is None else position.place_in_stream(self, Path(found))
         self._begin()
         if self._has_trained:  # before that, a script may have made rollouts to look at, which TRL logs
             for kept in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
@@ -279,6 +291,12 @@ class RolloutTrainer(GRPOTrainer):
             return
         if self._sampler is not None:
             self._sampler.epoch = named["epoch"]
+        elif not has_length(self.train_dataset):
+            if self._resumed_at is not None:  # Transformers takes all steps so far for steps of the first pass
+                passes, steps = self._resumed_at
+                named |= {"epochs_trained": passes, "steps_trained_in_current_epoch": steps}
+                named["epoch"] += passes
+            self._pass = {"number": named["epoch"], "rollouts": self._step // self.args.micro_steps_per_rollout}
         super()._run_epoch(**named)
 
     # 1. The order of the prompts, and the optimizer step that a completion serves

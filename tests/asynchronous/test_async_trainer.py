@@ -342,3 +342,15 @@ def test_weights_are_sent_in_the_dtype_that_the_server_was_told(tiny_model, tmp_
     sent = dict(trainer._streaming_iter())
     assert {weight.dtype for weight in sent.values()} == {torch.float32}
     assert sent.keys() == {name for name, _ in trainer.model.named_parameters()}
+
+
+def test_a_model_that_would_not_be_trained_is_rejected(tiny_model, tmp_path):
+    worker = scripted.ScriptedWorker([])
+    named = {"train_dataset": scripted.DATA, "rollout_worker": worker, "weight_transfer": worker}
+    other = torch.optim.SGD(AutoModelForCausalLM.from_pretrained(tiny_model).parameters(), lr=0.1)
+    trainer = AsyncOPOTrainer(tiny_model, args=scripted.config(tmp_path), optimizers=(other, None), **named)
+    with pytest.raises(ValueError, match="would not train the model"):
+        trainer.train()
+    trainer.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="would not be trained"):
+        trainer.train()

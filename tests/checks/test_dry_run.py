@@ -181,7 +181,7 @@ def test_modules_of_another_architecture_raise_a_warning(tiny_model: str):
 
 def test_generation_options_of_vllm_are_its_sampling_parameters(monkeypatch):
     class SamplingParams:
-        def __init__(self, n=1, temperature=1.0, logit_bias=None, max_tokens=16): ...
+        def __init__(self, n=1, temperature=1.0, logit_bias=None, max_tokens=16, stop=None): ...
 
     monkeypatch.setitem(sys.modules, "vllm", type(sys)("vllm"))
     sys.modules["vllm"].SamplingParams = SamplingParams
@@ -190,6 +190,8 @@ def test_generation_options_of_vllm_are_its_sampling_parameters(monkeypatch):
         config(use_vllm=True, generation_kwargs={"use_cache": False})
     with pytest.raises(ValueError, match=r"contradicts max_completion_length=512"):
         config(use_vllm=True, generation_kwargs={"max_tokens": 2})
+    with pytest.raises(ValueError, match=r"'stop' ends completions by text.*Set 'stop_token_ids' instead"):
+        config(use_vllm=True, generation_kwargs={"stop": ["\n"]})
 
 
 def test_error_is_attributed_to_the_fields_that_it_mentions():

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import PROMPTS, make_trainer
-from peft import LoraConfig, get_peft_model
+from helpers import PROMPTS, RecordingBaseline, RecordingOPO, make_trainer
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -155,16 +155,12 @@ def without(tensor: str, source: str, folder: Path) -> str:
     return damage(Path(source), folder, lambda name: name == tensor)
 
 
-def test_trainer_rejects_policy_reward_model_and_reference(tiny_model, tmp_path):
+def test_trainer_rejects_policy_and_reward_model(tiny_model, tmp_path):
     broken = without(UP, tiny_model, tmp_path / "broken")
     with pytest.raises(ValueError, match=rf"model='{broken}': its files lack {UP}"):
         make_trainer(broken, tmp_path / "run")
     with pytest.raises(ValueError, match=rf"reward_funcs='{tiny_model}': its files lack score.weight"):
         make_trainer(tiny_model, tmp_path / "run", trainer_arguments={"reward_funcs": tiny_model})
-    policy = AutoModelForCausalLM.from_pretrained(tiny_model)
-    policy.config._name_or_path = broken  # from which the reference is loaded
-    with pytest.raises(ValueError, match=rf"model='{broken}': its files lack {UP}"):
-        make_trainer(policy, tmp_path / "run", beta=0.1)
     assert not (tmp_path / "run").exists()
 
 
@@ -181,6 +177,39 @@ def test_weights_that_are_not_finite_are_rejected(tiny_model, tmp_path, value):
         rewards = {} if field == "model" else {"reward_funcs": str(tmp_path / field)}
         with pytest.raises(ValueError, match=rf"{field}='{tmp_path / field}': {UP} has NaN or infinite values"):
             make_trainer(policy, tmp_path / "run", trainer_arguments=data | rewards)
+
+
+def test_a_model_that_would_not_be_trained_is_rejected_before_it_trains(tiny_model, tmp_path, capsys):
+    def loaded(**options):
+        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), adapter, **options)
+
+    adapter = tmp_path / "adapter"
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(r=2)).save_pretrained(adapter)
+    frozen = AutoModelForCausalLM.from_pretrained(tiny_model).requires_grad_(False)
+    for model, beta in ((loaded(), 0.0), (loaded(), 0.1), (loaded().merge_and_unload(), 0.0), (frozen, 0.0)):
+        trainer = make_trainer(model, tmp_path / "run", beta=beta)
+        with pytest.raises(ValueError, match=r"model='.*' would not be trained: .*is_trainable=True.*requires_grad_"):
+            trainer.train()
+    assert "training plan" not in capsys.readouterr().out
+    trainer.model.requires_grad_(True)  # also what is changed after the trainer is made counts
+    trainer.train()
+    make_trainer(loaded(is_trainable=True), tmp_path / "run", beta=0.1).train()
+
+
+@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+def test_an_optimizer_of_other_weights_is_rejected(tiny_model, tmp_path, trainer_class):
+    model, another = (AutoModelForCausalLM.from_pretrained(tiny_model) for _ in range(2))
+
+    def trainer(optimized, **arguments):
+        arguments["optimizers"] = (torch.optim.SGD(optimized.parameters(), lr=0.1), None)
+        return make_trainer(model, tmp_path, trainer_class=trainer_class, trainer_arguments=arguments)
+
+    own = trainer(model)
+    own.train()
+    own.train()  # by then, Accelerate has wrapped it
+    for made in (trainer(another), trainer(model, peft_config=LoraConfig(r=2))):
+        with pytest.raises(ValueError, match=r"optimizers=\('SGD', '…'\) would not train the model"):
+            made.train()
 
 
 def test_adapter_that_does_not_fit_its_base_is_rejected(tiny_model, tmp_path):

@@ -16,6 +16,7 @@ import torch
 from helpers import without_times
 from invariance.canonical import Form, describe, make_trainer
 from invariance.classes import REPLAYED
+from transformers import AutoModelForCausalLM
 
 from opo_trl import OPOTrainer
 from opo_trl.rollout.frozen_base import local_part
@@ -49,10 +50,25 @@ def held(trainer: OPOTrainer) -> float:
     return numbers / sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trainer.model.parameters())
 
 
+def kl_to_what_is_given() -> float:
+    """In the first step, where the weights of a loaded model are not those of its files."""
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    _kept = make_trainer(SCRIPTED, MODEL, FOLDER / "kept")  # under ZeRO-3, what is loaded from now on is sharded
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    assert any(hasattr(weight, "ds_tensor") for weight in model.parameters()) == (CONFIG == "zero3")
+    with torch.no_grad():
+        for weight in model.parameters():
+            local_part(weight).mul_(1.5)
+    trainer = make_trainer(replace(SCRIPTED, options={**SCRIPTED.options, "max_steps": 1}), model, FOLDER / "given")
+    trainer.train()
+    return next(entry["kl"] for entry in trainer.state.log_history if "kl" in entry)
+
+
 found = {
     "scripted": train("scripted", SCRIPTED),
     "whole": train("whole", SAMPLED),
     "resumed": train("resumed", SAMPLED, resume=str(FOLDER / "whole" / "checkpoint-14")),
+    "kl": kl_to_what_is_given(),
 }
 rank = int(os.environ["RANK"])
 (FOLDER / f"found_{rank}.json").write_text(json.dumps(found))

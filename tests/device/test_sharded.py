@@ -66,3 +66,8 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(trained, config):
     assert first["resumed"]["log"] == first["whole"]["log"]
     resumed, whole = weights(folder / "resumed"), weights(folder / "whole")
     assert [name for name in whole if not torch.equal(resumed[name], whole[name])] == []
+
+
+@pytest.mark.parametrize("config", ["multi_gpu", *SHARDED])
+def test_reference_is_the_model_that_is_given(trained, config):
+    assert max(found["kl"] for found in trained(config)[1]) < 1e-9

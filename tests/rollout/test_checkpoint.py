@@ -289,6 +289,39 @@ def test_what_deepspeed_cannot_load_is_rejected(tiny_model: str, tmp_path: Path)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps_per_generation": 1, "gradient_accumulation_steps": 1},
+        {"num_iterations": 2, "per_device_train_batch_size": 2},  # five prompts are two rollouts of four steps
+        {"steps_per_generation": 3, "per_device_train_batch_size": 4},  # an optimizer step ends in the next rollout
+    ],
+    ids=str,
+)
+def test_a_stream_is_resumed_in_any_of_its_passes(tiny_model: str, tmp_path: Path, options: dict):
+    def run(resume: int | None = None) -> tuple[list[dict], dict[str, torch.Tensor], list[str]]:
+        asked: list[str] = []
+
+        def reward(prompts: list[str], **kwargs):
+            asked.extend(dict.fromkeys(prompts))
+            return even_tokens(**kwargs)
+
+        data = Dataset.from_dict({"prompt": PROMPTS[:5]}).to_iterable_dataset()
+        arguments = {"train_dataset": data, "rollout_func": None, "reward_funcs": reward}
+        saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 12}
+        trainer = make_trainer(tiny_model, tmp_path, trainer_arguments=arguments, **saving, **options)
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / f"checkpoint-{resume}"))
+        return [without_times(entry) for entry in logged(trainer)], snapshot(trainer.model), asked
+
+    log, weights, asked = run()
+    assert len(asked) > 5  # more than a pass
+    for step in (11, 5):  # those after it are set aside
+        entries, resumed, rest = run(step)
+        assert rest == asked[len(asked) - len(rest) :]
+        assert entries == log
+        assert all(torch.equal(resumed[name], weights[name]) for name in weights)
+
+
 def test_entropy_controller_is_resumed_though_its_file_was_cut_short(tiny_model: str, tmp_path: Path):
     """TRL writes it after the manifest."""
     controlled = {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_coef_max": 0.5, "entropy_target": 100.0}

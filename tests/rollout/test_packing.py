@@ -7,7 +7,17 @@ import pytest
 import torch
 from helpers import make_trainer
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    MptConfig,
+    OPTConfig,
+    Qwen3NextConfig,
+    XGLMConfig,
+)
 from trl.trainer.utils import add_fused_lm_head
 
 from opo_trl.rollout.packing import check, packed
@@ -74,6 +84,14 @@ def test_models_with_a_state_are_rejected(config):
     with torch.device("meta"):
         model = MambaForCausalLM(config) if config.model_type == "mamba" else AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match=r"padding_free=True .* which carry a state from sample to sample. Leave"):
+        check(model)
+
+
+@pytest.mark.parametrize("kind", [BloomConfig, FalconConfig, MptConfig, OPTConfig, XGLMConfig])
+def test_models_that_do_not_separate_samples_by_their_positions_are_rejected(kind):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(kind())
+    with pytest.raises(ValueError, match=rf"padding_free=True .*'{kind.model_type}' is a model without rotary"):
         check(model)
 
 

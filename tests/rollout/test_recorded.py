@@ -412,6 +412,18 @@ def test_a_table_of_text_with_rewards(tmp_path):
         load_rollouts(str(tmp_path), 2)
 
 
+@pytest.mark.parametrize(
+    "name", ["completion_mask", "loss_mask", "assistant_masks", "env_mask", "attention_mask", "response_mask", "mask"]
+)
+def test_a_mask_of_tokens_is_rejected(tmp_path, name):
+    tokens = [ROW | {"completion_ids": [5, 6], "logprobs": [-1.0, -1.0]}] * 2
+    kept = tokens[0] | {"masked_answer": "2"}
+    assert len(load_rollouts(written(tmp_path, [kept] * 2), 2)) == 1
+    source = written(tmp_path, [*tokens[1:], tokens[0] | {name: [0, 1]}])  # not in the first row
+    with pytest.raises(ValueError, match=rf"has a column '{name}', but every token of a completion is trained on"):
+        load_rollouts(source, 2)
+
+
 def test_a_copy_of_a_dataset_on_the_hub(tmp_path):
     (tmp_path / "data").mkdir()
     Dataset.from_list([ROW] * 2).to_parquet(tmp_path / "data" / "train-00000-of-00001.parquet")

@@ -1,0 +1,28 @@
+"""The reference of a KL term: a copy of the model that a trainer is given."""
+
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from typing import Any
+
+from trl.trainer import grpo_trainer
+from trl.trainer.utils import create_model_from_path
+
+from ..trl_contract import temporarily
+from .frozen_base import local_part
+
+
+def given(model: Any) -> AbstractContextManager[None]:
+    """
+    Have TRL take a loaded model as it is for its reference. It would read the files of the model's name again, without
+    what has been merged, edited or trained since.
+    """
+
+    def copied(path: str, **options: Any) -> Any:
+        if not any(hasattr(weight, "ds_tensor") for weight in model.parameters()):
+            return deepcopy(model).eval()
+        copy = create_model_from_path(path, **options)  # in the same shards, under ZeRO-3
+        for to, weight in zip(copy.parameters(), model.parameters(), strict=True):
+            local_part(to).copy_(local_part(weight))
+        return copy
+
+    return nullcontext() if isinstance(model, str) else temporarily(grpo_trainer, create_model_from_path=copied)
