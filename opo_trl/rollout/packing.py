@@ -32,7 +32,7 @@ def packed(model: Any, *, input_ids: Tensor, attention_mask: Tensor, labels: Ten
         return model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **options)
     place = real.flatten().nonzero()[:, 0]
     tables = {"input_ids": input_ids, "labels": labels, "position_ids": attention_mask.cumsum(dim=1) - 1}
-    outputs = model(**{name: rows.flatten()[place][None] for name, rows in tables.items()}, **options)
+    outputs = model(**options | {name: rows.flatten()[place][None] for name, rows in tables.items()})
     for name in {"log_probs", "entropy"} & outputs.keys():  # a reference model's head has no entropy
         # The head returns one value fewer than there are tokens. A sample's first token, which follows the sample
         # before it, has no label.

@@ -270,10 +270,7 @@ def _scored(
     device, size = trainer.accelerator.device, trainer.args.per_device_train_batch_size
     pairs = ((prompt_ids.to(device), ids.to(device)), (prompt_mask.to(device), mask.to(device)))
     inputs = [torch.cat(pair, dim=1) for pair in pairs]
-    call = model
-    if model is trainer.model:  # an author's prompts have no padding on the left
-        trainer._check_padding(*inputs, ids.shape[1])
-        call = partial(with_positions, model) if trainer._padding and trainer._padding.positions else model
+    call = partial(with_positions, model) if trainer._takes_positions else model
     with disable_gradient_checkpointing(model, trainer.args.gradient_checkpointing_kwargs):
         return GRPOTrainer._get_per_token_logps_and_entropies(trainer, call, *inputs, ids.shape[1], size)[0]
 

@@ -502,6 +502,10 @@ class RolloutTrainer(GRPOTrainer):
             self._reward_failures.count(self.reward_funcs, len(completions))
         return rewards
 
+    @cached_property
+    def _takes_positions(self) -> bool:
+        return padding.takes_positions(self.accelerator.unwrap_model(self.model))
+
     def _check_padding(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> None:
         """Before the first log-probabilities: find on what they depend. A model with images is taken as it is."""
         config = self.model.config
@@ -511,11 +515,14 @@ class RolloutTrainer(GRPOTrainer):
         if self.accelerator.is_main_process:
             print(said, flush=True)
         if not self._padding.harmless:
+            self._takes_positions = (
+                False  # a model may scale them by the longest row, which differs; the width does not
+            )
             padding.reject_other_widths(self.args)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **options):
         self._check_padding(input_ids, attention_mask, logits_to_keep)
-        if self._padding is not None and self._padding.positions:
+        if self._takes_positions:
             model = partial(padding.with_positions, model)
         with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
             return super()._get_per_token_logps_and_entropies(

@@ -84,9 +84,9 @@ def run(model: str, folder, trainer_class=RecordingOPO, trainer_arguments=None, 
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("gpt2", padding.Padding(positions=True, shared=False)),
+        ("gpt2", padding.Padding(shared=False)),
         ("longrope", padding.Padding(harmless=False, shared=False)),
-        ("recurrent", padding.Padding(positions=True, shared=False)),
+        ("recurrent", padding.Padding(shared=False)),
         ("llama", padding.Padding()),
     ],
 )

@@ -10,7 +10,7 @@ from helpers import EXACT, USE_CPU, Recording, Script, distance, logged, make_tr
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from opo_trl import OPOConfig, OPOTrainer
+from opo_trl import OPOConfig, OPOTrainer, config
 from opo_trl.forecast.plan import _row_tokens
 from opo_trl.rollout.planner import Planner
 from opo_trl.rollout.planning import FEWEST_PASSES, Limits, Prompts, best_cut, parts_of_rows, row_lengths
@@ -207,7 +207,7 @@ def test_a_budget_of_tokens_is_filled_and_planned(tiny_model, tmp_path, multiple
 
 
 def test_a_budget_is_rejected_where_each_backward_pass_is_a_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(OPOConfig, "updates_in_backward", True)  # the packages of such optimizers are not installed
+    monkeypatch.setattr(config, "updates_in_backward", lambda args: True)  # such optimizers are not installed
     with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=60 .* takes one in every backward pass"):
         OPOConfig(str(tmp_path), max_tokens_per_micro_batch=60, use_cpu=True, bf16=False)
 
