@@ -1,6 +1,8 @@
 r"""The LaTeX notation of answers: notations of the same meaning are unified, and units are split off."""
 
 import re
+from collections.abc import Callable
+from fractions import Fraction
 
 
 # Longer answers are discarded, because parsing takes too long. The longest in MATH has 159 characters.
@@ -11,17 +13,36 @@ _SYMBOLS = str.maketrans({"−": "-", "–": "-", "°": r"^\circ ", "π": r"\pi 
 # One argument without braces: a digit, a letter, or a command without arguments, such as `\pi`.
 _TOKEN = r"(\d|[A-Za-z]|\\(?!frac|sqrt)[A-Za-z]+(?![A-Za-z]|\s*\{))"
 
+_DIFFERENTIAL = r"\s*(?:d|\\partial)\s*([A-Za-z])\s*"
+
+# What is in braces, which may hold braces.
+_GROUP = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
+
+
+def _fraction(decimal: re.Match[str]) -> str:
+    r"""`0.1\overline{6}` as `\frac{1}{6}`."""
+    start, period = (decimal[1] or "0") + decimal[2], decimal[3]
+    value = Fraction(int(start + period) - int(start), (10 ** len(period) - 1) * 10 ** len(decimal[2]))
+    return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
 # Notation that has no meaning, or that the parser cannot read, in the order in which it is replaced.
-_REWRITES = [
+_REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"(?<!\\)(?:\\[()\[\]]|\$)|(?<=\\\\)\[[\d.]+[a-z]{2}\]", ""),  # the ends of a formula; `\\[2pt]`
+        (r"^([*_`]{1,3})([^*`]+)\1$", r"\2"),
+        (r"\\(?:mathbf|boldsymbol|bm|ensuremath|(?:text)?color\s*\{[^{}]*\})\s*" + _GROUP, r"\1"),
+        (r"\\(?:color|tag\*?|label|[hv]space\*?)\s*\{[^{}]*\}", ""),
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", ""),
-        (r"\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", ""),
-        (r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathbf|mathit|mathcal)\s*\{", r"\\text{"),
+        (r"\\(?:displaystyle|textstyle|limits|[lL]arge|LARGE|[hH]uge|bf|rm)(?![A-Za-z])", ""),
+        (r"\\(?:text|mathrm)\s*(?:\{\s*([eid])\s*\}|\s([eid])(?![A-Za-z]))", r" \1\2"),  # e, i, differentials
+        (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|it|sf|tt|cal)|mbox|emph|underline)\s*\{", r"\\text{"),
         (r"^\\text\{([^{}]*[\d,][^{}]*)\}", r"\1"),  # unwrap lists of names, and numbers
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"(?<!\\)%|\\text\{\s*percent(?:age)?\s*\}|(?<=\d)\s*(?:percent(?:age)?|pct)(?![a-z])", r"\\%"),
-        (r"^\(?([A-H])[.:)]\s+(?!.*\b[A-H][.:)]).*", r"\1"),  # an option with its text
+        (r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?\s*(\d+)\s*\}?", _fraction),
+        (r"(\d*)\.(\d*?)(\d+?)\3{2,}\s*(?:\\[lc]?dots|\.{3}|…)", _fraction),
         # Thousands that cannot be a list: `10,\!000`, `10{,}000`, `10\,000`. For `10,000`, see `without_thousands`.
         (r"(?<=\d)(?:\\!)*(?:,\\!\s*(?=\d)|(?:\{,\}|\\,)(?:\\!)*(?=\d{3}(?!\d)))", ""),
         (r"^(-?\d{1,3}) (\d{3})(?: (\d{3}))?$", r"\1\2\3"),
@@ -32,6 +53,7 @@ _REWRITES = [
         (r"(?<![A-Za-z\\])(?<!operatorname\{)(sqrt|sin|cos|tan|cot|sec|csc|log|ln|pi)(?![A-Za-z])", r"\\\1 "),
         (r"(?:\^|\*\*)\s*\(([^()]*)\)", r"^{\1}"),
         (r"\*\*", "^"),
+        (r"\^\s*(?:T\b|\\top|\\intercal|\{\s*(?:T|\\top|\\intercal|\\text\{T\})\s*\})", "^{t}"),  # else ignored
         (r"\\sqrt\s*(\[[^\[\]]*\]|)\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
         # In trigonometric functions; elsewhere the degree sign is a unit.
         (r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)([\d.]+)\s*\^\s*\{?\s*\\circ\s*\}?", r"\1\\frac{\2\\pi}{180}"),
@@ -42,6 +64,10 @@ _REWRITES = [
         (r"\\[dtc]?frac\s*(\{[^{}]*\})\s*" + _TOKEN, r"\\frac\1{\2}"),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\sqrt\s*(\[[^\[\]]*\]|)\s*" + _TOKEN, r"\\sqrt\1{\2}"),
+        (r"\\sqrt\{\s*(?:\\frac\{(\d+)\}\{([^{}]*)\}|(\d+)/(\w+))\s*\}", r"\\frac{\\sqrt{\1\3}}{\\sqrt{\2\4}}"),
+        (r"\\frac\{" + _DIFFERENTIAL + r"\}\{" + _DIFFERENTIAL + r"\}", r"\\frac{d_{\1}}{d_{\2}}"),  # else 0
+        (r"\\(?:lor|vee)(?![A-Za-z])", r"\\text{ or }"),  # the parser has words only
+        (r"^\\\{\s*\w\s*(?:\\mid|[:|])\s*([^:|]*(?:[<>]|\\[lg]e).*)\\\}$", r"\1"),
         (r"[\s.,;:]+(?=\}*$)", ""),
         (r"^(?:\s|(?:[A-Za-z]\s*)?\\approx(?![A-Za-z])|=)+", ""),
         (r"\s*\\approx(?![A-Za-z])[^()\[\]]*$", ""),  # the exact value comes first
@@ -87,6 +113,11 @@ _WITH_UNIT = re.compile(
     r"\s*(?:\^\s*\{?\s*(?P<power>[23])\s*\}?)?",
     re.DOTALL,
 )
+_OPTION = re.compile(
+    r"(?:[Oo]ption |[Cc]hoice )?\(?([A-H])(?:\)(?=\s|\d|$)|[.:]\s|$)\s*(?!.*(?:\b[A-H][.:)]|\bor\b|\band\b))(.*)",
+    re.DOTALL,
+)
+_COMMAND_OR_D = re.compile(r"\\(?:(?:text|begin|end|operatorname)\s*\{[^{}]*\}|[A-Za-z]+)|\band\b|(d)")
 _DATE_OR_TIME = re.compile(r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}:\d{2}\s*(?:\\text\{)?\s*[AaPp]\.?[Mm].*")
 # A word of two letters may be a product; so may longer ones, but then the answer is written alike.
 _WORDS = re.compile(r"(?=.*(?:[^\W\d_]{3}|\bno\b))(?!.*\b(?:and|or)\b)[^\W\d_](?:[^\W\d_]|[ '.-])*", re.IGNORECASE)
@@ -102,6 +133,12 @@ def simplify_notation(latex: str) -> str:
     for pattern, replacement in _REWRITES:
         latex = pattern.sub(replacement, latex)
     return latex
+
+
+def split_option(latex: str) -> tuple[str, str]:
+    r"""Split `\text{(C)} 12` into `C` and `12`, and `C` into `C` and nothing; two options are none."""
+    match = _OPTION.fullmatch(re.sub(r"^(\(?)\\text\{([^{}]*)\}", r"\1\2", latex))
+    return (match[1], match[2]) if match else ("", latex)
 
 
 def split_unit(latex: str) -> tuple[str, str]:
@@ -123,6 +160,11 @@ def _unit(words: str, power: str | None) -> str:
     if not match or not name:
         return ""
     return f"{name}^{power}" if power else name + _POWERS[match["power"]]
+
+
+def without_differentials(latex: str) -> str:
+    r"""Write the variable d as δ: the parser takes `da` for a differential, in `\frac{da}{c}` too."""
+    return latex if r"\int" in latex else _COMMAND_OR_D.sub(lambda match: r"\delta " if match[1] else match[0], latex)
 
 
 def without_thousands(latex: str) -> str:

@@ -17,6 +17,7 @@ import pytest
 from answers import ADVERSARIAL, DIFFERENT, EQUAL, box
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kinds import KINDS, pairs
 
 from opo_trl.rewards import accuracy as rewards
 from opo_trl.rewards import accuracy_reward, format_reward
@@ -39,6 +40,12 @@ class TestScore:
     @pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
     def test_different_answers_score_0(self, gold: str, answer: str):
         assert score(box(answer), gold) == 0.0
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_kinds_of_answers(self, kind: str):
+        right, wrong = map(pairs, KINDS[kind])
+        assert [(gold, answer) for gold, answer in right if score(box(answer), gold) != 1.0] == []
+        assert [(gold, answer) for gold, answer in wrong if score(box(answer), gold) == 1.0] == []
 
     @pytest.mark.parametrize(
         ("completion", "expected"),
@@ -270,7 +277,7 @@ class TestMath:
         assert [gold for gold in golds if score(box(gold), gold) != 1.0] == []
 
     def check_mathematics(self, answers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rewards, "same_string", lambda gold, answer: False)
+        monkeypatch.setattr(rewards.notation, "same_string", lambda gold, answer: False)
         # 5:00 is a division by zero.
         assert [answer for answer in answers if score(box(answer), answer) != 1.0 and ":" not in answer] == []
 

@@ -1,0 +1,165 @@
+r"""
+Kinds of answers that were judged wrongly once: those that are right, and those that are wrong.
+
+A gold answer and answers to it have a tilde between them; such rows, two tildes or a line break.
+"""
+
+KINDS = {
+    "periodic decimals": (
+        r"""
+0.\overline{36} ~ \frac{4}{11} ~ 0.\overline{36} ~ 0.\overline{3636} ~~ \frac{4}{11} ~ 0.\overline{36}
+0.1\overline{6} ~ \frac16 ~~ \frac16 ~ 0.1\overline{6} ~~ .\overline{3} ~ \frac13
+\frac13 ~ 0.\overline3 ~ 0.\bar{3} ~ 0.\dot{3} ~~ \frac53 ~ 1.\overline{6} ~~ -\frac13 ~ -0.\overline{3}
+1 ~ 0.\overline{9} ~~ 0.\overline{3} ~ 0.3\overline{3} ~~ \frac{1}{7} ~ 0.\overline{142857}
+x=\frac13 ~ x = 0.\overline{3} ~~ \overline{AB} ~ \overline{AB} ~~ \frac{41}{333} ~ 0.\overline{123}
+""",
+        r"""
+0.\overline{36} ~ 0.36 ~ 0.3\overline{6} ~ 0.\overline{63} ~~ 0.36 ~ 0.\overline{36}
+\frac13 ~ 0.\overline{34} ~ 0.33 ~ -0.\overline{3} ~~ 0.3\overline{6} ~ 0.\overline{36} ~~ \frac16 ~ 0.\overline{16}
+0.\overline{3} ~ 0.\overline{6} ~ 3 ~ \frac{3}{10} ~ 0.33 ~~ \overline{AB} ~ \overline{AC} ~~ 36 ~ 0.\overline{36}
+""",
+    ),
+    "type and marks in the box": (
+        r"""
+7 ~ \boldsymbol{7} ~ \textcolor{red}{7} ~ **7** ~ 7 \tag{1} ~ \bm{7} ~ \color{red}{7} ~ \color{red} 7
+7 ~ {\color{blue}7} ~ \mathbf{7} ~ \mathsf{7} ~ \mathtt{7} ~ \underline{7} ~ \large 7 ~ \Large{7} ~ \tag*{1} 7
+7 ~ \emph{7} ~ *7* ~ __7__ ~ \textbf{7} ~ \mathbf{7} \text{ cm} ~ \hspace{1mm} 7 ~ \textsf{7} ~ \texttt{7}
+7 ~ \ensuremath{7} ~ \quad 7 ~ `7`
+\frac12 ~ \boldsymbol{\frac{1}{2}} ~ \textcolor{red}{\frac{1}{2}} ~ **\frac{1}{2}** ~ \mathbf{\frac{1}{2}}
+x+1 ~ \boldsymbol{x+1} ~~ \sqrt{2} ~ \textcolor{blue}{\sqrt{2}} ~~ (1,2) ~ \boldsymbol{(1,2)}
+x=5 ~ \boldsymbol{x = 5} ~~ \text{odd} ~ \textbf{odd} ~ \textcolor{red}{\text{odd}} ~~ 2^3 ~ 2**3
+-7 ~ \boldsymbol{-7} ~~ x ~ \mathit{x} ~~ \pi ~ \boldsymbol{\pi}
+""",
+        r"""
+7 ~ \boldsymbol{8} ~ \textcolor{red}{8} ~ **8** ~ 8 \tag{7} ~ \color{7}{8} ~ \boldsymbol{7} \boldsymbol{8}
+7 ~ \boldsymbol{7}, \boldsymbol{8} ~ \textcolor{red}{7} + 1 ~ \cancel{7} 8 ~ \cancel{7} ~ \sout{7} ~ \not 7
+7 ~ **7** **8** ~~ 1 ~ 7 \tag{1} ~~ \frac12 ~ \boldsymbol{\frac{1}{3}} ~~ 8 ~ 2**4
+\text{odd} ~ \textcolor{red}{\text{even}} ~~ 78 ~ \textcolor{red}{7}\, \textcolor{red}{8}x
+(1,2) ~ \boldsymbol{(2,1)} ~~ red ~ \textcolor{red}{7}
+""",
+    ),
+    "delimiters in the box": (
+        r"""
+\(7\) ~ 7 ~~ 7 ~ \(7\) ~ \[7\] ~ $7$ ~ $$7$$ ~~ \( \frac{1}{2} \) ~ \frac12 ~~ \(\frac{1}{2}\) ~ 0.5
+\( x+1 \) ~ 1+x ~~ \[ \frac{1}{2} \] ~ \frac12 ~~ \( 2\sqrt{3} \) ~ \sqrt{12} ~~ \( (1,2) \) ~ (1,2)
+\(\text{odd}\) ~ odd ~~ \( 90^\circ \) ~ 90 ~~ \( 5 \text{ cm} \) ~ 5 cm ~~ \(x = 5\) ~ 5 ~~ \( [1,2] \) ~ [1,2]
+\(1, 2\) ~ 1, 2 ~~ 1, 2 ~ \(1\), \(2\) ~ \(1\) and \(2\) ~~ \(3\) cm ~ 3 ~~ 3 \(\text{cm}\) ~ 3 cm
+\begin{pmatrix} 1 \\[2pt] 2 \end{pmatrix} ~ \begin{pmatrix} 1 \\ 2 \end{pmatrix} ~~ \(\{1,2\}\) ~ \{2,1\}
+\( A \) ~ A ~~ \(\frac{\pi}{4}\) ~ \frac{\pi}{4}
+""",
+        r"""
+\(7\) ~ 8 ~~ 7 ~ \(8\) ~ \(7\), \(8\) ~ \(7\) or \(8\) ~ $7$ or $8$ ~~ \(\frac{1}{2}\) ~ \frac13
+(1,2) ~ \( [1,2] \) ~~ \( (1,2) \) ~ (2,1) ~~ \( A \) ~ B
+\begin{pmatrix} 1 \\[2pt] 2 \end{pmatrix} ~ \begin{pmatrix} 2 \\ 1 \end{pmatrix} ~~ \( \{1,2\} \) ~ (1,2)
+\(x=5\) ~ x=6
+""",
+    ),
+    "options with their value": (
+        r"""
+\textbf{(C)}\ 12 ~ 12 ~ C ~ (C) ~ \text{(C)} ~ \textbf{(C) } 12 ~ C. 12 ~ C: 12 ~~ \textbf{(C) }12 ~ (C) 12
+C ~ \textbf{(C)}\ 12 ~ C. x = 42 ~ (C) x = 42 ~ \textbf{C} ~ Option C ~ \text{Choice C}
+\text{(C)} ~ \textbf{(C)}\ 12 ~~ 12 ~ \textbf{(C)}\ 12 ~ (C) 12 ~~ \textbf{(B)}\ \frac{1}{2} ~ \frac12 ~ 0.5
+\textbf{(A)}\ \sqrt{2} ~ \textbf{(A)} \sqrt2 ~~ \mathrm{(C)}\ 12 ~ 12 ~~ \text{(C) } 12 ~ C
+\textbf{(E)}\ 2\pi ~ 2\pi ~~ (\text{C})\ 12 ~ 12 ~~ \textbf{(C)}~12 ~ C ~~ \textbf{(D)}\ x+1 ~ 1+x
+\textbf{(C)}\ 12\text{ cm} ~ 12 cm ~~ \textbf{(B)}\ \text{odd} ~ odd ~~ \textbf{C}: 12 ~ 12
+""",
+        r"""
+\textbf{(C)}\ 12 ~ 13 ~ D ~ \textbf{(D)}\ 12 ~ \textbf{(C)}\ 13 ~ \textbf{(C)}\ 12 \textbf{(D)}\ 13 ~ 12c ~ C, D
+\textbf{(C)}\ 12 ~ (A) 1 (B) 2 (C) 12
+C ~ \textbf{(D)}\ 12 ~ C. or D. ~ \textbf{(C)}\ 12\ \textbf{(D)}\ 13 ~ \textbf{(A)}\ C
+12 ~ \textbf{(C)}\ 13 ~ \textbf{(C)}\ 12\ \textbf{(D)}\ 13 ~~ D ~ C. x = 42
+\textbf{(B)}\ \frac{1}{2} ~ \frac13 ~~ 12c ~ \textbf{(C)}\ 12 ~~ (A)(B) ~ (C)(D)
+""",
+    ),
+    "equations that are false": (
+        r"""
+5 ~ 5=5 ~ 2+3=5 ~ x=2+3=5 ~ 10/2=5 ~ y = 5 ~ a+b=5 ~ \sqrt{25} = 5 ~ f(2) = 5 ~ 5 = x ~~ x=5 ~ x = 5
+0.5 ~ \frac12 = 0.5 ~~ \frac13 ~ \frac26 = \frac13 ~~ 2\sqrt3 ~ \sqrt{12} = 2\sqrt{3} ~~ 10 ~ \binom{5}{2} = 10
+120 ~ 5! = 120 ~~ y = 2x+3 ~ 2x+3 ~~ \frac{2}{3} ~ \frac{2}{3} \approx 0.67 ~ \frac{2}{3} = 0.\overline{6}
+\frac{\pi}{4} ~ \arctan 1 = \frac{\pi}{4} ~~ 11 ~ x = 5+5+1 = 11 ~~ 36\pi ~ \pi \cdot 6^2 = 36\pi ~~ 7 ~ |AB| = 7
+""",
+        r"""
+5 ~ 6=5 ~ 2+2=5 ~ 5=6 ~ 1=2=3=4=5 ~ 0=5 ~ \pi = 5 ~ 1+1=3=5 ~ 5 \ne 6 ~ 5<6 ~ 5 \le 5 ~~ \frac12 ~ \frac13=\frac12
+\sqrt2 ~ \sqrt3 = \sqrt2 ~~ 2\sqrt3 ~ \sqrt{13} = 2\sqrt{3} ~~ x=5 ~ 6=5 ~~ \frac{\pi}{4} ~ \pi=\frac{\pi}{4}
+6 ~ 6=5 ~~ 0 ~ 1=0
+""",
+    ),
+    "derivatives": (
+        r"""
+\frac{dx}{dy} ~ \frac{dx}{dy} ~~ \frac{dy}{dx} ~ \dfrac{dy}{dx} ~ \frac{\mathrm{d}y}{\mathrm{d}x}
+\frac{dy}{dx} = 2x ~ 2x ~~ 2x ~ \frac{dy}{dx} = 2x ~~ h=\frac{da}{c} ~ h=\frac{ad}{c}
+\frac{da}{c} ~ d \cdot \frac{a}{c} ~~ d ~ d ~~ ad ~ da ~~ d+a ~ a+d ~~ 2\frac{dy}{dx} ~ \frac{dy}{dx} \cdot 2
+\frac{d}{2} ~ 0.5d ~~ bd ~ db
+""",
+        r"""
+\frac{dx}{dy} ~ \frac{dy}{dx} ~~ \frac{dy}{dx} ~ \frac{dx}{dy} ~ 0 ~ \frac{dz}{dx} ~ \frac{dy}{dt} ~ \frac{y}{x}
+0 ~ \frac{dy}{dx} ~~ \frac{\partial f}{\partial x} ~ \frac{\partial f}{\partial y} ~~ \frac{da}{c} ~ \frac{dc}{a}
+2\frac{dy}{dx} ~ 3\frac{dy}{dx} ~~ 5 ~ \frac{dy}{dx} ~~ \frac{dy}{dx} = 2x ~ \frac{dx}{dy} = 2x ~~ ad ~ ab
+""",
+    ),
+    "transposes": (
+        r"""
+A^T ~ A^T ~ A^{T} ~ A^\top ~ A^{\mathrm{T}} ~~ A^{\top} ~ A^T ~~ 2A^T ~ A^T 2 ~~ A ~ A ~~ A^{-1} ~ A^{-1} ~~ 2^T ~ 2^T
+(AB)^T ~ (AB)^T ~~ A^T + B ~ B + A^T ~~ A^{\intercal} ~ A^T
+""",
+        r"""
+A^T ~ A ~ A^{-1} ~ B^T ~ A^2 ~~ A ~ A^T ~ A^\top ~ A^{\mathrm{T}} ~ A^* ~ A^\dagger ~ \bar{A} ~~ A^{\top} ~ A
+A^* ~ A ~~ A^{-1} ~ A ~~ \bar{z} ~ z ~~ z ~ \overline{z} ~~ 2 ~ 2^T
+""",
+    ),
+    "roots of quotients": (
+        r"""
+\frac{1}{\sqrt{n}} ~ \sqrt{1/n} ~~ \sqrt{1/n} ~ \frac{1}{\sqrt{n}} ~~ \sqrt{\frac{1}{n}} ~ n^{-1/2}
+\sqrt{\frac{2}{n}} ~ \frac{\sqrt{2}}{\sqrt{n}} ~~ \frac{\sqrt{n}}{n} ~ \sqrt{\frac{1}{n}} ~~ \sqrt{4x} ~ 2\sqrt{x}
+\sqrt{\frac{x}{4}} ~ \frac{\sqrt{x}}{2} ~~ c=\sqrt{\frac{1}{n}} ~ c=\frac{1}{\sqrt{n}}
+\frac{\sqrt2}{2} ~ \sqrt{\frac12}
+""",
+        r"""
+\frac{1}{\sqrt{n}} ~ \sqrt{n} ~ \frac{1}{n} ~ -\sqrt{\frac1n} ~~ \sqrt{x^2} ~ x
+x ~ \sqrt{x^2} ~ \sqrt{x}\sqrt{x}x/x^2 ~~ |x| ~ x ~~ \sqrt{\frac{m}{n}} ~ \sqrt{\frac{n}{m}}
+\sqrt{x+y} ~ \sqrt{x}+\sqrt{y} ~~ \sqrt{x^2+1} ~ x+1 ~~ \sqrt{2/n} ~ \frac{2}{\sqrt{n}} ~~ \sqrt[4]{x^2} ~ \sqrt[3]{x}
+""",
+    ),
+    "e as a name": (
+        r"""
+e ~ \mathrm{e} ~ \text{e} ~~ \mathrm{e} ~ e ~~ e^2 ~ \mathrm{e}^2 ~~ \mathrm{e}^{x} ~ e^x
+1-\frac{1}{\mathrm{e}} ~ 1-\frac1e ~~ 1-\frac1e ~ \frac{\mathrm{e}-1}{\mathrm{e}}
+\frac{1}{e} ~ \frac{1}{\mathrm e} ~ \mathrm{e}^{-1} ~~ 2\mathrm{i} ~ 2i ~~ 3+4i ~ 3+4\mathrm{i}
+e^{\pi} ~ \mathrm{e}^{\pi} ~~ 1 ~ \mathrm{e}^0=1 ~~ \mathrm{E} ~ E ~~ \ln \mathrm{e}^2 ~ 2 ~~ 2e ~ 2\mathrm{e}
+""",
+        r"""
+e ~ \mathrm{d} ~ \mathrm{x} ~~ e^2 ~ \mathrm{e}^3 ~~ 1-\frac{1}{\mathrm{e}} ~ 1+\frac{1}{e}
+1-\frac{1}{e} ~ 1+\frac{1}{\mathrm{e}} ~~ \mathrm{e} ~ 2.7 ~~ 2\mathrm{i} ~ 2 ~~ 3+4\mathrm{i} ~ 3-4i
+\mathrm{e}^x ~ x ~ \mathrm{e}^{-x}
+""",
+    ),
+    "intervals as inequalities": (
+        r"""
+[2,\infty) ~ x \ge 2 ~ x \in [2,\infty) ~~ x \ge 2 ~ [2,\infty) ~~ (2,\infty) ~ x > 2 ~ 2 < x ~ \{x \mid x > 2\}
+(-\infty, 2) ~ x<2
+(-\infty,2)\cup(5,\infty) ~ x < 2 \text{ or } x > 5 ~ x \in (-\infty,2)\cup(5,\infty) ~ x < 2, x > 5 ~ x<2 \lor x>5
+x < 2 \text{ or } x > 5 ~ (-\infty,2)\cup(5,\infty) ~ x > 5 \text{ or } x < 2
+[2,5) ~ 2 \le x < 5 ~ x \ge 2 \text{ and } x < 5 ~ 5 > x \ge 2 ~~ x \ge 2 \text{ and } x < 5 ~ [2,5)
+(-\infty,2]\cup[5,\infty) ~ x \le 2 \text{ or } x \ge 5 ~~ (-\infty,3)\cup(3,\infty) ~ x \ne 3 ~~ [2,5] ~ x \in [2,5]
+x \in [2,5] ~ 2 \le x \le 5 ~~ 2 < x < 5 ~ x \in (2,5) ~~ (2,5) ~ 2 < y < 5
+(-\infty,-2)\cup(2,\infty) ~ x > 2 \text{ or } x < -2 ~~ (0,1) \cup (1, \infty) ~ 0<x<1 \text{ or } x>1
+[\frac12,\infty) ~ x \ge 0.5 ~~ [\pi, 2\pi] ~ \pi \le x \le 2\pi ~~ x \ne 1, x \ne 2 ~ x \ne 2, x \ne 1
+(-\infty,1)\cup(1,2)\cup(2,\infty) ~ x \ne 1 \text{ and } x \ne 2
+""",
+        r"""
+[2,\infty) ~ x > 2 ~ x \le 2 ~~ (2,\infty) ~ x \ge 2 ~ 2x > 2
+(-\infty,2)\cup(5,\infty) ~ x < 2 \text{ and } x > 5 ~ x < 2 ~ x > 2 \text{ or } x < 5 ~ x \le 2 \text{ or } x > 5
+[2,5) ~ 2 < x < 5 ~ x \ge 2 \text{ or } x < 5 ~ 2 \le x \le 5 ~ x<5 ~~ (-\infty,3)\cup(3,\infty) ~ x = 3 ~ x \ne 4
+x < 2 \text{ or } x > 5 ~ x < 2 \text{ or } x > 6 ~ x < 2 \text{ and } x > 5
+(2,5) ~ 2 ~ 2 < x < y < 5 ~ x<2 \text{ or } x > 5 ~~ 2 ~ x > 2 ~ x \ge 2 ~~ x = 2 ~ x \ge 2
+5 ~ x < 5 \text{ or } x \ge 5 ~~ (-\infty,2) ~ 2 < x ~~ (2,3) ~ (3,2) ~~ (-2,2) ~ |x|<2 ~ -4<2x<4 ~ x^2<4
+x \ne 1, x \ne 2 ~ x \ne 1, x \ne 3 ~~ x \ge 0, x < 5 ~ x \ge 1, x < 7 ~~ \mathbb{R} ~ x \ge 1, x < 7
+""",
+    ),
+}
+
+
+def pairs(rows: str) -> list[tuple[str, str]]:
+    """Gold answers, each with an answer."""
+    split = [row.split(" ~ ") for row in rows.strip().replace(" ~~ ", "\n").splitlines()]
+    return [(gold, answer) for gold, *answers in split for answer in answers]
