@@ -119,7 +119,8 @@ def score(completion: str, solution: str) -> float | None:
     gold, answer = gold or gold_option, answer or answer_option
     gold_value, gold_unit = notation.split_unit(gold)
     answer_value, answer_unit = notation.split_unit(answer)
-    fits = gold_unit == answer_unit or not gold_unit or not answer_unit
+    short, long = sorted((gold_unit, answer_unit), key=len)  # `$` may stand for dollars per hour, `°` for °C
+    fits = short in ("", long) or (short in ("dollar", "degree") and long.startswith(short))
     if answer and (notation.same_string(gold, answer) or (fits and notation.same_string(gold_value, answer_value))):
         return 1.0
     gold_words, answer_words = notation.words(gold_value), notation.words(answer_value)

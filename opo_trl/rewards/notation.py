@@ -92,25 +92,37 @@ _THOUSANDS = re.compile(
     r"[(\[].*[)\]]|\\\{.*\\\}|\\begin\{.*\\end\{|(?<![\d.,^])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)", re.DOTALL
 )
 
-# Answers in different units of this list differ; other units are ignored.
+# Answers in different units of these lists differ; other nouns are ignored. Units of the second are in `\text` only.
 _UNIT_NAMES = (
-    "mm millimeter, cm centimeter, m meter metre, km kilometer, in inch inche, ft foot feet, yd yard, mi mile, "
-    "acre, ml milliliter, l liter litre, gal gallon, mg milligram, g gm gram, kg kilogram, oz ounce, lb pound, "
-    "s sec second, min minute, h hr hour, day, week, month, year yr, mph milesperhour, kph kilometersperhour, "
-    "degree deg, rad radian, dollar usd, cent, euro, am, pm"
+    "mm millimeter, cm centimeter, m meter metre, km kilometer, in inch inche, ft foot feet, yd yard, mi mile, acre, "
+    "ml milliliter, l liter litre, gal gallon, mg milligram, g gm gram, kg kilogram, oz ounce, lb pound, "
+    "s sec second, min minute, h hr hour, day, week, month, year yr, mi/h mph, km/h kph, m/s, Hz hertz, kHz, "
+    "kPa, kWh, degree deg, rad radian, dollar usd, cent, euro, am, pm,"
 )
-_UNITS = {alias: names.split()[0] for names in _UNIT_NAMES.split(",") for alias in names.split()}
+_TEXT_UNITS = (
+    "nm nanometer, um micrometer, ms millisecond, ton tonne, N newton, kN, J joule, kJ kilojoule, W watt, kW, "
+    "MW, mW, V volt, A ampere amp, ohm, Pa pascal, K kelvin, mol mole, degreeC C celsius, degreeF F fahrenheit"
+)
+_UNITS = {alias: names.split()[0] for names in (_UNIT_NAMES + _TEXT_UNITS).split(",") for alias in names.split()}
 _POWERS = {"": "", "sq": "^2", "square": "^2", "cu": "^3", "cubic": "^3"}
-_UNIT = re.compile(r"(?P<power>square|sq|cubic|cu|)(?P<name>[a-z]+)")
-# Without `\text`, the word must be known or, as in `8 meals`, long: `2 ab` may be a product. A value contains a digit
-# or π and no text: the last word of `\text{A} \text{ and } \text{B}` is not a unit.
-_SHORT_UNITS = "|".join(alias for alias in _UNITS if len(alias) > 1) + r"|[ap]\.m|[AP]\.?M"
+_UNIT = re.compile(r"^\s*(?:degrees?\s+(?=\w))?(square|sq|cubic|cu|)(.*?)\s*(\^[23]|)\s*$", re.DOTALL)
+# No unit: text that makes the number another one, one of several, or not the answer.
+_NO_UNIT = re.compile(
+    r"[^A-Za-z\s/'-]|\b(?:and|or|but|nor|not?|if|unless|either|versus|vs|to|through|than|except|is|are|equals|more|less"
+    r"|fewer|least|most|over|under|above|below|between|plus|minus|divided|factorial|squared|cubed|twice|hal(?:f|ves)"
+    r"|thirds?|zero|one|two|dozen|(?:three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|hundred|thousand"
+    r"|[bmtr]+illion|fif|nin|twelf|eigh|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)(?:th)?s?)\b",
+    re.IGNORECASE,
+)
+# Without `\text`, the words must be known or, as in `8 meals`, one of them long: `2 ab` may be a product. A value
+# contains a digit or π and no text: the last word of `\text{A} \text{ and } \text{B}` is not a unit.
+_SHORT_UNITS = "|".join(re.findall(r"[\w/]{2,}", _UNIT_NAMES)) + r"|[ap]\.m|[AP]\.?M"
 _WITH_UNIT = re.compile(
     r"(?P<value>(?=(?:(?!\\text).)*?(?:\d|\\pi))(?:(?!\\text).)*[\w})])"
-    r"(?:\s*\\text\{(?P<text>[^{}]*)\}"
-    r"|(?:(?<=[\d})])|(?<=\\pi))(?:\s+(?P<word>(?:sq\.?\s+)?[A-Za-z]{4}[A-Za-z.\s]*)"
+    r"(?:\s*(?P<text>\\text\{[^{}]*\}(?:\s*/\s*\\text\{[^{}]*\})?)"
+    r"|(?:(?<=[\d})])|(?<=\\pi))(?:\s+(?P<word>(?=[A-Za-z.\s/]*[A-Za-z]{4})[A-Za-z][A-Za-z.\s/]*)"
     rf"|\s*(?P<short>(?:(?:sq|cu)\.?\s*)?(?:{_SHORT_UNITS})s?)))"
-    r"\s*(?:\^\s*\{?\s*(?P<power>[23])\s*\}?)?",
+    r"\s*(?P<power>\^\s*\{?\s*[23]\s*\}?)?",
     re.DOTALL,
 )
 _OPTION = re.compile(
@@ -145,21 +157,28 @@ def split_unit(latex: str) -> tuple[str, str]:
     r"""Split `5\text{ cm}^2` into `5` and `cm^2`, `101_2` into `101` and `base 2`; an unknown unit is dropped."""
     if match := _BASE.fullmatch(latex):
         return match[1], f"base {match[2]}"
-    unit = "dollar" if r"\$" in latex else ""
+    sign = "dollar" if r"\$" in latex else ""
     latex = latex.replace(r"\$", "")
     if match := _WITH_UNIT.fullmatch(latex):
-        words = match["text"] or match["word"] or match["short"] or ""
-        latex, unit = match["value"], _unit(words, match["power"]) or unit
+        unit = _unit((match["text"] or match["word"] or match["short"]) + (match["power"] or ""))
+        if unit is not None:
+            latex, sign = match["value"], unit or sign
     value, degrees = _DEGREES.subn("", latex)
-    return value.strip(), unit or ("degree" if degrees else "")
+    return value.strip(), sign or ("degree" if degrees else "")
 
 
-def _unit(words: str, power: str | None) -> str:
-    match = _UNIT.fullmatch(re.sub(r"[\s.]", "", words.lower()))
-    name = match and (_UNITS.get(match["name"]) or _UNITS.get(match["name"].removesuffix("s")))
-    if not match or not name:
-        return ""
-    return f"{name}^{power}" if power else name + _POWERS[match["power"]]
+def _unit(text: str) -> str | None:
+    """The name of a unit of the lists; nothing for another noun; `None` for text that is no unit."""
+    text = re.sub(r"\\text|[{}.]", "", text).replace(" squared", "^2")
+    names = []
+    for before, name, power in (_UNIT.findall(part)[0] for part in re.split(r"/|\bper\b", text)):
+        name = re.sub(r"[\s-]", "", name)
+        name = name if name in _UNITS else name.lower()
+        name = _UNITS.get(name) or _UNITS.get(name.removesuffix("s"), "")
+        names.append(name and name + (power or _POWERS[before]))
+    if all(names):
+        return "/".join(names)
+    return None if _NO_UNIT.search(text.partition("^")[0]) or not re.search("[A-Za-z]{3}", text) else ""
 
 
 def without_differentials(latex: str) -> str:

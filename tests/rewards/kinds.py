@@ -5,6 +5,54 @@ A gold answer and answers to it have a tilde between them; such rows, two tildes
 """
 
 KINDS = {
+    "text that is no unit": (
+        r"""
+7 ~ 7 \text{ apples} ~ 7 \text{ square units} ~ 7 red balls ~ 7\text{ ordered pairs} ~ 7\,\text{cm} ~ 7 \mathrm{~cm}
+7 ~ 7 \text{ students} ~~ 17 ~ 17 \text{ integers} ~~ 17\text{ any text} ~ 17 ~~ 12 ~ 12\text{ sq. units}
+3 ~ 3 hours ~~ 5\pi \text{ square units} ~ 5\pi ~~ 8 ~ 8 \text{ small boxes} ~~ \frac12 ~ \frac12 \text{ hour}
+4 ~ 4\text{ floors} ~ 4 notebooks ~~ 6 ~ 6 \text{ orders} ~~ 9 ~ 9 \text{ handshakes} ~~ 2 ~ 2 \text{ units}
+5 ~ 5\text{ knots} ~ 5\text{ sandwiches} ~~ 10 ~ 10\text{ tons}
+""",
+        r"""
+7 ~ 7 \text{ or 8} ~ 7 \text{ or more} ~ 7 \text{ is not the answer} ~ 7 million ~ 7\text{ million}
+7 ~ 7 \text{ thousand dollars} ~ 7 \text{ or eight} ~ 7 \text{ and 8} ~ 7 \text{ to 9} ~ 7 \text{ at least}
+7 ~ 7 \text{ at most} ~ 7\text{ or less} ~ 7\text{ or fewer apples} ~ 7 \text{ hundred} ~ 7 hundred
+7 ~ 7\text{ billion people} ~ 7 \text{ dozen} ~ 7\text{ thirds} ~ 7 \text{ halves} ~ 7 \text{ squared}
+7 ~ 7 \text{ plus one} ~ 7 \text{ minus two} ~ 7\text{ times ten} ~ 7 \text{ but maybe eight} ~ 7 \text{ if not 8}
+7 ~ 7 \text{ unless x is odd} ~ 7 \text{ more than half} ~ 7 \text{ less than 8} ~ 7 \text{ through nine}
+7 ~ 7 \text{ or so many} ~ 7 or more ~ 7 or eight ~ 7 is wrong ~ 7 \text{ not} ~ 7\text{ is too small} ~ 7 \text{, 8}
+7 ~ 7 \text{ (or 8)} ~ 7 \text{ factorial} ~ 7 \text{ over two} ~ 7 \text{ divided by 2} ~ 7\text{ between them}
+7 ~ \text{at least } 7 ~ \text{not } 7 ~ \text{more than } 7 ~ \text{less than } 7 \text{ apples} ~ \text{7 or 8}
+7 ~ \text{8 or 7} ~ \text{not 7} ~ 7 \text{ k} ~ 7\text{ versus eight} ~ 7 \text{ except Monday}
+7 ~ 7 \text{ either way eight} ~ 7\text{ nor eight} ~ 7 \text{ twice} ~~ 7\text{ million} ~ 7 ~~ 7 \text{ or more} ~ 7
+""",
+    ),
+    "units": (
+        r"""
+5 \text{ m/s} ~ 5 \text{ meters per second} ~~ 5\text{ N} ~ 5 \text{ newtons} ~~ 5 \text{ J} ~ 5\,\text{joules}
+36 \text{ km/h} ~ 36 \text{ kilometers per hour} ~ 36 \text{ kph} ~~ 30 \text{ mph} ~ 30 \text{ miles/hour}
+30\text{ miles per hour} ~ 30 \text{ mi/h}
+10\text{ m/s}^2 ~ 10 \text{ m/s}^2 ~ 10 \text{ meters per second squared} ~~ 5\text{ km} ~ 5 \text{ kilometers}
+5\text{ nm} ~ 5 \text{ nanometers} ~~ 5 \mathrm{~km} / \mathrm{h} ~ 5\text{ km/h} ~~ 5\text{ m/s} ~ 5
+5 ~ 5 \text{ m/s} ~ 5 \text{ km/h} ~ 5 km/h ~ 5 \, \mathrm{m/s^2} ~~ 5 \text{ W} ~ 5\text{ watts}
+5 \text{ Hz} ~ 5 \text{ hertz} ~~ 20^\circ \text{C} ~ 20 \text{ degrees Celsius} ~~ 20^\circ\text{C} ~ 20^\circ ~ 20
+5\text{ cm}^3 ~ 5\text{ cubic centimeters} ~~ 5 \text{ apples} ~ 5\text{ fruits}
+24 \text{ ways} ~ 24 \text{ arrangements} ~~ 5\text{ feet} ~ 5 ft ~~ 5\text{ grams} ~ 5\text{ g} ~~ 3 \text{ N} ~ 3
+8\text{ dollars per hour} ~ \$8 ~~ 8\text{ cents} ~ 8 ~~ 5\text{ liters} ~ 5\text{ L}
+5\text{ kWh} ~ 5 \text{ kilowatt-hours} ~~ 2\text{ mol} ~ 2\text{ moles}
+""",
+        r"""
+5\text{ N} ~ 5 \text{ J} ~~ 5\text{ km} ~ 5 \text{ nm}
+5\text{ m/s} ~ 5 \text{ km/h} ~ 5\text{ m/s}^2 ~ 5\text{ m} ~ 5\text{ feet per second}
+5\text{ newtons} ~ 5 \text{ joules} ~~ 5\text{ W} ~ 5\text{ V} ~~ 5\text{ m} ~ 5\text{ m/s}
+5\text{ km/h} ~ 5\text{ mph} ~~ 5 \text{ miles per hour} ~ 5 \text{ miles per minute} ~ 5\text{ hours}
+5\text{ kg} ~ 5\text{ N} ~~ 5 \text{ Hz} ~ 5\text{ kHz} ~~ 5\text{ mW} ~ 5\text{ MW} ~~ 5\text{ ms} ~ 5 \text{ s}
+20^\circ \text{C} ~ 20^\circ \text{F} ~~ 5\text{ Pa} ~ 5\text{ kPa}
+5 \mathrm{~km} / \mathrm{h} ~ 5 \mathrm{~m} / \mathrm{s} ~~ 5\text{ tons} ~ 5\text{ kg} ~~ 5\text{ J} ~ 5\text{ kJ}
+5\text{ dollars per hour} ~ 5\text{ dollars per day} ~~ 5\text{ euros} ~ 5 \text{ dollars} ~~ 5\text{ L} ~ 5\text{ mL}
+5\text{ A} ~ 5\text{ V} ~~ 5 \text{ moles} ~ 5\text{ grams} ~~ 5 \text{ cm} ~ 5 km/h ~~ 5\text{ cm}^2 ~ 5\text{ m}^2
+""",
+    ),
     "periodic decimals": (
         r"""
 0.\overline{36} ~ \frac{4}{11} ~ 0.\overline{36} ~ 0.\overline{3636} ~~ \frac{4}{11} ~ 0.\overline{36}
