@@ -132,6 +132,7 @@ def score(completion: str, solution: str) -> float | None:
         return 0.0 if gold_words else None
     if (
         not fits
+        or notation.is_unevaluated(gold_value, answer_value)
         or notation.is_date_or_time(gold)
         or _is_set_for_tuple(gold_value, answer_value)
         or notation.count_primes(gold_value) != notation.count_primes(answer_value)

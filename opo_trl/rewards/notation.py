@@ -1,5 +1,6 @@
 r"""The LaTeX notation of answers: notations of the same meaning are unified, and units are split off."""
 
+import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -129,6 +130,13 @@ _OPTION = re.compile(
     r"(?:[Oo]ption |[Cc]hoice )?\(?([A-H])(?:\)(?=\s|\d|$)|[.:]\s|$)\s*(?!.*(?:\b[A-H][.:)]|\bor\b|\band\b))(.*)",
     re.DOTALL,
 )
+# An integer or a fraction; and a number, which may also be decimal, mixed, in per cent or with a power of ten.
+_FRACTION = r"(?:\\frac\{\s*-?)?(\d+)\s*(?:\}\{|/)\s*-?(\d+)\s*\}?"
+_EXACT = re.compile(rf"\s*(?:[A-Za-z]\s*=)?\s*[+-]?\s*(?:\d+|{_FRACTION})\s*(?:\\%)?")
+_NUMBER = re.compile(
+    rf"[({{\s]*[+-]?[({{\s]*(?:(?:\d+\s*(?=\\))?{_FRACTION}|\d*\.?\d+(?:E[+-]?\d+)?"
+    r"|\d(?:\.\d+)?\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*[+-]?\d+\s*\}?)(?:\\%|[)}\s])*"
+)
 _COMMAND_OR_D = re.compile(r"\\(?:(?:text|begin|end|operatorname)\s*\{[^{}]*\}|[A-Za-z]+)|\band\b|(d)")
 _DATE_OR_TIME = re.compile(r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}:\d{2}\s*(?:\\text\{)?\s*[AaPp]\.?[Mm].*")
 # A word of two letters may be a product; so may longer ones, but then the answer is written alike.
@@ -179,6 +187,15 @@ def _unit(text: str) -> str | None:
     if all(names):
         return "/".join(names)
     return None if _NO_UNIT.search(text.partition("^")[0]) or not re.search("[A-Za-z]{3}", text) else ""
+
+
+def is_unevaluated(gold: str, answer: str) -> bool:
+    """Whether the gold answer is an integer or a reduced fraction, and the answer is not one evaluated number."""
+    return _is_reduced(_EXACT.fullmatch(gold)) and not _is_reduced(_NUMBER.fullmatch(answer.rpartition("=")[2]))
+
+
+def _is_reduced(number: re.Match[str] | None) -> bool:
+    return number is not None and (not number[2] or math.gcd(int(number[1]), int(number[2])) == 1 != int(number[2]))
 
 
 def without_differentials(latex: str) -> str:

@@ -53,6 +53,29 @@ KINDS = {
 5\text{ A} ~ 5\text{ V} ~~ 5 \text{ moles} ~ 5\text{ grams} ~~ 5 \text{ cm} ~ 5 km/h ~~ 5\text{ cm}^2 ~ 5\text{ m}^2
 """,
     ),
+    "evaluation": (
+        r"""
+5 ~ 5.0 ~ x=5 ~ +5 ~ (5) ~ 2+3=5 ~ \sqrt{25}=5 ~ {5} ~ \approx 5 ~ \left(5\right) ~~ 1500 ~ 1.5 \times 10^3 ~ 1.5e3
+\frac12 ~ 0.5 ~ 1/2 ~ 50\% ~~ -\frac12 ~ \frac{-1}{2} ~ -1/2 ~ -0.5 ~ \frac{1}{-2} ~~ \frac72 ~ 3\frac12 ~ 3 1/2 ~ 3.5
+\frac{1}{3} ~ \frac26=\frac13 ~~ x=5 ~ 5 ~~ 10,000 ~ 10000 ~~ \frac{4}{11} ~ 0.\overline{36} ~~ \sqrt{4} ~ 2
+2+2 ~ 4 ~~ \frac{2}{4} ~ \frac12 ~~ 2^{10} ~ 2^{10} ~ 1024 ~~ 2\sqrt3 ~ \sqrt{12}
+\frac{\sqrt3}{3} ~ \frac{1}{\sqrt3} ~~ \frac{\pi}{2} ~ \frac{2\pi}{4} ~~ 1.44 ~ 1.2^2 ~~ \$5 ~ 5
+5 \text{ cm} ~ 5.0 \text{ cm} ~~ 1, 2 ~ 2, 1 ~~ (1,2) ~ (1.0, 2) ~~ -5 ~ - 5 ~~ \frac{3}{2} ~ 1\frac{1}{2}
+0 ~ -0 ~ 0.0 ~~ \frac{1}{1000} ~ 0.001 ~~ x+1 ~ 1+x ~~ \frac{17}{4} ~ 4 \frac{1}{4} ~~ 90^\circ ~ 90.0 ~~ 12 ~ n = 12
+2024 ~ 2,024 ~~ \frac{1}{4} ~ x = \frac14 ~ P(A) = \frac14 ~~ 3628800 ~ 3{,}628{,}800
+""",
+        r"""
+5 ~ 2+3 ~ \frac{10}{2} ~ \sqrt{25} ~ |-5| ~ --5 ~ x=2+3 ~ 5 \cdot 1 ~ 5^1 ~ 5/1 ~ \frac51 ~ 10-5 ~ \sqrt[3]{125}
+5 ~ 5 + 0i ~ 2+3=4+1 ~ \gcd(10, 15) ~ \int_0^5 dx ~~ 1024 ~ 2^{10}
+\frac12 ~ \frac24 ~ 2/4 ~ \frac{50}{100} ~ \sin 30^\circ ~~ 120 ~ 5! ~~ 2 ~ \log_2 4 ~ \left(\sqrt{2}\right)^2
+1 ~ \cos 0 ~ \frac{7}{7} ~ e^0 ~~ 10 ~ \binom{5}{2} ~~ 6 ~ (2)(3) ~ 2 \cdot 3 ~ 2 \times 3 ~~ 8 ~ 2(4)
+\frac{5}{6} ~ \frac12+\frac13 ~~ \frac{1}{6} ~ \frac12\cdot\frac13 ~~ 3 ~ \lfloor \pi \rfloor
+55 ~ \sum_{n=1}^{10} n ~~ \frac{13}{4} ~ 3+\frac14 ~~ \frac{1}{8} ~ 2^{-3} ~~ \frac{2}{3} ~ \frac{4/3}{2}
+0 ~ \sin \pi ~ x^2-x^2 ~~ 5\text{ cm} ~ 2+3 \text{ cm} ~~ \$5 ~ \$(2+3) ~~ 90^\circ ~ 30^\circ+60^\circ
+50\% ~ \frac{2}{4} ~~ x=5 ~ x = 2+3 ~~ 12 ~ \max(3,12) ~~ -1 ~ i^2 ~~ 100 ~ 10^2 ~~ 10000 ~ 10^4 \text{ cm}
+\frac{3}{2} ~ \frac{1.5}{1}
+""",
+    ),
     "periodic decimals": (
         r"""
 0.\overline{36} ~ \frac{4}{11} ~ 0.\overline{36} ~ 0.\overline{3636} ~~ \frac{4}{11} ~ 0.\overline{36}
@@ -115,7 +138,7 @@ C ~ \textbf{(C)}\ 12 ~ C. x = 42 ~ (C) x = 42 ~ \textbf{C} ~ Option C ~ \text{Ch
 \textbf{(C)}\ 12 ~ 13 ~ D ~ \textbf{(D)}\ 12 ~ \textbf{(C)}\ 13 ~ \textbf{(C)}\ 12 \textbf{(D)}\ 13 ~ 12c ~ C, D
 \textbf{(C)}\ 12 ~ (A) 1 (B) 2 (C) 12
 C ~ \textbf{(D)}\ 12 ~ C. or D. ~ \textbf{(C)}\ 12\ \textbf{(D)}\ 13 ~ \textbf{(A)}\ C
-12 ~ \textbf{(C)}\ 13 ~ \textbf{(C)}\ 12\ \textbf{(D)}\ 13 ~~ D ~ C. x = 42
+12 ~ \textbf{(C)}\ 13 ~ \textbf{(C)}\ 12\ \textbf{(D)}\ 13 ~ (C) 2+10 ~~ D ~ C. x = 42
 \textbf{(B)}\ \frac{1}{2} ~ \frac13 ~~ 12c ~ \textbf{(C)}\ 12 ~~ (A)(B) ~ (C)(D)
 """,
     ),
@@ -202,6 +225,25 @@ x < 2 \text{ or } x > 5 ~ x < 2 \text{ or } x > 6 ~ x < 2 \text{ and } x > 5
 (2,5) ~ 2 ~ 2 < x < y < 5 ~ x<2 \text{ or } x > 5 ~~ 2 ~ x > 2 ~ x \ge 2 ~~ x = 2 ~ x \ge 2
 5 ~ x < 5 \text{ or } x \ge 5 ~~ (-\infty,2) ~ 2 < x ~~ (2,3) ~ (3,2) ~~ (-2,2) ~ |x|<2 ~ -4<2x<4 ~ x^2<4
 x \ne 1, x \ne 2 ~ x \ne 1, x \ne 3 ~~ x \ge 0, x < 5 ~ x \ge 1, x < 7 ~~ \mathbb{R} ~ x \ge 1, x < 7
+""",
+    ),
+    "hedging": (
+        r"""
+5 ~ 5
+""",
+        r"""
+5 ~ 5 \text{ or } 6 ~ 5 or 6 ~ 5/6 ~ 5 \pm 1 ~ [5,6] ~ (5,6) ~ \{5,6\} ~ 5;6 ~ 5 6 ~ 5 \mid 6 ~ 5\ne6 ~ 5<6 ~ x=5,y=6
+5 ~ 5 \to 6 ~ 5\sim 6 ~ 5 \cup 6 ~ \{5\} \cup \{6\} ~ 5 \vee 6 ~ 5 \lor 6 ~ 5 \land 6 ~ \text{5 and 6}
+5 ~ 5\text{ and not }6 ~ 5 \text{ or, if wrong, } 6 ~ 5\ \text{or}\ 6 ~ 5\quad 6 ~ \begin{cases} 5 \\ 6 \end{cases}
+5 ~ \begin{pmatrix}5\\6\end{pmatrix} ~ 5\\6 ~ 5 \& 6 ~ 5 & 6 ~ 5\newline 6 ~ x \in \{5,6\} ~ 5 \equiv 6
+5 ~ 5 \Rightarrow 6 ~ 6 \Rightarrow 5 ~ 6 \to 5 ~ 6 \approx 5 ~ 5 \cong 6 ~ 5\text{? }6 ~ 6\text{ no, } 5 ~ 5! ~ 5\%6
+5 ~ 5 \underset{6}{} ~ \overset{6}{5} ~ \overset{5}{6} ~ \stackrel{6}{5} ~ 5\phantom{6}7 ~ \frac{5}{} ~ 5 \mod 6
+5 ~ 5 \pmod 6 ~ x>4 ~ 4<x<6 ~ \exists x: x=5 ~ 5 \in \mathbb{Z} ~ n \in \mathbb{Z} ~ \mathbb{R} ~ x \ge 5
+5 ~ \min\{5,6\} ~ \max\{5,4\} ~ 5 \wedge 6 ~ y=x=5,6 ~ 6,5=5 ~ (5)(6) ~ 5_{6}7 ~ 5^6 ~ 5,\text{ or }6
+5 ~ 5\text{ or }5\text{ or }6 ~ -5=5 ~ |5| ~ \pm5 ~ 5=-5 ~ 5 \lor 5 ~ ? ~ x ~ \text{the answer} ~ \text{five} ~ 5x=5x
+5 ~ \square ~ \text{answer is }5 ~ 4,5,6,\ldots ~ \ldots,5 ~ 10-5 ~ \text{Five or six} ~ \int_{-\infty}^{\infty} 5
+5 ~ 0/0 ~ \frac{0}{0} ~ \infty ~ \text{NaN} ~ 5\div1 ~ 5\cdot\frac{6}{6} ~ 6-1 ~ \log_{2}{32} ~ 5^{1}
+5 ~ 5.\overline{0}1
 """,
     ),
 }
