@@ -20,21 +20,13 @@ from latex2sympy2_extended import NormalizationConfig
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from math_verify import LatexExtractionConfig, parse, verify
 from packaging.version import Version
-from sympy import ZZ, And, Basic, Eq, Expr, I, Ne, Number, Poly, Symbol, lambdify, nsimplify, simplify
+from sympy import ZZ, And, Basic, Eq, Expr, I, Ne, Number, Or, Poly, S, Symbol, lambdify, nsimplify, simplify
 from sympy.core import evalf
 from sympy.core.relational import Relational
+from sympy.sets import FiniteSet, Set
 
+from . import notation
 from .boxes import MARK, Completion, final_answer, find_boxes, text_of, without_reasoning
-from .notation import (
-    count_primes,
-    is_date_or_time,
-    read_decimal_comma,
-    same_string,
-    simplify_notation,
-    split_unit,
-    without_thousands,
-    words,
-)
 
 
 logger = logging.getLogger(__name__)
@@ -118,28 +110,35 @@ def score(completion: str, solution: str) -> float | None:
         is not in a box; `None` if the pair cannot be scored, because the gold answer is empty, or is neither words
         nor can be parsed, and differs as a string.
     """
-    gold = simplify_notation((final_answer(solution) or "") if find_boxes(solution) else solution.rpartition(MARK)[2])
-    answer = simplify_notation(final_answer(without_reasoning(completion)) or "")
-    answer = read_decimal_comma(answer, gold)
-    gold_value, gold_unit = split_unit(gold)
-    answer_value, answer_unit = split_unit(answer)
-    same_unit = gold_unit == answer_unit or not gold_unit or not answer_unit
-    if answer and (same_string(gold, answer) or (same_unit and same_string(gold_value, answer_value))):
+    gold = (final_answer(solution) or "") if find_boxes(solution) else solution.rpartition(MARK)[2]
+    gold_option, gold = notation.split_option(notation.simplify_notation(gold))
+    answer = notation.simplify_notation(final_answer(without_reasoning(completion)) or "")
+    answer_option, answer = notation.split_option(notation.read_decimal_comma(answer, gold))
+    if gold_option and answer_option and (gold_option != answer_option or not (gold and answer)):
+        return float(gold_option == answer_option)
+    gold, answer = gold or gold_option, answer or answer_option
+    gold_value, gold_unit = notation.split_unit(gold)
+    answer_value, answer_unit = notation.split_unit(answer)
+    short, long = sorted((gold_unit, answer_unit), key=len)  # `$` may stand for dollars per hour, `°` for °C
+    fits = short in ("", long) or (short in ("dollar", "degree") and long.startswith(short))
+    if answer and (notation.same_string(gold, answer) or (fits and notation.same_string(gold_value, answer_value))):
         return 1.0
-    gold_words, answer_words = words(gold_value), words(answer_value)
+    gold_words, answer_words = notation.words(gold_value), notation.words(answer_value)
     if gold_words and answer_words and (gold_words == answer_words or not gold_value.isupper()):
         return float(gold_words == answer_words)
-    parsed_gold = _parse(without_thousands(gold_value))
+    gold_value, answer_value = notation.without_thousands(gold_value), notation.without_thousands(answer_value)
+    parsed_gold = _parse(gold_value)
     if not parsed_gold:
         return 0.0 if gold_words else None
     if (
-        not same_unit
-        or is_date_or_time(gold)
+        not fits
+        or notation.is_unevaluated(gold_value, answer_value)
+        or notation.is_date_or_time(gold)
         or _is_set_for_tuple(gold_value, answer_value)
-        or count_primes(gold_value) != count_primes(answer_value)
+        or notation.count_primes(gold_value) != notation.count_primes(answer_value)
     ):
         return 0.0
-    parsed_answer = _parse(without_thousands(answer_value))
+    parsed_answer = _parse(answer_value)
     return float(bool(parsed_answer and _or_none(VERIFYING_LIMIT, _same, parsed_gold, parsed_answer)))
 
 
@@ -156,20 +155,34 @@ def _is_set_for_tuple(gold: str, answer: str) -> bool:
 
 
 def _parse(latex: str) -> list[Any]:
-    if not latex:
-        return []
-    boxed = f"\\boxed{{{latex}}}"
-    return _or_none(PARSING_LIMIT, parse, boxed, [_LATEX], fallback_mode="no_fallback", parsing_timeout=None) or []
+    return (_or_none(PARSING_LIMIT, _read, latex) or []) if latex else []
+
+
+def _read(latex: str) -> list[Any]:
+    boxed = f"\\boxed{{{notation.without_differentials(latex)}}}"
+    parsed = parse(boxed, [_LATEX], fallback_mode="no_fallback", parsing_timeout=None)
+    if parsed and isinstance(parsed[0], FiniteSet) and len(parsed[0].free_symbols) == 1:
+        relations = parsed[0].args  # `x < 2 \text{ or } x > 5`, of which math-verify makes a list
+        if all(map(_is_solved, relations)) and not all(isinstance(relation, Eq) for relation in relations):
+            together = re.search(r"\band\b", latex) or any(isinstance(relation, Ne) for relation in relations)
+            solutions = (And if together else Or)(*relations).as_set()
+            parsed[0] = parsed[0] if solutions in (S.Reals, S.EmptySet) else solutions
+    return parsed
 
 
 def _same(gold: list[Any], answer: list[Any]) -> bool:
-    if _is_solved(gold[0]) and isinstance(answer[0], Relational) and not _is_solved(answer[0]):
+    unsolved = isinstance(answer[0], Relational | And if isinstance(gold[0], Set) else Relational)
+    if unsolved and not _is_solved(answer[0]) and (isinstance(gold[0], Set) or _is_solved(gold[0])):
         return False  # `x + 2 = 5` for `x = 3`
+    if not answer[0].free_symbols and not all(_relatively_close(*equation.args) for equation in answer[0].atoms(Eq)):
+        return False  # `6 = 5` for 5
     same = verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None)
     return (same or _equivalent(gold[0], answer[0])) and _relatively_close(gold[0], answer[0])
 
 
 def _is_solved(relation: Basic) -> bool:
+    if isinstance(relation, And):
+        return all(map(_is_solved, relation.args))
     if not isinstance(relation, Relational):
         return False
     sides = (relation.lhs, relation.rhs)

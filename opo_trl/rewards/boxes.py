@@ -90,5 +90,5 @@ def text_of(completion: Completion) -> str:
 
 def without_reasoning(text: str) -> str:
     """The text after the last `</think>`, all of it if it has none, and nothing of reasoning that does not end."""
-    _, ended, rest = text.rpartition("</think>")
-    return "" if "<think>" in text and not ended else rest
+    rest = text.rpartition("</think>")[2]
+    return "" if re.search(r"^[ \t]*<think>", rest, re.MULTILINE) else rest  # but the tag may be mentioned

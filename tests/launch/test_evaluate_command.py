@@ -185,8 +185,8 @@ CASES = [
     ("72", "#### 71", r"So \boxed{72}.", "prompt"),
     ("72", "#### 72", r"So \boxed{71}.", "prompt"),
     ("72", "The answer is 72", "The answer is 72", "no box"),
-    ("0", "none", r"\boxed{\pi-\pi}", "no match"),
-    ("72", r"\boxed{\frac{144}{2}}", r"\boxed{\frac{144}{2}}", "notation"),
+    ("x", "none", r"\boxed{x}", "no match"),
+    ("72", r"\boxed{72.0}", r"\boxed{72.0}", "notation"),
     ("@@", "3", "3", "unscored"),
 ]
 ASKING = Asking("plain", "", {}, 16, {"temperature": 1.0})

@@ -28,8 +28,8 @@ EQUAL = [
     (r"\sqrt[4]{2}", "2**(1/4)"),
     (r"\frac{1}{2}\sin x", "sin(x)/2"),
     ("3.5", "3 1/2"),
-    ("6", "(2)(3)"),
-    ("8", "2(4)"),
+    ("6x", "(2)(3)x"),
+    ("8x", "2(4)x"),
     ("B", r"\mathcal{B}"),
     ("C", "C. x = 42"),
     ("f'", "f'"),
@@ -101,7 +101,7 @@ EQUAL = [
     (r"\frac{1}{3}", "1/3"),
     (r"1\frac{12}{13}", r"\frac{25}{13}"),
     (r"2\sqrt{3}", r"\sqrt{12}"),
-    ("1024", "2^{10}"),
+    ("1024x", "2^{10}x"),
     ("(x-1)(x+2)", "x^2+x-2"),
     ("a + b + c", "c + a + b"),
     (r"\sin^2 t", r"(\sin t)^2"),
@@ -315,6 +315,7 @@ ADVERSARIAL = {
         (box(r"\text{the value of } 2 + 3"), "5", 0.0),
         (box("? = 5"), "4", 0.0),
         (box("x + 2 = 5"), "3", 0.0),
-        (box("2 + 3"), "5", 1.0),  # a term that equals the answer is right, whoever wrote it
+        (box("2 + 3"), "5", 0.0),
+        (box("2x + 3x"), "5x", 1.0),  # of other answers, a term that equals it is right, whoever wrote it
     ],
 }

@@ -17,6 +17,7 @@ import pytest
 from answers import ADVERSARIAL, DIFFERENT, EQUAL, box
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kinds import KINDS, pairs
 
 from opo_trl.rewards import accuracy as rewards
 from opo_trl.rewards import accuracy_reward, format_reward
@@ -40,6 +41,12 @@ class TestScore:
     def test_different_answers_score_0(self, gold: str, answer: str):
         assert score(box(answer), gold) == 0.0
 
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_kinds_of_answers(self, kind: str):
+        right, wrong = map(pairs, KINDS[kind])
+        assert [(gold, answer) for gold, answer in right if score(box(answer), gold) != 1.0] == []
+        assert [(gold, answer) for gold, answer in wrong if score(box(answer), gold) == 1.0] == []
+
     @pytest.mark.parametrize(
         ("completion", "expected"),
         [
@@ -52,6 +59,10 @@ class TestScore:
             (r"\boxed{2}?</think> It is \boxed{3}.", 1.0),
             (r"<think>\boxed{3}</think> It is 3.", 0.0),
             (r"<think>It is \boxed{3}, I", 0.0),
+            ("Let me see.\n <think> It is \\boxed{3}, I", 0.0),
+            ("<think>2?</think>\n<think>It is \\boxed{3}, I", 0.0),
+            (r"Without a <think> tag, it is \boxed{3}.", 1.0),
+            ("It is \\boxed{3}. I wrote no `<think>`.", 1.0),
             ("The answer is $3$.", 0.0),
             ("3", 0.0),
             (r"\boxed{}", 0.0),
@@ -132,7 +143,7 @@ class TestFailingMathVerify:
     @pytest.mark.parametrize(
         ("answer", "gold"),
         [
-            (r"\sum_{n=1}^{10^9} \frac{1}{n}", "5"),
+            (r"\sum_{n=1}^{10^9} \frac{1}{n}", "5.5"),
             # Endless in math-verify, and again in the comparisons after it.
             (r"\lfloor" * 9 + "1" + r"\rfloor" * 9, r"\lfloor i\rfloor"),
         ],
@@ -243,14 +254,16 @@ class TestFormatReward:
 
 
 @pytest.fixture(scope="module")
-def golds(shared_data: Path) -> list[str]:
+def problems(shared_data: Path) -> list[dict[str, str]]:
+    """MATH, the test split first."""
+    files = sorted((shared_data / "math").glob("*.gz"))
+    return [json.loads(line) for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]
+
+
+@pytest.fixture(scope="module")
+def golds(problems: list[dict[str, str]]) -> list[str]:
     """The final answers of MATH."""
-    lines = [
-        line
-        for file in sorted((shared_data / "math").glob("*.gz"))
-        for line in gzip.decompress(file.read_bytes()).splitlines()
-    ]
-    return [answer for line in lines if (answer := final_answer(json.loads(line)["solution"]))]
+    return [answer for problem in problems if (answer := final_answer(problem["solution"]))]
 
 
 @pytest.fixture(scope="module")
@@ -265,8 +278,16 @@ class TestMath:
         assert len(golds) == 12_498
         assert [gold for gold in golds if score(box(gold), gold) != 1.0] == []
 
+    def test_copying_the_question_seldom_pays(self, problems: list[dict[str, str]]):
+        formulas = [
+            (re.findall(r"\$([^$]+)\$", problem["problem"]), problem["solution"]) for problem in problems[:5000:15]
+        ]
+        scores = [score(box(found[-1]), solution) for found, solution in formulas if found]
+        assert len(scores) > 200
+        assert sum(map(bool, scores)) / len(scores) < 0.06  # 0.1 if an answer need not be evaluated
+
     def check_mathematics(self, answers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rewards, "same_string", lambda gold, answer: False)
+        monkeypatch.setattr(rewards.notation, "same_string", lambda gold, answer: False)
         # 5:00 is a division by zero.
         assert [answer for answer in answers if score(box(answer), answer) != 1.0 and ":" not in answer] == []
 
