@@ -516,7 +516,7 @@ class RolloutTrainer(GRPOTrainer):
             print(said, flush=True)
         if not self._padding.harmless:
             self._takes_positions = (
-                False  # a model may scale them by the longest row, which differs; the width does not
+                False  # by whose maximum in a batch a model may scale them
             )
             padding.reject_other_widths(self.args)
 
