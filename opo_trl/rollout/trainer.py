@@ -515,9 +515,7 @@ class RolloutTrainer(GRPOTrainer):
         if self.accelerator.is_main_process:
             print(said, flush=True)
         if not self._padding.harmless:
-            self._takes_positions = (
-                False  # by whose maximum in a batch a model may scale them
-            )
+            self._takes_positions = False  # by whose maximum in a batch a model may scale them
             padding.reject_other_widths(self.args)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **options):
