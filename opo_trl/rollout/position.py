@@ -168,6 +168,11 @@ def check_resumable(trainer: Any, folder: str) -> None:
         return
     state = checkpoint.load_state(place, trainer.accelerator.process_index)
     plain = json.loads(state["plain"])
+    if "_pass" not in plain["numbers"]:
+        raise ValueError(
+            f"{folder!r} was saved by an earlier version of opo_trl, which left out what a run needs to be resumed. "
+            "Resume it with that version, or set `model_name_or_path` to it to start from its weights."
+        )
     saved, own = plain["settings"], settings(trainer)
     inside, replays = state["position"] > 0, bool(trainer.args.max_staleness and state["replay"])
     for name in own:

@@ -78,6 +78,19 @@ def test_format_of_the_state(run: Path):
     assert plain["parts"].keys() == {"skipped", "reward_failures", "watches"}
 
 
+def test_a_checkpoint_of_an_earlier_version_is_named(copy: Path, tiny_model: str):
+    file = copy / "checkpoint-3" / "rollout_state_0.pt"
+    state = torch.load(file, weights_only=True)
+    plain = json.loads(state["plain"])
+    del plain["numbers"]["_pass"]
+    torch.save(state | {"plain": json.dumps(plain)}, file)
+    (file.parent / MANIFEST).unlink()
+    finalize(file.parent)
+    trainer = make_trainer(tiny_model, copy, max_steps=4, num_iterations=2)
+    with pytest.raises(ValueError, match=r"checkpoint-3' was saved by an earlier version of opo_trl.*Resume it with"):
+        trainer.train(resume_from_checkpoint=str(file.parent))
+
+
 def test_a_checkpoint_that_lacks_any_of_its_files_is_not_complete(copy: Path):
     folder = copy / "checkpoint-2"
     assert {"optimizer.pt", "rng_state.pth", "rollout_state_0.pt", "model.safetensors"} <= set(files(folder))
