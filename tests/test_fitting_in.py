@@ -119,7 +119,12 @@ def test_metrics_reach_trackio(tiny_model, tmp_path, monkeypatch):
     for name, module in list(sys.modules.items()):  # TRL's import has read TRACKIO_DIR
         if name.startswith("trackio") and hasattr(module, "TRACKIO_DIR"):
             monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
-    trainer = train(tiny_model, tmp_path, report_to="trackio", project="opo", log_completions=True)
+    trainer = make(tiny_model, tmp_path, report_to="trackio", project="opo", log_completions=True)
+    for measure in (evaluate, OPOTrainer.evaluate):  # the run has not begun
+        measure(trainer, CHAT.select(range(2)))
+    trainer.train()
+    for measure in (evaluate, OPOTrainer.evaluate):  # the run is over
+        measure(trainer, CHAT.select(range(2)))
     (file,) = (tmp_path / "trackio").glob("*.db")
     with sqlite3.connect(file) as database:
         rows = [json.loads(row) for (row,) in database.execute("SELECT metrics FROM metrics ORDER BY id")]

@@ -511,13 +511,16 @@ class RolloutTrainer(GRPOTrainer):
         return loss
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **named):
-        if self.compute_metrics is None:
-            return super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
-        self._evaluated = samples = []
+        # TRL logs how long it generates; to trackio even if its run has not begun or is over.
+        quiet = nullcontext() if self.is_in_train else temporarily(self.args, report_to=[])
+        self._evaluated = samples = [] if self.compute_metrics else None
         try:
-            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
+            with quiet:
+                output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
         finally:
             self._evaluated = None
+        if samples is None:
+            return output
         if has_length(dataloader.dataset):  # the last batch may be filled with repetitions
             del samples[len(dataloader.dataset) * self.num_generations_eval :]
         logged = {name.removeprefix(f"{metric_key_prefix}_") for name in output.metrics}
