@@ -4,17 +4,15 @@ import errno
 import logging
 import os
 import re
-import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import transformers.trainer
-from helpers import RecordingOPO, logged, make_trainer
+from helpers import RecordingOPO, limited_files, logged, make_trainer
 from invariance.canonical import Form
 from invariance.canonical import make_trainer as make_canonical_trainer
 from invariance.launch import launch, logs
@@ -296,14 +294,3 @@ def missing(message: str) -> float:
 def assert_only_the_first_is_left(folder: Path):
     assert last_complete(str(folder)) == str(folder / "checkpoint-1")
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
-
-
-@contextmanager
-def limited_files(size: int) -> Iterator[None]:
-    """Limit the size of files; −1 for no limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
