@@ -111,6 +111,12 @@ def check_models(model: Any, rewards: Sequence[Any], args: Any, peft_config: Any
         check_weights("model", model, options)
     elif getattr(args, "beta", 0) and peft_config is None and not is_peft_model(model):
         check_weights("model", get_config_model_id(model.config), options)  # the reference, loaded once more
+    elif getattr(args, "beta", 0) and peft_config is None:
+        names, active = [*model.peft_config], model.active_adapter
+        if active != "default" or "ref" in names:  # TRL copies "default" to "ref", whichever adapter is trained
+            said = f"beta={args.beta} needs an adapter 'default' that is trained, and none called 'ref'"
+            fix = "Load it without `adapter_name`, delete the other (`delete_adapter`), or set `beta` to 0"
+            raise ValueError(f"{said}; the model has {', '.join(names)}, and trains {active}. {fix}.")
     for name in (reward for reward in rewards if isinstance(reward, str)):
         check_weights("reward_funcs", name, options, scores=True)
 

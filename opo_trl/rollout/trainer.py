@@ -15,7 +15,7 @@ A comparison thus changes nothing but the loss. This trainer adds to TRL's:
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -450,8 +450,8 @@ class RolloutTrainer(GRPOTrainer):
             inputs, samples = recorded.one_by_one(inputs, self.accelerator.process_index, self.num_generations)
             source = temporarily(self, rollout_func=partial(recorded.recall, samples))
             self._recorded_samples = samples
-        # A reward may score with the policy itself, and leave it in evaluation mode.
-        with self._keep_mode(), recorded_rewards(self) as scored, environments, source:
+        # A reward may score with the policy itself, and leave it in evaluation mode; or change the current folder.
+        with self._keep_mode(), chdir("."), recorded_rewards(self) as scored, environments, source:
             rollout = super()._generate_and_score_completions(inputs)
         rewards, completion_ids = scored[-1]
         if self._replays_recorded:
