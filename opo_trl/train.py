@@ -50,6 +50,7 @@ from .report.run_report import write_or_say_why
 from .rewards.errors import RewardError, told
 from .rollout import recorded
 from .rollout.checkpoint import resolve as find_checkpoint
+from .rollout.disk import SaveError
 from .rollout.position import check_resumable
 from .rollout.prompts import check_enough_prompts
 from .rollout.trainer import RolloutTrainer
@@ -278,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(ready)
         except StoppedBySignal as stopped:
             status = stopped.code
-        except (RewardError, OSError) as error:
+        except (RewardError, SaveError, OSError) as error:
             # An error of the disk while the log or the results are written says all; any other one has a traceback.
             if isinstance(error, OSError) and not _is_within(error.filename, ready.trainer.args.output_dir):
                 raise
@@ -299,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_within(path: Any, folder: str) -> bool:
-    return isinstance(path, str) and Path(path).parent == Path(folder)
+    return isinstance(path, str) and Path(path).absolute().is_relative_to(Path(folder).absolute())
 
 
 if __name__ == "__main__":
