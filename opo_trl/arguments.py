@@ -167,6 +167,10 @@ def check_together(
 ) -> None:
     """Check that the fields of a recipe fit together, and that each of them has an effect."""
     rollouts = getattr(args, "rollouts", None)  # asynchronous training has none
+    for name in ("tools", "environment_factory") if rollouts is not None else ():
+        if value := getattr(script, name):
+            both = f"{name}={value!r} cannot be combined with rollouts={rollouts!r}"
+            raise ValueError(f"{both}: completions are recorded. Remove one of them.")
     _check_data(script, None if rollouts is None else args)
     if script.environment_factory is not None and "reward_funcs" not in recipe:
         said = f"environment_factory={script.environment_factory!r} needs `reward_funcs` to be set, of which the first"

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from trl import GRPOConfig
 
@@ -204,8 +204,18 @@ class RolloutConfig(Masked, GRPOConfig):
 
     def _check_in_parents(self):
         """Let TRL and Transformers check the rest, and name the field in their messages."""
+        of_schedule = self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        follows = self.load_best_model_at_end or self.save_strategy == "best" or of_schedule
+        if follows and self.eval_strategy != "no" and self.metric_for_best_model is None:
+            self.metric_for_best_model = "reward"  # Transformers takes the loss
+        metric = self.metric_for_best_model
+        is_constant = metric in ("loss", "eval_loss") and not self.beta
+        require(not is_constant, "metric_for_best_model", metric, "reward: the loss is 0 in every evaluation")
         with blamed({name: value for name, value in given(self).items() if name in hints(GRPOConfig)}):
             super().__post_init__()
+        if of_schedule:
+            mode = {"mode": "max" if self.greater_is_better else "min"}
+            self.lr_scheduler_kwargs = mode | cast(dict, self.lr_scheduler_kwargs or {})
         dry_run_arguments(self)
 
     def _check_launch(self):

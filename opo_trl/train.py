@@ -38,7 +38,7 @@ from .data.models import EMBEDDED_MODELS
 from .data.rollouts import RECORDED
 from .launch import foreign, preflight, trackers
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
-from .launch.data import Data, load_data
+from .launch.data import Data, load_data, source_of
 from .launch.recipe import parse
 from .launch.resume import check_readable, check_same_run, continues, forget_if_changed, known_accuracies
 from .launch.rewards import load_rewards
@@ -50,6 +50,7 @@ from .report.run_report import write_or_say_why
 from .rewards.errors import RewardError, told
 from .rollout import recorded
 from .rollout.checkpoint import resolve as find_checkpoint
+from .rollout.disk import SaveError
 from .rollout.position import check_resumable
 from .rollout.prompts import check_enough_prompts
 from .rollout.trainer import RolloutTrainer
@@ -90,15 +91,16 @@ def prepare(argv: Sequence[str]) -> Run:
     reward_funcs = load_rewards(script, args)
     config, tokenizer = _check_models(script, args, model_config)
     check_tool_template(tools, tokenizer)
-    with _blamed_on(f"dataset_name={script.dataset_name!r}"):
+    source = source_of(script, args)
+    with _blamed_on(source):
         with args.main_process_first(desc="loading the dataset"):
             data = load_data(script, args, tokenizer, **tools.for_template)
         preflight.check_template_options(args, tokenizer, data.training["prompt"][0])
-        check_rows(tools, script, data.training)
+        check_rows(tools, script, data.training, source)
         if not (RECORDED in data.training.column_names and recorded.has_rewards(data.training)):
             preflight.check_columns(reward_funcs, data.training, of_trainer=tools.for_rewards)
         limit = script.max_prompt_length
-        preflight.check_prompts(data.splits, tokenizer, config, args, limit, **tools.for_template)
+        preflight.check_prompts(data.splits(source), tokenizer, config, args, limit, **tools.for_template)
     if isinstance(args, RolloutConfig):  # asynchronous training repeats its prompts, and has a server of another kind
         check_enough_prompts(len(data.training), args, data.plan)
         if args.process_index == 0:
@@ -109,7 +111,8 @@ def prepare(argv: Sequence[str]) -> Run:
     with run_folder.left_as_found(folder), _blamed_on(_named(model_config) + with_options):
         trainer = make_trainer(script, args, model_config, data, reward_funcs, tools)
         if checkpoint is not None and isinstance(trainer, RolloutTrainer):
-            check_resumable(trainer, checkpoint)
+            with _blamed_on(f"resume_from_checkpoint={checkpoint!r}"):
+                check_resumable(trainer, checkpoint)
         if args.process_index == 0:
             trackers.begin(trainer)
     lock: AbstractContextManager[Any] = nullcontext()
@@ -276,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(ready)
         except StoppedBySignal as stopped:
             status = stopped.code
-        except (RewardError, OSError) as error:
+        except (RewardError, SaveError, OSError) as error:
             # An error of the disk while the log or the results are written says all; any other one has a traceback.
             if isinstance(error, OSError) and not _is_within(error.filename, ready.trainer.args.output_dir):
                 raise
@@ -297,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_within(path: Any, folder: str) -> bool:
-    return isinstance(path, str) and Path(path).parent == Path(folder)
+    return isinstance(path, str) and Path(path).absolute().is_relative_to(Path(folder).absolute())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import random
+import resource
 import signal
 import socket
 import statistics
@@ -19,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -651,3 +652,14 @@ def several_processes(folder: Path, sharding: str) -> list[str]:
     path.write_text(yaml.safe_dump({**config, "mixed_precision": "no"}))
     device = ["--ddp_backend", "gloo"] if USE_CPU and sharding.startswith("zero") else ["--use_cpu", str(USE_CPU)]
     return ["--accelerate_config", str(path), *device]
+
+
+@contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """Limit the size of files; −1 for no limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -390,3 +390,21 @@ def test_every_field_is_documented():
         if field.name in OWN_FIELDS:
             assert f"{field.name} (`" in text
             assert field.metadata["help"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"load_best_model_at_end": True}, {"save_strategy": "best"}, {"lr_scheduler_type": "reduce_lr_on_plateau"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_follows_a_metric_follows_the_reward(tmp_path, options):
+    """Transformers would take the loss, which is 0 in every evaluation."""
+    often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "use_cpu": True}
+    config = OPOConfig(str(tmp_path), **{**often, "bf16": False, **options})
+    assert (config.metric_for_best_model, config.greater_is_better) == ("reward", True)
+    schedule = {"mode": "max"} if "lr_scheduler_type" in options else None
+    assert config.lr_scheduler_kwargs == schedule
+    chosen = OPOConfig(str(tmp_path), **{**often, "bf16": False, **options, "metric_for_best_model": "length_loss"})
+    assert (chosen.metric_for_best_model, chosen.greater_is_better) == ("length_loss", False)
+    with pytest.raises(ValueError, match=r"metric_for_best_model='eval_loss' .* reward: the loss is 0"):
+        OPOConfig(str(tmp_path), **{**often, "bf16": False, **options, "metric_for_best_model": "eval_loss"})

@@ -4,6 +4,7 @@ TRL's surroundings work with OPO: loggers, callbacks, rewards, tools, images, th
 Trackio and wandb are not dependencies of the tests; CONTRIBUTING.md says how to run theirs.
 """
 
+import functools
 import json
 import os
 import re
@@ -119,7 +120,12 @@ def test_metrics_reach_trackio(tiny_model, tmp_path, monkeypatch):
     for name, module in list(sys.modules.items()):  # TRL's import has read TRACKIO_DIR
         if name.startswith("trackio") and hasattr(module, "TRACKIO_DIR"):
             monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
-    trainer = train(tiny_model, tmp_path, report_to="trackio", project="opo", log_completions=True)
+    trainer = make(tiny_model, tmp_path, report_to="trackio", project="opo", log_completions=True)
+    for measure in (evaluate, OPOTrainer.evaluate):  # the run has not begun
+        measure(trainer, CHAT.select(range(2)))
+    trainer.train()
+    for measure in (evaluate, OPOTrainer.evaluate):  # the run is over
+        measure(trainer, CHAT.select(range(2)))
     (file,) = (tmp_path / "trackio").glob("*.db")
     with sqlite3.connect(file) as database:
         rows = [json.loads(row) for (row,) in database.execute("SELECT metrics FROM metrics ORDER BY id")]
@@ -265,6 +271,32 @@ def test_tools_and_environments(caller, tmp_path, kind):
     sample = evaluate(trainer, SUM.select(range(1)), decoding="greedy").samples[0]
     assert sample["completion"][1:] == turns
     assert sample["reward"] == 0.0
+
+
+@pytest.mark.parametrize("kind", ["plain", "asynchronous"])
+def test_a_tool_that_returns_half_a_letter_has_failed(caller, tmp_path, kind):
+    """Half a surrogate pair, as of an emoji in cut JSON, cannot be tokenized: the model sees the error instead."""
+
+    @functools.wraps(add)  # which the model knows
+    def half(a: int, b: int):
+        return json.loads(r'"5 \ud83d"')
+
+    @functools.wraps(add)
+    async def half_later(a: int, b: int):
+        return half(a, b)
+
+    tool = half if kind == "plain" else half_later
+    seen = []
+
+    def reward(completions, **kwargs) -> list[float]:
+        seen.extend(turn["content"] for completion in completions for turn in completion if turn["role"] == "tool")
+        return [float(i % 2) for i in range(len(completions))]
+
+    options = {"max_completion_length": 400, "max_steps": 1, "steps_per_generation": 1}
+    trainer = make(caller, tmp_path, dataset=SUM, reward_funcs=reward, arguments={"tools": [tool]}, **options)
+    trainer.train()
+    assert logged(trainer)[0]["tools/failure_frequency"] == 1
+    assert "surrogates not allowed" in seen[0]
 
 
 # Images
@@ -449,6 +481,61 @@ def test_liger_does_not_fuse_the_head(tiny_model, tmp_path):
         make(tiny_model, tmp_path, use_liger_kernel=True, liger_kernel_config=fused)
 
 
+# Evaluations by Transformers
+
+
+def reward_of_row(worth, **kwargs) -> list[float]:
+    return worth
+
+
+def row_rewards(model: str, folder: str) -> None:
+    """Mean rewards of evaluations whose last batch is not full, on two datasets."""
+    held_out = {name: PLAIN.select(range(n)).add_column("worth", [*map(float, range(n))]) for name, n in SIZES.items()}
+    sizes = {"per_device_eval_batch_size": 2, "num_generations_eval": 2}
+    trainer = make(model, folder, reward_funcs=reward_of_row, arguments={"eval_dataset": held_out}, **sizes)
+    found = trainer.evaluate()
+    if trainer.accelerator.is_main_process:
+        Path(folder, "found.json").write_text(json.dumps(found))
+
+
+SIZES = {"a": 3, "b": 5}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_evaluations_log_the_mean_reward_of_their_own_rows_under_their_own_names(tiny_model, tmp_path, processes):
+    """On two processes, TRL counts rows with which the last batch is filled; and names all datasets alike."""
+    where = {"config": "multi_gpu", "processes": processes, "folder": tmp_path}
+    assert launch(row_rewards, tiny_model, str(tmp_path), **where) == [0] * processes, logs(tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    for name, rows in SIZES.items():
+        assert found[f"eval_{name}_reward"] == found[f"eval_{name}_rewards/reward_of_row/mean"] == (rows - 1) / 2
+        assert f"eval_{name}_opo/chi2" in found
+    assert not [name for name in found if not name.startswith(("eval_a_", "eval_b_", "epoch", "eval_model_prep"))]
+
+
+def falling(completions, trainer_state, **kwargs) -> list[float]:
+    """Best at step 2, in training and in evaluations."""
+    return [1.0 - abs(trainer_state.global_step - 2) / 10] * len(completions)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_best_model_and_early_stopping_follow_the_reward_by_default(tiny_model, tmp_path, named):
+    """Of several datasets, one has to be named."""
+    held_out = PLAIN.select(range(2))
+    callbacks = [EarlyStoppingCallback(early_stopping_patience=2)]
+    arguments = {"eval_dataset": {"a": held_out, "b": held_out} if named else held_out, "callbacks": callbacks}
+    often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 6}
+    often |= {"load_best_model_at_end": True, "num_generations_eval": 2}
+    where = {"reward_funcs": falling, "arguments": arguments}
+    if named:
+        with pytest.raises(ValueError, match=r"metric_for_best_model='reward' is of none .* a, b\. .*'eval_a_reward'"):
+            make(tiny_model, tmp_path, **where, **often)
+        often["metric_for_best_model"] = "eval_b_reward"
+    trainer = make(tiny_model, tmp_path, **where, **often)
+    trainer.train()
+    assert (trainer.state.best_global_step, trainer.state.best_metric, trainer.state.global_step) == (2, 1.0, 4)
+
+
 # A metric of the task
 
 
@@ -519,18 +606,13 @@ def test_a_metric_that_returns_no_numbers(tiny_model, tmp_path, returned, said):
         trainer.evaluate()
 
 
+@pytest.mark.parametrize("held_out", [PLAIN.select(range(2)), {"b": PLAIN.select(range(2))}], ids=["one", "named"])
 @pytest.mark.parametrize("name", ["loss", "reward", "eval_reward", "runtime"])
-def test_a_metric_does_not_replace_one_of_the_evaluation(tiny_model, tmp_path, name):
-    data = {"eval_dataset": PLAIN.select(range(2)), "compute_metrics": lambda evaluated: {name: 2.0}}
+def test_a_metric_does_not_replace_one_of_the_evaluation(tiny_model, tmp_path, name, held_out):
+    data = {"eval_dataset": held_out, "compute_metrics": lambda evaluated: {name: 2.0}}
     trainer = make(tiny_model, tmp_path, arguments=data)
     with pytest.raises(ValueError, match=f"compute_metrics returned '{name.removeprefix('eval_')}', which"):
         trainer.evaluate()
-
-
-def test_a_metric_is_named_like_one_of_another_evaluation(tiny_model, tmp_path):
-    """TRL logs `eval_reward` of each of several datasets, which `eval_b_reward` does not replace."""
-    data = {"eval_dataset": {"b": PLAIN.select(range(2))}, "compute_metrics": lambda evaluated: {"reward": 2.0}}
-    assert make(tiny_model, tmp_path, arguments=data).evaluate()["eval_b_reward"] == 2.0
 
 
 def test_a_metric_with_and_without_the_prefix(tiny_model, tmp_path):

@@ -31,7 +31,8 @@ def report_error(program: str, error: Exception, *, debug: bool, status: int | N
         time.sleep(_PATIENCE)
     if debug:
         print(mask_text("".join(traceback.format_exception(error))), file=sys.stderr)
-    print(f"{program}: error: {printable(shortened(mask_text(str(error))))}", file=sys.stderr)
+    said = " ".join([str(error), *getattr(error, "__notes__", ())])
+    print(f"{program}: error: {printable(shortened(mask_text(said)))}", file=sys.stderr)
     return status
 
 

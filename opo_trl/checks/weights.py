@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.utils import is_peft_model
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -108,6 +109,12 @@ def check_models(model: Any, rewards: Sequence[Any], args: Any) -> None:
     options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if isinstance(model, str):
         check_weights("model", model, options)
+    elif getattr(args, "beta", 0) and is_peft_model(model):
+        names, active = [*model.peft_config], model.active_adapter
+        if active != "default" or "ref" in names:  # TRL copies "default" to "ref", whichever adapter is trained
+            said = f"beta={args.beta} needs an adapter 'default' that is trained, and none called 'ref'"
+            fix = "Load it without `adapter_name`, delete the other (`delete_adapter`), or set `beta` to 0"
+            raise ValueError(f"{said}; the model has {', '.join(names)}, and trains {active}. {fix}.")
     for name in (reward for reward in rewards if isinstance(reward, str)):
         check_weights("reward_funcs", name, options, scores=True)
 

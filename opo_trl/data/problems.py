@@ -145,10 +145,8 @@ def as_problems(name: str, rows: Dataset, columns: Mapping[str, str]) -> tuple[D
     found |= {"solution": _answer_column(rows), **columns}
     missing = [ours for ours in ("problem", "solution") if found[ours] is None]
     if missing:
-        raise ValueError(
-            f"dataset_name='{name}' has no column {missing}, only {list(names)}. Rename its columns, or map them: "
-            "`columns: {problem: …, solution: …}`."
-        )
+        said = f"{f'dataset_name={name!r}' if name else 'the dataset'} has no column {missing}, only {list(names)}"
+        raise ValueError(f"{said}. Rename its columns, or map them: `columns: {{problem: …, solution: …}}`.")
     if name.startswith(gym.PREFIX):
         return rows, found  # with what its scorer reads
     values = {"problem": _values(rows, found["problem"]), "solution": _solutions(rows, found["solution"])}

@@ -77,10 +77,10 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
     rows, unusable = [], []
     scored_elsewhere = [name for name in dataset.column_names if name in ("task", "entry")]
     in_boxes = style == "chat" and any(isinstance(s, str) and find_boxes(s) for s in dataset["solution"])
-    for index, row in enumerate(dataset):
+    for row in dataset:
         answer, reason = (row["solution"], "") if scored_elsewhere else _answer(row, in_boxes)
         if reason:
-            unusable.append(_named(index, row["problem"], reason))
+            unusable.append(_named(row["problem"], reason))
             continue
         kept = {name: row[name] for name in ("level", "type", *scored_elsewhere)}
         rows.append({"prompt": as_prompt(row["problem"], style, instruction), "solution": answer, **kept})
@@ -113,7 +113,7 @@ def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
     """
     name = "problem" if "problem" in training.column_names else "prompt"
     seen = {without_space(problem) for problem in training[name]}
-    overlap = {i: _named(i, text) for i, text in enumerate(held_out[name]) if without_space(text) in seen}
+    overlap = {i: _named(text) for i, text in enumerate(held_out[name]) if without_space(text) in seen}
     return _drop(held_out, overlap, "of the held-out set are in the training set", "dataset_test_split")
 
 
@@ -134,20 +134,20 @@ def tokenize_prompts(
     try:
         ids = _tokenized(prompts, tokenizer, chat_template_kwargs)
     except Exception:
-        for index, prompt in enumerate(prompts):
+        for prompt in prompts:
             try:
                 _tokenized([prompt], tokenizer, chat_template_kwargs)
             except Exception as error:
                 roles = [turn["role"] for turn in prompt if isinstance(turn, dict) and "role" in turn]
                 raise ValueError(
-                    f"prompt: row {index}, with the roles {roles!r}, cannot be rendered by the chat template of "
+                    f"prompt: {shown(prompt)}, with the roles {roles!r}, cannot be rendered by the chat template of "
                     f"{tokenizer.name_or_path!r}: {error}. Change the prompt, or the tokenizer's chat_template.jinja."
                 ) from error
         raise
     if [] in ids:
         raise ValueError(
-            f"prompt: row {ids.index([])} has no tokens with the tokenizer of {tokenizer.name_or_path!r}. Change the "
-            "prompt, or the tokenizer's chat_template.jinja."
+            f"prompt: {shown(prompts[ids.index([])])} has no tokens with the tokenizer of {tokenizer.name_or_path!r}. "
+            "Change the prompt, or the tokenizer's chat_template.jinja."
         )
     return ids
 
@@ -185,9 +185,8 @@ def drop_long_prompts(
         `ValueError`: if no row is left.
     """
     prompts: list[Any] = list(dataset["prompt"])
-    texts = [prompt if isinstance(prompt, str) else prompt[-1].get("content") for prompt in prompts]
     lengths = [len(ids) for ids in tokenize_prompts(prompts, tokenizer, chat_template_kwargs)]
-    too_long = {i: _named(i, texts[i], f"{n} tokens") for i, n in enumerate(lengths) if n > max_prompt_length}
+    too_long = {i: _named(prompts[i], f"{n} tokens") for i, n in enumerate(lengths) if n > max_prompt_length}
     return _drop(dataset, too_long, f"are longer than {max_prompt_length=} tokens", "max_prompt_length")
 
 
@@ -198,8 +197,13 @@ def _drop(dataset: Dataset, dropped: dict[int, str], what: str, field: str) -> D
     return dataset.select([index for index in range(len(dataset)) if index not in dropped])
 
 
-def _named(index: int, problem: Any, reason: str = "") -> str:
-    return f"  row {index} ({str(problem)[:60]!r})" + (f": {reason}" if reason else "")
+def shown(prompt: Any) -> str:
+    """A prompt or problem in a message: its row is no longer that of a file once rows are selected or shuffled."""
+    return repr(str(prompt[-1].get("content") if is_chat(prompt) else prompt)[:60])
+
+
+def _named(prompt: Any, reason: str = "") -> str:
+    return f"  {shown(prompt)}" + (f": {reason}" if reason else "")
 
 
 def _warn_of_dropped(named: list[str], total: int, what: str) -> None:

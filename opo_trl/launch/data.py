@@ -20,7 +20,7 @@ from ..data import INSTRUCTION, drop_long_prompts, gym, to_prompts, without_over
 from ..data.files import is_single_file
 from ..data.problems import Sources, as_problems, as_prompts, draw_or_load, has_prompts, hold_out, select
 from ..data.prompts import Style
-from ..data.rollouts import RECORDED, load_rollouts
+from ..data.rollouts import load_rollouts
 from . import foreign
 from .preflight import check_template
 
@@ -50,13 +50,19 @@ class Data:
     prompt_style: str  # also where the recipe leaves it open
     asked: dict[str, str]  # how to ask another problem in the same way: style, instruction and system prompt
 
-    @property
-    def splits(self) -> dict[str, Dataset]:
-        """Field that selects a dataset → the dataset; the one for training is the first."""
+    def splits(self, source: str) -> dict[str, Dataset]:
+        """Field that selects a dataset → the dataset; the one for training, from the field `source`, is the first."""
         report = {f"report_levels={level!r}": data for level, data in self.report.items()}
         held_out = {"validation_levels": self.validation, "eval_strategy": self.evaluation, **report}
-        source = "rollouts" if RECORDED in self.training.column_names else "dataset_name"
         return {source: self.training} | {name: data for name, data in held_out.items() if data is not None}
+
+
+def source_of(script: OPOScriptArguments, args: RolloutConfig) -> str:
+    """The field that the training prompts are from, with its value."""
+    fields = {"rollouts": getattr(args, "rollouts", None), "datasets": script.datasets}
+    return next(
+        (f"{name}={value!r}" for name, value in fields.items() if value), f"dataset_name={script.dataset_name!r}"
+    )
 
 
 def load_data(
@@ -156,7 +162,7 @@ class _Source:
         if self.style == "dataset":
             problems, self.sources = as_prompts(rows, columns)
         else:
-            problems, self.sources = as_problems(str(script.dataset_name), rows, columns)
+            problems, self.sources = as_problems(script.dataset_name or "", rows, columns)
         if splits:
             problems = self._split(problems, split == script.dataset_train_split)
         return select(problems, levels, fraction, script.subset_seed)

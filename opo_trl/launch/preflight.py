@@ -27,6 +27,7 @@ from ..checks.environment import check_installed
 from ..checks.files import COUNT, TEXT, read_json
 from ..config import RolloutConfig
 from ..data import tokenize_prompts
+from ..data.prompts import shown
 from ..data.rollouts import RECORDED
 from ..report.run_folder import RECIPE, is_claimed
 from ..rewards.scoring import IsolatedReward
@@ -170,7 +171,7 @@ def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) 
 def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that a dataset has prompts, and that the tokenizer can render them."""
     if "prompt" not in data.column_names:
-        said = f"prompt_style='dataset', but dataset_name has no column 'prompt', only {data.column_names}"
+        said = f"prompt_style='dataset', but the dataset has no column 'prompt', only {data.column_names}"
         raise ValueError(f"{said}. Rename its column, or set `prompt_style` to 'chat' or 'plain'.")
     if tokenizer.chat_template is None and not isinstance(data[0]["prompt"], str):
         said = f"prompt_style='chat', but the tokenizer of {tokenizer.name_or_path!r} has no chat template"
@@ -219,13 +220,16 @@ def check_prompts(
         ids = [] if measured else tokenize_prompts(prompts, tokenizer, template_kwargs)
         if not isinstance(prompts[0], str):
             _check_turns(prompts, tokenizer, template_kwargs)
-        for index, row in enumerate(ids if unknown else ()):
+        for prompt, row in zip(prompts, ids, strict=False) if unknown else ():
             if absent := [token for token in row if token in unknown]:
-                said = f"row {index} contains {unknown[absent[0]]!r}, token {absent[0]}, which the model does not have"
-                raise ValueError(f"{field}: {said}. Remove it from the prompt, or resize the model's embedding.")
+                said = f"contains {unknown[absent[0]]!r}, token {absent[0]}, which the model does not have"
+                raise ValueError(
+                    f"{field}: {shown(prompt)} {said}. Remove it from the prompt, or resize the model's embedding."
+                )
         longest = max(range(len(ids)), key=lambda index: len(ids[index]), default=None)
         if longest is not None and position == 0 and len(ids[longest]) > room:
-            said = f"the longest prompt, row {longest}, has {len(ids[longest])} tokens, the context has {context}"
+            tokens = f"has {len(ids[longest])} tokens, the context has {context}"
+            said = f"the longest prompt, {shown(prompts[longest])}, {tokens}"
             fix = "Shorten `max_completion_length`"
             if room > 0:
                 fix = f"Set `max_prompt_length` to {room} to drop longer prompts, or shorten `max_completion_length`"

@@ -1,5 +1,6 @@
 """The recipes that the package ships: a list, and a copy to change."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def copy_out(name: str, output: Path) -> list[Path]:
             sources.append((source.parent / config).resolve())
     targets = {output / path.resolve().relative_to(SHIPPED.resolve()): path for path in sources}
     for target, source in targets.items():
-        if target.exists() and target.read_bytes() != source.read_bytes():
+        if os.path.lexists(target) and not (target.is_file() and target.read_bytes() == source.read_bytes()):
             fix = "Move it, or set another folder: `--output`."
             raise ValueError(f"{str(target)!r} exists and differs from the package's. {fix}")
     for target, source in targets.items():

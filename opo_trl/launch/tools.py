@@ -160,13 +160,13 @@ def check_tool_template(found: Tools, tokenizer: PreTrainedTokenizerBase) -> Non
         ) from error
 
 
-def check_rows(found: Tools, script: OPOScriptArguments, data: Dataset) -> None:
-    """Check that the rows of a dataset are conversations, and that the environment can begin with them."""
+def check_rows(found: Tools, script: OPOScriptArguments, data: Dataset, source: str) -> None:
+    """Check that the rows of a dataset, of the field `source`, are conversations with which environments can begin."""
     if not (found.offered or found.factory):
         return
     if isinstance(data[0]["prompt"], str):
         fix = 'Write each prompt as messages: [{"role": "user", "content": …}]'
-        raise ValueError(f"dataset_name={script.dataset_name!r} has prompts of text, not conversations. {fix}.")
+        raise ValueError(f"{source} has prompts of text, not conversations. {fix}.")
     if found.factory is not None:
         named = f"environment_factory={script.environment_factory!r}"
         _check_call(named, "reset", found.environment.reset, data.column_names)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from ..checks.errors import under_way
 from ..checks.files import read_text, write
 from ..checks.paths import check_folder, check_name, readable
 from ..checks.text import one_line, printable
@@ -64,9 +63,8 @@ def diagnose(run: Path, output: Path | None) -> int:
         print(f"{verdict.word:7} ", *filter(None, (verdict.sentence, range, verdict.remedy)))
     if output is not None:
         page = {"name": one_line(run.resolve().name), "summary": said, "verdicts": verdicts, "beyond": beyond}
-        with under_way():
-            output.parent.mkdir(parents=True, exist_ok=True)
-            write(output, render("diagnosis.html.j2", {**page, "spark": spark, "figures": {}, "watching": []}))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write(output, render("diagnosis.html.j2", {**page, "spark": spark, "figures": {}, "watching": []}))
         print(printable(str(output)))
     return int(any(verdict.wrong for verdict in judged))
 

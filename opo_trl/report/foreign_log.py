@@ -9,9 +9,9 @@ The log of a run that TRL, trackio or wandb has kept, as entries like ours.
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ _FORMS = (
     "logged step, with columns such as step, reward and frac_reward_zero_std."
 )
 _ANY = files.Kind("JSON", lambda value: True)
+_MOST = 2**22  # values of a table, and 32 in each row: two bytes of a file may become hundreds in memory
 _OF_GRPO = {name for each in diagnostics({}) for name in each.metrics.split()} - {"grad_norm", "entropy"}
 _OF_STEP = {"learning_rate", "grad_norm"}  # by Transformers, of every optimizer step, and of none besides
 _OF_TRAINING = _OF_GRPO | _OF_STEP | {"entropy", "step_time", "validation/accuracy"}
@@ -97,26 +98,36 @@ def _rows(found: Path) -> list[dict[str, Any]]:
         text = files.read_text(file).removeprefix("\ufeff")  # of Windows
         csv.field_size_limit(max(len(text), csv.field_size_limit()))
         delimiter = max(",;\t", key=text.partition("\n")[0].count)
-        content = list(csv.DictReader(io.StringIO(text), restkey="", delimiter=delimiter, strict=True))
+        table = csv.DictReader(io.StringIO(text), restkey="", delimiter=delimiter, strict=True)
+        content = _bounded(table, table.fieldnames or ())
     elif form in ("json", "jsonl"):
         content = _json(file, in_lines=form == "jsonl")
     else:
         raise ValueError(f"its name ends with {found.suffix!r}")
     if isinstance(content, dict):
         columns = {name: column for name, column in content.items() if isinstance(column, dict)}
-        by_column = [{name: columns[name].get(row) for name in columns} for row in next(iter(columns.values()), ())]
+        by_row = ({name: columns[name].get(row) for name in columns} for row in next(iter(columns.values()), ()))
         known = [content[name] for name in ("log_history", "rows") if name in content]
         if not known and not columns:
             raise ValueError(f"it holds {_some({*content})}, but neither `log_history` nor `rows`")
-        content = (known or [by_column])[0]
+        content = known[0] if known else _bounded(by_row, columns)
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
         raise ValueError(f"it holds {quoted(content)}, not rows with names and values")
-    return content
+    return _bounded(content)
+
+
+def _bounded(rows: Iterable[dict[str, Any]], columns: Sized = ()) -> list[dict[str, Any]]:
+    most = _MOST // max(len(columns), 32)
+    found = list(islice(rows, most + 1))
+    if len(found) > most:
+        raise ValueError(f"it has more than {most:,} rows, the limit. Export fewer steps or columns")
+    return found
 
 
 def _json(file: Path, *, in_lines: bool) -> Any:
     """JSON as a whole or in lines; the other of the two if the name does not say what it is."""
-    readers: list[Callable[[], Any]] = [lambda: files.read_json(file, _ANY), lambda: files.read_lines(file, {})]
+    lines = files.lines(file, {}, longest=files.LONGEST)
+    readers: list[Callable[[], Any]] = [lambda: files.read_json(file, _ANY), lambda: _bounded(lines)]
     first, second = reversed(readers) if in_lines else readers
     try:
         return first()

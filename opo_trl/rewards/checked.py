@@ -11,7 +11,7 @@ from trl.trainer.utils import is_async_callable
 
 from ..checks.text import quoted
 from ..trl_contract import temporarily
-from .errors import CountingReward, RewardError, is_ctrl_c, naming, numbers, told
+from .errors import CountingReward, RewardError, cause_of, is_ctrl_c, naming, numbers, told
 
 
 if TYPE_CHECKING:
@@ -97,11 +97,19 @@ def _checked_tool(tool: Callable[..., Any], name: str, failed: list[RewardError]
             failed.append(RewardError(f"The tool {name} has raised {told(error)}. {fix}"))
             raise failed[-1] from error
 
+    def encodable(result: Any) -> Any:
+        str(result).encode()  # half a surrogate pair, as in cut JSON, would end the tokenizer, and with it the run
+        return result
+
     async def call_async(**arguments: Any) -> Any:
         with keeping():
-            return await tool(**arguments)
+            return encodable(await tool(**arguments))
 
-    return call_async if inspect.iscoroutinefunction(tool) else keeping()(tool)
+    def call(**arguments: Any) -> Any:
+        with keeping():
+            return encodable(tool(**arguments))
+
+    return call_async if inspect.iscoroutinefunction(tool) else call
 
 
 @contextmanager
@@ -121,5 +129,5 @@ def checked_environments(factories: Iterable[Any], made: Mapping[Any, list[Any]]
         names = {function.__code__: function.__qualname__ for function in called if inspect.isfunction(function)}
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if name := names.get(frame.f_code):
-                raise RewardError(f"{name} of an environment has raised {told(error)}. Fix it.") from error
+                raise RewardError(f"{name} of an environment has raised {told(error)}. Fix it.") from cause_of(error)
         raise

@@ -41,7 +41,7 @@ def naming(name: str) -> Iterator[None]:
         raise RewardError(
             f"The reward function {name} has raised {told(error)}. Fix it; for completions that it cannot score, "
             "return None."
-        ) from error
+        ) from cause_of(error)
 
 
 def numbers(name: str, scores: Any, n_completions: int) -> list[float | None]:
@@ -86,6 +86,11 @@ def is_ctrl_c(error: BaseException) -> bool:
         and threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """The cause to raise from: `contextlib` takes a `RuntimeError` from a `StopIteration` for that of a generator."""
+    return None if isinstance(error, StopIteration) else error
 
 
 def told(error: BaseException) -> str:

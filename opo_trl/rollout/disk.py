@@ -23,7 +23,11 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS,
 _FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
-class NoRoom(RuntimeError):
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; its message says all."""
+
+
+class NoRoom(SaveError):
     """Too little space for a checkpoint; raised on every process before any of them has written."""
 
 
@@ -61,7 +65,7 @@ def give_up(trainer: Any, folder: Path, error: BaseException) -> None:
     Report why a save failed, and remove the files of an unfinished checkpoint.
 
     Raises:
-        `RuntimeError`: files could not be written, and training should not or cannot continue without them.
+        [`SaveError`]: files could not be written, and training should not or cannot continue without them.
         `BaseException`: `error` itself, where it is of another kind, or where the checkpoint is finished: from the
             Hub, the deletion of older checkpoints, or a user's code.
     """
@@ -88,8 +92,9 @@ def give_up(trainer: Any, folder: Path, error: BaseException) -> None:
         logger.warning(f"{message} Training continues (`save_failure: continue`).")
         return
     full = missing or isinstance(error, NoRoom) or any(text in str(error) for text in _FULL)
-    fix = "Make room (`save_total_limit` keeps fewer checkpoints)" if full else "Look for a quota or limit on files"
-    raise RuntimeError(
+    room = "Make room for bytes and files (`df -i`; `save_total_limit` keeps fewer checkpoints)"
+    fix = room if full else "Look for a quota or limit on files"
+    raise SaveError(
         f"{message} {fix}, and resume with `--resume_from_checkpoint last`; or let training continue without this "
         "checkpoint (`save_failure: continue`)."
     ) from error
@@ -113,9 +118,10 @@ def _is_of_writing(error: BaseException, folder: Path) -> bool:
         named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else Path()
         forbidden = error.errno in (errno.EACCES, errno.EPERM) and named.absolute().is_relative_to(folder.absolute())
         return error.errno in _DISK_ERRORS or forbidden
-    # The writers of safetensors and torch drop the number of the error.
+    # The writers of safetensors, torch and tokenizers drop the number of the error.
     return (
         isinstance(error, NoRoom)
+        or any(text in str(error) for text in _FULL)
         or (isinstance(error, SafetensorError) and "I/O error" in str(error))
         or (isinstance(error, RuntimeError) and "inline_container" in str(error))
     )

@@ -1,4 +1,4 @@
-"""Metrics of an evaluation by a function of the user's, `compute_metrics`."""
+"""Metrics of an evaluation by Transformers: means of the rewards, and `compute_metrics`, a function of the user's."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
@@ -12,14 +12,30 @@ _TIMES = ("runtime", "samples_per_second", "steps_per_second")  # which Transfor
 Sample = tuple[str, list[float], Mapping[str, Any]]  # completion, its rewards, and the row of the dataset
 
 
-def check(compute_metrics: Any, args: Any) -> None:
-    """Check a trainer's argument, before it is called for the first time after an evaluation."""
+def check(compute_metrics: Any, args: Any, dataset: Any) -> None:
+    """Check what is needed for the first time after an evaluation, on this dataset or on several by name."""
     if compute_metrics is not None and not callable(compute_metrics):
         raise TypeError(f"compute_metrics={compute_metrics!r:.60} is not a function. Pass one that takes predictions.")
     for name in ("include_for_metrics", "batch_eval_metrics") if compute_metrics is not None else ():
         if value := getattr(args, name):
             why = "`compute_metrics` is called once, with completions, rewards and `inputs`"
             raise ValueError(f"{name}={value!r} has no effect: {why}. Remove it.")
+    names = [*dataset] if isinstance(dataset, dict) else []
+    metric = args.metric_for_best_model
+    if names and metric and not metric.removeprefix("eval_").startswith(tuple(f"{name}_" for name in names)):
+        said = f"metric_for_best_model={metric!r} is of none of the evaluation datasets {', '.join(names)}"
+        raise ValueError(f"{said}. Set it to a metric of one of them, such as 'eval_{names[0]}_reward'.")
+
+
+def means(trainer: Any, rewards: torch.Tensor) -> dict[str, list[float]]:
+    """
+    TRL's means of rewards `[N, number of reward functions]`, over all completions of an evaluation. TRL's own are
+    means of its batches, which may differ in size and, on several processes, repeat rows.
+    """
+    total = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
+    total[rewards.isnan().all(dim=1)] = torch.nan
+    of_functions = zip(trainer.reward_func_names, rewards.nanmean(dim=0).tolist(), strict=False)
+    return {f"rewards/{name}/mean": [mean] for name, mean in of_functions} | {"reward": [total.nanmean().item()]}
 
 
 def metrics(

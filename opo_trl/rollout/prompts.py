@@ -53,9 +53,7 @@ def check_datasets(train: Any, held_out: Any, factory: Any, *, text: bool = True
     Check the columns of the datasets of a trainer, which has an environment factory, several by name, or none. Prompts
     may be `text`, or only conversations.
     """
-    parts = {f"eval_dataset[{name!r}]": part for name, part in held_out.items()} if isinstance(held_out, dict) else {}
-    parts |= {"train_dataset": train, "eval_dataset": held_out}
-    for name, data in parts.items():
+    for name, data in _by_name(train, held_out).items():
         if isinstance(data, Dataset | IterableDataset):
             check_columns(data, name, needs_prompt=factory is None, text=text)
             if isinstance(factory, dict) and "environment" not in (data.column_names or ["environment"]):
@@ -65,8 +63,27 @@ def check_datasets(train: Any, held_out: Any, factory: Any, *, text: bool = True
                 )
 
 
+def _by_name(train: Any, held_out: Any) -> dict[str, Any]:
+    parts = {f"eval_dataset[{name!r}]": part for name, part in held_out.items()} if isinstance(held_out, dict) else {}
+    return parts | {"train_dataset": train, "eval_dataset": held_out}
+
+
+def _check_tokens(trainer: GRPOTrainer) -> None:
+    """Check that completions end, and begin after at least one token."""
+    tokenizer: Any = trainer._tokenizer
+    if tokenizer.eos_token_id is None:
+        raise ValueError("processing_class has no eos_token, which ends completions. Set `tokenizer.eos_token`.")
+    if tokenizer("")["input_ids"]:
+        return
+    for name, data in _by_name(trainer.train_dataset, trainer.eval_dataset).items():
+        is_stored = isinstance(data, Dataset) and data.format["type"] != "custom" and "prompt" in data.column_names
+        if is_stored and "" in (prompts := [*data["prompt"]]):
+            raise ValueError(f"{name}: its column 'prompt' is empty in row {prompts.index('')}. Remove that row.")
+
+
 def check_train_dataset(trainer: GRPOTrainer) -> None:
-    """Check that a trainer's dataset fits its configuration and its model."""
+    """Check that a trainer's datasets fit its configuration and its model."""
+    _check_tokens(trainer)
     args, dataset = cast(RolloutConfig, trainer.args), trainer.train_dataset
     if isinstance(dataset, Dataset):
         check_enough_prompts(len(dataset), args)

@@ -15,7 +15,7 @@ A comparison thus changes nothing but the loss. This trainer adds to TRL's:
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -108,7 +108,7 @@ class RolloutTrainer(GRPOTrainer):
     _resumed_at: tuple[int, int] | None = None  # in a stream: passes over it, and micro-steps of the next
     _recorded_samples: recorded.Rows = ()  # of the current rollout
     _recorded_digest: str | None = None
-    _evaluated: list[evaluated.Sample] | None = None  # in an evaluation
+    _evaluated: list[tuple[Tensor, list[evaluated.Sample]]] | None = None  # in an evaluation: rewards of each batch
     _padding: padding.Padding | None = None  # on which log-probabilities depend; found before the first
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
@@ -167,7 +167,7 @@ class RolloutTrainer(GRPOTrainer):
             ends = [ends] if isinstance(ends, int) else ends
             self.eos_token_ids = [*self.eos_token_ids, *ends] if args.use_vllm else ends
         check_finite(self.accelerator, self.model, *self.reward_funcs)
-        evaluated.check(compute_metrics, args)
+        evaluated.check(compute_metrics, args, eval_dataset)
         self.compute_metrics = compute_metrics
         check_train_dataset(self)
         if args.rollouts is not None:
@@ -469,8 +469,8 @@ class RolloutTrainer(GRPOTrainer):
             inputs, samples = recorded.one_by_one(inputs, self.accelerator.process_index, self.num_generations)
             source = temporarily(self, rollout_func=partial(recorded.recall, samples))
             self._recorded_samples = samples
-        # A reward may score with the policy itself, and leave it in evaluation mode.
-        with self._keep_mode(), recorded_rewards(self) as scored, environments, source:
+        # A reward may score with the policy itself, and leave it in evaluation mode; or change the current folder.
+        with self._keep_mode(), chdir("."), recorded_rewards(self) as scored, environments, source:
             rollout = super()._generate_and_score_completions(inputs)
         rewards, completion_ids = scored[-1]
         if self._replays_recorded:
@@ -484,8 +484,11 @@ class RolloutTrainer(GRPOTrainer):
             if self.args.save_rollouts:
                 recorded.save(self, inputs, rollout, completion_ids)
         elif self._evaluated is not None:
-            texts = cast(Any, self.processing_class).batch_decode(completion_ids, skip_special_tokens=True)
-            self._evaluated += gather_object([*zip(texts, rollout["rewards_per_func"].tolist(), inputs, strict=True)])
+            seen = []
+            if self.compute_metrics is not None:
+                texts = cast(Any, self.processing_class).batch_decode(completion_ids, skip_special_tokens=True)
+                seen = gather_object([*zip(texts, rollout["rewards_per_func"].tolist(), inputs, strict=True)])
+            self._evaluated.append((rewards, seen))
         return rollout
 
     def _tool_call_loop(self, *inputs, **options):
@@ -551,20 +554,26 @@ class RolloutTrainer(GRPOTrainer):
         return loss
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **named):
-        if self.compute_metrics is None:
-            return super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
-        self._evaluated = samples = []
+        # TRL logs how long it generates; to trackio even if its run has not begun or is over.
+        quiet = nullcontext() if self.is_in_train else temporarily(self.args, report_to=[])
+        self._evaluated = batches = []
         try:
-            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
+            with quiet:
+                output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
         finally:
             self._evaluated = None
-        if has_length(dataloader.dataset):  # the last batch may be filled with repetitions
-            del samples[len(dataloader.dataset) * self.num_generations_eval :]
-        logged = {name.removeprefix(f"{metric_key_prefix}_") for name in output.metrics}
-        if metric_key_prefix == "eval":  # which TRL puts before its own
-            logged |= self._metrics["eval"].keys()
-        found = evaluated.metrics(self.compute_metrics, samples, logged)
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
+        # The last batch may be filled with repetitions.
+        known = len(dataloader.dataset) * self.num_generations_eval if has_length(dataloader.dataset) else None
+        own = self._metrics["eval"]
+        if batches:
+            own |= evaluated.means(self, torch.cat([rewards for rewards, _ in batches])[:known])
+        if self.compute_metrics is not None:
+            samples = [sample for _, seen in batches for sample in seen][:known]
+            logged = {name.removeprefix(f"{metric_key_prefix}_") for name in output.metrics} | own.keys()
+            found = evaluated.metrics(self.compute_metrics, samples, logged)
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
+        if dataset := metric_key_prefix.removeprefix("eval").removeprefix("_"):  # TRL puts "eval_" before all alike
+            self._metrics["eval"] = defaultdict(list, {f"{dataset}_{name}": values for name, values in own.items()})
         return output
 
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -591,7 +600,7 @@ class RolloutTrainer(GRPOTrainer):
             metrics["opo/skipped_steps"].append(self._skipped.total)
         # TRL would log metrics without a value as None, which a script's callbacks and TensorBoard do not expect.
         own = self._metrics[self._mode]
-        for name in [name for name in own if name.startswith("opo/") and all(map(math.isnan, own[name]))]:
+        for name in [name for name in own if "opo/" in name and all(map(math.isnan, own[name]))]:
             del own[name]
         super().log(logs, start_time)
 

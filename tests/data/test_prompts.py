@@ -61,11 +61,11 @@ class TestPrompts:
         assert caplog.records[0].levelno == logging.WARNING
         assert caplog.records[0].getMessage().splitlines() == [
             "5 of 6 rows cannot be used and are dropped:",
-            "  row 1 ('empty box'): its solution has no final answer",
-            "  row 2 ('no box'): its solution has no final answer",
-            "  row 3 ('  '): its problem is empty",
-            "  row 4 ('3'): its problem is of type int, not a string",
-            "  row 5 ('no solution'): its solution is of type NoneType, not a string",
+            "  'empty box': its solution has no final answer",
+            "  'no box': its solution has no final answer",
+            "  '  ': its problem is empty",
+            "  '3': its problem is of type int, not a string",
+            "  'no solution': its solution is of type NoneType, not a string",
         ]
 
     def test_digits_stay_text_next_to_a_number(self, tmp_path: Path):
@@ -74,7 +74,7 @@ class TestPrompts:
         assert to_prompts(load_problems(str(file)), style="plain")["solution"][:] == ["4", "2"]
 
     def test_numbers_are_not_problems(self):
-        with pytest.raises(ValueError, match=r"row 0 \('3'\): its problem is of type int, not a string"):
+        with pytest.raises(ValueError, match=r": '3': its problem is of type int, not a string"):
             to_prompts(make((3, r"\boxed{1}")))
 
     def test_a_long_list_of_names_is_cut(self, caplog: pytest.LogCaptureFixture):
@@ -85,7 +85,7 @@ class TestPrompts:
         assert lines[-1] == "  and 15 more"
 
     def test_no_usable_row_is_an_error(self):
-        with pytest.raises(ValueError, match=r"style='chat': row 0 \('47\+1='\): its solution has no final answer"):
+        with pytest.raises(ValueError, match=r"style='chat': '47\+1=': its solution has no final answer"):
             to_prompts(make(("47+1=", "\\boxed{}")))
 
     @pytest.mark.parametrize("style", ["chat", "plain"])
@@ -99,7 +99,7 @@ class TestOverlap:
         held_out = make(("New", "1"), ("What is $1 + 1$? ", "2"), ("what is $1 + 1$?", "2"))
         assert without_overlap(held_out, training)["problem"][:] == ["New", "what is $1 + 1$?"]
         assert "1 of 3 rows of the held-out set are in the training set" in caplog.text
-        assert "row 1" in caplog.text
+        assert "  'What is $1 + 1$? '\n" in caplog.text
 
     def test_without_overlap_nothing_is_logged(self, caplog: pytest.LogCaptureFixture):
         assert len(without_overlap(make(("a", "1")), make(("b", "1")))) == 1
@@ -121,7 +121,7 @@ class TestLongPrompts:
         assert not caplog.records
         assert len(drop_long_prompts(prompts, tokenizer, frame + 5)) == 1
         assert f"1 of 2 rows are longer than max_prompt_length={frame + 5} tokens" in caplog.text
-        assert "row 1 ('abcdef" in caplog.text
+        assert "  'abcdef" in caplog.text
         assert f"{frame + 6} tokens" in caplog.text
         with pytest.raises(ValueError, match="max_prompt_length: all 2 rows"):
             drop_long_prompts(prompts, tokenizer, 1)
@@ -147,8 +147,8 @@ class TestMath:
         assert len(to_prompts(load_problems(math, levels=["Level 5"]))) == 2302
         message = caplog.records[0].getMessage()
         assert message.startswith("2 of 2304 rows cannot be used")
-        assert "'For any integer $n>1$, the number of prime numbers greater t'): its solution has no final" in message
-        assert "'You are given a sequence of $58$ terms; each term has the fo'): its solution has no final" in message
+        assert "'For any integer $n>1$, the number of prime numbers greater t': its solution has no final" in message
+        assert "'You are given a sequence of $58$ terms; each term has the fo': its solution has no final" in message
 
     def test_boxes_without_braces(self, math: str):
         bare = [s for s in load_problems(math)["solution"] if "\\boxed " in s and "\\boxed {" not in s]

@@ -531,7 +531,7 @@ DATA = [
 MODELS = [
     Case(
         "prompt longer than the context",
-        ["max_completion_length=4", "row 8", "context has 512", "Set `max_prompt_length` to 508"],
+        ["max_completion_length=4", "prompt, '1 + 1 + ", "context has 512", "Set `max_prompt_length` to 508"],
         change=write_rows([*ROWS, {**ROWS[0], "problem": "1 + " * 200 + "1"}]),
     ),
     Case(
@@ -567,15 +567,46 @@ MODELS = [
     ),
     Case(
         "prompt with a token beyond the embedding",
-        ["dataset_name", "row 8 contains '<extra>', token 259", "Remove it from the prompt"],
+        ["dataset_name=", "'1 <extra> 1\\n\\n", " contains '<extra>', token 259", "Remove it from the prompt"],
         change=both(
             edit("model/tokenizer_config.json", extra_special_tokens=["<extra>"]),
             write_rows([*ROWS, {**ROWS[0], "problem": "1 <extra> 1"}]),
         ),
     ),
     Case(
+        "prompt with a token beyond the embedding, in a shuffled part of a mixture",
+        [
+            "datasets=[{'data_files': 'data/train.jsonl', 'path': 'json'}]: '0 <extra> 1",
+            " contains '<extra>', token 259",
+        ],
+        {
+            "dataset_name": None,
+            "datasets": [{"path": "json", "data_files": "data/train.jsonl"}],
+            "test_split_size": 0.5,
+        },
+        change=both(
+            edit("model/tokenizer_config.json", extra_special_tokens=["<extra>"]),
+            write_rows(
+                [{**row, "problem": f"{index} <extra> 1"} if index == 0 else row for index, row in enumerate(ROWS)]
+            ),
+        ),
+    ),
+    Case(
+        "tools beside recorded rollouts",
+        [
+            "tools=['my_rewards.add'] cannot be combined with rollouts='r.jsonl': completions are recorded",
+            "Remove one",
+        ],
+        {"dataset_name": None, "levels": None, "rollouts": "r.jsonl", "tools": ["my_rewards.add"]},
+    ),
+    Case(
         "held-out prompt with a token beyond the embedding",
-        ["report_levels='Level 1'", "row 0 contains '<extra>', token 259", "Remove it from the prompt"],
+        [
+            "report_levels='Level 1'",
+            "'1 <extra> 1\\n\\n",
+            " contains '<extra>', token 259",
+            "Remove it from the prompt",
+        ],
         {"report_levels": ["Level 1"]},
         change=both(
             edit("model/tokenizer_config.json", extra_special_tokens=["<extra>"]),
@@ -594,17 +625,17 @@ MODELS = [
                 "raises",
                 "{{ raise_exception('Roles must alternate') }}",
                 {},
-                ["row 0, with the roles ['user']", "Roles must alternate", "chat_template.jinja"],
+                ["'0 + 0", "with the roles ['user']", "Roles must alternate", "chat_template.jinja"],
             ),
             (
                 "raises, with a prompt limit",
                 "{{ raise_exception('Roles must alternate') }}",
                 {"max_prompt_length": 100},
-                ["row 0, with the roles ['user']", "Roles must alternate", "chat_template.jinja"],
+                ["'0 + 0", "with the roles ['user']", "Roles must alternate", "chat_template.jinja"],
             ),
-            ("fails", "{{ messages[0]['content'] + 1 }}", {}, ["row 0, with the roles ['user']", "concatenate"]),
-            ("is not valid", "{% for m in messages %}", {}, ["row 0", "Unexpected end of template"]),
-            ("renders nothing", "{% if false %}x{% endif %}", {}, ["row 0 has no tokens", "chat_template.jinja"]),
+            ("fails", "{{ messages[0]['content'] + 1 }}", {}, ["'0 + 0", "with the roles ['user']", "concatenate"]),
+            ("is not valid", "{% for m in messages %}", {}, ["'0 + 0", "Unexpected end of template"]),
+            ("renders nothing", "{% if false %}x{% endif %}", {}, ["'0 + 0", " has no tokens", "chat_template.jinja"]),
             ("drops the user turn", "<|im_start|>assistant", {}, ["leaves out the user turn '0 + 0", "Use the"]),
             (
                 "ignores the start of an answer",
@@ -629,7 +660,7 @@ MODELS = [
     ],
     Case(
         "context shorter than prompt and completion, with a prompt limit",
-        ["max_completion_length=500", "the longest prompt, row", "context has 512", "Set `max_prompt_length` to 12"],
+        ["max_completion_length=500", "the longest prompt, ", "context has 512", "Set `max_prompt_length` to 12"],
         {"max_completion_length": 500, "max_prompt_length": 200},
     ),
     Case(

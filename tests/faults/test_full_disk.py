@@ -4,25 +4,26 @@ import errno
 import logging
 import os
 import re
-import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import transformers.trainer
-from helpers import RecordingOPO, logged, make_trainer
+from helpers import DEVICE_FIELDS, RecordingOPO, limited_files, logged, make_trainer
 from invariance.canonical import Form
 from invariance.canonical import make_trainer as make_canonical_trainer
 from invariance.launch import launch, logs
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+import opo_trl
 from opo_trl import OPOTrainer
 from opo_trl.rollout.checkpoint import fault, finished, last_complete
+from opo_trl.rollout.disk import SaveError
+from opo_trl.train import main
 
 
 OPTIONS = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-4}
@@ -42,13 +43,13 @@ def bytes_in(folder: Path) -> int:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Callable[[float], Path]]:
-    """`disk(bytes)`: folder of a file system of about that size."""
+def disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """`disk(bytes)`: folder of a file system of about that size, and of so many files."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
-    def mount(size: float) -> Path:
-        command = ["mount", "-t", "tmpfs", "-o", f"size={int(size)}", "tmpfs", str(folder)]
+    def mount(size: float, inodes: int = 0) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={int(size)},nr_inodes={inodes}", "tmpfs", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             pytest.skip(f"needs the right to mount a small file system: {done.stderr.strip()}")
@@ -145,6 +146,38 @@ def test_file_that_cannot_be_written(tiny_model: str, tmp_path: Path, limit: int
         trainer.train()
         assert [fault(tmp_path / f"checkpoint-{step}") for step in (1, 3)] == [None, None]
         assert not (tmp_path / "checkpoint-2").exists()
+
+
+@pytest.mark.parametrize("files", range(1, 12))
+def test_disk_without_room_for_more_files(tiny_model: str, disk, files: int):
+    """Each writer reports it in another way."""
+
+    class Crowded(RecordingOPO):
+        def _save_checkpoint(self, *args):
+            for number in range(os.statvfs(folder).f_ffree - files):
+                (folder / f"other-{number}").touch()
+            super()._save_checkpoint(*args)
+
+    folder = disk(2**25, inodes=40)
+    trainer = make_trainer(tiny_model, folder, **{**OPTIONS, "max_steps": 1}, trainer_class=Crowded)
+    with pytest.raises(SaveError, match=r"checkpoint-1 cannot be saved .*No space left .*files \(`df -i`"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "rollouts"])
+def test_command_says_in_one_line_that_the_disk_is_full(tmp_path: Path, disk, capsys, what: str):
+    folder = disk(2**21)
+    options = {"output_dir": folder / "run", "max_steps": 1, "save_steps": 1, "validation_size": 4, "report_size": 4}
+    if what == "rollouts":
+        options |= {"save_rollouts": True, "save_strategy": "no"}
+        (folder / "others").write_bytes(bytes(2**21 - 2**17))
+    recipe = Path(opo_trl.__file__).parent / "recipes" / "arithmetic" / "opo.yaml"
+    words = [str(word) for name, value in {**options, **DEVICE_FIELDS}.items() for word in (f"--{name}", value)]
+    assert main(["--config", str(recipe), *words]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    where = "checkpoint-1 cannot be saved" if what == "checkpoint" else "No space left on device: '.*/rollouts/"
+    assert re.search(f"opo-trl train: error: .*{where}", error)
 
 
 # Errors of another kind
@@ -296,14 +329,3 @@ def missing(message: str) -> float:
 def assert_only_the_first_is_left(folder: Path):
     assert last_complete(str(folder)) == str(folder / "checkpoint-1")
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
-
-
-@contextmanager
-def limited_files(size: int) -> Iterator[None]:
-    """Limit the size of files; −1 for no limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

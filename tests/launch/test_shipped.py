@@ -42,6 +42,14 @@ def test_copy_has_what_the_recipe_names(tmp_path, monkeypatch, capsys):
     assert Path(written[0]).read_text() == "mu: 1\n"
 
 
+def test_copy_is_not_written_through_a_link(tmp_path):
+    target, elsewhere = tmp_path / "own_data.yaml", tmp_path / "elsewhere"
+    target.symlink_to(elsewhere)
+    with pytest.raises(ValueError, match="exists and differs from the package's"):
+        copy_out("own_data.yaml", tmp_path)
+    assert not elsewhere.exists()
+
+
 def test_folder_is_copied_whole(tmp_path):
     written = copy_out("slurm", tmp_path)
     assert {path.name for path in written} == {

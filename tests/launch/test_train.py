@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from accelerate.commands import launch as accelerate_launch
 from datasets import Dataset
@@ -30,6 +32,7 @@ from opo_trl.launch.resume import known_accuracies
 from opo_trl.methods import by_trainer, register
 from opo_trl.report.run_folder import claim
 from opo_trl.rewards.errors import RewardError
+from opo_trl.rollout.checkpoint import finalize
 from opo_trl.train import main
 
 
@@ -117,7 +120,7 @@ def test_recipe_in_the_run_folder_repeats_the_run(run):
         ({"fraction": 0.0001}, "fraction=0.0001"),
         ({"reward_funcs": "no_such.reward"}, "reward_funcs='no_such.reward'"),
         ({"dataset_name": "./no_such"}, "no_such"),
-        ({"prompt_style": "dataset"}, "dataset_name has no column 'prompt', only ['problem'"),
+        ({"prompt_style": "dataset"}, "the dataset has no column 'prompt', only ['problem'"),
     ],
 )
 def test_rejected_run_leaves_the_run_in_its_folder_alone(run, capsys, overrides, message):
@@ -146,6 +149,21 @@ def test_run_with_a_damaged_log_is_not_resumed(run, capsys):
         assert "log.jsonl' cannot be read: line 1: " in capsys.readouterr().err
         assert (run / "log.jsonl").read_text() == damage + log
     (run / "log.jsonl").write_text(log)
+
+
+class Foreign:
+    """Not a tensor, number or text."""
+
+
+def test_foreign_pickle_in_a_checkpoint_is_blamed_on_the_checkpoint(run, tmp_path, capsys):
+    [checkpoint] = run.glob("checkpoint-*")
+    copy = Path(shutil.copytree(run, tmp_path / "run")) / checkpoint.name
+    torch.save(Foreign(), copy / "rollout_state_0.pt")
+    (copy / "manifest.json").unlink()
+    finalize(copy)
+    longer = {**SHORT, "max_steps": 9, "resume_from_checkpoint": copy}
+    assert main(arguments(ARITHMETIC, output_dir=copy.parent, alpha=0.3, **longer)) == 2
+    assert f"error: resume_from_checkpoint='{copy}' cannot be used: UnpicklingError" in capsys.readouterr().err
 
 
 # The report before training

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from datasets import Dataset
-from helpers import PROMPTS, RecordingGRPO, Script, even_tokens, trained
+from helpers import PROMPTS, RecordingGRPO, Script, even_tokens, limited_files, trained
 
 from opo_trl.checks.files import write_json
 from opo_trl.launch.cli import main
@@ -521,6 +521,13 @@ def test_page_replaces_neither_a_log_nor_another_page(tmp_path, capsys, name):
     assert (tmp_path / "page.html").read_text() == "mine"
 
 
+def test_a_page_that_cannot_be_written_does_not_say_that_the_run_is_wrong(tmp_path, capsys):
+    log = written(tmp_path / "log.jsonl", rows_of(*range(1, 9)))
+    with limited_files(1):
+        assert main(["diagnose", str(log), "--output", str(tmp_path / "page.html")]) == 2
+    assert "File too large" in capsys.readouterr().err
+
+
 # What is no log
 
 GOOD = json.dumps(rows_of(1)[0])
@@ -564,6 +571,14 @@ BAD = {
         "it holds 2 runs by `Name`, a, b. Export",
     ),
     "chart.csv": (b"Step,a - train/reward,a - train/reward__MIN\n1,0.5,0.5\n", "a chart of wandb: export the run"),
+    "long.csv": (b"step,reward\n" + b"1,1\n" * 2**18, "more than 131,072 rows, the limit"),
+    "wide.csv": (b"step," * 1000 + b"reward\n" + b"1\n" * 2**13, "more than 4,190 rows, the limit"),
+    "long.jsonl": (b'{"reward":1}\n' * 2**18, "more than 131,072 rows, the limit"),
+    "long.json": (b"[" + b"{}," * 2**18 + b"{}]", "more than 131,072 rows, the limit"),
+    "wide.json": (
+        json.dumps({"a": dict.fromkeys(range(2**13))} | {str(n): {} for n in range(1000)}).encode(),
+        "4,190",
+    ),
     "cut.json": (b'{"log_history": [{"step": 1, "rew', "cannot be read"),
     "middle.jsonl": (b'{"step": 1, \n' + GOOD.encode() + b"\n", "line 1"),
 }

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import os
 import signal
 from decimal import Decimal
 from fractions import Fraction
@@ -97,7 +98,15 @@ def test_anything_else_is_named(tiny_model, tmp_path, scores, says):
     assert trainer.reward_funcs[1] is reward
 
 
-ENDS = [SystemExit(), SystemExit(0), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(), BaseException()]
+ENDS = [
+    SystemExit(),
+    SystemExit(0),
+    StopIteration(),
+    KeyboardInterrupt(),
+    GeneratorExit(),
+    asyncio.CancelledError(),
+    BaseException(),
+]
 
 
 def raise_(error: BaseException):
@@ -121,10 +130,26 @@ def test_what_would_end_the_run_without_a_word_is_named(tiny_model, tmp_path, ki
     trainer = trainer_with(tiny_model, tmp_path, reward)
     before = signal.signal(signal.SIGINT, lambda *_: None)  # as in a run of the command
     try:
-        with pytest.raises(RewardError, match=f"function {reward.__name__} has raised {type(error).__name__}"):
+        # Python makes a `RuntimeError` of a `StopIteration` in a generator or coroutine.
+        named = "(RuntimeError: .*)?" * isinstance(error, StopIteration) + type(error).__name__
+        with pytest.raises(RewardError, match=f"function {reward.__name__} has raised {named}"):
             rewards_of(trainer)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_run_stays_in_its_folder_whatever_a_reward_does(tiny_model, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def reward(completions, **columns):
+        os.chdir(tmp_path / "elsewhere")
+        return [1.0] * len(completions)
+
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(tiny_model, Path("run"), trainer_arguments={"reward_funcs": reward}, **options).train()
+    assert {"checkpoint-1", "checkpoint-2"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert [*(tmp_path / "elsewhere").iterdir()] == []
 
 
 def test_ctrl_c_in_a_script_is_no_fault_of_the_reward(tiny_model, tmp_path):

@@ -632,8 +632,8 @@ def test_a_checkpoint_that_is_asked_for_is_saved_under_the_best_strategy_too(tin
         def on_step_end(self, args, state, control, **kwargs):
             control.should_save = state.global_step == 2
 
-    options = {"save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": True, "max_steps": 3}
-    options |= {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2}
+    options = {"save_strategy": "best", "metric_for_best_model": "num_tokens", "greater_is_better": False}
+    options |= {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2}
     asked = {"eval_dataset": Dataset.from_dict({"prompt": PROMPTS[:2]}), "callbacks": [Asks()]}
     trained(tiny_model, tmp_path, trainer_class=trainer_class, trainer_arguments=asked, **options)
     assert (tmp_path / "checkpoint-2").is_dir()

@@ -3,8 +3,10 @@
 import random
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from helpers import USE_CPU
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 from trl.trainer.utils import RepeatSampler
 
 from opo_trl import AsyncOPOConfig, AsyncOPOTrainer, OPOConfig, OPOTrainer, RolloutTrainer
@@ -99,6 +101,28 @@ def test_arguments_by_position_are_checked_too(tmp_path):
     rest = (None, None, (None, None), None, None, {"chess": dict})
     with pytest.raises(ValueError, match="train_dataset has no column 'environment'"):
         AsyncOPOTrainer("nowhere", len, AsyncOPOConfig(str(tmp_path), **fields), bad(prompt=TURN), *rest)
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["plain", "with a first token"])
+def test_a_prompt_has_a_token_at_least(tiny_model, tmp_path, begins):
+    """TRL would generate from nothing, or from padding alone."""
+    args = OPOConfig(str(tmp_path), max_steps=1, use_cpu=USE_CPU, bf16=False, report_to="none")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    if begins:
+        first = [("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))]
+        single = TemplateProcessing(single="<|im_start|> $A", special_tokens=first)
+        tokenizer.backend_tokenizer.post_processor = single
+    empty = concatenate_datasets([GOOD, bad(prompt="")])
+    for data, held_out, name in ((empty, GOOD, "train_dataset"), (GOOD, {"a": empty}, r"eval_dataset\['a'\]")):
+        row, more = len(GOOD), {"eval_dataset": held_out, "processing_class": tokenizer}
+        if begins:
+            OPOTrainer(tiny_model, len, args, data, **more)
+            continue
+        with pytest.raises(ValueError, match=f"{name}: its column 'prompt' is empty in row {row}. Remove that row"):
+            OPOTrainer(tiny_model, len, args, data, **more)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"processing_class has no eos_token, .* Set `tokenizer\.eos_token`"):
+        OPOTrainer(tiny_model, len, args, GOOD, processing_class=tokenizer)
 
 
 def test_images_need_a_model_that_reads_them(tiny_model, tmp_path):
