@@ -104,7 +104,7 @@ CONTRACT: Contract = {
         "_get_values": ("action", "arg_strings"),
         "_actions": None,
     },
-    "transformers.TrainingArguments": dict.fromkeys(("_n_gpu", "save_total_limit")),
+    "transformers.TrainingArguments": dict.fromkeys(("_n_gpu", "report_to", "save_total_limit")),
     "accelerate.PartialState": {"wait_for_everyone": ()},
     "transformers.integrations.WandbCallback": {"_initialized": None},
     "trl.trainer.utils.RepeatSampler": {"__iter__": ()},
