@@ -248,6 +248,7 @@ class OPOTrainer(RolloutTrainer):
         # At which the policy is the behaviour policy; that of recorded completions is older.
         step = target.new_tensor(float(self.state.global_step - self._replays_recorded))
         columns = {"opo_target": target, "opo_valid": valid, "opo_mu": found.mu, "opo_scale": scale, "opo_step": step}
+        columns["opo_own"] = torch.tensor(float(self._anchor_is_own))  # whether it has sampled the completion
         own = own_samples(rollout, {n: column.expand_as(target) for n, column in columns.items()}, self.accelerator)
         return {**own, "opo_valid": own["opo_valid"].bool()}
 
@@ -316,13 +317,12 @@ class OPOTrainer(RolloutTrainer):
         """Samples, bool `[B]`, without a gradient while the policy is the behaviour policy."""
         mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
         found = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask)
-        # A subclass with a loss of its own may give every sample a gradient.
-        own = self._keeps("compute_loss", "_compute_loss", "_sample_losses", "_samples", "_token_logps")
-        return found & (own and self._anchor_is_own)
+        return found & rows["opo_own"].bool() & self._keeps("_samples", "_token_logps")
 
     def _zero_gradient(self, rows: Mapping[str, Any], on_policy: bool) -> Tensor:
-        """Samples, bool `[B]`, that can be skipped, as TRL's options give them no gradient, either."""
+        """Samples, bool `[B]`, that can be skipped, as neither TRL's options nor a subclass give them a gradient."""
         alone = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
+        alone = alone and self._keeps("compute_loss", "_compute_loss", "_sample_losses")
         # Log-probabilities of an override may be those of another policy.
         skips = self.args.skip_inert_rows and on_policy and "old_per_token_logps" not in rows
         return rows["opo_idle"] & (alone and skips)
@@ -393,10 +393,10 @@ class OPOTrainer(RolloutTrainer):
         if self.beta != 0.0:
             corrected = self.args.use_bias_correction_kl
             kl = self.policy_objective.reduce(samples.kl(inputs["ref_per_token_logps"], corrected=corrected), samples)
-        # Until a step has moved the policy, the log-ratio of an idle sample is rounding; Adam would step by it.
+        # Until a step with a gradient, the log-ratio of an idle sample may be rounding only; Adam would step by it.
         idle = inputs.get("opo_idle", torch.zeros_like(inputs["opo_valid"]))  # an evaluation has no gradient
-        rests = idle & (inputs["opo_step"] >= self._skipped.moved_at)
-        losses = policy_losses = inputs["opo_scale"] * (loss.total(rests) + self.beta * kl)
+        still = idle & (inputs["opo_step"] >= self._skipped.moved_at)
+        losses = policy_losses = inputs["opo_scale"] * (loss.total(still) + self.beta * kl)
         if self._entropy_bonus_enabled:
             # As in TRL: under adaptive control it acts only while the last step's entropy is low enough.
             rests = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target

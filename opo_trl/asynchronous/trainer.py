@@ -342,8 +342,9 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             tokens=tokens,
         )
         loss = self.policy_objective.loss(samples)
-        # As in `OPOTrainer`: before a step has moved the policy, their log-ratio is rounding.
-        idle = self.policy_objective.zero_gradient(target, samples.mu, (target == target).unsqueeze(1))
+        # As in `OPOTrainer`: until a step with a gradient, their log-ratio may be rounding only.
+        one = torch.ones_like(target, dtype=torch.bool).unsqueeze(1)
+        idle = self.policy_objective.zero_gradient(target, samples.mu, one)
         rests = idle & (samples.age <= self.state.global_step - self._skipped.moved_at)
         losses = samples.share * loss.total(rests)
         report = SampleReport.of(samples, loss, policy_loss=losses, tokens=length)  # TRL logs the entropy

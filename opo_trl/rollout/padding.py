@@ -3,7 +3,8 @@ Whether padding changes the log-probabilities of a model: a few passes over a co
 
 Micro-batches have other widths than the pass over a rollout. There, a model that scales its positions by the width of
 the batch (`longrope`, `dynamic`), or does not mask padding in a recurrence, has other log-probabilities, and the
-log-ratio of a policy that has not moved is not 0. GPT-2, which counts left padding as positions, is told others.
+log-ratio of a policy that has not moved is not 0. GPT-2 would count left padding as
+positions, and is told others.
 """
 
 import inspect
@@ -29,10 +30,10 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Padding:
-    """Whether log-probabilities are the same …"""
+    """What padding, and a row that is shared, do to log-probabilities."""
 
-    harmless: bool = True  # … in micro-batches of any width
-    shared: bool = True  # … in a row with another completion of the prompt
+    harmless: bool = True  # whether they are the same in micro-batches of any width
+    shared: bool = True  # whether they are the same in a row with another completion of the prompt
 
 
 def takes_positions(model: Any) -> bool:
@@ -44,10 +45,10 @@ def takes_positions(model: Any) -> bool:
     return text and "position_ids" in inspect.signature(base.forward).parameters
 
 
-def with_positions(model: Any, *, attention_mask: Tensor, **inputs: Any) -> Any:
-    """A pass in which padding on the left does not count as positions, as in generation."""
+def with_positions(model: Any, *, attention_mask: Tensor, first: int = 0, **inputs: Any) -> Any:
+    """A pass in which padding on the left does not count as positions, as in generation: they begin with `first`."""
     left = (attention_mask.cumsum(dim=1) == 0).sum(dim=1, keepdim=True)
-    positions = torch.arange(attention_mask.size(1), device=left.device) - left
+    positions = torch.arange(attention_mask.size(1), device=left.device) - left + first
     return model(attention_mask=attention_mask, position_ids=positions.clamp(min=0), **inputs)
 
 
@@ -55,12 +56,12 @@ def with_positions(model: Any, *, attention_mask: Tensor, **inputs: Any) -> Any:
 def find(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: int) -> tuple[Padding, str]:
     """
     Find it for the trainer's model, by the longest completion of this process's rows, `[B, P + T]` with T = `width`:
-    alone, padded on the left, padded on the right up to the widest micro-batch of the run, and twice in a row. Also
-    returns a line that says it. All processes make the same passes, and agree.
+    alone, padded on the left, padded on the right, and twice in a row. Also returns a line that says it. All processes
+    make the same passes, and agree.
 
-    Log-probabilities count as the same if their root mean square difference is at most 0.0007 nats in float32, 0.06 in
-    float16 and 0.5 in bfloat16. Rounding is 5e-6 and 0.09 in SmolLM2-135M in float32 and bfloat16. (Passes of equal
-    shape are equal to the bit, and tell nothing.)
+    Log-probabilities count as the same if their root mean square difference is at most four times what it is when all
+    positions are shifted by one, which only rounding notices where positions are relative; or 0.0007 nats in float32,
+    0.06 in float16 and 0.18 in bfloat16. Two equal passes would be equal to the bit.
     """
     began, model, device = time.perf_counter(), trainer.model, trainer.accelerator.device
     split = partial(torch.tensor_split, indices=(-width,), dim=-1)
@@ -68,20 +69,19 @@ def find(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: int) ->
     real = attention_mask[row].bool()
     real[-width - 1 : 1 - width or None] = True  # a token of each, also if all is masked
     prompt, completion = (part[chosen] for part, chosen in zip(split(input_ids[row]), split(real), strict=True))
-    # Short, so that it lies alone within the context of which a scaling of positions begins.
-    ids, length = torch.cat([prompt[-8:], completion[:8]])[None], min(len(completion), 8)
-    longest = input_ids.size(1) - width + max(trainer.args.max_completion_length or 0, width)
+    most, widest = 24, input_ids.size(1)
+    if context := _context(model.config):  # the sample alone is to lie within it, and a padded one beyond
+        longest = widest - width + (trainer.args.max_completion_length or width)
+        most, widest = min(most, max(context // 4, 1)), max(widest, min(longest, 2 * context))
+    ids, length = torch.cat([prompt[-most:], completion[:most]])[None], min(len(completion), most)
 
-    def scored(ids: Tensor, mask: Tensor, width: int, call: Any = model) -> Tensor:
-        call = partial(with_positions, call) if trainer._takes_positions else call
+    def scored(ids: Tensor, mask: Tensor, width: int, call: Any = model, first: int = 0) -> Tensor:
+        call = partial(with_positions, call, first=first) if trainer._takes_positions else call
         return GRPOTrainer._get_per_token_logps_and_entropies(trainer, call, ids, mask, width)[0]
 
-    def logps(left: int = 0, right: int = 0) -> Tensor:
+    def logps(left: int = 0, right: int = 0, first: int = 0) -> Tensor:
         padded, mask = pad(ids, (left, right)), pad(torch.ones_like(ids), (left, right))
-        if right:  # beside a row of this width, by which a model may scale the positions of both
-            padded = torch.cat([padded, ids.repeat(1, 1 + longest)[:, : padded.size(1)]])
-            mask = torch.cat([mask, torch.ones_like(mask)])
-        return scored(padded, mask, length + right)[:1, :length]
+        return scored(padded, mask, length + right, first=first)[:, :length]
 
     def shared() -> Tensor:
         both = ids.expand(2, -1)
@@ -90,35 +90,49 @@ def find(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: int) ->
         in_rows = shared_prompts.model_for(model, rows | shared_prompts.arrange(rows, lengths, np.zeros(2)))
         return scored(both, torch.ones_like(both), length, in_rows)
 
+    def distance(one: Any) -> Tensor:
+        try:
+            return (one() - alone).square().mean().sqrt()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # whatever a model raises that does not take such a mask
+            return alone.new_tensor(torch.inf)
+
     def same(*passes: Any) -> bool:
-        distances = []
-        for one in passes:
-            try:
-                distances.append((one() - alone).square().mean().sqrt())
-            except Exception:  # whatever a model raises that does not take such a mask
-                distances.append(alone.new_tensor(torch.inf))
-        found: Tensor = trainer.accelerator.gather(torch.stack(distances).max()[None].to(device))
-        precision = torch.finfo(_dtype(trainer)).eps
-        return bool((found <= max(2 * precision**0.5, 64 * precision)).all())
+        distances: Tensor = trainer.accelerator.gather(torch.stack([*map(distance, passes), noise])[None].to(device))
+        return bool((distances[:, :-1] <= (4 * distances[:, -1:]).clamp(min=2 * _precision(trainer) ** 0.5)).all())
 
     training = model.training
     model.eval()
     checkpointing: Any = trainer.args.gradient_checkpointing_kwargs
     with disable_gradient_checkpointing(model, checkpointing):
         alone = logps()
-        harmless = same(partial(logps, 8), partial(logps, 0, longest))
+        noise = distance(partial(logps, first=1))
+        harmless = same(partial(logps, left=8), partial(logps, right=max(widest - ids.size(1), 8)))
         balance = harmless and shared_prompts.balance(trainer.accelerator.unwrap_model(model))
         share = bool(balance) and same(shared)
+        logps()  # dynamic scaling remembers a wide pass until a short one
     model.train(training)
     said = "do not depend" if harmless else "depend"
     seconds = time.perf_counter() - began
     return Padding(harmless, share), f"Log-probabilities {said} on padding (checked in {seconds:.1f} s)"
 
 
-def _dtype(trainer: Any) -> torch.dtype:
-    """The coarsest type in which a pass computes."""
+def _context(config: Any) -> int | None:
+    """Tokens beyond which a model scales its positions by the length of the batch; `None` if it does not."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # of each type of layers, perhaps
+        if kind.get("rope_type") in ("dynamic", "longrope"):
+            return kind.get("original_max_position_embeddings") or text.max_position_embeddings
+    return None
+
+
+def _precision(trainer: Any) -> float:
+    """Of the coarsest type in which a pass computes."""
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
-    return mixed or next(each.dtype for each in trainer.model.parameters() if each.is_floating_point())
+    kinds = {each.dtype for each in trainer.model.parameters() if each.is_floating_point()} | {mixed or torch.float32}
+    return max(torch.finfo(kind).eps for kind in kinds)
 
 
 def reject_other_widths(args: Any) -> None:
@@ -126,11 +140,12 @@ def reject_other_widths(args: Any) -> None:
     fields = {"max_staleness": 0, "rollouts": None, "max_tokens_per_micro_batch": None}
     for name in (name for name, default in fields.items() if getattr(args, name, default) != default):
         raise ValueError(
-            f"{name}={getattr(args, name)!r} needs a model whose log-probabilities do not depend on padding: this "
-            f"one's do, so that a completion has others in each micro-batch. Remove `{name}`, or train a model with "
-            "attention to what a mask allows, at positions that it is given."
+            f"{name}={getattr(args, name)!r} needs a model whose log-probabilities do not depend on padding, but this "
+            f"one's do: a completion has others in each micro-batch. Remove `{name}`, or train a model such as Llama "
+            "or Qwen, with neither `longrope` nor `dynamic` RoPE and without virtual tokens."
         )
-    logger.warning(
-        "The log-probabilities of this model depend on padding, so `plan_micro_batches` has no effect: all "
-        "micro-batches are as wide as their rollout."
-    )
+    if getattr(args, "plan_micro_batches", False):
+        logger.warning(
+            "The log-probabilities of this model depend on padding, so `plan_micro_batches` has no effect: all "
+            "micro-batches are as wide as their rollout."
+        )

@@ -148,7 +148,8 @@ def train(model: str, args: AsyncOPOConfig, repeated: list[RolloutSample], train
     trainer.remove_callback(PrinterCallback)
     trainer.recorder = Recorder(trainer)
     trainer.add_callback(trainer.recorder)
-    trainer._skipped.moved_at = 1  # the noise of the log-probabilities stands for steps since the behaviour policy
+    if isinstance(trainer, AsyncOPOTrainer):
+        trainer._skipped.moved_at = 1  # the noise of the log-probabilities stands for steps since the behaviour policy
     trainer.train()
     return trainer
 

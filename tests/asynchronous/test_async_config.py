@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 from accelerate import DistributedType, PartialState
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
@@ -124,6 +125,7 @@ def test_log_probabilities_of_another_policy_are_rejected(server, config, monkey
     url = f"http://127.0.0.1:{server.server_port}"
     PartialState()  # for messages, as of any trainer
     trainer = object.__new__(AsyncOPOTrainer)  # `train` looks at these only
+    trainer.model, trainer.optimizer = torch.nn.Linear(1, 1), None
     trainer.rollout_worker = object.__new__(AsyncRolloutWorker)
     trainer.vllm_client = VLLMClient(url, 10.0)
     trainer.args = SimpleNamespace(temperature=temperature, vllm_server_base_url=url, output_dir="run")

@@ -10,7 +10,7 @@ import pytest
 import scripted
 import torch
 from datasets import Dataset
-from helpers import snapshot, wait_until
+from helpers import even_tokens, snapshot, wait_until
 from invariance.launch import launch, logs
 from transformers import AutoTokenizer, TrainerCallback
 
@@ -199,7 +199,8 @@ def test_place_of_trl_is_taken_over(tiny_model, tmp_path):
 
 
 def test_step_without_a_finite_gradient_is_skipped(tiny_model, tmp_path):
-    trainer = make(tiny_model, tmp_path, max_steps=3, optim="adamw_torch", learning_rate=0.001)
+    options = {"max_steps": 3, "optim": "adamw_torch", "learning_rate": 0.001}
+    trainer = make(tiny_model, tmp_path, reward=even_tokens, **options)
     loss, before = trainer.compute_loss, []
 
     def poisoned(*inputs, **named):

@@ -43,7 +43,7 @@ def test_part_counts_keeps_samples_and_resumes(tmp_path):
         pass
     assert vars(trainer.control) == {"should_log": True, "should_save": True}
     again.check(model, 0.5, step=6, micro_batches=[])
-    assert again.state_dict() == {"total": 3, "in_a_row": 0}
+    assert again.state_dict() == {"total": 3, "in_a_row": 0, "moved_at": 6}
     with again.end_of_step(trainer):
         pass
 
