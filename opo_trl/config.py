@@ -208,9 +208,11 @@ class RolloutConfig(Masked, GRPOConfig):
         follows = self.load_best_model_at_end or self.save_strategy == "best" or of_schedule
         if follows and self.eval_strategy != "no" and self.metric_for_best_model is None:
             self.metric_for_best_model = "reward"  # Transformers takes the loss
+            said = "True, or unset: the default of `metric_for_best_model` is the reward"
+            require(self.greater_is_better is not False, "greater_is_better", False, said)
         metric = self.metric_for_best_model
-        is_constant = metric in ("loss", "eval_loss") and not self.beta
-        require(not is_constant, "metric_for_best_model", metric, "reward: the loss is 0 in every evaluation")
+        is_loss = follows and metric in ("loss", "eval_loss") and not self.beta
+        require(not is_loss, "metric_for_best_model", metric, "reward: the loss does not say how good the policy is")
         with blamed({name: value for name, value in given(self).items() if name in hints(GRPOConfig)}):
             super().__post_init__()
         if of_schedule:

@@ -406,5 +406,7 @@ def test_what_follows_a_metric_follows_the_reward(tmp_path, options):
     assert config.lr_scheduler_kwargs == schedule
     chosen = OPOConfig(str(tmp_path), **{**often, "bf16": False, **options, "metric_for_best_model": "length_loss"})
     assert (chosen.metric_for_best_model, chosen.greater_is_better) == ("length_loss", False)
-    with pytest.raises(ValueError, match=r"metric_for_best_model='eval_loss' .* reward: the loss is 0"):
+    with pytest.raises(ValueError, match=r"metric_for_best_model='eval_loss' .* reward: the loss does not"):
         OPOConfig(str(tmp_path), **{**often, "bf16": False, **options, "metric_for_best_model": "eval_loss"})
+    with pytest.raises(ValueError, match=r"greater_is_better=False .* `metric_for_best_model` is the reward"):
+        OPOConfig(str(tmp_path), **{**often, "bf16": False, **options, "greater_is_better": False})

@@ -54,7 +54,7 @@ def check_logprobs(client: VLLMClient, temperature: float) -> None:
         mode = client.get_server_info()["model_config"]["logprobs_mode"]
     except Exception as error:
         raise RuntimeError(
-            f"The vLLM server at {without_secrets(client.server_url)} does not tell its `--logprobs-mode`: "
+            f"The vLLM server at {without_secrets(client.server_url)} does not report its `--logprobs-mode`: "
             f"{told(error)}. Start `vllm serve` there with `VLLM_SERVER_DEV_MODE=1` in its environment."
         ) from error
     if mode != "processed_logprobs" and (mode, temperature) != ("raw_logprobs", 1.0):

@@ -84,8 +84,8 @@ def _problem(args: GRPOConfig, key: str, value: Any) -> tuple[str, str] | None:
             return "belongs to assisted generation, which takes one prompt at a time", remove
         if key in _UNREAD_KEYS or key not in vars(GenerationConfig()):
             return "has no effect: it is not an option of GenerationConfig", remove
-    if key == "stop" and value:
-        return "ends completions by text, and TRL takes those for truncated", "Set 'stop_token_ids' instead"
+    if key == "stop" and value and args.mask_truncated_completions:
+        return "ends completions by text, and TRL takes those for truncated", "Remove `mask_truncated_completions`"
     if value not in (None, _FIXED_KEYS.get(key, value)):
         return f"must be {_FIXED_KEYS[key]!r}: TRL samples one completion per row", remove
     asked = None if field is None else getattr(args, field)

@@ -164,9 +164,9 @@ def check_trainable(model: Any, optimizer: Any) -> None:
         )
     if optimizer is not None and trained.isdisjoint(held):
         raise ValueError(
-            f"optimizers={(type(optimizer).__name__, '…')} would not train the model: they hold none of its weights "
-            "that require a gradient. Make them of the weights of the model that is passed, after its adapter is "
-            "added, or leave them out."
+            f"optimizers={(type(optimizer).__name__, '…')} would not train the model: the optimizer holds none of its "
+            "weights that require a gradient. Make it of those of the model that is passed, after its adapter is "
+            "added, or leave it out."
         )
 
 

@@ -22,8 +22,10 @@ def check(compute_metrics: Any, args: Any, dataset: Any) -> None:
             raise ValueError(f"{name}={value!r} has no effect: {why}. Remove it.")
     names = [*dataset] if isinstance(dataset, dict) else []
     metric = args.metric_for_best_model
-    if names and metric and not metric.removeprefix("eval_").startswith(tuple(f"{name}_" for name in names)):
-        said = f"metric_for_best_model={metric!r} is of none of the evaluation datasets {', '.join(names)}"
+    follows = args.load_best_model_at_end or args.save_strategy == "best"
+    known = tuple(f"{name}_" for name in names)
+    if follows and names and metric and not metric.removeprefix("eval_").startswith(known):
+        said = f"metric_for_best_model={metric!r} names no metric of the evaluation datasets {', '.join(names)}"
         raise ValueError(f"{said}. Set it to a metric of one of them, such as 'eval_{names[0]}_reward'.")
 
 

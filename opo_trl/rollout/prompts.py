@@ -77,7 +77,8 @@ def _check_tokens(trainer: GRPOTrainer) -> None:
         return
     for name, data in _by_name(trainer.train_dataset, trainer.eval_dataset).items():
         is_stored = isinstance(data, Dataset) and data.format["type"] != "custom" and "prompt" in data.column_names
-        if is_stored and "" in (prompts := [*data["prompt"]]):
+        is_text = is_stored and getattr(data.features["prompt"], "dtype", None) == "string"
+        if is_text and "" in (prompts := [*data["prompt"]]):
             raise ValueError(f"{name}: its column 'prompt' is empty in row {prompts.index('')}. Remove that row.")
 
 

@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
+from transformers.distributed.fsdp import is_fsdp_managed_module
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import create_model_from_path
 
@@ -18,9 +19,9 @@ def given(model: Any) -> AbstractContextManager[None]:
     """
 
     def copied(path: str, **options: Any) -> Any:
-        if not any(hasattr(weight, "ds_tensor") for weight in model.parameters()):
+        if not (any(hasattr(weight, "ds_tensor") for weight in model.parameters()) or is_fsdp_managed_module(model)):
             return deepcopy(model).eval()
-        copy = create_model_from_path(path, **options)  # in the same shards, under ZeRO-3
+        copy = create_model_from_path(path, **options)  # in the same shards, under ZeRO-3 and FSDP2
         for to, weight in zip(copy.parameters(), model.parameters(), strict=True):
             local_part(to).copy_(local_part(weight))
         return copy

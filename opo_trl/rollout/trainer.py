@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset
 from torch import Tensor
@@ -53,6 +54,8 @@ from .scored import RewardFailures, recorded_rewards
 from .skipped_steps import SkippedSteps
 from .vllm_server import watched, without_password
 
+
+logger = get_logger(__name__)
 
 trl_contract.check()
 
@@ -166,6 +169,8 @@ class RolloutTrainer(GRPOTrainer):
         if ends is not None:
             ends = [ends] if isinstance(ends, int) else ends
             self.eos_token_ids = [*self.eos_token_ids, *ends] if args.use_vllm else ends
+        if args.use_vllm and (cast(Any, args.generation_kwargs) or {}).get("stop"):
+            logger.warning("`completions/clipped_ratio` counts completions that `stop` ends as truncated.")
         check_finite(self.accelerator, self.model, *self.reward_funcs)
         evaluated.check(compute_metrics, args, eval_dataset)
         self.compute_metrics = compute_metrics
@@ -572,7 +577,8 @@ class RolloutTrainer(GRPOTrainer):
             logged = {name.removeprefix(f"{metric_key_prefix}_") for name in output.metrics} | own.keys()
             found = evaluated.metrics(self.compute_metrics, samples, logged)
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
-        if dataset := metric_key_prefix.removeprefix("eval").removeprefix("_"):  # TRL puts "eval_" before all alike
+        if metric_key_prefix != "eval":  # TRL puts "eval_" before all alike
+            dataset = metric_key_prefix.removeprefix("eval_")
             self._metrics["eval"] = defaultdict(list, {f"{dataset}_{name}": values for name, values in own.items()})
         return output
 

@@ -96,6 +96,6 @@ def _watch(url: str, done: threading.Event) -> None:
 
 def _message(url: str, said: int | str | None) -> str:
     return (
-        f"The vLLM server at {without_secrets(url)} no longer answers as it should (last: {said or 'nothing'}). Its "
+        f"The vLLM server at {without_secrets(url)} no longer answers as it should (last: {said or 'no answer'}). Its "
         "own log says why; start it again, and resume the run with `--resume_from_checkpoint last`."
     )

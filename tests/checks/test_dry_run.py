@@ -190,8 +190,9 @@ def test_generation_options_of_vllm_are_its_sampling_parameters(monkeypatch):
         config(use_vllm=True, generation_kwargs={"use_cache": False})
     with pytest.raises(ValueError, match=r"contradicts max_completion_length=512"):
         config(use_vllm=True, generation_kwargs={"max_tokens": 2})
-    with pytest.raises(ValueError, match=r"'stop' ends completions by text.*Set 'stop_token_ids' instead"):
-        config(use_vllm=True, generation_kwargs={"stop": ["\n"]})
+    with pytest.raises(ValueError, match=r"'stop' ends completions by text.*Remove `mask_truncated_completions`"):
+        config(use_vllm=True, generation_kwargs={"stop": ["\n"]}, mask_truncated_completions=True)
+    config(use_vllm=True, generation_kwargs={"stop": ["\n"]})
 
 
 def test_error_is_attributed_to_the_fields_that_it_mentions():
