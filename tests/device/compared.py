@@ -259,6 +259,7 @@ def assert_same_gradients_on_the_host(trainer: Recording, host: Recording) -> No
     host.current_gradient_accumulation_steps = host.args.gradient_accumulation_steps
     for number, step in enumerate(trainer.steps):
         host.model.load_state_dict(step.policy)
+        host._skipped.moved_at = number  # every step before this one has had a gradient
         host.model.train()
         host.model.zero_grad()
         for batch in step.batches:
