@@ -528,7 +528,7 @@ def test_best_model_and_early_stopping_follow_the_reward_by_default(tiny_model, 
     often |= {"load_best_model_at_end": True, "num_generations_eval": 2}
     where = {"reward_funcs": falling, "arguments": arguments}
     if named:
-        with pytest.raises(ValueError, match=r"metric_for_best_model='reward' names no metric .* a, b\. .*'eval_a_reward'"):
+        with pytest.raises(ValueError, match=r"='reward' names no metric .* a, b\. .*'eval_a_reward'"):
             make(tiny_model, tmp_path, **where, **often)
         often["metric_for_best_model"] = "eval_b_reward"
     trainer = make(tiny_model, tmp_path, **where, **often)
