@@ -3,8 +3,8 @@ Whether padding changes the log-probabilities of a model: a few passes over a co
 
 Micro-batches have other widths than the pass over a rollout. There, a model that scales its positions by the width of
 the batch (`longrope`, `dynamic`), or does not mask padding in a recurrence, has other log-probabilities, and the
-log-ratio of a policy that has not moved is not 0. GPT-2 would count left padding as
-positions, and is told others.
+log-ratio of a policy that has not moved is not 0. Models with learned positions, such as GPT-2, would count left
+padding; they get the positions of generation.
 """
 
 import inspect
@@ -107,7 +107,7 @@ def find(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: int) ->
     checkpointing: Any = trainer.args.gradient_checkpointing_kwargs
     with disable_gradient_checkpointing(model, checkpointing):
         alone = logps()
-        noise = distance(partial(logps, first=1))
+        noise = distance(partial(logps, first=1)).nan_to_num(posinf=0.0)  # an error is no rounding
         harmless = same(partial(logps, left=8), partial(logps, right=max(widest - ids.size(1), 8)))
         balance = harmless and shared_prompts.balance(trainer.accelerator.unwrap_model(model))
         share = bool(balance) and same(shared)
