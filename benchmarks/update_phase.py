@@ -123,8 +123,9 @@ def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
     trainers |= {name: make_trainer("OPO", shape, rollout, **options, **own) for name, own in VARIANTS.items()}
     result: dict[str, dict[str, Any]] = {}
     for name, trainer in trainers.items():
+        phase(trainer)  # creates the moments, and looks once whether padding changes log-probabilities
         with counted_passes(trainer.model) as passes:
-            phase(trainer)  # also creates the moments
+            phase(trainer)
         result[name] = {"tokens": count_tokens(passes), "bytes": allocated_peak(trainer)}
     seconds = take_turns(trainers, repeats)
     theirs = result["GRPOTrainer"]

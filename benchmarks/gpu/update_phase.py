@@ -72,10 +72,10 @@ def model_flops(passes: Iterable[Pass], shape: Mapping[str, Any], parameters: in
 def measure_alone(method: str, shape: Mapping[str, Any], rollout: Rollout, **options: Any) -> dict[str, Any]:
     """Tokens, passes with gradient, operations, peak bytes and seconds by part of a trainer alone on the device."""
     trainer = make_trainer(method, shape, rollout, **options)
-    with counted_passes(trainer.model) as passes:
-        phase(trainer)  # also creates the moments
+    phase(trainer)  # creates the moments, and looks once whether padding changes log-probabilities
     reset_peak_memory()
-    phase(trainer)
+    with counted_passes(trainer.model) as passes:
+        phase(trainer)
     peak = peak_memory()
     split = Split(trainer)
     whole = phase(trainer)

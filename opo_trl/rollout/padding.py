@@ -103,7 +103,8 @@ def find(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: int) ->
         return bool((distances[:, :-1] <= (4 * distances[:, -1:]).clamp(min=2 * _precision(trainer) ** 0.5)).all())
 
     training = model.training
-    model.eval()
+    for module in model.modules():  # on some CPUs, evaluation rounds bitsandbytes' weights anew, for good
+        module.training = type(module).__name__ == "Linear4bit"
     checkpointing: Any = trainer.args.gradient_checkpointing_kwargs
     with disable_gradient_checkpointing(model, checkpointing):
         alone = logps()

@@ -288,7 +288,7 @@ def test_server_that_fails_is_named(tiny_model, server, answer, message):
 def test_server_that_is_not_in_development_mode_is_named(server, body):
     server.answer = (200, body)
     url = f"http://127.0.0.1:{server.server_port}"
-    with pytest.raises(RuntimeError, match=f"at {url} does not tell .*Error: .*`VLLM_SERVER_DEV_MODE=1`"):
+    with pytest.raises(RuntimeError, match=f"at {url} does not report its .*Error: .*`VLLM_SERVER_DEV_MODE=1`"):
         faults.check_logprobs(VLLMClient(url), 1.0)
 
 

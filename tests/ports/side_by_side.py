@@ -119,9 +119,15 @@ def side_by_side(script: Callable, folder: Path, *arguments: Any, learns: bool =
 
 
 def check_logs(of_trl: list[dict[str, Any]], of_opo: list[dict[str, Any]]) -> None:
-    """Check that whatever reads a log of GRPO can read that of OPO: the same entries, with all their names."""
+    """
+    Check that whatever reads a log of GRPO can read that of OPO: the same entries, with all their names.
+
+    Except that GRPO logs what it generates for every evaluation dataset under the same names, without the dataset's.
+    """
     assert len(of_trl) == len(of_opo)
     for one, other in zip(of_trl, of_opo, strict=True):
+        dataset = {name.removesuffix("loss").removeprefix("eval_") for name in other if name.endswith("_loss")} - {""}
+        one = {name if name in other else name.replace("eval_", f"eval_{''.join(dataset)}"): one[name] for name in one}
         missing = {name for name in one.keys() - other.keys() if OF_THE_CLIPPED_LOSS not in name}
         assert not missing, missing
         # TRL logs None for its own metrics, such as the mean of a reward that has scored nothing.
