@@ -467,8 +467,8 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
             `"mean"`: Δ is divided by the completion's length T, which makes the trust region T times softer at the
             same μ.
         log_ratio_clamp (`float`, *optional*):
-            Bound on |Δ|, positive. Defaults to 20 for `"sum"` and 5 for `"mean"`. Completions beyond it have
-            no gradient; `opo/frac_clamped` is their fraction.
+            Bound on the value of |Δ|, not on its gradient; positive. Defaults to 20 for `"sum"` and 5 for
+            `"mean"`. `opo/frac_clamped` is the fraction of completions beyond it.
         ratio_form (`str`, *optional*, defaults to `"truncated"`):
             Form of the loss: `"truncated"`: the gradient of the χ²-regularized reward, with π/π_k bounded at 2;
             `"log"`: the paper's surrogate, in u = Δ; `"exact"`: in u = π/π_k − 1, unbounded. Where completions are

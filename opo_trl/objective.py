@@ -416,8 +416,9 @@ class Objective:
         bound = self.args.log_ratio_clamp
         log_ratio, weights = self.reduce(samples.sum(samples.log_ratios), samples), self.weights(samples)
         clamped = log_ratio.detach().abs() > bound
-        # Not `clamp` alone: its gradient at NaN is 0, which no guard of the step would see.
-        log_ratio = torch.where(clamped, log_ratio.detach().clamp(-bound, bound), log_ratio)
+        # In value, so that no exponential overflows, but not in gradient, which ends where a form says so. NaN stays.
+        bounded = log_ratio.detach().clamp(-bound, bound)
+        log_ratio = torch.where(log_ratio.isinf(), bounded, bounded + (log_ratio - log_ratio.detach()))
         return Loss(*self.terms(log_ratio, weights, samples), log_ratio, clamped, weights)
 
     def reduce(self, total: Tensor, samples: Samples) -> Tensor:

@@ -579,7 +579,7 @@ class Reference:
             steered = own if kept_tokens is None else own & kept_tokens(k, i, entropies.detach())
             ratio = (logps - anchor)[steered].sum()
             delta = ratio / length if args.log_ratio_reduction == "mean" else ratio
-            delta = delta.clamp(-args.log_ratio_clamp, args.log_ratio_clamp)
+            delta = delta + (delta.clamp(-args.log_ratio_clamp, args.log_ratio_clamp) - delta).detach()
             u = delta if args.ratio_form == "log" else delta.exp() - 1
             weight = age * row_weight(k, i) if drive.valid[i] else 0.0
             work, dissipation = -weight * drive.mu * drive.target[i] * u, weight * drive.mu / 2 * u**2

@@ -147,7 +147,7 @@ _ADVICE = {
     f"Use completions for fewer passes (`num_iterations`). {_SLOWER}",
     "target <": "adrift, the policy is further from the target than the behaviour policy is. Lower `learning_rate`. "
     "If gradient norms of off-policy steps are large, lower `mu`, too.",
-    "clamp >": f"the clamp cuts off their gradient. {_TIGHTER}",
+    "clamp >": f"the policy is far from the one that wrote them. {_TIGHTER}",
     "masked >": "they are excluded from training. They are truncated (`mask_truncated_completions`), unscored, too "
     "far off-policy (`off_policy_mask_threshold`), or vLLM and the trainer disagree about their probabilities "
     "(`vllm_importance_sampling_mode`).",

@@ -187,7 +187,7 @@ def reference(
                 delta = moved / share / (length if args.log_ratio_reduction == "mean" else 1)
                 ratio = min(math.exp(delta.item()), 2.0)
                 weight = row_weight(v) if args.ratio_form == "truncated" else ratio * row_weight(v)
-                delta = delta.clamp(-args.log_ratio_clamp, args.log_ratio_clamp)
+                delta = delta + (delta.clamp(-args.log_ratio_clamp, args.log_ratio_clamp) - delta).detach()
                 u = delta if args.ratio_form == "log" else delta.exp() - 1
                 loss = -args.mu * v * u + args.mu / 2 * u**2
                 if args.ratio_form == "truncated":

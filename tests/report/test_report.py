@@ -153,7 +153,7 @@ BROKEN = {
     ),
     "opo/frac_clamped": (
         {"opo__frac_clamped": at_end(0, 0.25)},
-        "were 25% at most: the clamp cuts off",
+        "were 25% at most: the policy is far from the one",
     ),
     "opo/frac_masked": ({"opo__frac_masked": at_end(0.3, 0.3)}, "were 30%: they are excluded from training"),
     "opo/skipped_steps": ({"opo__skipped_steps": at_end(0, 2)}, "non-finite gradient were 2"),
