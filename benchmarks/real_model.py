@@ -65,6 +65,7 @@ from opo_trl.train import prepare
 
 from .many_runs import options, read_command_line
 from .objectives import published
+from .objectives.grid import CELLS
 from .objectives.report import shown
 from .pages import table
 from .staged import Stages, holm, read, run_missing
@@ -91,7 +92,8 @@ class GSPO(published.GSPO):
 
 
 # By OPOTrainer, with OPO's recipe.
-SIMPLE = methods.Method("simple", "Truncated REINFORCE", "#e69f00", objective="opo_trl.objective.TruncatedReinforce")
+TruncatedReinforce = CELLS["reward-bounded-none"]
+SIMPLE = methods.Method("simple", "Truncated REINFORCE", "#e69f00", objective=f"{__name__}.TruncatedReinforce")
 LOSSES = {
     "GSPO": methods.Method("gspo_loss", "GSPO", "#b03a86", objective="benchmarks.real_model.GSPO"),
     "GRPO": methods.Method("grpo_loss", "GRPO", "#0072b2", objective="benchmarks.objectives.published.GRPO"),

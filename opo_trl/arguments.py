@@ -43,8 +43,8 @@ class OPOScriptArguments(ScriptArguments):
 
     Args:
         trainer (`str`, *optional*, defaults to `"opo"`):
-            `"opo"`: [`OPOTrainer`]; `"truncated_reinforce"`: the same with [`TruncatedReinforce`]; `"grpo"`:
-            [`RolloutTrainer`] with TRL's losses, for GRPO, GSPO, DAPO and others; `"async_opo"`: [`AsyncOPOTrainer`].
+            `"opo"`: [`OPOTrainer`]; `"grpo"`: [`RolloutTrainer`] with TRL's losses, for GRPO, GSPO, DAPO and others;
+            `"async_opo"`: [`AsyncOPOTrainer`].
         reward_funcs (`list[str]`, *optional*):
             Reward functions: `accuracy_reward`, `format_reward`, `arithmetic_reward`, `gym_reward`, TRL's
             `reasoning_accuracy_reward`, `think_format_reward` and `soft_overlong_punishment`, or dotted import paths.

@@ -18,7 +18,7 @@ from .checks.ranges import require
 from .checks.secrets import Masked
 from .fields import COUNT, DATA, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, default, hints, integer, setting
 from .metrics.log import Watch
-from .objective import DriveScaling, Positivity, RatioForm, Reduction
+from .objective import OBJECTIVES, DriveScaling, Positivity, Push, RatioForm, Reduction, objective_named
 
 
 AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
@@ -297,17 +297,32 @@ class RolloutConfig(Masked, GRPOConfig):
         )
 
 
+BOUNDS = Range(0, text="two numbers of at least 0, the lower first")
+_BOUNDS = (("positive_bounds", "numbers of at least 0"), ("negative_bounds", "numbers of at least 0"))
+
+
 @dataclass
 class ObjectiveConfig:
     """
     The fields of OPO's objective, which [`OPOConfig`] documents, for all configurations that have them.
 
     Raises:
-        `ValueError`: `mu` and `chi2_radius` are both set, or `temperature_range` is not a range.
+        `ValueError`: `mu` and `chi2_radius` are both set, a range is none, `objective` does not exist, or a field is
+            set that it does not read.
     """
 
     rejected_fields: ClassVar[Mapping[str, str]] = REJECTED_FIELDS  # without effect: why, and what to use instead
 
+    objective: Annotated[str, OBJECTIVE] = setting(
+        "opo", f"Objective: {' or '.join(OBJECTIVES)}, or the dotted path of a class."
+    )
+    push: Annotated[Push, OBJECTIVE] = setting("reward", "Of `objective: topr`: what pushes completions.")
+    positive_bounds: Annotated[list[float], OBJECTIVE, BOUNDS] = setting(
+        lambda: [1.0, 1.0], "Of `objective: topr`: bounds on the ratio of completions that are pushed up."
+    )
+    negative_bounds: Annotated[list[float], OBJECTIVE, BOUNDS] = setting(
+        lambda: [0.0, 1.0], "Of `objective: topr`: bounds on the ratio of completions that are pushed down."
+    )
     alpha: Annotated[float, OBJECTIVE, FRACTION] = setting(
         0.4, "Escort exponent in [0, 1]: 1 weights all completions equally, 0 by P* ∝ exp(A/tau)."
     )
@@ -353,13 +368,34 @@ class ObjectiveConfig:
                 f"mu={self.mu} and chi2_radius={self.chi2_radius} are both set, but chi2_radius determines mu. "
                 "Remove one of them."
             )
-        low_high = self.temperature_range
-        ordered = len(low_high) == 2 and low_high[0] <= low_high[1]
-        require(ordered, "temperature_range", low_high, "two positive numbers, the lower first")
-        if self.mu is None and self.chi2_radius is None and "mu" not in self.rejected_fields:
+        for name, wanted in (("temperature_range", "positive numbers"), *_BOUNDS):
+            low_high = getattr(self, name)
+            ordered = len(low_high) == 2 and low_high[0] <= low_high[1]
+            require(ordered, name, low_high, f"two {wanted}, the lower first")
+        self._check_fields_of_others()
+        if self.mu is None and self.chi2_radius is None and self.objective != "topr":
             self.mu = 0.3
         if self.log_ratio_clamp is None:
             self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
+
+    def _check_fields_of_others(self) -> None:
+        """Reject fields of another objective of ours; one of the user's may read any."""
+        kind = objective_named(self.objective)
+        unread: set[str] = set()
+        if self.objective in OBJECTIVES:
+            unread |= {name for other in OBJECTIVES.values() for name in other.fields - kind.fields}
+        if self.objective == "topr" and self.push != "escort":
+            unread |= {"alpha", "escort_temperature"}
+        if self.objective == "topr" and self.push == "reward":
+            unread |= {"scale_rewards", "multi_objective_aggregation"}
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if each.name in unread and value != default(each):
+                pushed = f" and push={self.push!r}" if self.objective == "topr" else ""
+                raise ValueError(
+                    f"{each.name}={value!r} has no effect with objective={self.objective!r}{pushed}. Remove "
+                    f"`{each.name}`."
+                )
 
     def describe_objective(self) -> str:
         """Line of a run's plan: the loss."""
@@ -427,6 +463,20 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
     `sapo_*`, `vespo_*`) have no effect in OPO and are rejected unless they have TRL's default.
 
     Parameters:
+        objective (`str`, *optional*, defaults to `"opo"`):
+            `"opo"`: the paper's objective, [`OPO`]; `"topr"`: REINFORCE with bounded importance weights, [`TOPR`]; or
+            the dotted path of a subclass of [`Objective`].
+
+        > Parameters of `objective: topr`
+
+        push (`str`, *optional*, defaults to `"reward"`):
+            What pushes a completion: `"reward"`: its reward less the mean of its group; `"advantage"`; `"escort"`:
+            OPO's centred escort weight, by `alpha` and `escort_temperature`.
+        positive_bounds (`list[float]`, *optional*, defaults to `[1, 1]`):
+            Bounds on the weight π/π_k of the whole completion, without gradient, where the push is positive.
+        negative_bounds (`list[float]`, *optional*, defaults to `[0, 1]`):
+            The same where the push is negative. `[0, 2]` for both with `push: reward` is truncated REINFORCE.
+
         > Parameters that control the sampling geometry
 
         alpha (`float`, *optional*, defaults to `0.4`):
@@ -495,8 +545,8 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
             flash attention; other attention gives the same gradient but saves nothing.
 
     Raises:
-        `ValueError`: a value is out of its range, `mu` and `chi2_radius` are both set, or an inherited parameter
-        that the objective does not use is set. The message names the field, the value and what to do.
+        `ValueError`: a value is out of its range, `mu` and `chi2_radius` are both set, or a parameter that the
+        objective does not use is set. The message names the field, the value and what to do.
     """
 
     unused_fields: ClassVar[frozenset[str]] = frozenset({*REJECTED_FIELDS, "importance_sampling_level"})
@@ -536,6 +586,8 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
         return ", ".join(f"`{name}: {value}`" for name, value in fields.items())
 
     def describe_policy(self) -> str:
+        if self.mu is None and self.chi2_radius is None:
+            return super().describe_policy()
         term = f"chi2_radius = {self.chi2_radius:g}" if self.chi2_radius else f"mu = {self.mu:g}"
         if self.is_on_policy:
             return (
@@ -546,35 +598,6 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
 
     def describe_objective(self) -> str:
         return super().describe_objective() + (f", beta = {self.beta:g}" if self.beta else "")
-
-
-@dataclass
-class TruncatedReinforceConfig(OPOConfig):
-    """
-    Configuration of `trainer: truncated_reinforce`, an [`OPOTrainer`] with the objective [`TruncatedReinforce`].
-
-    Raises:
-        `ValueError`: as [`OPOConfig`]; also if a field of OPO's escort weights, target or χ² term is set, or one that
-            scales rewards.
-    """
-
-    rejected_fields: ClassVar[Mapping[str, str]] = REJECTED_FIELDS | {
-        "loss_type": "this method has one loss",
-        **dict.fromkeys(("epsilon", "epsilon_high", "delta"), "the ratio is bounded at 2, not clipped"),
-        **dict.fromkeys(
-            (
-                *("alpha", "escort_temperature", "adaptive_temperature", "temperature_range", "anchor_correction"),
-                *("drive_scaling", "scale_rewards", "multi_objective_aggregation"),
-            ),
-            "completions are pushed by their rewards less the mean of the group",
-        ),
-        **dict.fromkeys(
-            ("mu", "chi2_radius", "positivity", "positivity_epsilon", "ratio_form"),
-            "nothing pulls the policy back to the behaviour policy",
-        ),
-    }
-    unused_fields: ClassVar[frozenset[str]] = frozenset({*rejected_fields, "importance_sampling_level"})
-    describe_policy = RolloutConfig.describe_policy
 
 
 def updates_in_backward(args: Any) -> bool:

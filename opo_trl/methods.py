@@ -86,20 +86,16 @@ ASYNC = ("opo_trl.launch.async_recipe.AsyncRecipeTrainer", "opo_trl.launch.async
 
 _GRPO = {"loss_type": "grpo", "importance_sampling_level": "token"}
 _GSPO = {"trainer": "grpo", "loss_type": "grpo", "importance_sampling_level": "sequence"}
+_TOPR = {"trainer": "opo", "objective": "topr"}
+_TRUNCATED: dict[str, Any] = {**_TOPR, "push": "reward", "positive_bounds": [0, 2], "negative_bounds": [0, 2]}
 # TRL's default loss is DAPO's, but a run with the rest of TRL's defaults is none of these methods.
 _DAPO = {"trainer": "grpo", "loss_type": "dapo", "mask_truncated_completions": True}
 
 # Colours of Okabe and Ito, which people with colour blindness can tell apart, and for GSPO a darker one.
 METHODS = [
+    Method("truncated_reinforce", "Truncated REINFORCE", "#e69f00", page="docs/reuse.md", settings=_TRUNCATED),
+    Method("topr", "TOPR", "#f0e442", page="docs/reuse.md", settings=_TOPR),
     Method("opo", "OPO", "#d55e00", page="docs/methods/opo.md"),
-    Method(
-        "truncated_reinforce",
-        "Truncated REINFORCE",
-        "#e69f00",
-        config="opo_trl.config.TruncatedReinforceConfig",
-        page="docs/reuse.md",
-        objective="opo_trl.objective.TruncatedReinforce",
-    ),
     Method("grpo", "GRPO", "#0072b2", *_TRL, "docs/methods/baselines.md", _GRPO),
     Method("gspo", "GSPO", "#b03a86", *_TRL, "docs/methods/baselines.md", _GSPO),
     Method("dapo", "DAPO", "#56b4e9", *_TRL, "docs/methods/baselines.md", _DAPO),

@@ -38,6 +38,7 @@ Omega, drive and target carry no gradient. This module depends only on torch.
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -48,6 +49,7 @@ DriveScaling = Literal["none", "group", "batch"]
 Positivity = Literal["none", "stiffen", "clip", "project"]
 RatioForm = Literal["truncated", "log", "exact"]
 Reduction = Literal["sum", "mean"]
+Push = Literal["escort", "reward", "advantage"]
 
 # Bound on the ratio π/π_k as a weight (docs/theory.md: its bias and variance).
 MAX_WEIGHT = 2.0
@@ -383,7 +385,9 @@ class Objective:
     when they are used.
     """
 
+    fields: frozenset[str] = frozenset()  # of the configuration that it reads and not every objective
     is_regression = False  # whether the loss has a χ² term, and no force where the coordinate is at the target
+    pulls_back = True  # whether a sample of target 0 may have a gradient once the policy has moved
     reads_logps = False  # whether targets need `Groups.logps`
 
     def __init__(self, args: Any):
@@ -450,6 +454,12 @@ class Objective:
 class OPO(Objective):
     """The paper's objective, as at the top of this module."""
 
+    fields = frozenset(
+        {
+            *("adaptive_temperature", "temperature_range", "anchor_correction", "drive_scaling"),
+            *("mu", "chi2_radius", "positivity", "positivity_epsilon", "ratio_form"),
+        }
+    )
     is_regression = True
 
     def describe_objective(self) -> str:
@@ -518,26 +528,69 @@ class OPO(Objective):
         return loss_terms(log_ratio, samples.target, mu=samples.mu, ratio_form=form, weights=weights)
 
 
-class TruncatedReinforce(Objective):
+class TOPR(Objective):
     """
-    REINFORCE with truncated importance weights: `-min(pi / pi_k, 2) · (r - E[r]) · Delta`, without a pull-back.
+    REINFORCE with the tapered importance weights of TOPR (Le Roux et al., 2025, arXiv 2503.14286): `-w · g · Delta`.
 
-    r is the reward. With the ratio of whole completions (`log_ratio_reduction: sum`), the gradient is that of the
-    expected reward, `-E_pi[r]`, as long as the ratio is at most 2. Advantages are not read.
+    The push g is `args.push` of the completion, and w the ratio pi / pi_k of all of it, without gradient, within
+    `args.positive_bounds` where g is positive and within `args.negative_bounds` where it is negative. TOPR's weights
+    are 1 and the ratio up to 1. With `[0, 2]` for both and the push r − r̄, this is truncated REINFORCE, with the
+    gradient of the expected reward, `-E_pi[r]`, as long as the ratio is at most 2. Nothing pulls the policy back.
     """
+
+    fields = frozenset({"push", "positive_bounds", "negative_bounds"})
+    pulls_back = False
+
+    def describe_objective(self) -> str:
+        args, (low, high), (least, most) = self.args, self.args.positive_bounds, self.args.negative_bounds
+        return (
+            f"TOPR, push {args.push}, ratio within [{low:g}, {high:g}] for right and [{least:g}, {most:g}] for wrong "
+            f"completions, log-ratio {args.log_ratio_reduction}"
+        )
 
     def targets(self, groups: Groups) -> Targets:
+        args = self.args
+        if args.push == "advantage":
+            return super().targets(groups)
         if not groups.has_rewards:
             raise ValueError(
-                "The rollout has no `rewards_per_func`, by which truncated REINFORCE pushes. Return them from "
+                f"The rollout has no `rewards_per_func`, which push={args.push!r} needs. Return them from "
                 "`_generate_and_score_completions`, with shape [B, number of reward functions]."
             )
-        drive, _ = project(groups.rewards, **groups.rows)
+        given = groups.rewards
+        if args.push == "escort":
+            temperature = args.escort_temperature
+            given = escort_weights(groups.advantages, alpha=args.alpha, temperature=temperature, **groups.rows)
+        drive, _ = project(given, **groups.rows)
         return Targets(drive, drive, drive.new_ones(()))
 
     def weights(self, samples: Samples) -> Tensor:
-        return self.with_bounded_ratio(samples)
+        ratio = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP).exp()
+        right, wrong = (ratio.clamp(*bounds) for bounds in (self.args.positive_bounds, self.args.negative_bounds))
+        return torch.where(samples.weights != 0, samples.weights * torch.where(samples.target > 0, right, wrong), 0.0)
 
     def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
         push, _ = loss_terms(log_ratio, samples.target, mu=samples.mu, ratio_form="log", weights=weights)
         return push, torch.zeros_like(push)
+
+
+OBJECTIVES: dict[str, type[Objective]] = {"opo": OPO, "topr": TOPR}
+
+
+def objective_named(name: str) -> type[Objective]:
+    """The objective of a word of [`OBJECTIVES`], or of the dotted path of a class. `ValueError` if there is none."""
+    if name in OBJECTIVES:
+        return OBJECTIVES[name]
+    module, _, kind = name.rpartition(".")
+    try:
+        found = getattr(import_module(module), kind)
+    except (ImportError, AttributeError, ValueError) as error:
+        found, why = None, f": {error}"
+    else:
+        why = ""
+    if not (isinstance(found, type) and issubclass(found, Objective)):
+        raise ValueError(
+            f"objective={name!r} is none of {', '.join(OBJECTIVES)} and not the dotted path of a subclass of "
+            f"`opo_trl.objective.Objective`{why}. Set `objective` to one of them."
+        )
+    return found

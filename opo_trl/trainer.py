@@ -32,7 +32,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from .config import OPOConfig
 from .metrics.opo import rollout_metrics
 from .metrics.step import SampleReport, metrics_of_samples
-from .objective import OPO, Groups, Objective, Samples, token_mean
+from .objective import Groups, Objective, Samples, objective_named, token_mean
 from .rollout import packing, shared_prompts
 from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
@@ -97,7 +97,7 @@ class OPOTrainer(RolloutTrainer):
     }
 
     config_class = OPOConfig
-    objective_class: type[Objective] = OPO
+    objective_class: type[Objective] | None = None  # of a subclass, in place of `objective`
     policy_objective: Objective
     args: OPOConfig
     pad_to_multiple_of: int | None
@@ -106,7 +106,8 @@ class OPOTrainer(RolloutTrainer):
     def _set_up(self) -> None:
         if self.args.padding_free:
             packing.check(self.accelerator.unwrap_model(self.model))
-        self.policy_objective = self.objective_class(self.args)
+        kind = self.objective_class or objective_named(self.args.objective)
+        self.policy_objective = kind(self.args)
 
     def _begin(self) -> None:
         super()._begin()
@@ -323,6 +324,8 @@ class OPOTrainer(RolloutTrainer):
         """Samples, bool `[B]`, that can be skipped, as neither TRL's options nor a subclass give them a gradient."""
         alone = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
         alone = alone and self._keeps("compute_loss", "_compute_loss", "_sample_losses")
+        if not self.policy_objective.pulls_back:
+            return (rows["opo_target"] == 0) & (alone and self.args.skip_inert_rows)
         # Log-probabilities of an override may be those of another policy.
         skips = self.args.skip_inert_rows and on_policy and "old_per_token_logps" not in rows
         return rows["opo_idle"] & (alone and skips)

@@ -32,7 +32,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 from .. import trl_contract
 from ..checks.weights import check_finite, check_models, check_trainable
 from ..metrics.step import SampleReport, metrics_of_samples
-from ..objective import OPO, Objective, Samples
+from ..objective import Objective, Samples, objective_named
 from ..rollout import checkpoint, wording
 from ..rollout.frozen_base import FrozenBase
 from ..rollout.prompts import check_datasets
@@ -107,7 +107,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     _tag_names = ["trl", "async-opo"]  # noqa: RUF012 (TRL declares these as class attributes)
     _name = "AsyncOPO"
     _paper = OPOTrainer._paper
-    objective_class: type[Objective] = OPO
+    objective_class: type[Objective] | None = None  # of a subclass, in place of `objective`
     policy_objective: Objective
     args: AsyncOPOConfig
     _has_begun = False
@@ -164,7 +164,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
         self._frozen_base = nullcontext() if self._lora_sync else FrozenBase(self.model)
         self._dtypes = {name: parameter.dtype for name, parameter in _iter_vllm_named_params(self.model)}
-        self.policy_objective = self.objective_class(args)
+        kind = self.objective_class or objective_named(args.objective)
+        self.policy_objective = kind(args)
         self._skipped = SkippedSteps(args, self.accelerator)
         self._collated: deque[set[int]] = deque()  # groups of each micro-batch that waits; where batches are collated
         # Of the current optimizer step: micro-batches, their groups and reports, and passes over them that are left
@@ -180,7 +181,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             taken: Any = faults.Samples(self.rollout_queue, args, lambda: self.model_version)
             self.rollout_queue = taken
         self._syncs, self._synced_at = 0, 0  # synchronizations of weights so far, and optimizer step of the last
-        sent = self.objective_class(args.objective_fields)  # to the worker's process
+        sent = kind(args.objective_fields)  # to the worker's process
         if isinstance(worker, AsyncRolloutWorker):
             make_targets(worker, sent)
             size = cast(Any, self.model.config).get_text_config().vocab_size

@@ -126,7 +126,7 @@ def problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
         if value is None:
             # Of `num_generations`, which TRL needs, the type admits `None`, too.
             fits = type(None) in get_args(hints(kind)[name]) and name != "num_generations"
-        elif name in ("temperature_range", "reward_weights"):
+        elif name in ("temperature_range", "reward_weights", "positive_bounds", "negative_bounds"):
             fits = isinstance(value, list | tuple) and all(entry in allowed for entry in value)
         else:
             fits = value in allowed

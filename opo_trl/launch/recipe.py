@@ -37,6 +37,10 @@ logger = logging.getLogger(__name__)
 
 _NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")  # what argparse takes for a number, and not for an option
 # Fields of earlier versions that public recipes set.
+_OBJECTIVES = {
+    "truncated_reinforce": "`objective: topr`, `positive_bounds: [0, 2]` and `negative_bounds: [0, 2]`",
+    "topr": "`objective: topr`",
+}
 _RENAMED = {
     "torch_dtype": "`dtype`",
     "overwrite_output_dir": "gone: set `overwrite` to delete an earlier run",
@@ -197,6 +201,10 @@ def _read_recipe(path: str | Path | None, argv: Sequence[str]) -> tuple[dict[str
     own.add_argument("--trainer", nargs="?", default=recipe.get("trainer", methods.DEFAULT))
     trainer = own.parse_known_args(argv)[0].trainer
     known = list(methods.by_trainer())
+    if trainer in _OBJECTIVES:  # formerly one, or taken for one
+        raise ValueError(
+            f"trainer={trainer!r} is an objective of `trainer: opo` now. Set {_OBJECTIVES[trainer]} instead."
+        )
     if trainer not in known:
         raise ValueError(f"trainer={trainer!r} does not exist. Set `trainer` to one of {', '.join(known)}.")
     unknown = [key for key in recipe if key not in _fields(trainer).keys() | {"env"} and key not in _launch_actions()]

@@ -134,7 +134,7 @@ def test_checkpoint_is_not_resumed_with_another_value_of_its_field(runs):
         ),
         (
             {"trainer": "gspo"},
-            ["trainer='gspo' does not exist", "one of opo, truncated_reinforce, grpo, async_opo, louder"],
+            ["trainer='gspo' does not exist", "one of opo, grpo, async_opo, louder"],
         ),
     ],
 )

@@ -10,7 +10,6 @@ from benchmarks.real_model import METHODS, SEEDS, TASKS, Run, stages
 from opo_trl import methods
 from opo_trl.config import OPOConfig, RolloutConfig
 from opo_trl.launch.recipe import parse
-from opo_trl.objective import TruncatedReinforce
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_run_with_lora_differs_from_opos_in_adapters_and_rate(tmp_path):
 def test_objectives_are_the_packages_and_those_of_the_ablation(registered, tmp_path):
     """Clip ranges are the recipes', with which these losses run on the other task."""
     known = methods.by_trainer()
-    assert known["simple"].trainer_class.objective_class is TruncatedReinforce
+    assert known["simple"].trainer_class.objective_class is real_model.TruncatedReinforce
     for name, loss in real_model.LOSSES.items():
         recipe = parse(Run(name, "addition", 1e-5, 3, False).command_line(tmp_path))[1]
         objective = known[loss.name].trainer_class.objective_class
