@@ -189,11 +189,11 @@ class Task:
         problems = Dataset.from_list(self.problems()[0]).shuffle(seed=seed).select(range(self.prompts)).to_list()
         return self.complete([problem for problem in problems for _ in range(GROUP)], seed=seed)
 
-    def accuracies(self, weights: Any, *, for_tuning: bool) -> dict[str, float]:
-        """Sampled and greedy accuracy on test problems."""
+    def accuracies(self, weights: Any, *, for_tuning: bool, draws: int = 7) -> dict[str, float]:
+        """Sampled and greedy accuracy on test problems; `draws` is the seed of the former."""
         problems = self.problems()[2 if for_tuning else 1]
         return {
-            name: fmean(row["reward"] for row in self.complete(problems, seed=7, temperature=t, weights=weights))
+            name: fmean(row["reward"] for row in self.complete(problems, seed=draws, temperature=t, weights=weights))
             for name, t in (("sampled", 1.0), ("greedy", 1e-4))
         }
 

@@ -123,6 +123,7 @@ def train(
     field: str,
     options: dict[str, Any],
     callback: Callable[[Any], TrainerCallback] | None = None,
+    draws: int = 7,
 ) -> dict[str, Any]:
     """
     Train and measure in this process, which must be a new one.
@@ -132,6 +133,7 @@ def train(
         field: its own field, of the configuration or of the objective; several names for several that are equal.
         options: other fields of the configuration.
         callback: makes a callback from the trainer.
+        draws: seed of the evaluation.
 
     Returns:
         The run's fields, its accuracies, the mean entropy of the last five optimizer steps, and processor seconds.
@@ -139,11 +141,17 @@ def train(
     with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "log.txt"), "w") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
-        return _train(run, objective_class, field, options, callback, folder)
+        return _train(run, objective_class, field, options, callback, folder, draws)
 
 
 def _train(
-    run: Run, objective_class: type[Objective], field: str, options: dict[str, Any], callback: Any, folder: str
+    run: Run,
+    objective_class: type[Objective],
+    field: str,
+    options: dict[str, Any],
+    callback: Any,
+    folder: str,
+    draws: int,
 ):
     torch.set_num_threads(1)
     regime, began = REGIMES[run.regime], time.process_time()
@@ -166,7 +174,7 @@ def _train(
     entropies = [entry["entropy"] for entry in trainer.state.log_history if "entropy" in entry][-5:]
     return {
         **asdict(run),
-        **accuracies(trainer.model, make_tokenizer(), for_tuning=run.tuning),
+        **accuracies(trainer.model, make_tokenizer(), for_tuning=run.tuning, draws=draws),
         "entropy": round(sum(entropies) / len(entropies), 4),
         "seconds": round(time.process_time() - began, 1),
     }
