@@ -3,7 +3,7 @@ The regime map: what every method reaches, over optimizer steps per rollout and 
 
     python -m benchmarks.regime run --jobs 2        # runs that the record lacks, into runs/regime; all take 2.5 hours
     python -m benchmarks.regime collect             # runs/regime → benchmarks/results/regime.jsonl.gz, the record
-    python -m benchmarks.regime report              # results/regime.jsonl.gz → results/regime.md and regime_*.png
+    python -m benchmarks.regime report              # results/regime.jsonl.gz → results/regime.md and regime_reuse.png
 
 Every run has the same budget: 64 optimizer steps of 48 completions (8 prompts × 6) of the arithmetic task's Level 3,
 from the embedded base model. Only the number k of optimizer steps per rollout differs: each rollout has 48·k

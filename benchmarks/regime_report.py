@@ -29,7 +29,7 @@ _COLORS = {
 
 
 def write_report(runs: list[Run], folder: Path) -> None:
-    """Write `regime.md`, `regime_map.png` and `regime_reuse.png`."""
+    """Write `regime.md` and `regime_reuse.png`."""
     cells: Cells = defaultdict(list)
     variants: dict[tuple[int, float], dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     confirmation: dict[int, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
@@ -43,7 +43,6 @@ def write_report(runs: list[Run], folder: Path) -> None:
             cells[run["method"], run["steps_per_rollout"], run["learning_rate"]].append(run)
     lines = _introduction(runs)
     plt.switch_backend("Agg")
-    _draw_map(cells, folder / "regime_map.png")
     softer = {("OPO", k, rate): runs["mu = 0.3"] for (k, rate), runs in variants.items() if rate == BEST_RATE}
     _draw_reuse(cells, softer, folder / "regime_reuse.png")
     lines += [*_map_tables(cells), *_best_table(cells)]
@@ -86,8 +85,6 @@ def _introduction(runs: list[Run]) -> list[str]:
 def _map_tables(cells: Cells) -> list[str]:
     methods, steps, rates = (_axis(cells, position) for position in range(3))
     lines = [
-        "",
-        "![Accuracy over steps per rollout and learning rate](regime_map.png)",
         "",
         "![Accuracy over steps per rollout, each method at its best learning rate](regime_reuse.png)",
     ]
@@ -202,25 +199,6 @@ def _length_table(variants: dict[str, list[Run]]) -> list[str]:
         cells = [_text(estimate(_accuracies(runs))) for runs in by_radius.values()]
         lines.append(f"| {level} | {before:.1f} | " + " | ".join(cells) + " |")
     return lines
-
-
-def _draw_map(cells: Cells, path: Path) -> None:
-    methods, steps, rates = (_axis(cells, position) for position in range(3))
-    figure, axes = plt.subplots(1, len(methods), figsize=(2.6 * len(methods), 3.2), layout="constrained", sharey=True)
-    for axis, method in zip(axes, methods, strict=True):
-        table = np.array([[np.mean(_accuracies(cells[method, k, rate])) for rate in rates] for k in steps])
-        image = axis.imshow(table, vmin=0, vmax=100, cmap="viridis", origin="lower", aspect="auto")
-        for (row, column), value in np.ndenumerate(table):
-            color = "white" if value < 60 else "black"
-            axis.text(column, row, f"{value:.0f}", ha="center", va="center", color=color, fontsize=8)
-        axis.set_title(method)
-        axis.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates], rotation=60, fontsize=8)
-        axis.set_yticks(range(len(steps)), [str(k) for k in steps])
-    axes[0].set_ylabel("optimizer steps per rollout")
-    figure.supxlabel("learning rate", fontsize=10)
-    figure.colorbar(image, ax=axes, label="accuracy after training, %")
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)
 
 
 def _draw_reuse(cells: Cells, softer: Cells, path: Path) -> None:

@@ -11,6 +11,7 @@ from helpers import USE_CPU
 from benchmarks import broken_on_purpose
 from opo_trl import methods
 from opo_trl.launch.recipe import parse
+from opo_trl.report.diagnosis import GRADIENTS
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,6 +121,14 @@ def test_every_figure_with_an_interval_or_a_range_is_in_a_report():
     assert set.union(*map(figures, PAGES))
     for page in PAGES:
         assert figures(page) <= reported, page
+
+
+def test_share_from_which_replay_saves_time_follows_from_the_completions_that_it_needs():
+    report = (RESULTS / "reuse.md").read_text(encoding="utf-8").partition("| to 88% sampled")
+    needed = re.findall(r"[\d.]+", cell("".join(report[1:]), "OPO", "ratio to GRPO"))
+    shares = [round(100 * (GRADIENTS - 1 / float(each)) / (GRADIENTS - 1)) for each in needed]
+    for page in (ROOT / "README.md", DOCS / "diagnostics.md"):
+        assert "{} % ({} to {})".format(*shares) in page.read_text(encoding="utf-8")
 
 
 def test_what_has_run_on_pretend_gpus_is_a_case_of_their_tests():

@@ -1,13 +1,13 @@
 """
 What makes OPO work: pushes, weights and pull-backs, and published objectives, tuned alike (plan.md).
 
-    python -m benchmarks.objectives run --jobs 2                 # what is missing of results/objectives.jsonl
+    python -m benchmarks.objectives run --jobs 2                 # what is missing of the two records
     python -m benchmarks.objectives report                       # → results/objectives.md and .png
     python -m benchmarks.objectives add my_module.MyObjective    # tunes and runs a further one: its row
 
-Every finished run is a line of `results/objectives.jsonl`, which is committed: `run` goes on from there, on any
-machine. `add` takes an objective with the loss of tokens or completions, and keeps its runs beside the table's, in
-`runs/objectives.jsonl`.
+Every finished run is a line of `results/objectives.jsonl` or `fresh_seeds.jsonl`, which are committed: `run` goes on
+from there, on any machine. `add` takes an objective with the loss of tokens or completions, and keeps its runs beside
+the table's, in `runs/objectives.jsonl`.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from .training import Run
 
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-RECORD, ADDED = RESULTS / "objectives.jsonl", Path("runs/objectives.jsonl")
+RECORD, FRESH, ADDED = RESULTS / "objectives.jsonl", RESULTS / "fresh_seeds.jsonl", Path("runs/objectives.jsonl")
 
 
 read = partial(staged.read, Run)  # the finished runs of some files
@@ -39,6 +39,12 @@ def run_missing(cells: Iterable[tuple[str, str]], file: Path, jobs: int) -> int:
         return [(run, ENTRIES[name]) for run in design.stages(name, regime).next_runs(found)]
 
     return staged.run_missing([partial(next_jobs, *cell) for cell in cells], design.make, file, jobs)
+
+
+def missing_of_fresh_seeds() -> list[tuple[Run, design.Entry]]:
+    """The missing runs with fresh seeds."""
+    done = read(FRESH)
+    return [(run, ENTRIES[run.objective]) for run in design.of_fresh_seeds(read(RECORD)) if run not in done]
 
 
 def add(path: str, jobs: int, field: str, values: tuple[float, ...]) -> int:
@@ -67,12 +73,13 @@ def main() -> int:
     commands.add_parser("report")
     arguments = parser.parse_args()
     if arguments.command == "run":
-        return run_missing(design.cells(), RECORD, arguments.jobs)
+        status = run_missing(design.cells(), RECORD, arguments.jobs)
+        return status or staged.run_missing([missing_of_fresh_seeds], design.make, FRESH, arguments.jobs)
     if arguments.command == "add":
         if bool(arguments.field) != bool(arguments.values):
             parser.error("--field and --values go together.")
         return add(arguments.path, arguments.jobs, arguments.field, tuple(arguments.values or ()))
-    write_report(read(RECORD), RESULTS)
+    write_report(read(RECORD), read(FRESH), RESULTS)
     return 0
 
 

@@ -14,6 +14,7 @@ from .training import REGIMES, GatedSteps, Run, ScaledRate, train
 
 TUNING_SEEDS = (311, 312, 313)
 SEEDS = tuple(range(301, 311))  # that no choice was based on
+FRESH_SEEDS = tuple(range(91, 101))  # of OPO with either μ, TOPR and truncated REINFORCE
 
 # Eight trials of each objective, in one region of learning rates.
 RATES = (2.5e-5, 5e-5, 1e-4, 2e-4)  # × two values of the objective's own field
@@ -99,6 +100,7 @@ ENTRIES |= LITERATURE | SIGNALS
 TODAY = "escort-bounded-log"  # the default when the plan was made
 PAPER = "escort-bounded-chi2"  # the default since, by the plan's second rule
 GSPO = "advantage-clipped-none"
+TR = "reward-bounded-none"  # truncated REINFORCE
 # From simple to complex, as the plan's second rule goes through them.
 FORMS = ("reward-bounded-none", "advantage-bounded-none", "escort-bounded-none", PAPER, TODAY)
 # What today's form is compared with, in every regime.
@@ -144,6 +146,14 @@ def stages(name: str, regime: str) -> Stages:
         TUNING_SEEDS,
         SEEDS if name in (*REPORTED, *LITERATURE) else (),
     )
+
+
+def of_fresh_seeds(found: Results) -> list[Run]:
+    """The runs with fresh seeds, with the settings that were chosen for `lag64`, but OPO's with either μ."""
+    settings = [(name, stages(name, WHOLE).chosen(found)) for name in ("TOPR", TR)]
+    rate = stages(PAPER, WHOLE).chosen(found)[0]
+    settings += [(PAPER, (rate, mu)) for mu in ENTRIES[PAPER].values]
+    return [Run(name, WHOLE, *setting, seed, False) for seed in FRESH_SEEDS for name, setting in settings]
 
 
 def make(job: tuple[Run, Entry]) -> dict[str, Any]:

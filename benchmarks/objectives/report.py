@@ -14,12 +14,19 @@ from opo_trl.report.intervals import Estimate, estimate
 from ..pages import fill, table
 from ..staged import holm
 from . import design
-from .design import ENTRIES, LITERATURE, REPORTED, RIVALS, SEEDS, TODAY, Results
+from .design import ENTRIES, FRESH_SEEDS, GSPO, LITERATURE, PAPER, REPORTED, RIVALS, SEEDS, TODAY, TR, Results
 from .training import REGIMES, Run
 
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
 NEAR = 3.0  # points within which a form is level
+AGES = {
+    "fresh": "fresh",
+    "lag16": "16 versions old, once",
+    "lag16x2": "16 versions old, twice",
+    "lag64": "64 versions old, once",
+    "replay": "replay, four passes",
+}
 ADMISSIBLE = 1.0  # points that a simpler form may lose in any regime
 
 _INTRODUCTION = """\
@@ -42,6 +49,14 @@ it (▼) and is not more than {most:g} point ahead, in any regime."""
 _OF_DEFAULT = """\
 The default, `escort-bounded-chi2`, less the other forms. It was chosen by these runs, so these differences are
 directions:"""
+
+_EVIDENCE = """\
+`reward-bounded-none` (TR), and how far it is behind OPO and ahead of the others, sampled and in brackets greedy.
+Directions; μ is the one that OPO's trials chose."""
+
+_FRESH = f"""\
+Seeds {FRESH_SEEDS[0]} to {FRESH_SEEDS[-1]}, run after all of this page's others, the first four before the rest:
+`lag64` with the settings above, and OPO with its default μ, 0.3, too."""
 
 
 def wrapped(text: str) -> str:
@@ -178,11 +193,11 @@ def _of_default(found: Results) -> Iterator[str]:
     """How far the default is ahead of the other forms, and of published losses that have been run."""
     yield "\n" + wrapped(_OF_DEFAULT) + "\n"
     run = [name for name in LITERATURE if any(is_complete(name, regime, found) for regime in REGIMES)]
-    names = [name for name in (*design.CONFIRMED, *run) if name != design.PAPER]
+    names = [name for name in (*design.CONFIRMED, *run) if name != PAPER]
     rows = []
     for name, measure in itertools.product(names, ("sampled", "greedy")):
         cells = [
-            shown(differences(design.PAPER, regime, found, measure, name), signed=True)
+            shown(differences(PAPER, regime, found, measure, name), signed=True)
             if is_complete(name, regime, found)
             else ""
             for regime in REGIMES
@@ -191,11 +206,39 @@ def _of_default(found: Results) -> Iterator[str]:
     yield table(("", *(f"`{regime}`" for regime in REGIMES)), rows)
 
 
+def _pair(one: str, other: str, regime: str, found: Results) -> str:
+    """A difference, sampled, and in brackets greedy."""
+    if not reported(other, regime, found):
+        return "not run"
+    gains = (shown(differences(one, regime, found, m, other), signed=True) for m in ("sampled", "greedy"))
+    return "{} [{}]".format(*gains)
+
+
+def table_of_evidence(found: Results) -> str:
+    """Truncated REINFORCE beside OPO and the best known published losses, by age of completions and passes."""
+    rows = []
+    for regime, age in AGES.items():
+        mu = design.stages(PAPER, regime).chosen(found)[1]
+        tr = "{} [{}]".format(*(shown(values(TR, regime, found, measure)) for measure in ("sampled", "greedy")))
+        opo = f"{_pair(PAPER, TR, regime, found)}, μ {mu:g}"
+        rows.append([age, tr, opo, *(_pair(TR, name, regime, found) for name in (GSPO, "GRPO", "TOPR"))])
+    return table(("completions", "TR", "OPO less TR", "TR less GSPO", "TR less GRPO", "TR less TOPR"), rows)
+
+
+def table_of_fresh_seeds(fresh: Results) -> str:
+    """OPO with either μ, less TOPR and truncated REINFORCE."""
+    rows = []
+    for mu in ENTRIES[PAPER].values:
+        found = {run: result for run, result in fresh.items() if run.own in (0.0, mu)}
+        rows.append([f"OPO, μ {mu:g}", *(_pair(PAPER, name, "lag64", found) for name in ("TOPR", TR))])
+    return table(("`lag64`", "less TOPR", "less TR"), rows)
+
+
 def table_of_losses() -> str:
     """Name, loss and class of every objective of the table."""
-    forms = [name for name in REPORTED if name not in ("GRPO", design.GSPO)]
+    forms = [name for name in REPORTED if name not in ("GRPO", GSPO)]
     rows = [[_title(name), _loss_of_form(name), "[grid](../benchmarks/objectives/grid.py)"] for name in forms]
-    for name in ("GRPO", design.GSPO, *LITERATURE):
+    for name in ("GRPO", GSPO, *LITERATURE):
         module = ENTRIES[name].objective.__module__.rpartition(".")[2]
         loss = ENTRIES[name].loss or "−min(sA, clip(s)A) (2507.18071)"
         rows.append([_title(name), loss, f"[{module}](../benchmarks/objectives/{module}.py)"])
@@ -205,8 +248,8 @@ def table_of_losses() -> str:
 def _title(name: str) -> str:
     if name in (*LITERATURE, "GRPO"):
         return name
-    names = {design.GSPO: "GSPO", design.PAPER: f"OPO: `{design.PAPER}`", TODAY: f"OPO, `log`: `{TODAY}`"}
-    names["reward-bounded-none"] = "Truncated REINFORCE: `reward-bounded-none`"
+    names = {GSPO: "GSPO", PAPER: f"OPO: `{PAPER}`", TODAY: f"OPO, `log`: `{TODAY}`"}
+    names[TR] = f"Truncated REINFORCE: `{TR}`"
     return names.get(name, f"`{name}`")
 
 
@@ -236,14 +279,15 @@ def table_of_results(found: Results) -> str:
     return "\n\n".join(text)
 
 
-def write_report(found: Results, folder: Path, docs: Path = DOCS) -> None:
-    """Write `objectives.md` and `objectives.png`; fill `docs/objectives.md`, and draw its map."""
-    page = docs / "objectives.md"
-    page.write_text(fill(page.read_text(), {"objectives": table_of_losses(), "results": table_of_results(found)}))
-    draw_map(found, docs / "figures" / "map.png")
+def write_report(found: Results, fresh: Results, folder: Path, root: Path = ROOT) -> None:
+    """Write `objectives.md` and `objectives.png`; fill `docs/objectives.md` and the table of the README."""
+    evidence = {"evidence": table_of_evidence(found)}
+    page = {"objectives": table_of_losses(), "results": table_of_results(found)}
+    for name, blocks in (("README.md", evidence), ("docs/objectives.md", page)):
+        (root / name).write_text(fill((root / name).read_text(), blocks))
     kept = remaining(found)
     seeds = f"{SEEDS[0]} to {SEEDS[-1]}"
-    known = {"today": TODAY, "paper": design.PAPER, "gspo": design.GSPO, "near": NEAR}
+    known = {"today": TODAY, "paper": PAPER, "gspo": GSPO, "near": NEAR}
     introduction = _INTRODUCTION.format(**known, seeds=seeds, comparisons=len(REGIMES) * len(RIVALS))
     missing = [f"`{n}` in `{r}`" for r in REGIMES for n in RIVALS if not is_complete(n, r, found)]
     if missing:
@@ -253,6 +297,8 @@ def write_report(found: Results, folder: Path, docs: Path = DOCS) -> None:
     for regime in REGIMES:
         lines += [f"\n## `{regime}`", *_regime(regime, found, kept)]
     lines += [*_default(found, kept), *_of_default(found)]
+    lines.append(f"\n## Truncated REINFORCE\n\n{wrapped(_EVIDENCE)}\n\n{evidence['evidence']}")
+    lines.append(f"\n{wrapped(_FRESH)}\n\n{table_of_fresh_seeds(fresh)}")
     lines.append("\n## The whole grid\n\nMean of the best trial over the three tuning seeds, on the tuning problems.")
     lines += _best_trials(design.WHOLE, (name for name in ENTRIES if name not in design.SIGNALS), found)
     lines.append(
@@ -261,7 +307,7 @@ def write_report(found: Results, folder: Path, docs: Path = DOCS) -> None:
     )
     for regime in REGIMES:
         if any(run.objective in design.SIGNALS and run.regime == regime for run in found):
-            lines += _best_trials(regime, (design.PAPER, *design.SIGNALS), found)
+            lines += _best_trials(regime, (PAPER, *design.SIGNALS), found)
     (folder / "objectives.md").write_text("\n".join(lines) + "\n")
     _draw(found, folder / "objectives.png")
 
@@ -286,48 +332,3 @@ def _draw(found: Results, file: Path) -> None:
     figure.tight_layout()
     figure.savefig(file, dpi=120)
     plt.close(figure)
-
-
-def best_other(regime: str, found: Results) -> str | None:
-    """The published method that ends best in a regime, among those that have been run; `None` before."""
-    names = [n for n in (design.GSPO, "GRPO", *LITERATURE) if is_complete(n, regime, found)]
-    return max(names, key=lambda name: np.mean(values(name, regime, found, "sampled")), default=None)
-
-
-def draw_map(found: Results, file: Path) -> None:
-    """The default less the best published method, by age of completions and passes over them."""
-    plt.switch_backend("Agg")
-    ages = ["fresh", "16 versions", "64 versions", "replay"]
-    passes = sorted({regime.passes for regime in REGIMES.values()})
-    figure, axis = plt.subplots(figsize=(7.2, 4.2))
-    for name, regime in REGIMES.items():
-        other = best_other(name, found)
-        if other is None or not is_complete(design.PAPER, name, found):
-            continue
-        gains = {m: differences(design.PAPER, name, found, m, other) for m in ("sampled", "greedy")}
-        verdict, color = _verdict(estimate(gains["sampled"]))
-        place = passes.index(regime.passes), ages.index("replay" if regime.replay else _age(regime.lag))
-        axis.add_patch(plt.Rectangle((place[0] - 0.48, place[1] - 0.46), 0.96, 0.92, color=color, linewidth=0))
-        lines = [f"{verdict} ({_title(other)})", *(f"{m} {shown(gains[m], signed=True)}" for m in gains)]
-        axis.text(*place, "\n".join(lines), ha="center", va="center", fontsize=9)
-    axis.set(xlim=(-0.5, len(passes) - 0.5), ylim=(-0.5, len(ages) - 0.5), xlabel="passes over a completion")
-    axis.set_xticks(range(len(passes)), passes)
-    axis.set_yticks(range(len(ages)), ages)
-    axis.set_ylabel("age of completions")
-    axis.set_title("OPO less the best other tuned method (its name), points, 95 %", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
-
-
-def _age(lag: int) -> str:
-    return f"{lag} versions" if lag else "fresh"
-
-
-def _verdict(gain: Estimate) -> tuple[str, str]:
-    low, high = gain.interval
-    if low > 0:
-        return "ahead", "#bfe3c8"
-    if high < 0:
-        return "behind", "#f3c5bf"
-    return ("level", "#e6e6e6") if max(-low, high) <= NEAR else ("undecided", "#f6edc5")

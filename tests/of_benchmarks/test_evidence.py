@@ -43,7 +43,7 @@ def test_claims_of_the_committed_runs_are_the_committed_ones(tmp_path):
 
 def test_regime_report_of_the_committed_runs_is_the_committed_one(tmp_path):
     regime_report.write_report(regime.read(), tmp_path)
-    written = ("regime.md", "regime_map.png", "regime_reuse.png")
+    written = ("regime.md", "regime_reuse.png")
     assert files(tmp_path) == {name: (RESULTS / name).read_bytes() for name in written}
 
 

@@ -10,7 +10,7 @@ import torch
 from test_published_objectives import force
 
 from benchmarks.objectives import design, report, training
-from benchmarks.objectives.__main__ import RECORD, read
+from benchmarks.objectives.__main__ import FRESH, RECORD, read
 from benchmarks.objectives.grid import CELLS, PULL_BACKS, PUSHES, WEIGHTS, Composed
 from benchmarks.objectives.neighbours import Surrogate
 from opo_trl.config import ObjectiveConfig, OPOConfig
@@ -160,10 +160,13 @@ def test_default_of_the_configuration_is_what_the_second_rule_chooses():
 
 
 def test_committed_pages_are_those_of_the_committed_runs(tmp_path):
-    for folder in ("results", "docs/figures"):
-        (tmp_path / folder).mkdir(parents=True)
-    shutil.copy(report.DOCS / "objectives.md", tmp_path / "docs")
-    report.write_report(read(RECORD), tmp_path / "results", tmp_path / "docs")
-    assert (tmp_path / "results" / "objectives.md").read_text() == RECORD.with_suffix(".md").read_text()
-    assert (tmp_path / "docs" / "objectives.md").read_text() == (report.DOCS / "objectives.md").read_text()
-    assert (tmp_path / "docs" / "figures" / "map.png").stat().st_size > 10_000
+    (tmp_path / "docs").mkdir()
+    pages = ("README.md", "docs/objectives.md")
+    for page in pages:
+        shutil.copy(report.ROOT / page, tmp_path / page)
+    found, fresh = read(RECORD), read(FRESH)
+    assert fresh.keys() == {*design.of_fresh_seeds(found)}
+    report.write_report(found, fresh, tmp_path, tmp_path)
+    assert (tmp_path / "objectives.md").read_text() == RECORD.with_suffix(".md").read_text()
+    for page in pages:
+        assert (tmp_path / page).read_text() == (report.ROOT / page).read_text()
