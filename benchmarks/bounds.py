@@ -7,16 +7,16 @@ Which bounds on the importance weight, which push, and whether solved groups hol
 
 The last regime needs `python -m benchmarks.smollm2 --output runs/smollm2`.
 
-Plan, committed before the first run. All arms but OPO, GSPO, GRPO and ± are `objective: topr` with the bounds
-(right low, right high, wrong low, wrong high) on the weight π/π_k of the whole completion. Earlier trials on the seeds
-211 to 213 of `arithmetic` suggested the candidates; nothing of them is confirmed.
+Plan, committed before the first run. All arms but OPO, GSPO and GRPO are `objective: topr` with the bounds (right low,
+right high, wrong low, wrong high) on the weight π/π_k of the whole completion. Earlier trials on the seeds 211 to 213
+of `arithmetic` suggested the candidates; nothing of them is confirmed.
 
-**Candidates**: (1, 2, 0, 1), (1, 2, 0, 2) and the latter and (0, 2, 0, 2) with a hinge, all with the escort push. The
+**Candidates**: (1, 2, 0, 1), (1, 2, 0, 2), and the latter and (0, 2, 0, 2) with a hinge, all with the escort push. The
 hinge is the force (1 − t)₊ on right answers of solved groups, t = π/π_k, where all rewards are above 1/2.
 **References**: TOPR, (1, 1, 0, 1) with advantages; truncated REINFORCE, (0, 2, 0, 2) with r − r̄; OPO, μ = 0.3.
-**Ablation**, which decides nothing: (1, 1, 0, 1), (0, 2, 0, 2) and (1, 1, 0, 2) with the escort push; (1, 2, 0, 1) with
-r − r̄ and with advantages; (0, 2, 0, 2) with advantages; GSPO and GRPO with three clip ranges; TOPR's ±1 for right and
-wrong answers of all groups, on `many` only.
+**Ablation**, which decides nothing: (1, 1, 0, 1), (0, 2, 0, 2) and (1, 1, 0, 2) with the escort push; (1, 2, 0, 1)
+with r − r̄ and with advantages; (0, 2, 0, 2) with advantages; GSPO and GRPO with three clip ranges; TOPR's ±1 for right
+and wrong answers of all groups, on `many` only.
 
 | regime | |
 |---|---|
@@ -26,15 +26,16 @@ wrong answers of all groups, on `many` only.
 | replay | 24 rollouts, four passes, all but the first from up to 32 earlier rollouts |
 | fresh | 60 rollouts by the current policy, trained on once |
 | spelling | `spell_backward`, 2,880 completions of its base model, four epochs |
-| largest | SmolLM2-135M-Instruct, the largest of four numbers: 768 of its completions, cut after the first line, four epochs |
+| largest | SmolLM2-135M-Instruct, `largest` of `few_shot`: 768 completions, cut after the first line, four epochs |
 
 No form was tried on the last before. The ablation leaves out `fresh` and `largest`.
 
-**Tuning**, for all alike: the rates 2.5e-5 to 4e-4 in steps of 2 (spelling: 5e-5 to 8e-4; largest: 2.5e-6 to 4e-5) with
-seed 601, the best three also with 602 and 603, on problems of their own. A rate at an edge of the region extends it by
-a factor of 2, at most twice; one that is still at an edge is reported as such. GSPO and GRPO also choose their clip
-range. **Reports**: seeds from 611 on, twenty of each form that the rule reads (ten on `largest`) and ten of the others,
-at the form's own rate, on other problems; the draws of an evaluation differ by seed. Primary measure: sampled accuracy.
+**Tuning**, alike for all: the rates 2.5e-5 to 4e-4 in steps of 2 (spelling: 5e-5 to 8e-4; largest: 2.5e-6 to 4e-5)
+with seed 601, the best three also with 602 and 603, on problems of their own. A rate at an edge of the region extends
+it by a factor of 2, at most twice; one that is still at an edge is reported as such. GSPO and GRPO also choose their
+clip range. **Reports**: seeds from 611 on, 24 of each form that the rule reads (ten on `largest`) and ten of the
+others, at the form's own rate, on other problems; the draws of an evaluation differ by seed. Primary measure: sampled
+accuracy.
 
 **Rule.** A candidate passes if (1) the lower 95 % bounds (one-sided) of its differences to TOPR and to truncated
 REINFORCE are above −5 points in every regime, and (2) for each of TOPR, truncated REINFORCE and OPO there is a regime
@@ -43,19 +44,18 @@ those that pass, the one with the smallest largest shortfall to the best form of
 one with fewer rules. If none passes, the search has failed, and the pages say so.
 
 `simulate` gives the powers, from the spread of earlier runs: a form that is level everywhere and 4 points ahead of all
-three in one regime passes in POWER of the cases, one that is level everywhere in NULL, one that is also 6 points behind
-in one regime in BEHIND. A first draft, ten seeds, a margin of 3 points and superiority of the mean over regimes, found
-the former in 2 % of the cases: 4 points in one of seven regimes are half a point in the mean, and six seeds of SmolLM2
-spread by more than the margin.
+three in one regime passes in 72 % of the cases, one that is level everywhere, or also 6 points behind in one regime,
+in less than 1 %. A first draft, with ten seeds, six of SmolLM2, a margin of 3 points and superiority of the mean over
+regimes, found the former in 2 %: 4 points in one of seven regimes are half a point of the mean, and six seeds of
+SmolLM2 spread by more than the margin.
 
-Secondary, decides nothing: greedy accuracy, entropy, share of runs below half of the best, and the arms at twice and
-four times their rate, as far as the tuning has them. The negative control of the hinge (random right answers of groups
-that are not solved) is run if a form with the hinge passes. Left out for time: 1 and 16 epochs, completions 16 versions
-old, MCPO.
+Secondary, decides nothing: greedy accuracy, entropy, share of runs below half of the best, and forms at twice and four
+times their rate, as far as the tuning has them. The negative control of the hinge (random right answers of groups that
+are not solved) is run if a form with the hinge passes. Left out for time: 1 and 16 epochs, completions that are 16
+versions old, MCPO.
 
-**Budget**: 17 hours of one core, measured as 20, 5, 14, 19, 19, 10 and 180 seconds for a run of each regime (450 of
-OPO on `largest`): 20 hours with extended rates. One process of one thread. If time is short, the ablation is dropped,
-from its end; never seeds, never references.
+**Budget**: HOURS hours of one core, by the seconds that one run of each regime took: SECONDS. One process of one thread. If
+time is short, the ablation is dropped, from its end; never seeds, never references.
 """
 
 import json
@@ -73,6 +73,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy import stats
+from transformers import AutoTokenizer
 from transformers.trainer_callback import PrinterCallback
 
 from opo_trl import OPOConfig, OPOTrainer
@@ -119,7 +120,8 @@ class Signed(TOPR):
 
     def targets(self, groups):
         found = super().targets(groups)
-        return replace(found, target=torch.where(groups.valid, torch.where(groups.rewards > 0.5, 1.0, -1.0), 0.0))
+        signs = (groups.rewards > 0.5).to(found.target.dtype) * 2 - 1
+        return replace(found, target=signs * groups.valid)
 
 
 GSPO = CELLS["advantage-clipped-none"]
@@ -285,9 +287,8 @@ def recorded(task: offline.Task, regime: str, seed: int) -> offline.Rows:
     if not file.exists():
         rows = task.record(seed)
         if regime == "largest":
-            from transformers import AutoTokenizer
-
-            rows = [first_line(row, AutoTokenizer.from_pretrained(task.base).decode) for row in rows]
+            decode = AutoTokenizer.from_pretrained(task.base).decode
+            rows = [first_line(row, decode) for row in rows]
         file.parent.mkdir(parents=True, exist_ok=True)
         own = file.with_suffix(f".{os.getpid()}")
         own.write_text(json.dumps(rows))
@@ -320,8 +321,6 @@ def train(run: Run) -> dict[str, Any]:
 
 def make_trainer(run: Run, folder: str) -> Any:
     """The trainer of a run on recorded completions."""
-    from transformers import AutoTokenizer
-
     task, arm = RECORDED[run.regime], ARMS[run.arm]
     if run.regime == "largest":
         real_model.multiply_as_bfloat16()
@@ -431,8 +430,8 @@ def _decision(reached: Mapping[tuple[str, str], np.ndarray]) -> str:
 
 _INTRODUCTION = """# Bounds on the importance weight
 
-Accuracies in %, ± half of the 95 % t interval over seeds; every form at its own rate. [Plan, rule and code](../bounds.py);
-[every run](bounds.jsonl).
+Accuracies in %, ± half of the 95 % t interval over seeds; every form at its own rate. [Plan, rule and
+code](../bounds.py); [every run](bounds.jsonl).
 """
 
 

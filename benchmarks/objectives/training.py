@@ -151,7 +151,7 @@ def _train(
     options: dict[str, Any],
     callback: Any,
     folder: str,
-    draws: int,
+    draws: int = 7,
 ):
     torch.set_num_threads(1)
     regime, began = REGIMES[run.regime], time.process_time()
