@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from opo_trl.evaluate import evaluate
 from opo_trl.methods import Method, register
 from opo_trl.metrics.log import PHASES
-from opo_trl.trl_contract import temporarily
+from opo_trl.trl import temporarily
 
 from .many_runs import options
 

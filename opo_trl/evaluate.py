@@ -26,7 +26,7 @@ from transformers import set_seed
 from trl.trainer.utils import strip_images_from_messages
 
 from .checks.devices import check_placed
-from .trl_contract import temporarily
+from .trl import temporarily
 
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
 from .rollout.rows import completion_tokens, gather_samples, high_values, own_samples
 from .rollout.trainer import RolloutTrainer
-from .trl_contract import MULTIMODAL_KEYS, temporarily
+from .trl import MULTIMODAL_KEYS, temporarily
 
 
 logger = get_logger(__name__)

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "opo_trl"
 ROOMS = (
     "fields",
     "methods",
-    "trl_contract",
+    "trl",
     "objective",
     "checks",
     "rewards",

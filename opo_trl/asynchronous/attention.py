@@ -19,7 +19,7 @@ from trl.experimental.async_grpo import async_grpo_trainer, packing
 from trl.trainer.utils import compute_flops_per_token
 
 from ..checks.environment import check_installed
-from ..trl_contract import temporarily
+from ..trl import temporarily
 from .config import AsyncOPOConfig
 
 

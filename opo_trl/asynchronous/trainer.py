@@ -29,7 +29,6 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
-from .. import trl_contract
 from ..checks.weights import check_finite, check_models, check_trainable
 from ..metrics.step import SampleReport, metrics_of_samples
 from ..objective import Objective, Samples, objective_named
@@ -39,7 +38,7 @@ from ..rollout.prompts import check_datasets
 from ..rollout.skipped_steps import SkippedSteps
 from ..rollout.vllm_server import without_password
 from ..trainer import OPOTrainer
-from ..trl_contract import temporarily
+from ..trl import check_replaced, temporarily
 from . import attention, faults, resumable
 from .config import AsyncOPOConfig
 from .targets import MEANS, OWN, make_targets
@@ -127,7 +126,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         rollout_worker=None,
         weight_transfer=None,
     ):
-        trl_contract.check_replaced()
+        check_replaced()
         args = AsyncOPOConfig(f"{model.split('/')[-1]}-AsyncOPO") if args is None else args
         if not isinstance(args, AsyncOPOConfig):
             raise TypeError(f"args is of type {type(args).__name__}. Pass an `AsyncOPOConfig`.")
@@ -199,7 +198,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
                 server reports other log-probabilities than those of the policy that it samples from.
             `RuntimeError`: the trainer has trained before; TRL does not start its worker again.
         """
-        trl_contract.check_replaced()
+        check_replaced()
         check_trainable(self.model, None if self._has_begun else self.optimizer)
         with without_password(self.args.vllm_server_base_url):
             if isinstance(self.rollout_worker, AsyncRolloutWorker):

@@ -10,7 +10,7 @@ from torch.nn import Module
 from trl.trainer.utils import is_async_callable
 
 from ..checks.text import quoted
-from ..trl_contract import temporarily
+from ..trl import temporarily
 from .errors import CountingReward, RewardError, cause_of, is_ctrl_c, naming, numbers, told
 
 

@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from ..trl_contract import MULTIMODAL_KEYS
+from ..trl import MULTIMODAL_KEYS
 from .prompts import PromptStream
 from .rows import completion_tokens, concatenate, exchange_rows, have_spread, layout, take_rows, to_width
 

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from transformers.distributed.fsdp import is_fsdp_managed_module
 
 from ..config import OPOConfig, updates_in_backward
-from ..trl_contract import MULTIMODAL_KEYS
+from ..trl import MULTIMODAL_KEYS
 from . import shared_prompts
 from .planning import (
     FEWEST_PASSES,

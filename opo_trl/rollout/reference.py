@@ -8,7 +8,7 @@ from transformers.distributed.fsdp import is_fsdp_managed_module
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import create_model_from_path
 
-from ..trl_contract import temporarily
+from ..trl import temporarily
 from .frozen_base import local_part
 
 

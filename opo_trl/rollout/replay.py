@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..trl_contract import MULTIMODAL_KEYS
+from ..trl import MULTIMODAL_KEYS
 from .rows import concatenate, have_spread, take_rows
 
 

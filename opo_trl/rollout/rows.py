@@ -18,7 +18,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from ..config import RolloutConfig
 from ..objective import token_mean
-from ..trl_contract import MULTIMODAL_KEYS
+from ..trl import MULTIMODAL_KEYS
 
 
 # Entries with a column per token of the prompt, padded on the left. All others are padded on the right.

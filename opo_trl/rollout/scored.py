@@ -11,7 +11,7 @@ from trl import GRPOTrainer
 
 from ..config import RolloutConfig
 from ..rewards.errors import CountingReward, RewardError
-from ..trl_contract import temporarily
+from ..trl import temporarily
 
 
 logger = get_logger(__name__)

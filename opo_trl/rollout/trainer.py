@@ -33,7 +33,6 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import get_config_model_id
 
-from .. import trl_contract
 from ..checks.devices import check_placed, check_whole
 from ..checks.text import printable
 from ..checks.weights import check_finite, check_models, check_trainable
@@ -43,7 +42,7 @@ from ..metrics.step_clock import StepClock
 from ..metrics.watches import Watches
 from ..objective import SEQUENCE_CLAMP, Objective, token_sum
 from ..rewards.checked import checked, checked_environments, checked_tools, reward_list
-from ..trl_contract import temporarily
+from ..trl import check, check_replaced, temporarily
 from . import checkpoint, disk, evaluated, padding, position, recorded, reference, wording
 from .dynamic_sampling import DynamicSampling
 from .frozen_base import FrozenBase
@@ -57,7 +56,7 @@ from .vllm_server import watched, without_password
 
 logger = get_logger(__name__)
 
-trl_contract.check()
+check()
 
 
 class RolloutTrainer(GRPOTrainer):
@@ -134,7 +133,7 @@ class RolloutTrainer(GRPOTrainer):
         *,
         compute_metrics=None,
     ):
-        trl_contract.check_replaced()
+        check_replaced()
         args = self._checked_args(model, args, quantized=quantization_config is not None)
         not_recorded = {"rollout_func": rollout_func, "tools": tools, "environment_factory": environment_factory}
         if args.rollouts is not None:
@@ -260,7 +259,7 @@ class RolloutTrainer(GRPOTrainer):
                 or no weight would be trained.
             `ImportError`: another package has replaced TRL's trainer since this one was made.
         """
-        trl_contract.check_replaced()
+        check_replaced()
         check_trainable(self.model, None if self._has_trained else self.optimizer)
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         if found is not None:

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from opo_trl.rewards.errors import CountingReward, RewardError
 from opo_trl.rollout.scored import RewardFailures, recorded_rewards
-from opo_trl.trl_contract import temporarily
+from opo_trl.trl import temporarily
 
 
 class Failing(CountingReward):

@@ -1,29 +1,29 @@
 """
-What the package relies on inside TRL, Transformers and Accelerate, in one place.
+The names inside TRL, Transformers and Accelerate that the package overrides, sets or reads although they are private.
 
-The names below are private to those libraries, or are methods that we override and attributes that we set. They change
-between releases, and a release without one of them would train something else, drop a guard, or fail hours into a run.
-So the check runs once, when the trainer is imported, and fails with one message. `tests/contract.py` also checks what
-can only be seen in the libraries' code, and tells which modules rely on what does not fit.
+They change between releases: on another release, what is missing is listed first. A name that the package newly
+relies on goes into `NAMES`.
 """
 
+import dis
 import inspect
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
 from pkgutil import resolve_name
+from types import CodeType
 from typing import Any
 
+import pytest
 import trl
-from packaging.specifiers import SpecifierSet
+
+from opo_trl.trl import MULTIMODAL_KEYS, TESTED_VERSIONS, check
 
 
-TESTED_VERSIONS = SpecifierSet(">=1.16,<1.17")
+_ASYNC = "trl.experimental.async_grpo.async_grpo_trainer"
+_WORKER = "trl.experimental.async_grpo.async_rollout_worker"
 
-Contract = Mapping[str, Mapping[str, Collection[str] | None]]
-
-# Owner (a class or a module) -> name -> the parameters that we pass or override; `None` for an attribute. A class has
-# the attributes of its body, and those that a method assigns to `self`, which only `tests/contract.py` checks.
-CONTRACT: Contract = {
+# Class or module → name → the parameters that we pass or override; `None` for an attribute, of the body of a class or
+# assigned by a method.
+NAMES: dict[str, dict[str, Collection[str] | None]] = {
     "trl.GRPOTrainer": {
         "__init__": (
             *("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
@@ -116,18 +116,7 @@ CONTRACT: Contract = {
         "temperature": None,
     },
     "accelerate.state.GradientState": {"_set_sync_gradients": ("sync_gradients",)},
-}
-
-# Entries of a rollout that the model's forward pass takes besides the tokens: images and the like.
-MULTIMODAL_KEYS = (
-    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
-    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
-)
-
-# What `opo_trl.asynchronous` relies on in TRL's experimental trainer; checked when it is imported.
-_ASYNC = "trl.experimental.async_grpo.async_grpo_trainer"
-_WORKER = "trl.experimental.async_grpo.async_rollout_worker"
-ASYNC_CONTRACT: Contract = {
+    # Asynchronous training, on TRL's experimental trainer
     f"{_ASYNC}.AsyncGRPOTrainer": {
         "__init__": (
             *("model", "reward_funcs", "args", "train_dataset", "processing_class", "callbacks", "optimizers"),
@@ -185,82 +174,81 @@ ASYNC_CONTRACT: Contract = {
     "trl.experimental.async_grpo.AsyncGRPOConfig": {"__post_init__": (), "to_dict": (), "dtype": None},
 }
 
-
-def check(contract: Contract = CONTRACT, version: str = trl.__version__) -> None:
-    """
-    Check the version of TRL and the names of the contract.
-
-    Raises:
-        `ImportError`: names everything that does not fit, and the tested range; or a class that another package has
-            replaced.
-    """
-    check_replaced(contract)
-    problems = [f"{name} {problem}" for name, problem in mismatches(contract, version)]
-    if problems:
-        raise ImportError(
-            f"opo_trl does not fit the installed libraries: {'; '.join(problems)}. Tested with TRL {TESTED_VERSIONS}: "
-            f"install it with `pip install 'trl{TESTED_VERSIONS}'`, and the other libraries in the versions that "
-            "`pip install opo_trl` chooses."
-        )
+# Function → entries that it must add to a rollout. Under another name they would be ignored silently.
+KEYS: dict[str, Collection[str]] = {
+    "trl.GRPOTrainer._generate_and_score_completions": (
+        *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "tool_mask"),
+        *("importance_sampling_ratio", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
+        *MULTIMODAL_KEYS,
+    ),
+    "trl.experimental.async_grpo.packing.TreeRow.pack": ("token_index", "old_log_probs", "segment_id"),
+    f"{_ASYNC}.RolloutQueueDataset.__iter__": ("completion_mask", "advantage", "group_id", "metrics"),
+    f"{_WORKER}._AsyncRolloutLoop._score_group": ("reward",),
+}
 
 
-def check_replaced(contract: Contract = CONTRACT) -> None:
-    """
-    Check that the classes of the contract are the libraries' own. Unsloth puts classes made of rewritten source in
-    place of TRL's when it is imported, and changes functions that TRL's own classes call. A trainer checks it again
-    when it is made and when it trains, because that may have happened after our import.
-
-    Raises:
-        `ImportError`: names the class, and what is in its place.
-    """
-    for path in contract:
-        owner = resolve(path)
-        # One of ours may stand there: that is how TRL's own scripts train with OPO.
-        own = (path.partition(".")[0], __package__)
-        if inspect.isclass(owner) and owner.__module__.partition(".")[0] not in own:
-            raise ImportError(
-                f"{path} has been replaced by {owner.__module__}.{owner.__qualname__}, as Unsloth does when it is "
-                "imported. Its methods are rewritten, so OPO would train something else. Train in a process that does "
-                "not import that package: see docs/migrating.md for alternatives."
-            )
+def assigned(code: CodeType) -> set[str]:
+    """Attributes that a function assigns, to whatever object."""
+    own = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+    return own.union(*(assigned(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
-@contextmanager
-def temporarily(holder: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object, and restore them afterwards."""
-    attributes = vars(holder)
-    own = {name: attributes[name] for name in values if name in attributes}
-    attributes.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            attributes.pop(name, None)
-        attributes.update(own)
+def set_by_methods(owner: Any) -> set[str]:
+    """Attributes that the methods and properties of a class assign."""
+    members = [
+        member for base in (inspect.getmro(owner) if inspect.isclass(owner) else ()) for member in vars(base).values()
+    ]
+    members = [getattr(each, "fget", None) or getattr(each, "func", None) or each for each in members]
+    functions = [inspect.unwrap(member) for member in members if callable(member)]
+    return set().union(*(assigned(f.__code__) for f in functions if inspect.isfunction(f)))
 
 
-def resolve(path: str) -> Any:
-    """The object of a dotted path, or an `ImportError` with a message of one line."""
-    try:
-        return resolve_name(path)
-    except Exception as error:  # TRL raises a `RuntimeError` where one of its modules cannot be imported
-        return ImportError(" ".join(str(error).split()))
-
-
-def mismatches(contract: Contract, version: str) -> Iterator[tuple[str, str]]:
-    """Names that do not fit, and what is wrong with each."""
-    if not TESTED_VERSIONS.contains(version, prereleases=True):
-        yield f"TRL {version}", "is outside the tested range"
-    for path, entries in contract.items():
-        owner = resolve(path)
-        if isinstance(owner, ImportError):
-            yield path, f"cannot be imported ({owner})"
-            continue
+def problems() -> Iterator[str]:
+    for path, entries in NAMES.items():
+        owner = resolve_name(path)
+        known = set_by_methods(owner)
         for name, parameters in entries.items():
             method = getattr(owner, name, None)
-            # That of a class may be set by its methods, so its absence says nothing.
-            present = hasattr(owner, name) or inspect.isclass(owner) if parameters is None else callable(method)
-            if not present:
-                yield f"{path}.{name}", "is missing"
-            elif parameters and (missing := set(parameters) - inspect.signature(method).parameters.keys()):
-                yield f"{path}.{name}", f"has no parameter {', '.join(sorted(missing))}"
+            if not (hasattr(owner, name) or name in known):
+                yield f"{path}.{name} is missing"
+            elif parameters and (missing := {*parameters} - inspect.signature(method).parameters.keys()):
+                yield f"{path}.{name} has no parameter {', '.join(sorted(missing))}"
+
+
+def constants(code: CodeType) -> Iterator[Any]:
+    for constant in code.co_consts:  # keys of a dictionary are in a tuple
+        yield from constant if isinstance(constant, tuple) else (constant,)
+
+
+def test_installed_libraries_have_every_name():
+    assert list(problems()) == []
+
+
+@pytest.mark.parametrize("path", KEYS)
+def test_functions_add_every_entry(path):
+    """Without one, OPO would train without a correction, or on the output of tools."""
+    assert {*KEYS[path]} <= {*constants(inspect.unwrap(resolve_name(path)).__code__)}
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.delattr(trl.GRPOTrainer, "_calculate_rewards")
+    monkeypatch.setattr(trl.GRPOTrainer, "get_high_entropy_mask", lambda self, entropies, mask: mask)
+    monkeypatch.setattr(trl.GRPOTrainer, "__init__", lambda self, model, reward_funcs, args: None)
+    found = "\n".join(problems())
+    assert "GRPOTrainer._calculate_rewards is missing" in found
+    assert "GRPOTrainer.get_high_entropy_mask has no parameter threshold" in found
+    assert "GRPOTrainer._logs is missing" in found
+
+
+@pytest.mark.parametrize("version", ["1.16.0", "1.16.1", "1.16.2.dev0"])
+def test_tested_versions_pass(version, monkeypatch):
+    monkeypatch.setattr(trl, "__version__", version)
+    check()
+
+
+@pytest.mark.parametrize("version", ["1.15.2", "1.16.0.dev0", "1.17.0", "2.0.0"])
+def test_version_outside_the_tested_range_is_rejected(version, monkeypatch):
+    monkeypatch.setattr(trl, "__version__", version)
+    with pytest.raises(ImportError, match=f"installed {version}. Install it with `pip install 'trl") as error:
+        check()
+    assert str(TESTED_VERSIONS) in str(error.value)
