@@ -33,10 +33,10 @@ from opo_trl.config import OPOConfig
 from opo_trl.methods import Method
 from opo_trl.metrics.opo import target_fit
 from opo_trl.objective import Samples, token_sum
-from opo_trl.report.intervals import estimate
 from opo_trl.rollout.rows import completion_tokens, take_rows
 from opo_trl.trainer import OPOTrainer
 
+from .intervals import estimate
 from .learning_curves import CurveRun, at, run_missing
 from .many_runs import read_command_line
 from .pages import table

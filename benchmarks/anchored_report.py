@@ -8,8 +8,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from opo_trl.report.intervals import Estimate, estimate, paired_difference
-
+from .intervals import Estimate, estimate, paired_difference
 from .pages import table
 
 

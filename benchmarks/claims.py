@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from opo_trl.report.intervals import Difference, Estimate, estimate, paired_difference
-from opo_trl.report.measures import LAST_STEPS, accuracies, efficiency, final, mean, reward, series
-from opo_trl.report.runs import Run, find_runs, read_run
+from .compare.measures import LAST_STEPS, accuracies, efficiency, final, mean, reward, series
+from .compare.runs import Run, find_runs, read_run
+from .intervals import Difference, Estimate, estimate, paired_difference
 
 
 METHODS = ("grpo", "gspo", "dapo", "opo")

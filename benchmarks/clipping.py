@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from opo_trl.report.intervals import paired_difference
-
+from .intervals import paired_difference
 from .many_runs import options, read_command_line, run_missing
 from .pages import table
 from .record import origin

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from opo_trl.checks.files import read_json, read_lines
-from opo_trl.report.intervals import estimate
 
+from .intervals import estimate
 from .many_runs import options, read_command_line, run_missing
 from .pages import table
 from .record import origin

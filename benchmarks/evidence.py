@@ -6,8 +6,8 @@ The paper's two experiments at small scale, from learning rates to claims.
     python -m benchmarks.evidence collect            # runs/evidence → benchmarks/evidence/, without the models
     python -m benchmarks.evidence report             # benchmarks/evidence/ → benchmarks/results/experiment*, claims.md
 
-`run` and `report` call `opo-trl compare` on the recipes of recipes/arithmetic/experiment*, and on the collected runs.
-Finished runs are not repeated.
+`run` and `report` call `benchmarks.compare` on the recipes of recipes/arithmetic/experiment*, and on the collected
+runs. Finished runs are not repeated.
 """
 
 import gzip
@@ -20,9 +20,8 @@ from pathlib import Path
 
 import yaml
 
-from opo_trl.report.measures import final, reward
-from opo_trl.report.runs import find_runs, read_run
-
+from .compare.measures import final, reward
+from .compare.runs import find_runs, read_run
 from .many_runs import read_command_line
 from .record import origin
 
@@ -68,8 +67,8 @@ def recipes(experiment: str) -> list[str]:
 
 
 def compare(*arguments: str) -> None:
-    """`opo-trl compare`."""
-    subprocess.run([sys.executable, "-m", "opo_trl.launch.cli", "compare", *arguments], check=True, cwd=ROOT)
+    """`python -m benchmarks.compare`."""
+    subprocess.run([sys.executable, "-m", "benchmarks.compare", *arguments], check=True, cwd=ROOT)
 
 
 def sweep(jobs: int) -> None:

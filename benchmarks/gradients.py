@@ -43,9 +43,9 @@ from opo_trl.data.arithmetic import arithmetic_reward, base_model_path
 from opo_trl.launch.data import load_data
 from opo_trl.launch.recipe import parse
 from opo_trl.metrics.opo import gradient_response_efficiency
-from opo_trl.report.intervals import estimate
 from opo_trl.train import make_trainer
 
+from .intervals import estimate
 from .pages import fill, table
 from .record import origin
 

@@ -56,10 +56,10 @@ from transformers import (
 )
 
 from opo_trl.checks.files import write_json
-from opo_trl.report.intervals import estimate
 
 from .arithmetic_base import LEARNING_RATE, SHAPE, WARMUP_STEPS, save
 from .base_models import build_model, build_optimizer, build_tokenizer, complete, pad_batch, train_step
+from .intervals import estimate
 from .record import origin
 
 

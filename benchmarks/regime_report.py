@@ -7,8 +7,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-from opo_trl.report.intervals import Estimate, estimate, paired_difference
-
+from .intervals import Estimate, estimate, paired_difference
 from .regime_design import BEST_RATE, CONFIRMATION_SEEDS
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-from opo_trl.report.intervals import Estimate, estimate, paired_difference
-
+from .intervals import Estimate, estimate, paired_difference
 from .learning_curves import SHARP, at, completions_to, smoothed
 from .pages import table
 from .reuse_design import CHECKS, CONTENDERS, FIGURE, GOALS, PARTS, TIMED_COMPLETIONS, TRANSFERS, Row, Transfer

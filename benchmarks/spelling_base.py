@@ -28,10 +28,10 @@ from reasoning_gym.data import read_data_file
 from transformers import AutoTokenizer, Qwen3ForCausalLM, get_cosine_schedule_with_warmup
 
 from opo_trl.data.gym import gym_reward, make_problems
-from opo_trl.report.intervals import estimate
 
 from .arithmetic_base import save
 from .base_models import build_model, build_optimizer, build_tokenizer, complete, pad_batch, train_step
+from .intervals import estimate
 
 
 TASK = "reasoning_gym/spell_backward"

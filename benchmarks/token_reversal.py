@@ -41,8 +41,8 @@ import torch
 from opo_trl.checks.files import write_json
 from opo_trl.methods import METHODS
 from opo_trl.report.figures import STYLE, write
-from opo_trl.report.intervals import estimate
 
+from .intervals import estimate
 from .pages import table
 from .record import origin
 from .token_reversal_training import Training

@@ -9,8 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from scipy import stats
 
-from opo_trl.report.intervals import Estimate, estimate
-
+from ..intervals import Estimate, estimate
 from ..pages import fill, table
 from ..staged import holm
 from . import design

@@ -2,9 +2,8 @@
 The `opo-trl` command.
 
     opo-trl train --config recipes/R.yaml [--accelerate_config X] [--field value] [--num_processes 4 …]
-    opo-trl compare RECIPE_OR_RUN … [--seeds 1 2 3] --output FOLDER
     opo-trl evaluate MODEL --tasks gsm8k,math [--output FOLDER]
-    opo-trl report RUN_FOLDER
+    opo-trl report RUN_FOLDER …
     opo-trl diagnose RUN [--output REPORT.html]
     opo-trl figures RUN_FOLDER
     opo-trl recipes [RECIPE] [--output FOLDER]
@@ -30,6 +29,9 @@ from ..checks.errors import never_fail_to_print, report_error
 from .words import check_at_once, find_accelerate_config, split
 
 
+_GONE = (
+    "the command is gone. Train with `opo-trl train`, one run per recipe and seed, then `opo-trl report RUN RUN …`."
+)
 _FIRST_RUN = """\
 a first run, minutes on a CPU:
   opo-trl recipes arithmetic/opo.yaml
@@ -43,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `opo-trl`; returns the exit status."""
     never_fail_to_print()
     argv = list(sys.argv[1:] if argv is None else argv)
-    own_parser = argv[:1] in (["train"], ["compare"], ["evaluate"])
+    if argv[:1] == ["compare"]:
+        return report_error("opo-trl compare", ValueError(_GONE), debug=False)
+    own_parser = argv[:1] in (["train"], ["evaluate"])
     parser = _make_parser()
     arguments = parser.parse_args(argv[:1] if own_parser else argv)
     if arguments.command is None:
@@ -62,18 +66,17 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("train", help="train from a recipe, through accelerate", add_help=False)
-    commands.add_parser("compare", help="compare methods over seeds, or finished runs", add_help=False)
     commands.add_parser("evaluate", help="evaluate a model with lm-eval, next to our own pass@k", add_help=False)
     figures = commands.add_parser("figures", help="redraw the figures of a run")
-    report = commands.add_parser("report", help="rewrite the report of a run, finished or not")
+    report = commands.add_parser("report", help="rewrite the report of a run, or compare several finished ones")
     recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
     diagnose = commands.add_parser("diagnose", help="judge the log of any GRPO run, of TRL's trainer too")
     diagnose.add_argument(
         "run", type=paths.path, help="TRL's folder or trainer_state.json, or an export: .jsonl, .json, .csv"
     )
     diagnose.add_argument("--output", type=paths.path, help="also write this .html file")
-    for command in (figures, report):
-        command.add_argument("folder", type=paths.path, help="folder of a run")
+    figures.add_argument("folder", type=paths.path, help="folder of a run")
+    report.add_argument("folder", nargs="+", type=paths.path, help="folders of runs; of several, prints a table")
     recipes.add_argument("recipe", nargs="?", help="recipe, or folder of recipes, to copy")
     text = "folder to copy to (default: recipes)"
     recipes.add_argument("--output", type=paths.path, default=Path("recipes"), help=text)
@@ -87,18 +90,16 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
     # Each command imports what it needs: TRL takes seconds, and matplotlib may be missing.
     if arguments.command == "train":
         return _train(words)
-    if arguments.command == "compare":
-        from .compare import main as compare
-
-        return compare(words)
     if arguments.command == "evaluate":
         from .evaluation import main as evaluate
 
         evaluate(words)
     elif arguments.command == "report":
         from ..report.run_report import write_report
+        from ..report.several import compare
 
-        print(write_report(arguments.folder))
+        several = len(arguments.folder) > 1
+        print(compare(arguments.folder) if several else write_report(arguments.folder[0]), end="" if several else "\n")
     elif arguments.command == "diagnose":
         from ..report.diagnosis import diagnose
 

@@ -9,10 +9,13 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from ..checks.files import lines
-from ..fields import DATA, MODEL, REWARDS, SAMPLING
-from ..report.run_folder import COMPLETIONS, LOG, SUMMARY, is_claimed, is_run, read_settings, read_summary
-from ..report.runs import MODEL_PREFIX, fields_deciding, is_finished, kept_on_resume
+from ..fields import DATA, INHERITED, MODEL, REWARDS, SAMPLING, deciding
+from ..methods import config_classes
+from ..report.run_folder import COMPLETIONS, LOG, SUMMARY, is_claimed, is_finished, is_run, read_settings, read_summary
 from .preflight import read_adapter
+
+
+MODEL_PREFIX = "lora_"
 
 
 def continues(folder: Path, asked: Any, checkpoint: str | None) -> bool:
@@ -30,6 +33,24 @@ def continues(folder: Path, asked: Any, checkpoint: str | None) -> bool:
         return asked == "auto"
     began_with = read_settings(folder).get("resume_from_checkpoint")
     return os.path.realpath(str(began_with)) == os.path.realpath(checkpoint)
+
+
+def fields_deciding(*topics: str) -> tuple[str, ...]:
+    """Fields of recipes, of all methods, that decide one of these topics. Imports TRL."""
+    from trl import ModelConfig  # takes seconds
+
+    from ..arguments import OPOScriptArguments
+
+    kinds = (OPOScriptArguments, ModelConfig, *config_classes())
+    return tuple(dict.fromkeys(name for topic in topics for kind in kinds for name in deciding(kind, topic)))
+
+
+def kept_on_resume() -> tuple[str, ...]:
+    """
+    Fields that a run keeps when it resumes from a checkpoint: all but its length, what it saves, logs, validates and
+    reports, and how it is executed. A checkpoint restores optimizer and scheduler, which would hide new values.
+    """
+    return (*fields_deciding(*INHERITED), "seed")
 
 
 def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None:

@@ -10,11 +10,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ..checks.text import printable
 
 
-def render(template: str, content: Mapping[str, Any]) -> str:
-    """Fill a template of this folder. Values are escaped; a missing one is an error."""
+def render(template: str, content: Mapping[str, Any], folder: Path = Path(__file__).parent) -> str:
+    """Fill a template of a folder, or of this one. Values are escaped; a missing one is an error."""
     is_html = ".html" in template
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader([folder, Path(__file__).parent]),
         autoescape=is_html,
         finalize=_shown_in_html if is_html else in_markdown,
         undefined=StrictUndefined,

@@ -80,6 +80,11 @@ def is_run(folder: Path) -> bool:
     return (folder / RECIPE).is_file() and ((folder / SETTINGS).is_file() or is_claimed(folder))
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether the run in this folder has ended."""
+    return "after" in read_summary(folder)
+
+
 def is_claimed(folder: Path) -> bool:
     """Whether a run has claimed this folder. Only this program writes such a lock, first of all and for good."""
     lock, owner = folder / LOCK, re.compile(r"^process \d+ on .+$", re.MULTILINE)

@@ -10,7 +10,6 @@ from scipy import stats
 
 from ..metrics.log import Entry, Points, Watch, finite, number, off_policy, seconds_by_phase, validations
 from .diagnostics import Diagnostic, diagnostics
-from .intervals import t_quantile
 
 
 _FEWEST_OF_A_TREND = 6  # entries
@@ -82,7 +81,7 @@ def trend(values: Sequence[float]) -> tuple[float, float]:
     if n < _FEWEST_OF_A_TREND:
         return math.nan, math.nan
     line = stats.linregress(np.linspace(-0.5, 0.5, n), values)
-    return float(line.slope), t_quantile(n - 2) * float(line.stderr)
+    return float(line.slope), float(stats.t.ppf(0.975, n - 2)) * float(line.stderr)
 
 
 def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:

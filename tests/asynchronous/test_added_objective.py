@@ -10,7 +10,6 @@ from helpers import EXACT, Recording, Reference, Script, assert_step_equals, nor
 
 from opo_trl import OPOTrainer
 from opo_trl.checks.files import read_json, read_lines
-from opo_trl.launch.compare import main as compare
 from opo_trl.methods import METHODS, register
 from opo_trl.train import main
 
@@ -124,11 +123,6 @@ def test_plan_and_report_name_it(runs, name, label):
 
 def test_plan_of_opo_names_no_class(runs):
     assert "  objective  alpha = 0.4, " in (runs / "opo" / "plan.txt").read_text()
-
-
-def test_comparison_shows_it(runs, tmp_path):
-    assert compare([str(runs / "cautious"), str(runs / "opo"), "--baseline", "opo", "--output", str(tmp_path)]) == 0
-    assert "| trainer | opo | cautious |" in (tmp_path / "report.md").read_text()
 
 
 def test_other_methods_keep_their_objective():

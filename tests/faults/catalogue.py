@@ -248,7 +248,7 @@ RECIPES = [
     Case("log folder of an earlier version", ["logging_dir='x'", "TENSORBOARD_LOGGING_DIR"], {"logging_dir": "x"}),
     Case("misspelt option", ["--learning_rat 1", "Did you mean `learning_rate`?"], fields=["--learning_rat", "1"]),
     Case("key of the other trainer", ["alpha=0.4", "belongs to `trainer: opo`"], {"trainer": "grpo", "alpha": 0.4}),
-    Case("unknown trainer", ["trainer='ppo'", "Set `trainer` to one of opo, truncated"], {"trainer": "ppo"}),
+    Case("unknown trainer", ["trainer='ppo'", "Set `trainer` to one of opo, grpo"], {"trainer": "ppo"}),
     Case("variable without a name", ["env={'': '1'}", "Set `env`"], {"env": {"": "1"}}),
     Case("variable with an equals sign", ["env={'A=B': '1'}", "Set `env`"], {"env": {"A=B": "1"}}),
     Case("variable with a NUL", ["env={'A': 'x\\x00y'}", "Set `env`"], {"env": {"A": "x\0y"}}),
@@ -1024,12 +1024,6 @@ PATHS = [
         command="launch",
     ),
     Case(
-        "recipe of the package, with compare",
-        ["'recipes/arithmetic/opo.yaml' does not exist", "`opo-trl recipes arithmetic/opo.yaml` copies it"],
-        fields=["recipes/arithmetic/opo.yaml", "--seeds", "1", "--output", "out"],
-        command="compare",
-    ),
-    Case(
         "accelerate configuration of the package",
         ["accelerate_config='recipes/accelerate/cpu.yaml'", "`opo-trl recipes accelerate/cpu.yaml` copies it"],
         {"accelerate_config": "recipes/accelerate/cpu.yaml"},
@@ -1225,24 +1219,8 @@ LAUNCH = [
 
 OTHER_COMMANDS = [
     Case("figures without a run", ["recipe.yaml", "Pass the folder of a run"], fields=["nothing"], command="figures"),
-    Case(
-        "comparison of a missing recipe",
-        ["'no.yaml' does not exist", "Pass recipes"],
-        fields=["no.yaml", "--seeds", "1", "--output", "out"],
-        command="compare",
-    ),
-    Case(
-        "comparison without seeds",
-        ["'recipe.yaml'", "--seeds is not set", "Add the seeds"],
-        fields=["recipe.yaml", "--output", "out"],
-        command="compare",
-    ),
-    Case(
-        "comparison of a folder without runs",
-        ["'data' contains no run", "Pass the folder of a run"],
-        fields=["data", "--output", "out"],
-        command="compare",
-    ),
+    Case("several without runs", ["'data' has no settings.json"], fields=["data", "data"], command="report"),
+    Case("a command that is gone", ["command is gone", "`opo-trl report RUN RUN"], fields=["data"], command="compare"),
 ]
 
 ALL = [

@@ -17,7 +17,7 @@ from benchmarks import (
     regime_report,
     server_noise,
 )
-from opo_trl.launch.compare import main as compare
+from benchmarks.compare.__main__ import main as compare
 from opo_trl.launch.recipe import parse
 
 

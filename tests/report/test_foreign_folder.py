@@ -25,7 +25,7 @@ SETTINGS = {
     "gradient_accumulation_steps": 1,
 }
 SUMMARY = {"before": {"L": {"greedy": CELL}}, "after": {"L": {"greedy": CELL}}, "optimizer_steps": 40}
-COMMANDS = ("report", "figures", "compare")
+COMMANDS = ("report", "figures", "several")
 
 
 def foreign(folder: Path) -> Path:
@@ -58,7 +58,17 @@ def outside(tmp_path) -> Path:
 
 
 def status_of(command: str, run: Path) -> int:
-    return main([command, str(run), *(["--output", str(run.parent / "out")] if command == "compare" else [])])
+    """Of a command on the folder; `several` is `report` of it twice, where the second is of another seed."""
+    if command != "several":
+        return main([command, str(run)])
+    other = run.parent / "other"
+    if not other.exists():
+        other.mkdir()
+        for name in ("settings.json", "summary.json"):
+            if (run / name).is_file():
+                shutil.copy(run / name, other)
+        write_json(other / "settings.json", {**read_json(other / "settings.json"), "seed": 7})
+    return main(["report", str(run), str(other)])
 
 
 def said(capsys) -> str:
@@ -90,30 +100,20 @@ def test_private_endless_and_waiting_files_are_not_read(run, outside, capsys, na
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", ["figures", "report.html", "report.md", "figures/training.png", "figures/reward.png"])
+@pytest.mark.parametrize("name", ["figures", "report.html", "figures/training.png"])
 def test_nothing_outside_is_written(run, outside, command, name):
-    into = run.parent / "out" if command == "compare" else run
-    place = into / name
+    place = run / name
     place.parent.mkdir(parents=True, exist_ok=True)
     place.symlink_to(outside if "." in name else outside.parent)
-    if name == "figures/reward.png":
-        (into / "report.md").write_text("# Comparison: earlier")
     before = outside.read_bytes()
-    rejected = name == "figures" or (command == "compare" and name.startswith("report"))  # not an earlier comparison
-    assert status_of(command, run) == (2 if rejected else 0)
+    assert status_of(command, run) == (2 if name == "figures" and command != "several" else 0)
     assert outside.read_bytes() == before
     assert [path.name for path in outside.parent.iterdir()] == ["id_rsa"]
     for page in run.parent.rglob("report.*"):
         assert page.is_symlink() or SECRET not in page.read_text()
 
 
-def test_links_to_other_runs_are_not_compared(run, original, tmp_path):
-    (tmp_path / "given").mkdir()
-    (tmp_path / "given" / "other").symlink_to(original)
-    assert main(["compare", str(tmp_path / "given"), "--output", str(tmp_path / "out")]) == 2
-
-
-@pytest.mark.parametrize("command", ["figures", "compare"])
+@pytest.mark.parametrize("command", ["figures", "report"])
 def test_gigabytes_behind_gzip_are_not_read(run, capsys, command):
     (run / "log.jsonl").unlink()
     with gzip.open(run / "log.jsonl.gz", "wb", 1) as file:
@@ -173,14 +173,15 @@ FORMS = (
 @pytest.mark.parametrize(("name", "field", "value"), FORMS)
 def test_value_of_another_form_is_named(run, capsys, name, field, value):
     write_json(run / name, {**read_json(run / name), field: value})
-    statuses = [status_of(command, run) for command in ("report", "compare")]
+    statuses = [status_of(command, run) for command in ("report", "several")]
     error = capsys.readouterr().err
     assert "Traceback" not in error
     if (field, value) == ("after", None):  # not finished
         assert statuses == [0, 2]
         return
-    assert statuses == [2, 2]
-    assert error.count(f"{name}' cannot be read: {field}") == 2
+    read = 1 if name == "environment.json" else 2  # which several runs do not show
+    assert statuses == [2, 2][:read] + [0] * (2 - read)
+    assert error.count(f"{name}' cannot be read: {field}") == read
 
 
 @pytest.mark.parametrize("value", ["x", [1], {"a": 1}, 10**400, 1e308, -1e308, True, float("inf")], ids=str)
@@ -211,7 +212,7 @@ def test_run_that_diverged_is_reported(run):
 HOSTILE = "$\\foo$ <b>x</b> \0\x1b[2J\r\u2028\x85\ud83d ![x](http://evil) `" + "`_|"
 
 
-def test_any_text_can_be_shown(run):
+def test_any_text_can_be_shown(run, capsys):
     texts = {"after": {HOSTILE: {HOSTILE: CELL}}, "before": {"_" + HOSTILE * 50: {"greedy": CELL}}}
     texts["before"][HOSTILE] = {HOSTILE: CELL}
     write_json(run / "summary.json", {**read_json(run / "summary.json"), **texts})
@@ -222,13 +223,15 @@ def test_any_text_can_be_shown(run):
     append_lines(run / "completions.jsonl", [{"step": step, **entry} for step in (0, 1)])
     run = run.rename(run.parent / "_$\\foo$\n<b>![x](evil)\x1b")
     for command in COMMANDS:
+        capsys.readouterr()
         assert status_of(command, run) == 0
+    markdown = capsys.readouterr().out
     html = (run / "report.html").read_text(encoding="utf-8")
     assert Page(html).text.count("\\x1b[2J") >= 6
     shown = [row["completion"] for sample in describe(run)["samples"] for row in sample["rows"]]
     assert shown == ["2", HOSTILE, HOSTILE]
-    markdown = (run.parent / "out" / "report.md").read_text(encoding="utf-8")
-    for page in (html, markdown, (run.parent / "out" / "report.html").read_text(encoding="utf-8")):
+    assert "evil" in markdown
+    for page in (html, markdown):
         assert "<b>" not in page
         assert "![x](" not in page or page != markdown
         assert not {"\0", "\x1b", "\r", "\u2028", "\x85"} & set(page)
@@ -262,11 +265,11 @@ def test_report_that_fails_is_told_in_a_line(run, capsys, monkeypatch):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_errors_of_the_file_system_take_a_line(run, capsys, command):
-    into = run.parent / "out" if command == "compare" else run
-    name = "figures/reward.png" if command == "compare" else "figures/training.png"
-    (into / name).mkdir(parents=True)  # where a file belongs
-    (into / "report.md").write_text("# Comparison: earlier")
-    assert status_of(command, run) == 2
-    assert f"Is a directory: '{into / name}'" in said(capsys)
+    if command != "several":
+        name = "figures/training.png" if command == "figures" else "report.html"
+        (run / name).unlink(missing_ok=True)
+        (run / name).mkdir(parents=True)  # where a file belongs
+        assert status_of(command, run) == 2
+        assert f"Is a directory: '{run / name}'" in said(capsys)
     assert main(["report", "x" * 5000]) == 2
     assert "File name too long" in said(capsys)

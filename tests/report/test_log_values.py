@@ -11,10 +11,8 @@ from transformers import TrainerControl, TrainerState
 from opo_trl.checks.files import append_lines, read_lines, write_json
 from opo_trl.launch.callbacks import LogFile, ProgressBar
 from opo_trl.report.figures import draw_progress, draw_run
-from opo_trl.report.measures import measure, series
 from opo_trl.report.run_folder import LOG, RECIPE
 from opo_trl.report.run_report import write_report
-from opo_trl.report.runs import Run
 from opo_trl.report.verdicts import judge
 
 
@@ -34,10 +32,6 @@ def read(log: list[dict], settings: dict, folder: Path, *, figures: bool = True)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # NumPy's, of a mean of nothing
         judge(log, settings)
-        completed = {**settings, "reward_funcs": ["rewards.reward_0"]}
-        run = Run("a", 1, completed, {}, {"after": {}, "train_seconds": 1.0}, log)
-        if series(run, "rewards/reward_0/mean"):  # otherwise it reports that there is no reward
-            measure(run, target=0.5)
         if not figures:
             return
         plt.close(draw_progress(log, 8))

@@ -15,10 +15,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..checks.files import open_to_append, tail
-from ..checks.secrets import mask
-from ..report.run_folder import LOG, RECIPE, is_run, read_settings
-from ..report.runs import Settings, check_comparable, is_finished
+from opo_trl.checks.files import open_to_append, tail
+from opo_trl.checks.secrets import mask
+from opo_trl.report.run_folder import LOG, RECIPE, is_finished, is_run, read_settings
+
+from .runs import Settings, check_comparable
 
 
 # Fields that are set here for each run, and those that do not affect training.
@@ -58,7 +59,7 @@ def check(job: Job) -> None:
     """
     Check a run's recipe, and that a finished run, or one that would resume from a checkpoint, has the same settings.
     """
-    from .recipe import describe_unknown, no_options, read  # takes seconds
+    from opo_trl.launch.recipe import describe_unknown, no_options, read  # takes seconds
 
     found = read(["--config", str(job.recipe), *job.fields, "--seed", str(job.seed)])
     if names := no_options(found.unknown):

@@ -11,11 +11,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from ..checks.files import inner_folder
-from ..methods import method_of
-from ..metrics.log import Points
-from .figures import legible, style, write
-from .intervals import estimate
+from opo_trl.checks.files import inner_folder
+from opo_trl.methods import method_of
+from opo_trl.metrics.log import Points
+from opo_trl.report.figures import legible, style, write
+
+from ..intervals import estimate
 from .measures import WINDOW, Comparison, clock, completions, efficiency, reward, seconds, series, smooth
 from .runs import Run
 

@@ -1,11 +1,11 @@
 """
 Run methods over seeds, and write a report that compares them.
 
-    opo-trl compare recipes/arithmetic/*.yaml --seeds 1 2 3 --output runs/comparison [--jobs 2] [--field value …]
-    opo-trl compare runs/a runs/b --output runs/comparison
+    python -m benchmarks.compare recipes/arithmetic/*.yaml --seeds 1 2 3 --output runs/comparison [--jobs 2]
+    python -m benchmarks.compare runs/a runs/b --output runs/comparison
 
 A recipe `R.yaml` runs in `OUTPUT/runs/R/seed-N`, unless that holds a finished run; any other `--field value` is
-passed to every `opo-trl train`. A folder is a finished run, or contains some. What is computed: `docs/report.md`.
+passed to every `opo-trl train`. A folder is a finished run, or contains some.
 """
 
 import argparse
@@ -15,24 +15,28 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from ..checks import paths
-from ..checks.errors import under_way
-from ..checks.files import inner_folder
-from ..checks.secrets import mask_words
-from ..checks.text import one_line
-from ..methods import BASELINE
-from ..report.measures import Comparison
-from ..report.runs import Run, by_label, check_comparable, check_same_method, find_runs, read_run
+from opo_trl.checks import paths
+from opo_trl.checks.errors import report_error, under_way
+from opo_trl.checks.files import inner_folder
+from opo_trl.checks.secrets import mask_words
+from opo_trl.checks.text import one_line
+from opo_trl.launch.words import overrides
+from opo_trl.methods import BASELINE
+
 from .jobs import OWN_FIELDS, Job, check, failure, run_missing
-from .words import overrides
+from .measures import Comparison
+from .report import check_output, write_report
+from .runs import Run, by_label, check_comparable, check_same_method, find_runs, read_run
 
 
-def main(argv: Sequence[str]) -> int:
-    """What `opo-trl compare` does; returns 1 if a run failed, 130 if it was interrupted."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 if a run failed, 2 if the input is wrong, 130 if it was interrupted."""
     parser = _make_parser()
     arguments, fields = parser.parse_known_args(argv)
     try:
         return _compare(arguments, fields)
+    except (ValueError, ImportError, OSError) as error:
+        return report_error(parser.prog, error, debug=arguments.debug)
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted. To resume, repeat the command.", file=sys.stderr)
         return 130
@@ -41,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 def _make_parser() -> argparse.ArgumentParser:
     text = "Run what is missing, then report on all runs. Any other --field value is passed to every run."
     # Without abbreviations: a prefix of an option may be a field of a run.
-    parser = argparse.ArgumentParser(prog="opo-trl compare", description=text, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=text, allow_abbrev=False)
     parser.add_argument("inputs", nargs="+", type=paths.path, help="recipes (*.yaml), and folders of finished runs")
     parser.add_argument("--seeds", nargs="+", type=int, default=[], help="seeds to run each recipe with")
     text = "folder for the report, and for the recipes' runs"
@@ -53,11 +57,6 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _compare(arguments: argparse.Namespace, fields: list[str]) -> int:
-    try:
-        from ..report.comparison_report import check_output, write_report
-    except ImportError as error:
-        raise ValueError(f"{error}. A report needs matplotlib: `pip install 'opo_trl[figures]'`.") from error
-
     jobs = plan(arguments, fields)
     own = [read_run(folder) for path in arguments.inputs if path.is_dir() for folder in find_runs(path)]
     _check(own)
@@ -97,7 +96,7 @@ def order(runs: Sequence[Run], baseline: str | None) -> dict[str, list[Run]]:
 
 def command(arguments: argparse.Namespace, fields: Sequence[str]) -> str:
     """The command that reproduces the report, without paths of this machine."""
-    parts = ["opo-trl", "compare", *map(str, arguments.inputs)]
+    parts = ["python", "-m", "benchmarks.compare", *map(str, arguments.inputs)]
     parts += ["--seeds", *map(str, arguments.seeds)] if arguments.seeds else []
     parts += ["--baseline", arguments.baseline] if arguments.baseline else []
     named = [Path(part).name if Path(part).is_absolute() else part for part in [*parts, *mask_words(fields)]]
@@ -129,3 +128,7 @@ def plan(arguments: argparse.Namespace, fields: list[str]) -> list[Job]:
     for job in jobs:
         check(job)
     return jobs
+
+
+if __name__ == "__main__":
+    sys.exit(main())

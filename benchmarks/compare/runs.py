@@ -7,16 +7,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checks.files import COUNT, STEP, TEXT, read_json
-from ..checks.text import one_line
-from ..fields import DATA, INHERITED, MODEL, SAMPLING, deciding
-from ..methods import DEFAULT, by_trainer, config_classes
-from .run_folder import LOG, RECIPE, ROLLOUT, SETTINGS, is_run, read_environment, read_log, read_settings, read_summary
+from opo_trl.checks.files import COUNT, STEP, TEXT, read_json
+from opo_trl.checks.text import one_line
+from opo_trl.fields import DATA, MODEL, SAMPLING
+from opo_trl.launch.resume import MODEL_PREFIX, fields_deciding
+from opo_trl.methods import DEFAULT, by_trainer
+from opo_trl.report.run_folder import (
+    LOG,
+    RECIPE,
+    ROLLOUT,
+    SETTINGS,
+    is_finished,
+    is_run,
+    read_environment,
+    read_log,
+    read_settings,
+    read_summary,
+)
 
 
 Settings = Mapping[str, Any]
 
-MODEL_PREFIX = "lora_"
 _DEFINING_PREFIXES = (MODEL_PREFIX, "validation_", "report_")
 
 # Where a run is written, how it is shown and how it is launched: not part of the method.
@@ -53,10 +64,6 @@ def find_runs(folder: Path) -> list[Path]:
     return folders
 
 
-def is_finished(folder: Path) -> bool:
-    return "after" in read_summary(folder)
-
-
 def read_run(folder: Path) -> Run:
     """Read a finished run. A `ValueError` if it is not finished, or its settings or log are missing."""
     if not is_finished(folder):
@@ -75,24 +82,6 @@ def read_run(folder: Path) -> Run:
         summary=read_summary(folder),
         log=log,
     )
-
-
-def fields_deciding(*topics: str) -> tuple[str, ...]:
-    """Fields of recipes, of all methods, that decide one of these topics. Imports TRL."""
-    from trl import ModelConfig  # takes seconds
-
-    from ..arguments import OPOScriptArguments
-
-    kinds = (OPOScriptArguments, ModelConfig, *config_classes())
-    return tuple(dict.fromkeys(name for topic in topics for kind in kinds for name in deciding(kind, topic)))
-
-
-def kept_on_resume() -> tuple[str, ...]:
-    """
-    Fields that a run keeps when it resumes from a checkpoint: all but its length, what it saves, logs, validates and
-    reports, and how it is executed. A checkpoint restores optimizer and scheduler, which would hide new values.
-    """
-    return (*fields_deciding(*INHERITED), "seed")
 
 
 def defining_settings(settings: Settings) -> dict[str, Any]:

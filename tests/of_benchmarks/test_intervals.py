@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from opo_trl.report.intervals import bootstrap_interval, estimate, paired_difference
+from benchmarks.intervals import bootstrap_interval, estimate, paired_difference
 
 
 # Student's t, two-sided 95 %, as printed in any table.

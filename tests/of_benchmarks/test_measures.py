@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from opo_trl.report.comparison_report import _estimate, number
-from opo_trl.report.curves import CURVES, _points, band, on_common_grid
-from opo_trl.report.measures import Comparison, completions, first_step_at, reward, seconds, smooth, wall_time
-from opo_trl.report.runs import Run, by_label
+from benchmarks.compare.curves import CURVES, _points, band, on_common_grid
+from benchmarks.compare.measures import Comparison, completions, first_step_at, reward, seconds, smooth, wall_time
+from benchmarks.compare.report import _estimate, number
+from benchmarks.compare.runs import Run, by_label
 
 
 def make_run(rows: list[dict], label: str = "opo", seed: int = 1, **summary) -> Run:

@@ -5,11 +5,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..checks.files import read_text, write
+from opo_trl.checks.files import read_text, write
+from opo_trl.report.pages import render, table, versions
+
+from ..intervals import Interval
 from .curves import CURVES, draw
-from .intervals import Interval
 from .measures import DECIMALS, WINDOW, Comparison
-from .pages import render, table, versions
 from .runs import what_differs
 
 
@@ -25,7 +26,7 @@ def write_report(comparison: Comparison, output: Path, command: str) -> list[Pat
     content = {**describe(comparison), "figures": draw(comparison, output), "command": command}
     paths = [output / "report.html", output / "report.md"]
     for path in paths:
-        write(path, render(f"comparison{path.suffix}.j2", content))
+        write(path, render(f"comparison{path.suffix}.j2", content, Path(__file__).parent))
     return paths
 
 

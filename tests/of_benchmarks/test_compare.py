@@ -1,0 +1,171 @@
+"""`python -m benchmarks.compare`: runs of recipes over seeds, and the report on them."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from helpers import DEVICE_FIELDS
+
+from benchmarks.compare import curves
+from benchmarks.compare.__main__ import main
+from opo_trl.checks.files import append_lines, read_json, read_lines, write_json
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = {
+    "max_steps": 12,
+    "per_device_train_batch_size": 24,
+    "validation_size": 8,
+    "validation_steps": 4,
+    "report_size": 8,
+    "save_strategy": "no",
+    **DEVICE_FIELDS,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The run of a recipe, beside another recipe that cannot be run."""
+    folder = tmp_path_factory.mktemp("runs")
+    recipe = yaml.safe_load((ROOT / "recipes" / "arithmetic" / "opo.yaml").read_text())
+    (folder / "opo.yaml").write_text(yaml.safe_dump({**recipe, **SHORT}))
+    (folder / "broken.yaml").write_text(yaml.safe_dump({**recipe, **SHORT, "model_name_or_path": "./absent"}))
+    recipes = [str(folder / name) for name in ("opo.yaml", "broken.yaml")]
+    command = [sys.executable, "-m", "benchmarks.compare", *recipes, "--seeds", "1", "--output", str(folder / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 1, done.stderr
+    assert "broken, seed 1 failed" in done.stderr
+    assert "1 of 2 runs failed" in done.stderr
+    return folder / "out" / "runs" / "opo" / "seed-1"
+
+
+@pytest.fixture
+def runs(run, tmp_path):
+    """Copies of the real run as three seeds of two methods; the second has 0.1, 0.2 and 0.3 more reward."""
+    for label in ("grpo", "opo"):
+        for seed in (1, 2, 3):
+            better = {"reward": seed / 10, "settings": {"learning_rate": 1e-4}} if label == "opo" else {}
+            copy_run(run, tmp_path / "runs" / label / f"seed-{seed}", seed=seed, **better)
+    return tmp_path / "runs"
+
+
+def copy_run(run: Path, folder: Path, *, seed: int, reward: float = 0.0, settings: dict | None = None) -> Path:
+    """Copy a run without its model, adding `reward` to every reward."""
+    folder.mkdir(parents=True)
+    for name in ("recipe.yaml", "environment.json", "summary.json"):
+        shutil.copy(run / name, folder)
+    write_json(folder / "settings.json", {**read_json(run / "settings.json"), **(settings or {}), "seed": seed})
+    key = "rewards/arithmetic_reward/mean"
+    rows = [row | ({key: row[key] + reward} if key in row else {}) for row in read_lines(run / "log.jsonl")]
+    append_lines(folder / "log.jsonl", rows)
+    return folder
+
+
+def edit(folder: Path, file: str = "settings.json", **values):
+    write_json(folder / file, {**read_json(folder / file), **values})
+
+
+def report_of(tmp_path: Path, *inputs: Path, options: tuple[str, ...] = ()) -> str:
+    output = tmp_path / "report"
+    assert main([*map(str, inputs), "--output", str(output), *options]) == 0
+    return (output / "report.md").read_text()
+
+
+def rows_of(report: str, title: str) -> list[list[str]]:
+    """Cells of the first table after a heading."""
+    table = re.search(rf"^#+ {re.escape(title)}$.*?(^\|.*?)\n\n", report, re.M | re.S).group(1)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "---" not in line]
+
+
+@pytest.fixture
+def one_figure(monkeypatch):
+    """Drawing takes most of a report's time; tests that read its tables need only one figure."""
+    monkeypatch.setattr(curves, "CURVES", curves.CURVES[:1])
+
+
+def test_report_has_means_differences_and_verdicts(one_figure, runs, tmp_path):
+    report = report_of(tmp_path, runs)
+    log = read_lines(runs / "grpo" / "seed-1" / "log.jsonl")
+    base = np.mean([row["rewards/arithmetic_reward/mean"] for row in log if "reward" in row])
+    assert report.startswith("# Comparison: grpo, opo\n")
+    # Differences 0.1, 0.2, 0.3: t = 4.3027 with 2 degrees of freedom, standard error 0.1/√3.
+    mean, half = base + 0.2, 4.302653 * 0.1 / 3**0.5
+    assert f"opo (3 seeds): final reward {mean:.3f} [{mean - half:.3f}, {mean + half:.3f}]; " in report
+    assert "differs from grpo by +0.200 [−0.048, +0.448]: undecided; " in report
+    head, grpo, opo = rows_of(report, "Reward")
+    assert head[:2] == ["method", "final reward"]
+    assert grpo[:2] == ["grpo", f"{base:.3f} ± 0.000"]
+    assert opo[:2] == ["opo", f"{base + 0.2:.3f} ± 0.248"]
+    difference = rows_of(report.partition("## Differences from grpo")[2], "Reward")[1]
+    assert difference == ["final reward", "opo", "+0.200", "[−0.048, +0.448]", "[+0.100, +0.300]", "3", "undecided"]
+    assert rows_of(report, "What differs")[1:] == [["learning_rate", "0.0002", "0.0001"]]
+    assert len(rows_of(report, "Every run")) == 7
+
+
+def test_html_is_self_contained_and_agrees_with_the_markdown(runs, tmp_path):
+    report = report_of(tmp_path, runs)
+    html = (tmp_path / "report" / "report.html").read_text()
+    figures = re.findall(r'src="data:image/png;base64,[A-Za-z0-9+/=]+"', html)
+    assert len(figures) == 8 == len(list((tmp_path / "report" / "figures").iterdir()))
+    text = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "", html)
+    assert not re.search(r"https?:|file:|<link|<script|@import|url\(|src=\"[^\"]", text)
+    assert str(tmp_path) not in html + report
+    for row in (row for title in ("Reward", "Cost", "Every run", "What differs") for row in rows_of(report, title)):
+        assert all(f">{cell}<" in html for cell in row), row
+
+
+def test_names_are_escaped(one_figure, runs, tmp_path):
+    (runs / "opo").rename(runs / "<b>|opo")
+    report = report_of(tmp_path, runs)
+    html = (tmp_path / "report" / "report.html").read_text()
+    assert "&lt;b&gt;|opo" in html
+    assert "<b>" not in html
+    assert r"| &lt;b>\|opo | 1 |" in report
+    assert "<b>" not in report
+
+
+def test_only_common_seeds_are_paired(one_figure, runs, tmp_path):
+    (runs / "opo" / "seed-3").rename(tmp_path / "moved")
+    shutil.rmtree(runs / "grpo" / "seed-1")
+    report = report_of(tmp_path, runs)
+    difference = rows_of(report.partition("## Differences from grpo")[2], "Reward")[1]
+    assert difference == ["final reward", "opo", "+0.200", "–", "–", "1", "undecided"]
+    shutil.rmtree(runs / "opo" / "seed-2")
+    report = report_of(tmp_path, runs)
+    assert "opo has no seed in common with grpo, so there is no difference." in report
+    assert rows_of(report.partition("## Differences from grpo")[2], "Reward")[1][2:] == ["–"] * 5
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dataset_name", "other/data"),
+        ("levels", ["Level 2"]),
+        ("fraction", 0.5),
+        ("validation_levels", ["Level 3"]),
+        ("report_size", 9),
+        ("max_steps", 13),
+        ("num_generations", 12),
+        ("max_completion_length", 64),
+        ("temperature", 0.7),
+        ("dtype", "bfloat16"),
+        ("lora_r", 8),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+    ],
+)
+def test_run_of_another_task_is_rejected_with_the_field_named(runs, tmp_path, capsys, field, value):
+    earlier = read_json(runs / "opo" / "seed-2" / "settings.json")[field]
+    for seed in (1, 2, 3):
+        edit(runs / "opo" / f"seed-{seed}", **{field: value})
+    assert main([str(runs), "--output", str(tmp_path / "report")]) == 2
+    said = capsys.readouterr().err
+    assert "not comparable" in said
+    expected = f"  {field}: {earlier!r} in grpo, seed 1 and 2 more; {value!r} in opo, seed 1 and 2 more\n"
+    assert expected in said
+    assert said.count(" in grpo, ") == 1  # nothing else is blamed
+    assert not (tmp_path / "report").exists()
