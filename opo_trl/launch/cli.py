@@ -3,7 +3,6 @@ The `opo-trl` command.
 
     opo-trl train --config recipes/R.yaml [--accelerate_config X] [--field value] [--num_processes 4 …]
     opo-trl compare RECIPE_OR_RUN … [--seeds 1 2 3] --output FOLDER
-    opo-trl evaluate MODEL --tasks gsm8k,math [--output FOLDER]
     opo-trl report RUN_FOLDER
     opo-trl diagnose RUN [--output REPORT.html]
     opo-trl figures RUN_FOLDER
@@ -37,13 +36,17 @@ a first run, minutes on a CPU:
 your own problems with answers:
   opo-trl recipes own_data.yaml
 """
+_LM_EVAL = "lm_eval --model hf --model_args pretrained=runs/x,dtype=float32 --tasks gsm8k --apply_chat_template"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `opo-trl`; returns the exit status."""
     never_fail_to_print()
     argv = list(sys.argv[1:] if argv is None else argv)
-    own_parser = argv[:1] in (["train"], ["compare"], ["evaluate"])
+    if argv[:1] == ["evaluate"]:
+        gone = ValueError(f"this command is gone: use lm-eval's own on the folder of the run, such as `{_LM_EVAL}`.")
+        return report_error("opo-trl evaluate", gone, debug=False)
+    own_parser = argv[:1] in (["train"], ["compare"])
     parser = _make_parser()
     arguments = parser.parse_args(argv[:1] if own_parser else argv)
     if arguments.command is None:
@@ -63,7 +66,6 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("train", help="train from a recipe, through accelerate", add_help=False)
     commands.add_parser("compare", help="compare methods over seeds, or finished runs", add_help=False)
-    commands.add_parser("evaluate", help="evaluate a model with lm-eval, next to our own pass@k", add_help=False)
     figures = commands.add_parser("figures", help="redraw the figures of a run")
     report = commands.add_parser("report", help="rewrite the report of a run, finished or not")
     recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
@@ -91,11 +93,7 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
         from .compare import main as compare
 
         return compare(words)
-    if arguments.command == "evaluate":
-        from .evaluation import main as evaluate
-
-        evaluate(words)
-    elif arguments.command == "report":
+    if arguments.command == "report":
         from ..report.run_report import write_report
 
         print(write_report(arguments.folder))

@@ -16,7 +16,7 @@ def render(template: str, content: Mapping[str, Any]) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=is_html,
-        finalize=_shown_in_html if is_html else in_markdown,
+        finalize=_shown_in_html if is_html else _shown_in_markdown,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -33,7 +33,7 @@ def _shown_in_html(value: Any) -> Any:
     return printable(value) if type(value) is str else value  # what a macro has made is `Markup`
 
 
-def in_markdown(value: Any) -> Any:
+def _shown_in_markdown(value: Any) -> Any:
     """A text of others in Markdown: neither HTML nor a link or picture from elsewhere."""
     return printable(value).replace("<", "&lt;").replace("](", "]\\(") if isinstance(value, str) else value
 
