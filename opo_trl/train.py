@@ -120,7 +120,7 @@ def prepare(argv: Sequence[str]) -> Run:
         lock = run_folder.claim(folder, resume=resume, overwrite=script.overwrite)
         if checkpoint is None:
             forget_if_changed(folder, settings)
-        settings |= {"prompt_style_used": data.prompt_style, "asked": data.asked}  # a recipe may leave it open
+        settings |= {"prompt_style_used": data.prompt_style}  # a recipe may leave it open
         run_folder.write_description(folder, recipe=recipe, settings=settings, seed=args.seed)
     return Run(trainer, script, data, checkpoint, lock)
 

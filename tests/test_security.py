@@ -22,7 +22,6 @@ from sympy.core import evalf
 
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.checks.weights import check_weights
-from opo_trl.launch import cli
 from opo_trl.launch.recipe import read
 from opo_trl.rewards import accuracy as rewards
 from opo_trl.rewards.accuracy import accuracy_reward, score
@@ -95,16 +94,13 @@ def edit(file: Path, **entries: object) -> None:
     ],
     ids=str,
 )
-def test_attention_from_the_hub_in_a_models_configuration_is_rejected(model, tmp_path, capsys, entry):
+def test_attention_from_the_hub_in_a_models_configuration_is_rejected(model, tmp_path, entry):
     """Transformers would download its code and run it, without `trust_remote_code`."""
     edit(model / "config.json", **entry)
     with pytest.raises(
         ValueError, match=r"model='.*model': its config.json asks for code from the Hub, attn_impl.*evil/"
     ):
         OPOTrainer(str(model), accuracy_reward, OPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False))
-    arguments = [str(model), "--tasks", "arithmetic", "--output", str(tmp_path / "out")]
-    assert cli.main(["evaluate", *arguments]) == 2
-    assert "asks for code from the Hub, attn_implementation=" in capsys.readouterr().err
     check_weights("model", str(model), {"attn_implementation": "sdpa"})  # the user's own choice goes first
 
 

@@ -119,22 +119,7 @@ def check_models(model: Any, rewards: Sequence[Any], args: Any) -> None:
         check_weights("reward_funcs", name, options, scores=True)
 
 
-def check_adapter(field: str, path: str, base: Any) -> None:
-    """Compare the tensors of an adapter with those it has on its base model, which [`check_weights`] has returned."""
-    from peft import PeftConfig, PeftModel
-
-    try:
-        adapted = PeftModel(base, PeftConfig.from_pretrained(path), low_cpu_mem_usage=True)
-        loaded = adapted.load_adapter(path, "default", torch_device="cpu", low_cpu_mem_usage=True)
-    except (RuntimeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{field}={path!r}: the adapter does not fit its base model: {error}") from error
-    for names, what in ((loaded.missing_keys, "lacks"), (loaded.unexpected_keys, "has for another model")):
-        if names:
-            fix = "Restore its files, or set its own base model."
-            raise ValueError(f"{field}={path!r}: the adapter {what} {_named(names)}. {fix}")
-
-
-def check_finite(accelerator: Accelerator | None, *models: Any) -> None:
+def check_finite(accelerator: Accelerator, *models: Any) -> None:
     """
     Check that no weight of the policy, the first model, or of reward models is NaN or infinite, on any process.
 
@@ -143,8 +128,7 @@ def check_finite(accelerator: Accelerator | None, *models: Any) -> None:
     for model in (model for model in models if isinstance(model, nn.Module)):
         weights = {name: getattr(weight, "ds_tensor", weight).detach() for name, weight in model.named_parameters()}
         found = torch.tensor([_is_broken(weight) for weight in weights.values()], dtype=torch.int32)
-        if accelerator is not None:
-            found = cast(Tensor, accelerator.reduce(found.to(accelerator.device), "sum"))
+        found = cast(Tensor, accelerator.reduce(found.to(accelerator.device), "sum"))
         broken = [name for name, processes in zip(weights, found.tolist(), strict=True) if processes]
         if broken:
             field = "model" if model is models[0] else "reward_funcs"

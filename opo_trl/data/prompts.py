@@ -43,14 +43,6 @@ def _is_message(turn: Any) -> bool:
     return isinstance(turn.get("content"), contents) or any(map(turn.get, others))
 
 
-def as_prompt(problem: str, style: Style, instruction: str, system: str = "") -> str | list[dict[str, str]]:
-    """What a model is asked, in training and in every evaluation; see [`to_prompts`] for the arguments."""
-    if style == "plain":
-        return problem
-    turns = (("system", system), ("user", "\n\n".join(filter(None, (problem, instruction)))))
-    return [{"role": role, "content": content} for role, content in turns if content]
-
-
 def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = INSTRUCTION) -> Dataset:
     r"""
     Turn problems into prompts, and solutions into the answers that a reward function compares with.
@@ -83,7 +75,8 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
             unusable.append(_named(row["problem"], reason))
             continue
         kept = {name: row[name] for name in ("level", "type", *scored_elsewhere)}
-        rows.append({"prompt": as_prompt(row["problem"], style, instruction), "solution": answer, **kept})
+        asked = [{"role": "user", "content": "\n\n".join(filter(None, (row["problem"], instruction)))}]
+        rows.append({"prompt": row["problem"] if style == "plain" else asked, "solution": answer, **kept})
     if not rows:
         first = unusable[0].strip() if unusable else "it is empty"
         raise ValueError(

@@ -2,7 +2,6 @@
 The `opo-trl` command.
 
     opo-trl train --config recipes/R.yaml [--accelerate_config X] [--field value] [--num_processes 4 …]
-    opo-trl evaluate MODEL --tasks gsm8k,math [--output FOLDER]
     opo-trl report RUN_FOLDER …
     opo-trl diagnose RUN [--output REPORT.html]
     opo-trl figures RUN_FOLDER
@@ -29,9 +28,6 @@ from ..checks.errors import never_fail_to_print, report_error
 from .words import check_at_once, find_accelerate_config, split
 
 
-_GONE = (
-    "the command is gone. Train with `opo-trl train`, one run per recipe and seed, then `opo-trl report RUN RUN …`."
-)
 _FIRST_RUN = """\
 a first run, minutes on a CPU:
   opo-trl recipes arithmetic/opo.yaml
@@ -39,17 +35,22 @@ a first run, minutes on a CPU:
 your own problems with answers:
   opo-trl recipes own_data.yaml
 """
+# Commands of earlier releases, and what is done instead.
+_GONE = {
+    "compare": "train a run per recipe and seed with `opo-trl train`, then `opo-trl report RUN RUN …`.",
+    "evaluate": "use lm-eval's own on the folder of the run, such as `lm_eval --model hf --model_args "
+    "pretrained=runs/x,dtype=float32 --tasks gsm8k --apply_chat_template`.",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `opo-trl`; returns the exit status."""
     never_fail_to_print()
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["compare"]:
-        return report_error("opo-trl compare", ValueError(_GONE), debug=False)
-    own_parser = argv[:1] in (["train"], ["evaluate"])
+    if argv[:1] and (said := _GONE.get(argv[0])):
+        return report_error(f"opo-trl {argv[0]}", ValueError(f"this command is gone: {said}"), debug=False)
     parser = _make_parser()
-    arguments = parser.parse_args(argv[:1] if own_parser else argv)
+    arguments = parser.parse_args(argv[:1] if argv[:1] == ["train"] else argv)
     if arguments.command is None:
         parser.print_help()
         return 0
@@ -66,7 +67,6 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("train", help="train from a recipe, through accelerate", add_help=False)
-    commands.add_parser("evaluate", help="evaluate a model with lm-eval, next to our own pass@k", add_help=False)
     figures = commands.add_parser("figures", help="redraw the figures of a run")
     report = commands.add_parser("report", help="rewrite the report of a run, or compare several finished ones")
     recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
@@ -90,11 +90,7 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
     # Each command imports what it needs: TRL takes seconds, and matplotlib may be missing.
     if arguments.command == "train":
         return _train(words)
-    if arguments.command == "evaluate":
-        from .evaluation import main as evaluate
-
-        evaluate(words)
-    elif arguments.command == "report":
+    if arguments.command == "report":
         from ..report.run_report import write_report
         from ..report.several import compare
 

@@ -48,7 +48,6 @@ class Data:
     evaluation: Dataset | None
     plan: str  # which column was used as which field, as a line of the run's plan
     prompt_style: str  # also where the recipe leaves it open
-    asked: dict[str, str]  # how to ask another problem in the same way: style, instruction and system prompt
 
     def splits(self, source: str) -> dict[str, Dataset]:
         """Field that selects a dataset → the dataset; the one for training, from the field `source`, is the first."""
@@ -83,12 +82,11 @@ def load_data(
         groups = drop_long_prompts(groups, tokenizer, script.max_prompt_length, cast(Any, args.chat_template_kwargs))
     prompts, plan = groups.select_columns("prompt"), f"{len(groups):,} groups of {rollouts}"
     if not (script.dataset_name or script.datasets):
-        asked = _Source(script, measured=False, style="dataset").asked(prompts)
-        return Data(groups, None, {}, None, plan, "dataset", asked)
+        return Data(groups, None, {}, None, plan, "dataset")
     data = _load_problems(script, args, tokenizer, **in_template)
     report = {level: without_overlap(problems, prompts) for level, problems in data.report.items()}
     validation, evaluation = (d and without_overlap(d, prompts) for d in (data.validation, data.evaluation))
-    return Data(groups, validation, report, evaluation, plan, data.prompt_style, data.asked)
+    return Data(groups, validation, report, evaluation, plan, data.prompt_style)
 
 
 def _load_problems(
@@ -132,7 +130,7 @@ def _load_problems(
     plan = f"{len(prompts):,} prompts of {taken}"
     if "solution" not in prompts.column_names:
         plan += "; no column has answers"
-    return Data(prompts, validation, report, evaluation, plan, source.style, source.asked(prompts))
+    return Data(prompts, validation, report, evaluation, plan, source.style)
 
 
 @dataclass
@@ -197,17 +195,6 @@ class _Source:
         if self.style == "dataset":
             return problems
         return to_prompts(problems, style=cast(Style, self.style), instruction=str(self.script.instruction))
-
-    def asked(self, prompts: Dataset) -> dict[str, str]:
-        """See [`Data`]. What else the data's own prompts ask is not known, only a system prompt that all have."""
-        if self.style != "dataset":
-            return {"style": self.style, "instruction": str(self.script.instruction), "system": ""}
-        if isinstance(prompts[0]["prompt"], str):
-            return {"style": "plain", "instruction": "", "system": ""}
-        first = [prompt[0] for prompt in prompts["prompt"]]
-        system = {str(turn["content"]) if turn["role"] == "system" else "" for turn in first}
-        shared = system.pop() if len(system) == 1 else ""
-        return {"style": "chat", "instruction": "" if shared else INSTRUCTION, "system": shared}
 
     def describe(self) -> str:
         """For a line of the plan: where the prompts are from, and which column was used as which field."""

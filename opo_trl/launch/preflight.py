@@ -24,7 +24,7 @@ from ..arguments import OPOScriptArguments
 from ..checks import paths
 from ..checks.addresses import without_secrets
 from ..checks.environment import check_installed
-from ..checks.files import COUNT, TEXT, read_json
+from ..checks.files import TEXT, read_json
 from ..config import RolloutConfig
 from ..data import tokenize_prompts
 from ..data.prompts import shown
@@ -152,8 +152,7 @@ def check_model(field: str, name: str, *, revision: str | None, trust_remote_cod
 
 def read_adapter(folder: Path) -> dict[str, Any]:
     """The configuration of a LoRA adapter; empty if the folder has none."""
-    form = {"base_model_name_or_path?": TEXT, "r?": COUNT}
-    return read_json(folder / "adapter_config.json", form, linked=True)
+    return read_json(folder / "adapter_config.json", {"base_model_name_or_path?": TEXT}, linked=True)
 
 
 def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:

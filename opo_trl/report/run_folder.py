@@ -9,7 +9,6 @@ The folder of a run: its recipe, environment, log and results.
     log.jsonl            one line per logged step: all metrics
     completions.jsonl    completions of the validation problems, over training
     summary.json         accuracies before and after, with intervals
-    evaluation.json      what `opo-trl evaluate` measured, with both verdicts on each problem; evaluation.md: its table
     figures/             drawn from log.jsonl and summary.json
     _lock                locked while a run writes here; names the process and machine of each that has
     report.html          the report: plan, accuracies, curves, diagnostics, completions
@@ -58,7 +57,6 @@ _DESCRIPTION = (RECIPE, SETTINGS, ENVIRONMENT, REQUIREMENTS)
 _WRITTEN = (
     r"_.+\.[0-9a-f]{8}\.part",  # of a file that was being written
     r"plan\.txt|log\.jsonl|completions\.jsonl|summary\.json|report\.html",
-    r"_evaluation_lock|evaluation\.md|evaluation(-(\d+|unfinished)(-\d+)?)?\.json|evaluation-samples-[\w.-]+\.jsonl",
     r"figures/(training|passes|time|accuracy)\.(png|svg)|completions/completions_\d+\.parquet",
     r"rollouts/\d+-\d+\.jsonl",
     r"skipped_step_\d+\.pt|_?checkpoint-\d+(-replaced(-\d+)?)?",  # with all that is in it
@@ -202,17 +200,13 @@ def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapp
 # Settings that make optimizer steps of a rollout.
 ROLLOUT = ("generation_batch_size", "steps_per_generation", "num_iterations", "gradient_accumulation_steps")
 
-# What reports, comparisons and evaluations rely on in files that were written elsewhere.
+# What reports and comparisons rely on in files that were written elsewhere.
 _SETTINGS_FORM = {
     "seed?": files.STEP,
-    "chat_template_kwargs?": {},
-    "asked?": {"*": files.TEXT},
-    **dict.fromkeys(("trainer?", "instruction?", "prompt_style?"), files.TEXT),
+    "trainer?": files.TEXT,
     **{key: [files.TEXT] for key in ("reward_funcs?", "levels?", "report_levels?", "validation_levels?", "watches?")},
     **dict.fromkeys(("max_steps?", "chi2_radius?"), files.NUMBER),
-    **dict.fromkeys(("temperature?", "top_p?", "top_k?", "min_p?", "repetition_penalty?"), files.NUMBER),
-    **dict.fromkeys(("num_generations?", "max_completion_length?", "per_device_eval_batch_size?"), files.COUNT),
-    **{f"{name}?": files.COUNT for name in ROLLOUT},
+    **{f"{name}?": files.COUNT for name in ("num_generations", *ROLLOUT)},
 }
 _MEASURED = {"*": {"*": {**dict.fromkeys(("accuracy", "low", "high"), files.SHARE), "pass_at?": {"*": files.SHARE}}}}
 _SUMMARY_FORM = {
@@ -235,14 +229,14 @@ def _are_messages(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
-def read_settings(folder: Path, *, linked: bool = False) -> dict[str, Any]:
+def read_settings(folder: Path) -> dict[str, Any]:
     """The resolved settings of a run; empty if there are none."""
-    return files.read_json(folder / SETTINGS, _SETTINGS_FORM, linked=linked)
+    return files.read_json(folder / SETTINGS, _SETTINGS_FORM)
 
 
-def read_summary(folder: Path, *, linked: bool = False) -> dict[str, Any]:
+def read_summary(folder: Path) -> dict[str, Any]:
     """The accuracies of a run; empty if there are none."""
-    summary = files.read_json(folder / SUMMARY, _SUMMARY_FORM, linked=linked)
+    summary = files.read_json(folder / SUMMARY, _SUMMARY_FORM)
     return {name: value for name, value in summary.items() if value is not None}
 
 

@@ -8,7 +8,7 @@ The same folder gives the same bytes.
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from ..checks.files import read_text, write
 from ..checks.text import one_line
 from ..methods import BASELINE, DEFAULT, method_of
 from . import run_folder
-from .evaluation import described, interval, read_evaluation, steps_trained
 from .pages import render, table, versions
 from .verdicts import Verdict, fired, judge
 
@@ -62,7 +61,6 @@ def describe(folder: Path) -> dict[str, Any]:
         "summary": [*said, *(watch.sentence for watch in watches)],
         "plan": read_text(folder / run_folder.PLAN),
         "accuracies": _accuracies(summary),
-        "evaluation": _evaluation(folder),
         "figures": _figures(folder) if log else {},
         "verdicts": verdicts,
         "spark": spark,
@@ -106,7 +104,7 @@ def _accuracies(summary: dict[str, Any]) -> dict[str, Any]:
     rows = []
     for name, shown in {**after, **before}.items():
         both = [before.get(name), after.get(name)]
-        rows.append([name, *map(interval, both)])
+        rows.append([name, *map(_interval, both)])
         if shown.get("pass_at"):
             k = max(shown["pass_at"], key=lambda k: (len(k), k))
             passed = [(result or {}).get("pass_at") or {} for result in both]
@@ -114,16 +112,9 @@ def _accuracies(summary: dict[str, Any]) -> dict[str, Any]:
     return table(["accuracy [95 % interval]", "before", "after"], rows)
 
 
-def _evaluation(folder: Path) -> dict[str, Any] | None:
-    """What `opo-trl evaluate` measured, if it has been run."""
-    content = read_evaluation(folder)
-    if not content:
-        return None
-    shown, then = described(content), content.get("optimizer_steps")
-    if then != steps_trained(folder):
-        when = "before the run ended" if then is None else f"after {then:,} optimizer steps"
-        shown["sentences"].insert(0, f"Measured {when}: run `opo-trl evaluate` again.")
-    return shown
+def _interval(accuracy: Mapping[str, Any] | None) -> str:
+    """An accuracy in a table, with its interval."""
+    return f"{accuracy['accuracy']:.1%} [{accuracy['low']:.1%}, {accuracy['high']:.1%}]" if accuracy else "–"
 
 
 def _figures(folder: Path) -> dict[str, bytes] | None:

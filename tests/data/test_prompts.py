@@ -34,6 +34,7 @@ class TestPrompts:
     def test_the_instruction_can_be_changed(self):
         prompts = to_prompts(make(("What?", r"\boxed{2}")), instruction="Be brief.")
         assert prompts[0]["prompt"][0]["content"] == "What?\n\nBe brief."
+        assert to_prompts(make(("What?", r"\boxed{2}")), instruction="")[0]["prompt"][0]["content"] == "What?"
 
     def test_plain_keeps_the_problem_and_a_solution_without_a_box(self):
         prompts = to_prompts(make(("47+38-16=", "85-16=69"), (" What?\n", r"\boxed{2}")), style="plain")

@@ -97,7 +97,24 @@ def test_messages_are_described(tmp_path):
     data = load(tmp_path, {"reward_funcs": ["format_reward"]}, rows)
     assert "a prompt is its column 'messages' up to the last turn of the user; no column has answers" in data.plan
     assert data.training[0]["prompt"] == rows[0]["messages"][:2]
-    assert data.asked == {"style": "chat", "instruction": "", "system": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("column", "fields", "asked"),
+    [
+        ("problem", {"instruction": "Think."}, [{"role": "user", "content": "1+1?\n\nThink."}]),
+        ("problem", {"instruction": ""}, [{"role": "user", "content": "1+1?"}]),
+        ("problem", {"prompt_style": "plain"}, "1+1?"),
+        ("prompt", {}, "1+1?"),
+        (
+            "prompt",
+            {"columns": {"problem": "prompt"}, "instruction": "Think."},
+            [{"role": "user", "content": "1+1?\n\nThink."}],
+        ),
+    ],
+)
+def test_recipe_decides_what_is_asked(tmp_path, column, fields, asked):
+    assert load(tmp_path, fields, [{column: "1+1?", "solution": "2"}] * 2).training[0]["prompt"] == asked
 
 
 def test_two_test_splits_are_one_too_many(tmp_path):

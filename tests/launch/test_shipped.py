@@ -70,6 +70,13 @@ def test_command_alone_shows_what_there_is_to_do(capsys):
     assert "recipes" in shown
 
 
+def test_evaluate_names_the_command_that_is_in_the_documentation(capsys):
+    assert cli.main(["evaluate", "runs/x", "--tasks", "gsm8k"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("opo-trl evaluate: error: this command is gone: use lm-eval's own on the folder of the run")
+    assert f"\n{said.split('`')[1]}\n" in (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+
+
 def test_short_help_has_every_field_of_the_package(capsys):
     parser = make_parser("opo")
     shown, everything = short_help(parser), parser.format_help()

@@ -135,7 +135,7 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("name", ["settings.json", "summary.json", "environment.json", "evaluation.json", "log.jsonl"])
+@pytest.mark.parametrize("name", ["settings.json", "summary.json", "environment.json", "log.jsonl"])
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_damaged_file_is_named(run, capsys, name, damage):
     (run / name).write_bytes(DAMAGED[damage])
@@ -155,7 +155,6 @@ FORMS = (
     ("settings.json", "max_steps", {}),
     ("settings.json", "generation_batch_size", 0),
     ("settings.json", "seed", "x"),
-    ("settings.json", "asked", {"style": 3}),
     ("summary.json", "after", None),
     ("summary.json", "after", 3),
     ("summary.json", "after", {"L": 3}),

@@ -60,7 +60,6 @@ WRITTEN = [
         "plan.txt",
         "log.jsonl",
         "summary.json",
-        "evaluation.md",
         "report.html",
         "skipped_step_0.pt",
         "_log.jsonl.0a1b2c3d.part",
