@@ -7,10 +7,10 @@ What an update of Qwen3-0.6B and Qwen3-1.7B costs, with random weights: OPOTrain
 Called again with the same file, it measures the missing cases, and writes their ratios beside it as a `.md`.
 
 The comparison of `benchmarks/update_phase.py` at full length, in bfloat16, without zero-variance groups. All trainers
-use TRL's fused LM head. A first phase of each is not timed: its tokens are counted, and its peak of memory, without what
-the other trainers hold. Then the phases alternate, so that a device that slows down slows all. The smaller model is also
-trained by our `RolloutTrainer` with TRL's loss (`trainer: grpo`). An earlier form, of which results are committed, had
-groups of equal rewards and the parts of a phase as well: `git show 7eb7cae:benchmarks/gpu/update_phase.py`.
+use TRL's fused LM head. A first phase of each is not timed: its tokens are counted, and its peak of memory, without
+what the other trainers hold. Then the phases alternate, so that a device that slows down slows all. The smaller model
+is also trained by our `RolloutTrainer` with TRL's loss (`trainer: grpo`). An earlier form, of which results are
+committed, had groups of equal rewards and the parts of a phase: `git show 7eb7cae:benchmarks/gpu/update_phase.py`.
 """
 
 import argparse
