@@ -36,7 +36,8 @@ from ..record import begin
 from .recorded import SPLITS
 
 
-RECIPE = "recipes/smollm2-135m/opo.yaml"
+ON_GPU = {"use_cpu": "false", "bf16": "true", "accelerate_config": "single_gpu"}
+FULL = {"report_size": 1000, "validation_size": 500, "per_device_eval_batch_size": 250}
 TINY = {
     "per_device_train_batch_size": 6,
     "gradient_accumulation_steps": 2,
@@ -49,32 +50,13 @@ TINY = {
 }
 
 
-def command(output: Path, model: str | Path, fields: dict[str, Any]) -> list[str]:
-    """The command of the run, which resumes it as well."""
-    of_device = {"use_cpu": "false", "bf16": "true", "accelerate_config": "single_gpu"}
-    fields = {
-        "config": RECIPE,
-        "model_name_or_path": model,
-        "dataset_name": output / "data",
-        "output_dir": output / "run",
-        "save_strategy": "steps",
-        "save_total_limit": 2,
-        "report_size": 1000,
-        "resume_from_checkpoint": "auto",
-        **(of_device if torch.cuda.is_available() else {}),
-        **fields,
-    }
-    return [sys.executable, "-m", "opo_trl.launch.cli", "train", *options(fields)]
-
-
-def run(words: list[str], log: Path, *, until: int | None, seconds: float) -> dict[str, Any]:
+def run(words: list[str], output: Path, *, until: int | None, seconds: float) -> dict[str, Any]:
     """Run a command, kill it when it has logged a step, or when its time is over; its seconds and status."""
     began = time.perf_counter()
-    with log.open("a") as out:
+    with (output / "run.log").open("a") as out:
         process = subprocess.Popen(words, stdout=out, stderr=out, start_new_session=True)
-        folder = Path(words[words.index("--output_dir") + 1])
         while process.poll() is None and time.perf_counter() - began < seconds:
-            if until and any(entry["step"] >= until for entry in read_lines(folder / LOG)):
+            if until and any(entry["step"] >= until for entry in read_lines(output / "run" / LOG)):
                 break
             time.sleep(0.2)
         with suppress(ProcessLookupError):
@@ -92,22 +74,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.model and not args.tiny:
         parser.error("--model is needed, but for --tiny")
-    ends = time.perf_counter() + args.limit_seconds
-    save = 4 if args.tiny else 8
-    words = command(
-        args.output,
-        args.model or os.path.relpath(base_model_path()),
-        {"save_steps": save, **(TINY if args.tiny else {})},
-    )
-    file, log = args.output / "online.json", args.output / "run.log"
+    ends, save = time.perf_counter() + args.limit_seconds, 4 if args.tiny else 8
+    fields = {
+        "config": "recipes/smollm2-135m/opo.yaml",
+        "model_name_or_path": args.model or os.path.relpath(base_model_path()),
+        "dataset_name": args.output / "data",
+        "output_dir": args.output / "run",
+        "save_strategy": "steps",
+        "save_steps": save,
+        "save_total_limit": 2,
+        "resume_from_checkpoint": "auto",
+        **(ON_GPU if torch.cuda.is_available() else {}),
+        **(TINY if args.tiny else FULL),
+    }
+    words = [sys.executable, "-m", "opo_trl.launch.cli", "train", *options(fields)]
+    file = args.output / "online.json"
     found = begin(file, {"tiny": args.tiny, "run": " ".join(words[1:])})
     (args.output / "data").mkdir(exist_ok=True)
     for split in ("train", "test"):
         write_lines(args.output / "data" / f"{split}.jsonl", make_problems(split, ["addition"], SPLITS))
-    if "killed" not in found:
-        found["killed"] = run(words, log, until=save * 3 // 2, seconds=ends - time.perf_counter())
-    if found.get("resumed", {}).get("status") != 0:
-        found["resumed"] = run(words, log, until=None, seconds=ends - time.perf_counter())
+    for part, until in (("killed", save * 3 // 2), ("resumed", None)):
+        if found.get(part, {}).get("status") not in (0, -signal.SIGKILL if until else 0):
+            found[part] = run(words, args.output, until=until, seconds=ends - time.perf_counter())
     entries = read_lines(args.output / "run" / LOG)
     steps = [entry for entry in entries if "opo/time/update" in entry]
     phases = {name: fmean(entry[f"opo/time/{name}"] for entry in steps) for name in PHASES} if steps else {}

@@ -21,8 +21,6 @@ of `runs.jsonl`; the same command goes on, and writes `page.md`.
 """
 
 import argparse
-import itertools
-import json
 import multiprocessing
 import random
 import sys
@@ -145,10 +143,8 @@ class Bench:
     def precision(self) -> torch.autocast:
         return torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda")
 
-    def complete(
-        self, problems: Sequence[Mapping[str, str]], seed: int, temperature: float = 1.0
-    ) -> tuple[list[list[int]], list[list[int]], list[float]]:
-        """Prompts of problems; a completion of each, up to the first newline; and rewards."""
+    def complete(self, problems: Sequence[Mapping[str, str]], seed: int, temperature: float = 1.0) -> Any:
+        """Prompts of problems, a completion of each, up to the first newline, and rewards."""
         prompts = [self.tokenizer(row["problem"])["input_ids"] for row in problems]
         options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": temperature, "pad": self.ends[0]}
         options["generator"] = torch.Generator(self.device).manual_seed(seed)
@@ -159,23 +155,21 @@ class Bench:
         return prompts, cut, self.reward(texts, solution=[row["solution"] for row in problems])
 
     @torch.no_grad()
-    def record(self, seed: int) -> dict[str, Any]:
+    def record(self, seed: int) -> None:
         """Write the base model's groups for a seed, with log-probabilities of the passes of training."""
-        file = self.output / f"recorded-{seed}.jsonl"
-        if not file.exists():
-            self.model.load_state_dict(self.base)
-            drawn = random.Random(seed).sample(make_problems("train", ["addition"], SPLITS), self.size.prompts["many"])
-            found = zip(*self.complete([row for row in drawn for _ in range(GROUP)], seed), strict=True)
-            groups: list[dict[str, Any]] = []
-            while members := list(itertools.islice(found, GROUP)):
-                prompts, completions, rewards = zip(*members, strict=True)
-                groups.append({"prompt": prompts[0], "completions": completions, "rewards": rewards})
-            for first in range(0, len(groups), self.size.step):
-                part = groups[first : first + self.size.step]
-                for group, logps in zip(part, self.logps(part).tolist(), strict=True):
-                    group["logps"] = logps
-            write_lines(file, groups)
-        return {"recorded": str(file)}
+        file, step = self.output / f"recorded-{seed}.jsonl", self.size.step
+        if file.exists():
+            return
+        self.model.load_state_dict(self.base)
+        problems = random.Random(seed).sample(make_problems("train", ["addition"], SPLITS), self.size.prompts["many"])
+        columns = self.complete([problem for problem in problems for _ in range(GROUP)], seed)
+        groups: list[dict[str, Any]] = []
+        for first in range(0, len(problems) * GROUP, GROUP):
+            prompts, completions, rewards = (column[first : first + GROUP] for column in columns)
+            groups.append({"prompt": prompts[0], "completions": completions, "rewards": rewards})
+        parts = [self.logps(groups[first : first + step]).tolist() for first in range(0, len(groups), step)]
+        logps = [row for part in parts for row in part]
+        write_lines(file, [{**group, "logps": own} for group, own in zip(groups, logps, strict=True)])
 
     def logps(self, groups: Groups) -> Tensor:
         """Log-probability of each completion, `[N, GROUP]`; a row of the batch is a prompt with its completions."""
@@ -232,12 +226,9 @@ class Bench:
         steps = sum(1 for _ in self.steps(run, groups))
         trained = time.perf_counter()
         problems = make_problems("validation" if run.tuning else "test", ["addition"], SPLITS)[: self.size.problems]
-        measured = {
-            name: fmean(self.complete(problems, run.seed, temperature)[2])
-            for name, temperature in (("sampled", 1.0), ("greedy", 1e-4))
-        }
+        sampled, greedy = (fmean(self.complete(problems, run.seed, temperature)[2]) for temperature in (1.0, 1e-4))
         seconds = {"seconds": round(trained - began, 2), "measuring": round(time.perf_counter() - trained, 2)}
-        return {**asdict(run), **measured, "steps": steps, **seconds}
+        return {**asdict(run), "sampled": sampled, "greedy": greedy, "steps": steps, **seconds}
 
 
 def schedule(regime: str, groups: int, step: int, seed: int) -> list[list[int]]:
@@ -315,10 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model is None and args.size != "tiny":
         parser.error("--model is needed, but for --size tiny")
     size, file, runs = SIZES[args.size], args.output / "runs.jsonl", []
-    settings = json.loads(
-        json.dumps({"size": asdict(size), "forms": {name: asdict(own) for name, own in FORMS.items()}})
-    )
-    write_json(args.output / "origin.json", begin(args.output / "origin.json", settings))
+    write_json(args.output / "origin.json", begin(args.output / "origin.json", {"size": args.size}))
     write_lines(file, read_lines(file, {}))  # without a line that was cut short
     start = (time.time() + args.limit_seconds, args.model or base_model_path(), args.output, args.size)
     with ExitStack() as stack:
