@@ -9,9 +9,9 @@ SmolLM2-135M-Instruct (`benchmarks.smollm2`) on `addition` of `few_shot`. Once p
 of 192 training problems, up to the first newline; all forms train on the same. The loss of a completion is `−f·Δ`: Δ =
 log π/π_k of the whole completion, t = exp Δ, and without gradient f = w·(g − μ(w − 1)), where w is t, clipped to two
 bounds where g > 0 and to two others elsewhere ([`FORMS`]), and g OPO's centred escort weight, α = 0.4: the push of all
-forms. μ is 0.3 for OPO and else 0. The hinge adds 1 − t in groups with right completions only, where t < 0.99. *many*:
-four epochs over 1,536 completions; *few*: four passes over each 96 of 384 before the next 96. Steps of 96, AdamW at a
-constant rate without weight decay, no clipping of gradients (as in `benchmarks.offline`); products in bfloat16.
+forms. μ is 0.3 for OPO and else 0. The hinge adds (1 − t)₊ in groups with right completions only. *many*: four epochs
+over 1,536 completions; *few*: four passes over each 96 of 384 before the next 96. Steps of 96, AdamW at a constant
+rate without weight decay, no clipping of gradients (as in `benchmarks.offline`), products of matrices in bfloat16.
 
 Plan, written before the first run. Each form is tried at four rates in *many*, with both tuning seeds, on 1,000
 problems for tuning; the best mean sampled accuracy decides. All trials are reported: at which rate a form falls apart
@@ -74,8 +74,7 @@ class Form:
         """The force on each log-ratio; `solved` says whose group has right completions only."""
         t = log_ratio.exp()
         w = torch.where(g > 0, t.clamp(*self.right), t.clamp(*self.wrong))
-        held = solved & (t < 0.99) & self.hinge
-        return w * (g - self.mu * (w - 1)) + torch.where(held, 1 - t, 0.0)
+        return w * (g - self.mu * (w - 1)) + (solved & self.hinge) * (1 - t).clamp(min=0)
 
 
 FORMS = {

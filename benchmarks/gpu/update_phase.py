@@ -44,9 +44,9 @@ GROUPS, GENERATIONS, ROWS, STEPS = 10, 8, 8, 2
 REPEATS, TINY_REPEATS = 2, 1
 TINY_SHORTER = 32  # divisor of lengths
 
-# Dense bfloat16 operations per second: NVIDIA's data sheet of the H200 (SXM) gives twice as many, 1,979 TFLOPS, with
+# Dense bfloat16 operations per second: NVIDIA's data sheets of these (SXM) give twice as many, 1,979 TFLOPS, with
 # sparsity.
-PEAK = {"NVIDIA H200": 989e12}
+PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
 
 
 def model_flops(passes: Iterable[Pass], shape: Mapping[str, Any], parameters: int) -> int:
