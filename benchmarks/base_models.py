@@ -1,5 +1,5 @@
 """
-Base models that make systematic mistakes: what the scripts of the arithmetic task and of the word problems share.
+Base models that make systematic mistakes: what the scripts of the embedded tasks share.
 
 A base model is a small Qwen3, trained by supervised learning on worked solutions in which most carries are forgotten.
 The mistakes are systematic on purpose. With errors scattered at random, the most likely answer would be right from the

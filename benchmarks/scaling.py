@@ -33,7 +33,7 @@ import torch.distributed
 from opo_trl.checks.files import write_json
 
 from .record import origin
-from .replay import OWN_PARTS, TRAINERS, Split, draw_rollout, make_trainer, phase, take_turns
+from .replay import OWN_PARTS, Split, draw_rollout, make_trainer, phase, take_turns
 from .shapes import small_qwen3
 
 
@@ -84,7 +84,7 @@ def measure(setting: Setting, repeats: int) -> dict[str, dict[str, float]]:
         shorter=LONGEST // setting.length,
     )
     options = {"rows": ROWS, "steps": STEPS, "processes": setting.processes}
-    trainers = {method: make_trainer(method, shape, rollout, **options) for method in TRAINERS}
+    trainers = {method: make_trainer(method, shape, rollout, **options) for method in ("GRPO", "OPO")}
     for trainer in trainers.values():
         phase(trainer)  # not counted, because it creates the moments
     splits = {method: Split(trainer) for method, trainer in trainers.items()}

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Every benchmark that needs a GPU, within 30 minutes on one H200:
+# Every benchmark that needs a GPU, within ten minutes on one of 80 GB:
 #   benchmarks/gpu/run.sh OUT [WHEELS]
 # OUT: folder for results and logs. WHEELS: folder of wheels to install without a network (README.md says how to fill
-# it). Called again with the same OUT, it resumes. LIMIT_SECONDS: another limit. TINY=1: smallest sizes, also on a CPU.
+# it). Called again with the same OUT, it resumes. LIMIT_SECONDS: another limit. PARTS: others, "checks memory" too.
+# MODEL: folder of SmolLM2-135M-Instruct, if it is there already. TINY=1: smallest sizes, also on a CPU.
 set -uo pipefail
 
-[ $# -ge 1 ] || { sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1"
 out=$(realpath "$1")
 wheels=${2:+$(realpath "$2")}
@@ -24,12 +25,14 @@ fi
 # Before the image's own packages, whose PyTorch is used unless the folder has one.
 [ ! -e "$packages/ready" ] || PYTHONPATH+=:$packages
 
-limit=${LIMIT_SECONDS:-1680}
+limit=${LIMIT_SECONDS:-570}
 failed=0
-part() {  # $1: its name; the rest: what Python runs
+part() {  # $1: its name; $2: its limit in seconds; the rest: what Python runs
     local name=$1 began=$SECONDS left=$((limit - SECONDS))
-    shift
+    left=$((left < $2 ? left : $2))
+    shift 2
     [ "$left" -gt 0 ] || { echo "== $name: no time left, the same command resumes"; return 75; }
+    [ "$name" = checks ] || set -- "$@" --limit_seconds "$left"
     # A benchmark ends before the limit by itself, unless something takes far longer than the longest before it.
     timeout --foreground --kill-after 10 $((left + 20)) "$python" -m "$@" 2>&1 | tee -a "$out/$name.log"
     local status=${PIPESTATUS[0]}
@@ -37,30 +40,46 @@ part() {  # $1: its name; the rest: what Python runs
     [ "$status" -eq 0 ] || failed=1
     return "$status"
 }
-benchmark() {  # $1: a module of benchmarks.gpu; $2: what it writes or resumes
-    part "$1" "benchmarks.gpu.$1" --output "$2" --limit_seconds $((limit - SECONDS)) ${TINY:+--tiny}
-}
 
-# Once, for five minutes at most, whether trainers on this device do what they do on a CPU.
+# Once, whether trainers on this device do what they do on a CPU.
 checks() {
-    local limit=$((SECONDS + 300 < limit ? SECONDS + 300 : limit)) tests=(tests/test_parity.py)
-    [ -n "${TINY:-}" ] || tests+=(tests/test_{trainer,trainer_options,anchors,lora}.py)
-    part checks pytest --on-device -q -p no:cacheprovider -o faulthandler_timeout=120 "${tests[@]}"
-    local status=$?
-    [ "$status" -eq 75 ] || echo "$status" > "$out/checks.status"
+    if ! "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
+        echo "== checks: no GPU"
+    elif ! "$python" -c 'import peft, pytest'; then
+        echo "== checks: left out, they need PEFT and pytest"
+    elif [ ! -e "$out/checks.status" ]; then
+        local tests=(tests/test_parity.py)
+        [ -n "${TINY:-}" ] || tests+=(tests/test_{trainer,trainer_options,anchors,lora}.py)
+        part checks 300 pytest --on-device -q -p no:cacheprovider -o faulthandler_timeout=120 "${tests[@]}"
+        local status=$?
+        [ "$status" -eq 75 ] || echo "$status" > "$out/checks.status"
+    else
+        [ "$(cat "$out/checks.status")" -eq 0 ] || { echo "== checks: failed before, see checks.log"; failed=1; }
+    fi
 }
-if ! "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
-    echo "== checks: no GPU"
-elif ! "$python" -c 'import peft, pytest'; then
-    echo "== checks: left out, they need PEFT and pytest"
-elif [ ! -e "$out/checks.status" ]; then
-    checks
-else
-    [ "$(cat "$out/checks.status")" -eq 0 ] || { echo "== checks: failed before, see checks.log"; failed=1; }
-fi
 
-# The short ones first: what is left of the limit, 30 minutes less 2 to spare, is for the runs of the four methods.
-benchmark memory "$out/memory.json"
-benchmark update_phase "$out/update_phase.json"
-benchmark word_arithmetic "$out/word_arithmetic"
+model=${MODEL:-$out/smollm2}
+weights() {  # whether there is the model; at tiny size, there need not be
+    [ -e "$model/config.json" ] || "$python" -m benchmarks.smollm2 --output "$model" || [ -n "${TINY:-}" ]
+}
+
+for name in ${PARTS:-update_phase online recorded}; do
+    case $name in
+    checks) checks ;;
+    memory) part memory 120 benchmarks.gpu.memory --output "$out/memory.json" ${TINY:+--tiny} ;;
+    update_phase) part update_phase 100 benchmarks.gpu.update_phase --output "$out/update_phase.json" ${TINY:+--tiny} ;;
+    online | recorded)
+        weights || { echo "== $name: no model"; failed=1; continue; }
+        of_model=()
+        [ ! -e "$model/config.json" ] || of_model=(--model "$model")
+        if [ "$name" = online ]; then
+            part online 110 benchmarks.gpu.online --output "$out/online" "${of_model[@]}" ${TINY:+--tiny}
+        else
+            part recorded 360 benchmarks.gpu.recorded --output "$out/recorded" "${of_model[@]}" \
+                ${TINY:+--size tiny --jobs 1}
+        fi
+        ;;
+    *) echo "== $name: there is no such part"; failed=1 ;;
+    esac
+done
 exit $failed

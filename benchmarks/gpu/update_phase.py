@@ -1,20 +1,20 @@
 """
 What an update of Qwen3-0.6B and Qwen3-1.7B costs, with random weights: OPOTrainer and TRL's GRPOTrainer.
 
-    python -m benchmarks.gpu.update_phase --output runs/gpu/update_phase.json     a GPU of 80 GB or more, 10 minutes
+    python -m benchmarks.gpu.update_phase --output runs/gpu/update_phase.json     a GPU of 80 GB or more, 90 seconds
     python -m benchmarks.gpu.update_phase --output runs/gpu/tiny.json --tiny      any GPU or a CPU, a minute
 
 Called again with the same file, it measures the missing cases, and writes their ratios beside it as a `.md`.
 
-The comparison of `benchmarks/update_phase.py` at full length, in bfloat16: with and without gradient checkpointing,
-with no zero-variance groups and with 40 %. Both trainers use TRL's fused LM head. Tokens, peak memory and the split of
-the time are measured with one trainer alone on the device; then the phases of both alternate, so that a device that
-slows down slows both.
+The comparison of `benchmarks/update_phase.py` at full length, in bfloat16, without zero-variance groups. All trainers
+use TRL's fused LM head. A first phase of each is not timed: its tokens are counted, and its peak of memory, without
+what the other trainers hold. Then the phases alternate, so that a device that slows down slows all. The smaller model
+is also trained by our `RolloutTrainer` with TRL's loss (`trainer: grpo`). An earlier form, of which results are
+committed, had groups of equal rewards and the parts of a phase: `git show 7eb7cae:benchmarks/gpu/update_phase.py`.
 """
 
 import argparse
 import functools
-import gc
 import statistics
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,32 +23,30 @@ from typing import Any
 
 import torch
 
+from opo_trl.forecast.plan import memory_plan
+
 from ..pages import table
 from ..passes import Pass, count_tokens, counted_passes
 from ..record import Limit, device_name, measure_missing, peak_memory, reset_peak_memory
-from ..replay import (
-    TRAINERS,
-    Rollout,
-    Split,
-    draw_rollout,
-    make_trainer,
-    phase,
-    ratio,
-    take_turns,
-)
+from ..replay import TRAINERS, draw_rollout, make_trainer, phase, ratio, take_turns
 from ..shapes import QWEN3_0_6B, QWEN3_1_7B, small_qwen3
 
 
-SHAPES = {"qwen3-1.7b": QWEN3_1_7B, "qwen3-0.6b": QWEN3_0_6B}  # the slowest first, for the time limit
-TINY_SHAPES = {"tiny": small_qwen3(64, 512)}
+SHAPES = {"qwen3-1.7b": QWEN3_1_7B, "qwen3-0.6b": QWEN3_0_6B, "tiny": small_qwen3(64, 512)}
+# Model, whether with checkpointing, and trainers; the slowest first, for the time limit.
+CASES: list[tuple[str, bool, Sequence[str]]] = [
+    ("qwen3-1.7b", True, ("GRPO", "OPO")),
+    ("qwen3-1.7b", False, ("GRPO", "OPO")),
+    ("qwen3-0.6b", True, [*TRAINERS]),
+]
+TINY_CASES: list[tuple[str, bool, Sequence[str]]] = [("tiny", True, [*TRAINERS]), ("tiny", False, ("GRPO", "OPO"))]
 GROUPS, GENERATIONS, ROWS, STEPS = 10, 8, 8, 2
-DEAD = (0.0, 0.4)
-REPEATS, TINY_REPEATS = 5, 1
+REPEATS, TINY_REPEATS = 2, 1
 TINY_SHORTER = 32  # divisor of lengths
 
-# Dense bfloat16 operations per second: NVIDIA's data sheet of the H200 (SXM) gives twice as many, 1,979 TFLOPS, with
+# Dense bfloat16 operations per second: NVIDIA's data sheets of these (SXM) give twice as many, 1,979 TFLOPS, with
 # sparsity.
-PEAK = {"NVIDIA H200": 989e12}
+PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
 
 
 def model_flops(passes: Iterable[Pass], shape: Mapping[str, Any], parameters: int) -> int:
@@ -69,77 +67,66 @@ def model_flops(passes: Iterable[Pass], shape: Mapping[str, Any], parameters: in
     )
 
 
-def measure_alone(method: str, shape: Mapping[str, Any], rollout: Rollout, **options: Any) -> dict[str, Any]:
-    """Tokens, passes with gradient, operations, peak bytes and seconds by part of a trainer alone on the device."""
-    trainer = make_trainer(method, shape, rollout, **options)
-    phase(trainer)  # creates the moments, and looks once whether padding changes log-probabilities
-    reset_peak_memory()
-    with counted_passes(trainer.model) as passes:
-        phase(trainer)
-    peak = peak_memory()
-    split = Split(trainer)
-    whole = phase(trainer)
-    parts = dict(split.seconds)
-    return {
-        "tokens": count_tokens(passes),
-        "passes": sum(one.gradient for one in passes),
-        "flops": model_flops(passes, shape, trainer.model.num_parameters()),
-        "peak_memory": peak,
-        "parts": parts | {"rest": whole - sum(parts.values())},
-    }
-
-
-def measure(shape: Mapping[str, Any], dead: float, shorter: int, *, repeats: int, **options: Any) -> dict[str, Any]:
-    """Costs of each trainer, and OPO's time relative to GRPO's."""
+def measure(
+    shape: Mapping[str, Any], methods: Sequence[str], shorter: int, *, repeats: int, **options: Any
+) -> dict[str, Any]:
+    """Costs of each trainer, and times relative to GRPO's."""
     rollout = draw_rollout(
-        "math",
-        groups=GROUPS,
-        generations=GENERATIONS,
-        vocab_size=shape["vocab_size"],
-        dead=dead,
-        shorter=shorter,
+        "math", groups=GROUPS, generations=GENERATIONS, vocab_size=shape["vocab_size"], shorter=shorter
     )
-    result: dict[str, Any] = {}
-    for method in TRAINERS:
-        result[method] = measure_alone(method, shape, rollout, **options)
-        gc.collect()
-        torch.cuda.empty_cache()
-    trainers = {method: make_trainer(method, shape, rollout, **options) for method in TRAINERS}
-    take_turns(trainers, 1)
+    trainers, result, on_gpu = {}, {}, torch.cuda.is_available()
+    for method in methods:
+        held = torch.cuda.memory_allocated() if on_gpu else 0
+        trainers[method] = trainer = make_trainer(method, shape, rollout, **options)
+        plan = None if method == "GRPO" else max(sum(parts.values()) for parts in memory_plan(trainer).values())
+        reset_peak_memory()
+        with counted_passes(trainer.model) as passes:
+            phase(trainer)  # creates the moments at its first optimizer step, and looks whether padding matters
+        result[method] = {
+            "tokens": count_tokens(passes),
+            "passes": sum(one.gradient for one in passes),
+            "flops": model_flops(passes, shape, trainer.model.num_parameters()),
+            "peak_memory": (peak_memory() or 0) - held,
+            "planned_memory": plan,
+        }
     seconds = take_turns(trainers, repeats)
     peak = PEAK.get(device_name())
     for method, own in result.items():
         middle = statistics.median(seconds[method])
         own |= {
             "seconds": seconds[method],
-            "median": middle,
             "tokens_per_second": round(rollout.tokens / middle),
             "share_of_peak": own["flops"] / middle / peak if peak else None,
+            "ratio": ratio(seconds[method], seconds["GRPO"]),
         }
-    return result | {"ratio": ratio(seconds["OPO"], seconds["GRPO"])}
+    return result
 
 
 def page(results: Mapping[str, Any]) -> str:
-    """The ratios of the cases that are done, as Markdown."""
+    """The cases that are done, as Markdown."""
     rows = []
     for case, found in results["cases"].items():
-        times, peaks = found["ratio"], [found[method]["peak_memory"] for method in TRAINERS]
-        low, high = times["low"], times["high"]
-        reached = [found[method]["share_of_peak"] for method in TRAINERS]
-        rows.append(
-            [
-                *case.split(", "),
-                f"{times['median']:.2f} ({low:.2f}–{high:.2f})",
-                f"{peaks[1] / peaks[0]:.2f}",
-                *("" if share is None else f"{share:.0%}" for share in reached),
-            ]
-        )
-    shares = [f"{method}, of peak" for method in TRAINERS]
-    head = ["model", "zero-variance groups", "checkpointing", "time", "peak memory", *shares]
+        theirs = found["GRPO"]
+        for method, own in found.items():
+            times, share, plan = own["ratio"], own["share_of_peak"], own["planned_memory"]
+            memory = f"{own['peak_memory'] / 2**30:.1f}" + (f" ({plan / 2**30:.1f})" if plan else "")
+            time = f"{times['median']:.2f} ({times['low']:.2f}–{times['high']:.2f})"
+            tokens = own["tokens"]["gradient padded"] / theirs["tokens"]["gradient padded"]
+            cells = [time, f"{own['passes']}", f"{tokens:.2f}", memory, "" if share is None else f"{share:.0%}"]
+            rows.append([case, method, *cells])
+    head = [
+        "case",
+        "",
+        "time",
+        "passes with gradient",
+        "their tokens",
+        "peak memory in GiB (planned)",
+        "of peak speed",
+    ]
     made = f"{results['device']}, {results['date']}, PyTorch {results['versions']['torch']}"
     about = (
-        "Fractions of TRL's GRPOTrainer on the same rollout, medians and ranges of alternating phases; the "
-        "share of the device's operations per second that each trainer reaches."
+        "Time and tokens with padding are fractions of TRL's GRPOTrainer on the same rollout; medians and ranges of "
+        "alternating phases."
     )
     title = "# What an update costs on a GPU"
     return "\n".join([title, "", f"`{results['command']}` ({made}).", about, "", table(head, rows), ""])
@@ -158,12 +145,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     repeats, shorter = (TINY_REPEATS, TINY_SHORTER) if args.tiny else (REPEATS, 1)
     options = {"rows": ROWS, "steps": STEPS, "repeats": repeats}
     cases = {
-        f"{name}, {dead:.0%} dead, {'' if checkpointing else 'no '}checkpointing": functools.partial(
-            measure, shape, dead, shorter, checkpointing=checkpointing, **options
+        f"{name}, 0% dead, {'' if checkpointing else 'no '}checkpointing": functools.partial(
+            measure, SHAPES[name], methods, shorter, checkpointing=checkpointing, **options
         )
-        for name, shape in (TINY_SHAPES if args.tiny else SHAPES).items()
-        for dead in DEAD
-        for checkpointing in (True, False)
+        for name, checkpointing, methods in (TINY_CASES if args.tiny else CASES)
     }
     results = measure_missing(args.output, {"tiny": args.tiny, **options}, cases, Limit(args.limit_seconds))
     args.output.with_suffix(".md").write_text(page(results), encoding="utf-8")

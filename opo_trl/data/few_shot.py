@@ -13,7 +13,7 @@ the end of the line is its answer. The rows have the four columns of the MATH da
 """
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,19 +54,22 @@ LEVELS = {
 }
 
 
-def make_problems(split: str, levels: Iterable[str] | None = None) -> list[dict[str, str]]:
+def make_problems(
+    split: str, levels: Iterable[str] | None = None, sizes: Mapping[str, int] = SPLIT_SIZES
+) -> list[dict[str, str]]:
     """
     Make the problems of a split, the same on every call and machine.
 
-    Per level there are 400 in `"train"`, 150 in `"validation"`, to tune on, and 150 in `"test"`. No two have the same
-    numbers, in whatever order, and none has those of a worked line. Otherwise as [`arithmetic.task.make_problems`].
+    Per level there are 400 in `"train"`, 150 in `"validation"`, to tune on, and 150 in `"test"`, or other `sizes`. No
+    two have the same numbers, in whatever order, and none has those of a worked line. Otherwise as
+    [`arithmetic.task.make_problems`].
     """
     rows = []
-    for level in check_selection(split, levels, SPLIT_SIZES, list(LEVELS)):
+    for level in check_selection(split, levels, sizes, list(LEVELS)):
         task = LEVELS[level]
         worked = "".join(f"{task.ask(numbers)} {task.answer(numbers)}\n" for numbers in task.worked)
         shown = {_key(numbers) for numbers in task.worked}
-        for numbers in draw_split(split, level, task.draw, _key, sizes=SPLIT_SIZES, seed=SEED, besides=shown):
+        for numbers in draw_split(split, level, task.draw, _key, sizes=sizes, seed=SEED, besides=shown):
             row = {"problem": worked + task.ask(numbers), "level": level, "type": "Few-shot"}
             rows.append(row | {"solution": str(task.answer(numbers))})
     return rows

@@ -13,9 +13,8 @@ from opo_trl.launch.rewards import load_reward, load_rewards
 
 
 ROOT = Path(__file__).resolve().parents[2] / "recipes"
-GPU = ROOT.parent / "benchmarks" / "gpu" / "recipes"
-ALL = sorted(path for folder in (ROOT, GPU) for path in folder.rglob("*.yaml") if path.parent.name != "accelerate")
-EXPERIMENTS = [*sorted({path.parent for path in ALL if path.parent.name.startswith("experiment")}), GPU]
+ALL = sorted(path for path in ROOT.rglob("*.yaml") if path.parent.name != "accelerate")
+EXPERIMENTS = sorted({path.parent for path in ALL if path.parent.name.startswith("experiment")})
 ASYNC = [path for path in ALL if path.parent.name == "async"]
 REUSE = [path for path in ALL if "\nmax_staleness:" in path.read_text(encoding="utf-8") and path not in ASYNC]
 QWEN = [path for path in ALL if "qwen3-1.7b" in path.parts and path not in REUSE + ASYNC]
@@ -177,11 +176,9 @@ def test_recipe_sets_all_fields_of_its_objective(path):
 
 def test_commands_in_comments_name_existing_files():
     """No other test reads them."""
-    files = [
-        path for folder in (ROOT, GPU) for path in folder.rglob("*.*") if path.suffix in (".yaml", ".sbatch", ".sh")
-    ]
+    files = [path for path in ROOT.rglob("*.*") if path.suffix in (".yaml", ".sbatch", ".sh")]
     for path in files:
-        named = re.findall(r"(?:benchmarks/gpu/)?\brecipes/[\w./-]+\.\w+", path.read_text(encoding="utf-8"))
+        named = re.findall(r"\brecipes/[\w./-]+\.\w+", path.read_text(encoding="utf-8"))
         assert [file for file in named if not (ROOT.parent / file).is_file()] == [], path
         if path in ALL:
             assert f"--config {path.relative_to(ROOT.parent)}\n" in path.read_text(encoding="utf-8")
@@ -196,11 +193,10 @@ def test_recipes_of_an_experiment_differ_only_in_the_method(folder):
     assert {path.stem for path in folder.iterdir()} == recipes.keys()
     shared = [{k: v for k, v in recipe.items() if k not in METHOD_FIELDS} for recipe in recipes.values()]
     for method, fields in zip(recipes, shared, strict=True):
-        place = "gpu/word_arithmetic" if folder == GPU else folder.relative_to(ROOT)
-        assert fields.pop("output_dir") == f"runs/{place}/{method}"
+        assert fields.pop("output_dir") == f"runs/{folder.relative_to(ROOT)}/{method}"
         solved, *shaping = fields.pop("reward_funcs")
         assert shaping == (["soft_overlong_punishment"] if method == "dapo" else [])
-        assert solved in ("accuracy_reward", "arithmetic_reward", "benchmarks.gpu.words.word_reward")
+        assert solved in ("accuracy_reward", "arithmetic_reward")
     assert shared[0] == shared[1] == shared[2] == shared[3]
 
 

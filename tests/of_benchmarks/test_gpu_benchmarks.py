@@ -1,250 +1,152 @@
 """
-The GPU benchmarks, on a CPU: the word problems, the recipes, and tiny runs of everything.
+The GPU benchmarks, on a CPU: the loop of recorded completions, resuming, and tiny runs of everything.
 """
 
-import itertools
 import json
-import random
-import re
 import sys
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import environment, run_to_its_end
+from helpers import RecordingOPO, environment, make_trainer, run_to_its_end
 
-from benchmarks.gpu import base, word_arithmetic
-from benchmarks.gpu.words import (
-    LEVELS,
-    MAX_LENGTH,
-    Problem,
-    build_tokenizer,
-    draw_problem,
-    make_problems,
-    slip,
-    word_reward,
-)
+from benchmarks.bounds import Held
+from benchmarks.gpu import online, recorded
 from benchmarks.record import Limit, measure_missing
 
 
 ROOT = Path(__file__).resolve().parents[2]
 
 # What `benchmarks/gpu/run.sh` writes, and the number of cases at tiny size.
-PARTS = {"memory.json": 6, "update_phase.json": 4, "word_arithmetic/results.json": 5}
-
-# What each verb does to the number, stated independently.
-VERBS = {
-    "+": ("buys", "finds", "wins", "is given", "gets"),
-    "-": ("gives", "sells", "loses", "hands", "throws"),
-    "*2": ("doubles",),
-    "*3": ("triples",),
-}
-SIGNS = {verb: sign for sign, verbs in VERBS.items() for verb in verbs}
+PARTS = {"memory.json": 6, "update_phase.json": 2}
+TRIALS, REPORTS = 7 * 2, 7 * 2 * 2
 
 
-def read_story(problem: str) -> int:
-    """The answer from the text alone: the opening, then every change of the person in the question."""
-    *sentences, question = problem.strip().split(". ")
-    name = re.search(r"(?:has|does) (\w+)", question)[1]
-    opening, *story = sentences
-    assert opening.startswith(f"{name} ")
-    value = int(re.search(r"\d+", opening)[0])
-    for sentence in story:
-        subject = sentence.split()[0]
-        if subject not in (name, "She", "He"):
-            continue
-        for change in sentence.split(" and "):
-            verb = next(verb for verb in SIGNS if re.search(rf"\b{verb}\b", change))
-            sign, number = SIGNS[verb], re.search(r"\d+", change)
-            value = eval(f"{value}{sign}{number[0] if number else ''}")
-    return value
+# Recorded completions
 
 
 @pytest.fixture(scope="module")
-def problems() -> dict[str, list[dict[str, str]]]:
-    return {split: make_problems(split) for split in ("train", "test")}
+def bench(tiny_model, tmp_path_factory) -> recorded.Bench:
+    bench = recorded.Bench(tiny_model, tmp_path_factory.mktemp("recorded"), "tiny")
+    bench.record(811)
+    return bench
 
 
-# The task
+def recorded_groups(bench: recorded.Bench) -> list[dict]:
+    return [json.loads(line) for line in (bench.output / "recorded-811.jsonl").read_text().splitlines()]
 
 
-def test_every_solution_follows_its_story_and_every_equation_is_right(problems):
-    for row in problems["train"] + problems["test"]:
-        *equations, answer = row["solution"].split(". ")
-        sides = [equation.split("=") for equation in equations]
-        assert all(eval(left) == int(right) for left, right in sides), row
-        assert all(later[0].startswith(f"{earlier[1]}") for earlier, later in pairwise(sides)), row
-        assert len(equations) == int(row["level"][-1])
-        assert answer == f"Answer: {sides[-1][1]}" == f"Answer: {read_story(row['problem'])}", row
-        assert all(10 <= int(right) <= 999 for _, right in sides)
+def test_log_probabilities_with_shared_prompts_are_those_of_each_completion_alone(bench):
+    for group in recorded_groups(bench):
+        for completion, logp in zip(group["completions"], group["logps"], strict=True):
+            ids = torch.tensor([group["prompt"] + completion])
+            with torch.no_grad():
+                each = (
+                    bench.model(ids.to(bench.device)).logits[0, len(group["prompt"]) - 1 : -1].log_softmax(dim=1).cpu()
+                )
+            assert each[range(len(completion)), completion].sum().item() == pytest.approx(logp, abs=1e-4)
 
 
-def test_distractors_are_in_the_higher_levels_and_no_solution_uses_them(problems):
-    kinds = {level: {row["type"] for row in problems["test"] if row["level"] == level} for level in LEVELS}
-    assert [kinds[level] for level in LEVELS] == [{"Plain"}] * 2 + [{"Plain", "Distractor"}] * 4
-    for row in problems["test"]:
-        numbers_told = len(re.findall(r"\d+", row["problem"]))
-        numbers_used = 1 + len(re.findall(r"[+-]\d", row["solution"]))
-        assert (numbers_told > numbers_used) == (row["type"] == "Distractor"), row
-
-
-@pytest.mark.parametrize(("split", "size"), [("train", 2048), ("test", 500)])
-def test_every_level_has_its_number_of_distinct_problems(problems, split, size):
-    for level in LEVELS:
-        rows = [row for row in problems[split] if row["level"] == level]
-        assert len({row["problem"] for row in rows}) == len(rows) == size
-
-
-def test_splits_share_no_problem(problems):
-    train, test = ({row["problem"] for row in rows} for rows in problems.values())
-    assert not train & test
-
-
-def test_same_problems_on_every_call_whatever_the_state_of_the_random_generator(problems):
-    random.seed(1)
-    assert make_problems("test", ["Level 5", "Level 2"]) == [
-        row for level in ("Level 5", "Level 2") for row in problems["test"] if row["level"] == level
+@pytest.mark.parametrize("form", recorded.FORMS)
+def test_first_gradients_are_those_of_opo_trainer(bench, tiny_model, tmp_path, form):
+    groups = recorded_groups(bench)[:2]
+    assert [sum(group["rewards"]) for group in groups] == [8, 2]  # one without a push, which OPO pulls back
+    rows = [
+        {
+            "prompt": bench.tokenizer.decode(group["prompt"]),
+            "completion_ids": ids,
+            "logprobs": [logp / len(ids)] * len(ids),
+            "temperature": 1.0,
+            "reward": reward,
+        }
+        for group in groups
+        for ids, logp, reward in zip(group["completions"], group["logps"], group["rewards"], strict=True)
     ]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = recorded.FORMS[form]
+    bounds = {"positive_bounds": [*map(float, own.right)], "negative_bounds": [*map(float, own.wrong)]}
+    kind = {"objective_class": Held} if own.hinge else {}
+    trainer = make_trainer(
+        tiny_model,
+        tmp_path / "run",
+        trainer_class=type("Trainer", (RecordingOPO,), kind),
+        trainer_arguments=dict.fromkeys(("train_dataset", "reward_funcs", "rollout_func")),
+        rollouts=str(tmp_path / "rollouts.jsonl"),
+        num_iterations=4,
+        max_steps=4,
+        num_generations=recorded.GROUP,
+        per_device_train_batch_size=8,
+        learning_rate=1e-3,
+        optim="adamw_torch_fused",
+        **({} if form == "OPO" else {"objective": "topr", "push": "escort", **bounds}),
+    )
+    trainer.train()
+    bench.model.load_state_dict(bench.base)
+    assert len(trainer.steps) == 4
+    steps = bench.steps(recorded.Run("few", form, 1e-3, 811, True), groups)
+    # Where the first gradient is rounding, as that of the group that is at its target, Adam's first step is not.
+    of_second = 0.03 if own.mu or own.hinge else 1e-4
+    for step, tolerance, _ in zip(trainer.steps, (1e-4, of_second), steps, strict=False):
+        for name, parameter in bench.model.named_parameters():
+            expected = step.gradient[name]
+            assert (parameter.grad.cpu() - expected).norm() <= tolerance * expected.norm(), name
 
 
-def test_unknown_split_and_level_are_named():
-    with pytest.raises(ValueError, match=r"split='dev' does not exist.*train.*test"):
-        make_problems("dev")
-    with pytest.raises(ValueError, match=r"levels=\['Level 7'\] do not exist.*Level 6"):
-        make_problems("test", ["Level 7"])
+def test_hinge_and_bounds():
+    moved = torch.tensor([-1.0, 0.0, 1.0])
+    still, push = torch.zeros(3), torch.ones(3)
+    solved = torch.tensor([True, True, True])
+    hinge = recorded.FORMS["TR, hinge"].force(moved, still, solved)
+    assert hinge.tolist() == pytest.approx([1 - torch.e**-1, 0.0, 0.0])
+    assert not recorded.FORMS["TR, hinge"].force(moved, still, ~solved).any()
+    force = recorded.FORMS["(1, 2, 0, 1)"].force
+    assert force(moved, push, ~solved).tolist() == pytest.approx([1.0, 1.0, 2.0])
+    assert force(moved, -push, ~solved).tolist() == pytest.approx([-(torch.e**-1), -1.0, -1.0])
 
 
-SOLUTION = "14+9=23. 23-6=17. Answer: 17"
+def test_schedule_passes_four_times_over_all_or_over_each_step_in_a_row():
+    many, few = (recorded.schedule(regime, 6, 2, seed=1) for regime in ("many", "few"))
+    assert [sorted(chain(*many[i : i + 3])) for i in range(0, 12, 3)] == [[*range(6)]] * 4
+    assert many[:3] != many[3:6]
+    assert [few[i : i + 4] for i in range(0, 12, 4)] == [[few[i]] * 4 for i in range(0, 12, 4)]
+    assert sorted(few[0] + few[4] + few[8]) == [*range(6)]
 
 
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        (SOLUTION, 1.0),
-        ("14+9=24. Answer: 17", 1.0),
-        ([{"role": "assistant", "content": "Answer: 17"}], 1.0),
-        ("14+9=23. 23-6=17. Answer: 16", 0.0),
-        ("14+9=23. 23-6=17.", 0.0),
-        ("17", 0.0),
-        ("Answer: 17.", 0.0),
-        ("Answer: 17 ", 0.0),
-        ("Answer: 17\n", 0.0),
-        ("Answer: 017", 0.0),
-        ("Answer: +17", 0.0),
-        ("Answer: 1７", 0.0),
-        ("Answer:17", 0.0),
-        ("Answer: 16. Answer: 17", 0.0),
-        ("Answer: 17. Answer: 17", 0.0),
-        ("Answer:Answer: 17", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_reward_takes_one_answer_at_the_end_and_nothing_else(completion, reward):
-    assert word_reward([completion], [SOLUTION]) == [reward]
+def test_rates_are_chosen_by_the_trials_and_reports_are_missing_by_seed():
+    size = recorded.SIZES["quarter"]
+    trials = recorded.missing(size, {})
+    assert len(trials) == 7 * 4 * 2
+    found = {run: {"sampled": 0.5 - abs(run.rate - 1e-5) * 1e3} for run in trials}
+    assert recorded.missing(size, dict(list(found.items())[:-1])) == trials[-1:]
+    reports = recorded.missing(size, found)
+    assert {run.rate for run in reports} == {1e-5}
+    assert [run.seed for run in reports] == [seed for seed in size.seeds for _ in recorded.FORMS]
 
 
-def test_reward_pairs_each_completion_with_its_solution():
-    assert word_reward(["Answer: 5", "Answer: 17"], [SOLUTION, SOLUTION], problem=["", ""]) == [0.0, 1.0]
-    with pytest.raises(ValueError, match="zip"):
-        word_reward(["Answer: 17"], [SOLUTION, SOLUTION])
+def test_recorded_loop_runs_to_its_end_and_resumes(tiny_model, tmp_path, monkeypatch, capsys):
+    argv = ["--output", str(tmp_path), "--model", tiny_model, "--size", "tiny", "--jobs", "1"]
+    made, run = [], recorded.Bench.run
 
+    def fail_at_the_end(bench, what):
+        made.append(what)
+        if len(made) == TRIALS + 5:
+            raise KeyboardInterrupt
+        return run(bench, what)
 
-def test_a_pronoun_stands_only_where_it_can_mean_one_person(problems):
-    for row in problems["test"]:
-        sentences = row["problem"].strip().split(". ")[:-1]
-        name = sentences[0].split()[0]
-        for before, after in pairwise(sentences):
-            if after.startswith(("He ", "She ")):
-                assert before.startswith((f"{name} ", "He ", "She ")), row
-
-
-# The base model
-
-
-def test_tokenizer_gives_every_text_back(problems):
-    tokenizer = build_tokenizer()
-    texts = [row["problem"] + row["solution"] for row in problems["train"]]
-    encoded = tokenizer(texts)["input_ids"]
-    assert tokenizer.batch_decode(encoded) == texts
-    assert tokenizer.unk_token_id not in {token for ids in encoded for token in ids}
-    assert max(map(len, encoded)) < MAX_LENGTH
-    assert max(len(ids) for ids in tokenizer([row["solution"] for row in problems["train"]])["input_ids"]) <= 85
-
-
-@pytest.mark.parametrize(
-    ("left", "operator", "right", "slipped"),
-    [
-        (147, "+", 38, 175),
-        (141, "+", 38, 179),
-        (85, "-", 16, 71),
-        (88, "-", 16, 72),
-        (27, "*", 3, 61),
-        (23, "*", 3, 69),
-    ],
-)
-def test_a_slip_drops_the_carry_and_nothing_else(left, operator, right, slipped):
-    assert slip(left, operator, right) == slipped
-
-
-def test_base_model_sees_slips_at_their_rate_and_continues_from_them():
-    rng = random.Random(0)
-    slipped = carrying = 0
-    for _ in range(400):
-        problem = draw_problem("Level 3", rng)
-        *equations, answer = base.draw_slipping_solution(problem, rng).split(". ")
-        value = problem.start
-        for (sign, operand), equation in zip(problem.steps, equations, strict=True):
-            left, result = equation.split("=")
-            assert left == f"{value}{sign}{operand}"
-            value = int(result)
-            wrong = slip(*_operation(left))
-            carrying += wrong != eval(left)
-            slipped += value != eval(left)
-            assert value in (wrong, eval(left))
-        assert answer == f"Answer: {value}"
-    # Slightly below the rate, because solutions whose slips leave the range are drawn again.
-    assert 0.6 < slipped / carrying < 0.72
-
-
-def _operation(text: str) -> tuple[int, str, int]:
-    left, sign, right = re.fullmatch(r"(\d+)(\D)(\d+)", text).groups()
-    return int(left), sign, int(right)
-
-
-def test_batches_teach_the_solution_alone_and_leave_test_problems_out(monkeypatch):
-    tokenizer = build_tokenizer()
-    held_out = Problem("Mara has 14 pears. She buys 9 more. How many pears has Mara now?\n", 14, (("+", 9),), 0)
-    other = Problem("Mara has 14 pears. She buys 8 more. How many pears has Mara now?\n", 14, (("+", 8),), 0)
-    drawn = iter([held_out, other, held_out, other])
-    batches = base.SlippingSolutions(tokenizer, rows=2, seed=0)
-    batches.held_out = {held_out.text}
-    monkeypatch.setattr(base, "draw_problem", lambda level, rng: next(drawn))
-    ids, labels = next(iter(batches))
-    for row, target in zip(ids, labels, strict=True):
-        text = tokenizer.decode(row[: (row != tokenizer.pad_token_id).sum()])
-        assert text.startswith(other.text)
-        learned = tokenizer.decode(target[target != -100])
-        assert text == other.text + learned
-        assert re.fullmatch(r"14\+8=[12]2\. Answer: [12]2<eos>", learned)
-
-
-def test_base_model_learns_in_the_time_it_is_given(monkeypatch):
-    torch.manual_seed(0)
-    tokenizer = build_tokenizer()
-    model = base.build_model(tokenizer, base.TINY_SHAPE)
-    ticks = itertools.count()  # one second per step, however busy the machine is
-    monkeypatch.setattr(base, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    trained = base.train(model, tokenizer, seconds=40, rows=8, seed=0)
-    assert (trained["steps"], trained["seconds"]) == (40, 40.0)
-    assert trained["last_loss"] < 4.3  # log of 101 tokens: 4.6
-
-
-def test_base_model_has_its_documented_size():
-    with torch.device("meta"):
-        model = base.build_model(build_tokenizer(), base.SHAPE)
-    assert 50e6 < sum(p.numel() for p in model.parameters()) < 60e6
+    monkeypatch.setattr(recorded.Bench, "run", fail_at_the_end)
+    with pytest.raises(KeyboardInterrupt):
+        recorded.main(argv)
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('{"regime": "ma')  # cut short
+    assert recorded.main([*argv, "--limit_seconds", "0"]) == 0
+    assert "24 runs of this stage are missing" in capsys.readouterr().out
+    assert recorded.main(argv) == 0
+    assert len(made) == TRIALS + REPORTS + 1
+    lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert len(lines) == TRIALS + REPORTS
+    assert {line["steps"] for line in lines if line["regime"] == "many"} == {8}
+    assert "| few, 2 seeds |" in (tmp_path / "page.md").read_text()
 
 
 # Everything at tiny size
@@ -303,48 +205,16 @@ def test_first_case_starts_only_if_its_estimate_fits(tmp_path):
 
 
 @pytest.mark.slow
-def test_word_arithmetic_runs_to_its_end_and_resumes(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    argv = ["--output", str(tmp_path), "--tiny", "--base_seconds", "2"]
-    assert word_arithmetic.main([*argv, "--limit_seconds", "1"]) == 0
-    assert not (tmp_path / "results.json").exists()
-    assert word_arithmetic.main([*argv, "--limit_seconds", "4"]) == 0
-    stopped = json.loads((tmp_path / "results.json").read_text())
-    assert list(stopped["cases"]) == ["base"]
-    assert "the same command resumes" in capsys.readouterr().out
-    assert word_arithmetic.main(argv) == 0
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["cases"]["base"] == stopped["cases"]["base"]
-    assert_complete(results)
-    with pytest.raises(ValueError, match=r"settings=.*Choose another output"):
-        word_arithmetic.main([*argv, "--learning_rate", "1e-4"])
-
-
-def assert_complete(results: dict) -> None:
-    """All tiny runs of `word_arithmetic` are there."""
-    assert results["failed"] == {}
-    assert {"command", "date", "device", "versions"} <= results.keys()
-    base, *runs = results["cases"].values()
-    assert list(results["cases"]) == ["base", *(f"{method}, seed 42" for method in word_arithmetic.METHODS)]
-    for case in (base, *runs):
-        assert list(case["accuracy"]) == list(LEVELS)
-        for by_decoding in case["accuracy"].values():
-            assert all(result["problems"] == 4 for result in by_decoding.values())
-            assert all(result["low"] <= result["accuracy"] <= result["high"] for result in by_decoding.values())
-    # A rollout is logged at the first of its two optimizer steps.
-    assert all([step for step, _ in run["reward"]] == [1, 3] for run in runs)
-
-
-@pytest.mark.slow
 def test_everything_runs_to_its_end_on_a_device_within_limits_and_resumes(library, shared, tmp_path):
     def run(limit: int) -> str:
-        env = environment(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="0", TINY="1", LIMIT_SECONDS=str(limit))
+        options = {"TINY": "1", "LIMIT_SECONDS": str(limit), "PARTS": "checks memory update_phase online recorded"}
+        env = environment(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="0", **options)
         command = [shared / "tools" / "fakecuda" / "run.sh", ROOT / "benchmarks" / "gpu" / "run.sh", tmp_path]
         status, printed = run_to_its_end(command, env, limit=900)
         assert status == 0, printed[-6000:]
         return printed
 
-    assert run(0).count("no time left, the same command resumes") == len(PARTS) + 1  # and the checks
+    assert run(0).count("no time left, the same command resumes") == 5
     assert "10 passed" in run(3000)
     results = {part: json.loads((tmp_path / part).read_text()) for part in PARTS}
     for part, cases in PARTS.items():
@@ -357,16 +227,22 @@ def test_everything_runs_to_its_end_on_a_device_within_limits_and_resumes(librar
         assert 0 < case["optimizer step"][1] < case["update"][1]
     for case in results["update_phase.json"]["cases"].values():
         assert 0 < case["OPO"]["peak_memory"] < 1e9
+        assert case["OPO"]["planned_memory"] > 0
         assert case["OPO"]["share_of_peak"] is None  # of a device that is not known
-    assert_complete(results["word_arithmetic/results.json"])
+    found = json.loads((tmp_path / "online" / "online.json").read_text())
+    assert (found["killed"]["status"], found["resumed"]["status"]) == (-9, 0)
+    assert [step for step, _ in found["curve"]] == [0, 8, 16]
+    assert found["seconds_per_step"]["update"] > 0
+    runs = (tmp_path / "recorded" / "runs.jsonl").read_text()
+    assert runs.count("\n") == TRIALS + REPORTS
     assert "passed" not in run(3000)
     assert results == {part: json.loads((tmp_path / part).read_text()) for part in PARTS}
 
 
-def test_run_with_an_unknown_field_is_rejected(tmp_path, monkeypatch, capsys):
+@pytest.mark.slow
+def test_run_is_killed_resumed_and_measured(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text("{}\n")
-    with pytest.raises(RuntimeError, match="exit status 2"):
-        word_arithmetic.run_method("opo", 1, tmp_path, word_arithmetic.TINY, ["--no_such_field", "1"])
-    assert "--no_such_field" in capsys.readouterr().err
+    assert online.main(["--output", str(tmp_path), "--tiny"]) == 0
+    found = json.loads((tmp_path / "online.json").read_text())
+    assert (found["killed"]["status"], found["resumed"]["status"], found["steps"]) == (-9, 0, 16)
+    assert found["summary"]["after"]["addition"]["greedy"]["scored"] == 8
