@@ -79,7 +79,9 @@ def test_evaluate_names_the_command_that_is_in_the_documentation(capsys):
 
 def test_compare_names_what_is_done_instead(capsys):
     assert cli.main(["compare", "runs/a", "runs/b", "--output", "out"]) == 2
-    assert "this command is gone: train a run per recipe and seed with `opo-trl train`, then" in capsys.readouterr().err
+    assert (
+        "this command is gone: train a run per recipe and seed with `opo-trl train`, then" in capsys.readouterr().err
+    )
 
 
 def test_short_help_has_every_field_of_the_package(capsys):
