@@ -1220,7 +1220,6 @@ LAUNCH = [
 OTHER_COMMANDS = [
     Case("figures without a run", ["recipe.yaml", "Pass the folder of a run"], fields=["nothing"], command="figures"),
     Case("several without runs", ["'data' has no settings.json"], fields=["data", "data"], command="report"),
-    Case("a command that is gone", ["command is gone", "`opo-trl report RUN RUN"], fields=["data"], command="compare"),
 ]
 
 ALL = [

@@ -32,8 +32,7 @@ from faults.catalogue import RECIPE, REWARDS, ROWS, Case, write_rows
 from opo_trl import OPOConfig, train
 from opo_trl.launch import cli
 from opo_trl.launch.preflight import check_prompts, check_vllm_server
-from opo_trl.launch.resume import check_same_run
-from opo_trl.report.runs import kept_on_resume
+from opo_trl.launch.resume import check_same_run, kept_on_resume
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from trl.scripts import grpo
 
 from opo_trl import train
 from opo_trl.checks.files import read_json, read_lines
-from opo_trl.launch import cli, jobs, recipe
+from opo_trl.launch import cli, recipe
 from opo_trl.launch.data import load_data
-from opo_trl.report import run_folder
 
 
 ROWS = [
@@ -163,19 +162,6 @@ def test_reward_model_comes_first_as_in_trl(folder: Path):
     only = {name: value for name, value in RECIPE.items() if not name.startswith("reward_")}
     script, *_ = recipe.parse(["--config", write(folder, only | {"reward_model_name_or_path": "./model"})])
     assert script.reward_funcs == []
-
-
-def test_comparison_recognizes_its_finished_run(folder: Path):
-    rewards = {"reward_model_name_or_path": "./model", "reward_funcs": ["accuracy_reward"], "reward_weights": [3, 1]}
-    path = write(folder, RECIPE | rewards | {"num_processes": 1})
-    *_, stored = recipe.parse(["--config", path, "--seed", "1"])
-    run = folder / "out" / "seed-1"
-    (run / "checkpoint-1").mkdir(parents=True)
-    run_folder.write_description(run, recipe=stored, settings={}, seed=1)
-    assert run_folder.is_run(run)
-    jobs.check(jobs.Job(Path(path), 1, run, ()))
-    with pytest.raises(ValueError, match=r"learning_rate: .* there, 0\.5 requested"):
-        jobs.check(jobs.Job(Path(path), 1, run, ("--learning_rate", "0.5")))
 
 
 def test_mixture_of_datasets(folder: Path):

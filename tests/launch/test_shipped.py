@@ -77,6 +77,13 @@ def test_evaluate_names_the_command_that_is_in_the_documentation(capsys):
     assert f"\n{said.split('`')[1]}\n" in (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
 
 
+def test_compare_names_what_is_done_instead(capsys):
+    assert cli.main(["compare", "runs/a", "runs/b", "--output", "out"]) == 2
+    assert (
+        "this command is gone: train a run per recipe and seed with `opo-trl train`, then" in capsys.readouterr().err
+    )
+
+
 def test_short_help_has_every_field_of_the_package(capsys):
     parser = make_parser("opo")
     shown, everything = short_help(parser), parser.format_help()
