@@ -540,9 +540,6 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
             Whether to skip zero-gradient samples: completions with g = 0, in an optimizer step where the log-ratio
             is still 0. They count in every mean except `entropy`, which then covers only the other samples. No sample
             is skipped if a KL term or an entropy bonus acts on it, or if a later iteration needs it.
-        padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to concatenate the samples of a micro-batch into one row without padding. For text models with
-            flash attention; other attention gives the same gradient but saves nothing.
 
     Raises:
         `ValueError`: a value is out of its range, `mu` and `chi2_radius` are both set, or a parameter that the
@@ -558,9 +555,6 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
         None, "Maximum number of tokens in a micro-batch, including padding."
     )
     skip_inert_rows: Annotated[bool, WORK] = setting(True, "Whether to skip samples whose gradient is exactly 0.")
-    padding_free: Annotated[bool, WORK] = setting(
-        False, "Whether to pack a micro-batch into one row; for flash attention."
-    )
 
     def __post_init__(self):
         super().__post_init__()

@@ -221,7 +221,6 @@ def test_defaults(config):
         "plan_micro_batches": True,
         "max_tokens_per_micro_batch": None,
         "skip_inert_rows": True,
-        "padding_free": False,
     }
 
 
@@ -347,7 +346,6 @@ CHANGED = {
     "plan_micro_batches": True,
     "max_tokens_per_micro_batch": 4096,
     "skip_inert_rows": False,
-    "padding_free": True,
 }
 
 

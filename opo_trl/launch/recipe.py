@@ -268,6 +268,8 @@ def _kind(name: str) -> strict_yaml.Kind:
 
 def hint_at_field(name: str, trainer: str, further: Iterable[str] = ()) -> str:
     """What to do about a name that is not a field: use the nearest one, among the fields and `further` names."""
+    if name == "padding_free":
+        return "It is gone: planned micro-batches and shared prompts do its work. Remove it."
     if name in _RENAMED:
         return f"In Transformers 5 it is {_RENAMED[name]}."
     for other in _trainers_with(name):
