@@ -32,7 +32,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from .config import OPOConfig
 from .metrics.opo import rollout_metrics
 from .metrics.step import SampleReport, metrics_of_samples
-from .objective import Groups, Objective, Samples, objective_named, token_mean
+from .objective import OPO, Groups, Objective, Samples, objective_named, token_mean
 from .rollout import shared_prompts
 from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
@@ -105,6 +105,8 @@ class OPOTrainer(RolloutTrainer):
     def _set_up(self) -> None:
         kind = self.objective_class or objective_named(self.args.objective)
         self.policy_objective = kind(self.args)
+        if not (self.objective_class or issubclass(kind, OPO)):
+            self._name, self._paper = kind.__name__, {}  # of the model card
 
     def _begin(self) -> None:
         super()._begin()
@@ -321,7 +323,8 @@ class OPOTrainer(RolloutTrainer):
         alone = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
         alone = alone and self._keeps("compute_loss", "_compute_loss", "_sample_losses")
         if not self.policy_objective.pulls_back:
-            return (rows["opo_target"] == 0) & (alone and self.args.skip_inert_rows)
+            own = alone and self._keeps("_samples", "_token_logps")
+            return (rows["opo_target"] == 0) & (own and self.args.skip_inert_rows)
         # Log-probabilities of an override may be those of another policy.
         skips = self.args.skip_inert_rows and on_policy and "old_per_token_logps" not in rows
         return rows["opo_idle"] & (alone and skips)

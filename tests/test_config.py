@@ -329,7 +329,7 @@ CHANGED = {
     "log_ratio_reduction": "mean",
     "log_ratio_clamp": 3.0,
     "ratio_form": "exact",
-    "objective": "opo_trl.objective.OPO",  # by its path, so that all fields may be set
+    "objective": "added_objective.Cautious",  # of somebody else, which may read all fields
     "push": "escort",
     "positive_bounds": [1.0, 2.0],
     "negative_bounds": [0.0, 2.0],

@@ -201,7 +201,7 @@ def _read_recipe(path: str | Path | None, argv: Sequence[str]) -> tuple[dict[str
     own.add_argument("--trainer", nargs="?", default=recipe.get("trainer", methods.DEFAULT))
     trainer = own.parse_known_args(argv)[0].trainer
     known = list(methods.by_trainer())
-    if trainer in _OBJECTIVES:  # formerly one, or taken for one
+    if trainer in _OBJECTIVES and trainer not in known:  # formerly one, or taken for one
         raise ValueError(
             f"trainer={trainer!r} is an objective of `trainer: opo` now. Set {_OBJECTIVES[trainer]} instead."
         )
