@@ -1,5 +1,12 @@
-"""The paper's claims, checked on the collected runs; `evidence.py report` calls this."""
+"""
+The paper's claims, checked on the runs in `benchmarks/evidence/`.
 
+    python -m benchmarks.claims     # → results/claims.md
+
+Commit b7fa095 has the code that made the runs, `benchmarks.evidence`.
+"""
+
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +17,7 @@ from .compare.runs import Run, find_runs, read_run
 from .intervals import Difference, Estimate, estimate, paired_difference
 
 
+HERE = Path(__file__).resolve().parent
 METHODS = ("grpo", "gspo", "dapo", "opo")
 Runs = dict[str, list[Run]]
 Measure = Callable[[Run], float]
@@ -59,13 +67,14 @@ def norm_kept(run: Run) -> float:
     return (final(norms, run) or 0.0) / over_steps(norms, 1, LAST_STEPS)
 
 
-def write_claims(runs_folder: Path, sweep: dict, target: Path) -> None:
-    """Write `claims.md` from the collected runs and the learning-rate sweep."""
-    experiments = {name: load(runs_folder / name) for name in PAPER}
+def page() -> str:
+    """The page, from the collected runs and the learning-rate sweep."""
+    sweep = json.loads((HERE / "results" / "sweep.json").read_text())
+    experiments = {name: load(HERE / "evidence" / name) for name in PAPER}
     lines = [
         "# The paper's claims, at small scale",
         "",
-        "`python -m benchmarks.evidence report` makes this page from the runs in `benchmarks/evidence/`. The paper",
+        "`python -m benchmarks.claims` makes this page from the runs in `benchmarks/evidence/`. The paper",
         "trains Qwen3-1.7B on MATH; here a model of 0.6 million parameters learns chained arithmetic. So compare",
         "the methods with each other, not the figures with the paper's. Mean over 5 seeds ± half-width of the 95 %",
         "t interval.",
@@ -76,8 +85,8 @@ def write_claims(runs_folder: Path, sweep: dict, target: Path) -> None:
     for (name, runs), title in zip(experiments.items(), ("Experiment 1", "Experiment 2"), strict=True):
         lines += ["", f"## {title}", "", *figures(name, runs), "", "| claim | against | here | |", "|---|---|---|---|"]
         lines += [line for claim in CLAIMS[name] for line in claim(runs)]
-    lines += ["", "## Learning rates", "", *_sweep_lines(sweep)]
-    target.write_text("\n".join(lines) + "\n")
+    lines += ["", "## Learning rates", "", *_sweep_lines({name: sweep[name] for name in PAPER})]
+    return "\n".join(lines) + "\n"
 
 
 def load(folder: Path) -> Runs:
@@ -194,3 +203,7 @@ def _sweep_lines(sweep: dict) -> list[str]:
             cells = (f"**{values[rate]:.3f}**" if rate == best else f"{values[rate]:.3f}" for rate in rates)
             lines.append(f"| {method.upper()} | " + " | ".join(cells) + " |")
     return lines
+
+
+if __name__ == "__main__":
+    (HERE / "results" / "claims.md").write_text(page())

@@ -18,7 +18,7 @@ from .checks.ranges import require
 from .checks.secrets import Masked
 from .fields import COUNT, DATA, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, default, hints, integer, setting
 from .metrics.log import Watch
-from .objective import OBJECTIVES, DriveScaling, Positivity, Push, RatioForm, Reduction, objective_named
+from .objective import OBJECTIVES, DriveScaling, Objective, Positivity, Push, RatioForm, Reduction, objective_named
 
 
 AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
@@ -28,8 +28,11 @@ SaveFailure = Literal["stop", "continue"]
 # Parent fields that shape a loss OPO does not compute, and what to use instead. Only non-default values are rejected:
 # a field set to its default looks like one that is not set.
 REJECTED_FIELDS = {
-    "loss_type": "OPO has one loss; choose its form with `ratio_form` and `log_ratio_reduction`",
-    **dict.fromkeys(("epsilon", "epsilon_high", "delta"), "OPO does not clip the ratio; bound the update with `mu`"),
+    "loss_type": "an objective has one loss; choose it with `objective`, and OPO's form with `ratio_form`",
+    **dict.fromkeys(
+        ("epsilon", "epsilon_high", "delta"),
+        "no ratio is clipped; bound the update with `mu`, or the weight with `objective: topr`",
+    ),
     **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "it belongs to the SAPO loss"),
     **dict.fromkeys(
         ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "it belongs to the VESPO loss"
@@ -298,7 +301,6 @@ class RolloutConfig(Masked, GRPOConfig):
 
 
 BOUNDS = Range(0, text="two numbers of at least 0, the lower first")
-_BOUNDS = (("positive_bounds", "numbers of at least 0"), ("negative_bounds", "numbers of at least 0"))
 
 
 @dataclass
@@ -368,19 +370,24 @@ class ObjectiveConfig:
                 f"mu={self.mu} and chi2_radius={self.chi2_radius} are both set, but chi2_radius determines mu. "
                 "Remove one of them."
             )
-        for name, wanted in (("temperature_range", "positive numbers"), *_BOUNDS):
+        ranges_ = {
+            "temperature_range": "positive numbers",
+            **dict.fromkeys(("positive_bounds", "negative_bounds"), ""),
+        }
+        for name, wanted in ranges_.items():
             low_high = getattr(self, name)
-            ordered = len(low_high) == 2 and low_high[0] <= low_high[1]
-            require(ordered, name, low_high, f"two {wanted}, the lower first")
-        self._check_fields_of_others()
-        if self.mu is None and self.chi2_radius is None and self.objective != "topr":
+            ordered = len(low_high) == 2 and low_high[0] <= low_high[1] > 0  # a weight of 0 would exclude samples
+            require(ordered, name, low_high, f"two {wanted or 'numbers'}, the lower first, the upper above 0")
+        kind = objective_named(self.objective)
+        self.objective = next((word for word, own in OBJECTIVES.items() if own is kind), self.objective)
+        self._check_fields_of_others(kind)
+        if self.mu is None and self.chi2_radius is None and "mu" in kind.fields:
             self.mu = 0.3
         if self.log_ratio_clamp is None:
             self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
 
-    def _check_fields_of_others(self) -> None:
+    def _check_fields_of_others(self, kind: type[Objective]) -> None:
         """Reject fields of another objective of ours; one of the user's may read any."""
-        kind = objective_named(self.objective)
         unread: set[str] = set()
         if self.objective in OBJECTIVES:
             unread |= {name for other in OBJECTIVES.values() for name in other.fields - kind.fields}
@@ -389,8 +396,9 @@ class ObjectiveConfig:
         if self.objective == "topr" and self.push == "reward":
             unread |= {"scale_rewards", "multi_objective_aggregation"}
         for each in dataclasses.fields(self):
-            value = getattr(self, each.name)
-            if each.name in unread and value != default(each):
+            value, usual = getattr(self, each.name), default(each)
+            value = list(value) if isinstance(usual, list) else value
+            if each.name in unread and value != usual:
                 pushed = f" and push={self.push!r}" if self.objective == "topr" else ""
                 raise ValueError(
                     f"{each.name}={value!r} has no effect with objective={self.objective!r}{pushed}. Remove "
@@ -538,11 +546,9 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
             single sample above the limit gets one to itself. Needs `plan_micro_batches`.
         skip_inert_rows (`bool`, *optional*, defaults to `True`):
             Whether to skip zero-gradient samples: completions with g = 0, in an optimizer step where the log-ratio
-            is still 0. They count in every mean except `entropy`, which then covers only the other samples. No sample
+            is still 0, or in any step with `objective: topr`, which does not pull them back. They count in every mean
+            except `entropy`, and off-policy those of log-ratios, which then cover only the other samples. No sample
             is skipped if a KL term or an entropy bonus acts on it, or if a later iteration needs it.
-        padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to concatenate the samples of a micro-batch into one row without padding. For text models with
-            flash attention; other attention gives the same gradient but saves nothing.
 
     Raises:
         `ValueError`: a value is out of its range, `mu` and `chi2_radius` are both set, or a parameter that the
@@ -558,9 +564,6 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
         None, "Maximum number of tokens in a micro-batch, including padding."
     )
     skip_inert_rows: Annotated[bool, WORK] = setting(True, "Whether to skip samples whose gradient is exactly 0.")
-    padding_free: Annotated[bool, WORK] = setting(
-        False, "Whether to pack a micro-batch into one row; for flash attention."
-    )
 
     def __post_init__(self):
         super().__post_init__()

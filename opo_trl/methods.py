@@ -87,6 +87,7 @@ ASYNC = ("opo_trl.launch.async_recipe.AsyncRecipeTrainer", "opo_trl.launch.async
 _GRPO = {"loss_type": "grpo", "importance_sampling_level": "token"}
 _GSPO = {"trainer": "grpo", "loss_type": "grpo", "importance_sampling_level": "sequence"}
 _TOPR = {"trainer": "opo", "objective": "topr"}
+_PUBLISHED: dict[str, Any] = {**_TOPR, "positive_bounds": [1, 1], "negative_bounds": [0, 1]}
 _TRUNCATED: dict[str, Any] = {**_TOPR, "push": "reward", "positive_bounds": [0, 2], "negative_bounds": [0, 2]}
 # TRL's default loss is DAPO's, but a run with the rest of TRL's defaults is none of these methods.
 _DAPO = {"trainer": "grpo", "loss_type": "dapo", "mask_truncated_completions": True}
@@ -94,7 +95,7 @@ _DAPO = {"trainer": "grpo", "loss_type": "dapo", "mask_truncated_completions": T
 # Colours of Okabe and Ito, which people with colour blindness can tell apart, and for GSPO a darker one.
 METHODS = [
     Method("truncated_reinforce", "Truncated REINFORCE", "#e69f00", page="docs/reuse.md", settings=_TRUNCATED),
-    Method("topr", "TOPR", "#f0e442", page="docs/reuse.md", settings=_TOPR),
+    Method("topr", "TOPR", "#f0e442", page="docs/reuse.md", settings=_PUBLISHED),
     Method("opo", "OPO", "#d55e00", page="docs/methods/opo.md"),
     Method("grpo", "GRPO", "#0072b2", *_TRL, "docs/methods/baselines.md", _GRPO),
     Method("gspo", "GSPO", "#b03a86", *_TRL, "docs/methods/baselines.md", _GSPO),
@@ -124,8 +125,11 @@ def config_classes() -> list[Any]:
 
 def method_of(settings: Mapping[str, Any]) -> Method | None:
     """The method of a run, by its settings; `None` if they match no method."""
+    settings = {"objective": "opo", **settings}  # which runs of earlier releases do not name
     for method in METHODS:
         own = {"trainer": method.name, **method.settings}
+        if method.trainer == Method.trainer and not method.objective:
+            own = {"objective": "opo", **own}
         if all(settings.get(name) == value for name, value in own.items()):
             return method
     return None

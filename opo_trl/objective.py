@@ -532,7 +532,8 @@ class TOPR(Objective):
     """
     REINFORCE with the tapered importance weights of TOPR (Le Roux et al., 2025, arXiv 2503.14286): `-w · g · Delta`.
 
-    The push g is `args.push` of the completion, and w the ratio pi / pi_k of all of it, without gradient, within
+    The push g is `args.push` of the completion, and w the ratio pi / pi_k of all of it (`log_ratio_reduction: mean`:
+    the geometric mean over its tokens), without gradient, within
     `args.positive_bounds` where g is positive and within `args.negative_bounds` where it is negative. TOPR's weights
     are 1 and the ratio up to 1. With `[0, 2]` for both and the push r − r̄, this is truncated REINFORCE, with the
     gradient of the expected reward, `-E_pi[r]`, as long as the ratio is at most 2. Nothing pulls the policy back.
@@ -543,21 +544,22 @@ class TOPR(Objective):
 
     def describe_objective(self) -> str:
         args, (low, high), (least, most) = self.args, self.args.positive_bounds, self.args.negative_bounds
+        escort = f" (alpha = {args.alpha:g}, temperature {args.escort_temperature:g})" if args.push == "escort" else ""
+        beta = f", beta = {args.beta:g}" if getattr(args, "beta", 0) else ""
         return (
-            f"TOPR, push {args.push}, ratio within [{low:g}, {high:g}] for right and [{least:g}, {most:g}] for wrong "
-            f"completions, log-ratio {args.log_ratio_reduction}"
+            f"TOPR, push {args.push}{escort}, ratio within [{low:g}, {high:g}] for right and "
+            f"[{least:g}, {most:g}] for wrong completions, log-ratio {args.log_ratio_reduction}{beta}"
         )
 
     def targets(self, groups: Groups) -> Targets:
         args = self.args
-        if args.push == "advantage":
-            return super().targets(groups)
-        if not groups.has_rewards:
+        if args.push == "reward" and not groups.has_rewards:
             raise ValueError(
-                f"The rollout has no `rewards_per_func`, which push={args.push!r} needs. Return them from "
+                "The rollout has no `rewards_per_func`, which push='reward' needs. Return them from "
                 "`_generate_and_score_completions`, with shape [B, number of reward functions]."
             )
-        given = groups.rewards
+        # Advantages are centred, but rounding may leave something in a group of equal rewards.
+        given = groups.rewards if args.push == "reward" else groups.advantages
         if args.push == "escort":
             temperature = args.escort_temperature
             given = escort_weights(groups.advantages, alpha=args.alpha, temperature=temperature, **groups.rows)
@@ -581,13 +583,12 @@ def objective_named(name: str) -> type[Objective]:
     """The objective of a word of [`OBJECTIVES`], or of the dotted path of a class. `ValueError` if there is none."""
     if name in OBJECTIVES:
         return OBJECTIVES[name]
-    module, _, kind = name.rpartition(".")
+    found, why = None, ""
     try:
+        module, _, kind = name.rpartition(".")
         found = getattr(import_module(module), kind)
-    except (ImportError, AttributeError, ValueError) as error:
-        found, why = None, f": {error}"
-    else:
-        why = ""
+    except Exception as error:  # of the module, which may raise anything
+        why = f": {type(error).__name__}: {error}"
     if not (isinstance(found, type) and issubclass(found, Objective)):
         raise ValueError(
             f"objective={name!r} is none of {', '.join(OBJECTIVES)} and not the dotted path of a subclass of "

@@ -32,8 +32,8 @@ from trl.models.utils import disable_gradient_checkpointing
 from .config import OPOConfig
 from .metrics.opo import rollout_metrics
 from .metrics.step import SampleReport, metrics_of_samples
-from .objective import Groups, Objective, Samples, objective_named, token_mean
-from .rollout import packing, shared_prompts
+from .objective import OPO, Groups, Objective, Samples, objective_named, token_mean
+from .rollout import shared_prompts
 from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
 from .rollout.rows import completion_tokens, gather_samples, high_values, own_samples
@@ -77,8 +77,7 @@ class OPOTrainer(RolloutTrainer):
 
     Raises:
         `TypeError`: `args` is a configuration of another trainer.
-        `ValueError`: vLLM is to generate from a quantized base model, or `padding_free` is set for a model whose
-            samples cannot be packed.
+        `ValueError`: vLLM is to generate from a quantized base model.
     """
 
     _tag_names = ["trl", "opo"]  # noqa: RUF012 (TRL declares these as class attributes)
@@ -104,10 +103,10 @@ class OPOTrainer(RolloutTrainer):
     _saved_numbers = (*RolloutTrainer._saved_numbers, "_drive_metrics")
 
     def _set_up(self) -> None:
-        if self.args.padding_free:
-            packing.check(self.accelerator.unwrap_model(self.model))
         kind = self.objective_class or objective_named(self.args.objective)
         self.policy_objective = kind(self.args)
+        if not (self.objective_class or issubclass(kind, OPO)):
+            self._name, self._paper = kind.__name__, {}  # of the model card
 
     def _begin(self) -> None:
         super()._begin()
@@ -197,7 +196,6 @@ class OPOTrainer(RolloutTrainer):
             self._anchor_deferred = False
             return None, None, None
         self._check_padding(input_ids, attention_mask, logits_to_keep)
-        model = partial(packing.packed, model) if self.args.padding_free else model
         logps = super()._get_per_token_logps_and_entropies
         if batch_size is not None and self._planner.plans:
             logps = partial(self._planner.score, logps)
@@ -274,7 +272,7 @@ class OPOTrainer(RolloutTrainer):
         # Overrides of these see a model as in `GRPOTrainer`.
         own = self._keeps("_token_logps", "_get_per_token_logps_and_entropies")
         balance = None
-        if own and not (self.args.padding_free or self.aux_loss_enabled):
+        if own and not self.aux_loss_enabled:
             balance = shared_prompts.balance(self.accelerator.unwrap_model(self.model))
         return Planner(
             self.args,
@@ -325,7 +323,8 @@ class OPOTrainer(RolloutTrainer):
         alone = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
         alone = alone and self._keeps("compute_loss", "_compute_loss", "_sample_losses")
         if not self.policy_objective.pulls_back:
-            return (rows["opo_target"] == 0) & (alone and self.args.skip_inert_rows)
+            own = alone and self._keeps("_samples", "_token_logps")
+            return (rows["opo_target"] == 0) & (own and self.args.skip_inert_rows)
         # Log-probabilities of an override may be those of another policy.
         skips = self.args.skip_inert_rows and on_policy and "old_per_token_logps" not in rows
         return rows["opo_idle"] & (alone and skips)

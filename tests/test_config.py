@@ -221,7 +221,6 @@ def test_defaults(config):
         "plan_micro_batches": True,
         "max_tokens_per_micro_batch": None,
         "skip_inert_rows": True,
-        "padding_free": False,
     }
 
 
@@ -330,7 +329,7 @@ CHANGED = {
     "log_ratio_reduction": "mean",
     "log_ratio_clamp": 3.0,
     "ratio_form": "exact",
-    "objective": "opo_trl.objective.OPO",  # by its path, so that all fields may be set
+    "objective": "added_objective.Cautious",  # of somebody else, which may read all fields
     "push": "escort",
     "positive_bounds": [1.0, 2.0],
     "negative_bounds": [0.0, 2.0],
@@ -347,7 +346,6 @@ CHANGED = {
     "plan_micro_batches": True,
     "max_tokens_per_micro_batch": 4096,
     "skip_inert_rows": False,
-    "padding_free": True,
 }
 
 

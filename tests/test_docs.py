@@ -8,9 +8,7 @@ import pytest
 from datasets import Dataset
 from helpers import USE_CPU
 
-from benchmarks import broken_on_purpose
 from opo_trl import methods
-from opo_trl.launch.recipe import parse
 from opo_trl.report.diagnosis import GRADIENTS
 
 
@@ -74,16 +72,6 @@ def test_page_lists_exactly_the_logged_metrics(logs):
     for page in PAGES:
         named = set(re.findall(r"\bopo/[a-z_2]+(?:/[a-z]+)?", page.read_text(encoding="utf-8")))
         assert named <= described | {"opo/time"}, page
-
-
-def test_report_of_the_broken_runs_is_the_committed_one(tmp_path):
-    runs = broken_on_purpose.read()
-    assert runs.keys() == broken_on_purpose.CASES.keys()
-    broken_on_purpose.draw(runs, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").read_bytes() == broken_on_purpose.FIGURE.read_bytes()
-    assert broken_on_purpose.runs_table(runs) in broken_on_purpose.PAGE.read_text(encoding="utf-8")
-    for name in runs:
-        parse(broken_on_purpose.command_line(name))
 
 
 def cell(report: str, method: str, column: str) -> str:

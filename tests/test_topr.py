@@ -72,16 +72,18 @@ def groups(rewards, **fields) -> Groups:
 def test_pushes_are_rewards_advantages_or_escort_weights():
     rewards = torch.randn(12, generator=torch.Generator().manual_seed(5)).round(decimals=1)
     known = groups(rewards)
-    centred = {"reward": rewards, "escort": escort_weights(rewards.sign(), alpha=0.2, **known.rows)}
+    centred = {
+        "reward": rewards,
+        "advantage": rewards.sign(),
+        "escort": escort_weights(rewards.sign(), alpha=0.2, **known.rows),
+    }
     for push, given in centred.items():
         options = {"alpha": 0.2} if push == "escort" else {}
         found = topr(push=push, **options).targets(known).target
-        expected = torch.stack(
-            [g[k] - g[k].mean() for g, k in zip(given.view(3, 4), known.valid.view(3, 4), strict=True)][:1]
-        )
-        assert torch.allclose(found[:4], expected[0], atol=1e-6)
-        assert found[7] == 0
-    assert torch.equal(topr(push="advantage").targets(known).target, torch.where(known.valid, rewards.sign(), 0.0))
+        for group in range(3):
+            rows = slice(4 * group, 4 * group + 4)
+            kept, own = known.valid[rows], given[rows]
+            assert torch.allclose(found[rows], torch.where(kept, own - own[kept].mean(), 0.0), atol=1e-6)
 
 
 def test_without_lower_bounds_it_is_the_simplest_form_of_the_ablation():
@@ -97,6 +99,17 @@ def test_without_lower_bounds_it_is_the_simplest_form_of_the_ablation():
         found.append(torch.cat([targets.drive, loss.work.detach(), loss.dissipation.detach(), logits.grad]))
     assert torch.allclose(*found, atol=1e-6)
     assert found[0][:4].abs().max() > 0.5
+
+
+@pytest.mark.parametrize("push", ["reward", "advantage", "escort"])
+def test_nothing_is_pushed_where_all_rewards_are_equal(push):
+    """Also where rounding leaves something of the advantages, as for 0.9 in float32."""
+    rewards = torch.full((8,), 0.9)
+    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    assert advantages.any()
+    every = torch.ones(8).bool()
+    known = Groups(advantages=advantages, rewards=rewards, valid=every, num_generations=8)
+    assert not topr(push=push).targets(known).target.any()
 
 
 def test_unscored_completions_do_not_count_in_asynchronous_training_either():
@@ -124,8 +137,11 @@ def test_a_sample_of_weight_0_has_no_gradient_whatever_it_contains():
         ({"epsilon": 0.1}, r"epsilon=0\.1 has no effect"),
         (
             {"positive_bounds": [2, 1]},
-            r"positive_bounds=\[2, 1\] is not allowed.*two numbers of at least 0, the lower",
+            r"positive_bounds=\[2, 1\] is not allowed.*two numbers, the lower first, the upper above 0",
         ),
+        ({"negative_bounds": [0, 0]}, r"negative_bounds=\[0, 0\] is not allowed.*the upper above 0"),
+        ({"objective": "opo_trl.objective.TOPR", "mu": 0.3}, r"mu=0\.3 has no effect with objective='topr'"),
+        ({"objective": ".a.b"}, r"objective='\.a\.b' is none of opo, topr.*TypeError"),
         ({"negative_bounds": [-1, 1]}, r"negative_bounds=\[-1, 1\] is not allowed"),
         ({"negative_bounds": [1]}, r"negative_bounds=\[1\] is not allowed"),
         ({"push": "loud"}, r"push='loud' is not allowed. Set `push` to one of escort, reward, advantage"),
@@ -177,6 +193,11 @@ def test_groups_of_equal_rewards_are_not_computed_where_nothing_pulls_them_back(
     )
     entries = [entry for entry in without.state.log_history if "grad_norm" in entry]
     assert entries[1]["opo/frac_skipped"] == skipped
+    assert entries[1]["opo/frac_masked"] == 0
+    computed = [entry for entry in with_all.state.log_history if "grad_norm" in entry]
+    assert entries[0]["opo/chi2"] == computed[0]["opo/chi2"] == 0
+    assert entries[1]["opo/log_ratio/absmax"] > 1e-4  # of those that are computed; all of them have moved
+    assert (entries[1]["opo/chi2"] == pytest.approx(computed[1]["opo/chi2"], rel=1e-4)) == (objective == "opo")
     assert norm(with_all.steps[1].gradient) > 1e-3
     assert relative_error(without.steps[1].gradient, with_all.steps[1].gradient) < EXACT
 

@@ -94,7 +94,7 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         ("args", "state", "control"),
     ),
     "transformers.trainer_callback.ProgressCallback": {"__init__": (), "on_log": ("args", "state", "control", "logs")},
-    "transformers.PreTrainedModel": dict.fromkeys(("_is_stateful", "_supports_attention_backend")),
+    "transformers.PreTrainedModel": {"_supports_attention_backend": None},
     "transformers.PreTrainedConfig": {"_attn_implementation": None},
     "transformers.integrations.deepspeed": {"_hf_deepspeed_config_weak_ref": None},
     "trl.GRPOConfig": {"__post_init__": (), "_VALID_DICT_FIELDS": None},

@@ -31,7 +31,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from ..checks.weights import check_finite, check_models, check_trainable
 from ..metrics.step import SampleReport, metrics_of_samples
-from ..objective import Objective, Samples, objective_named
+from ..objective import OPO, Objective, Samples, objective_named
 from ..rollout import checkpoint, wording
 from ..rollout.frozen_base import FrozenBase
 from ..rollout.prompts import check_datasets
@@ -165,6 +165,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         self._dtypes = {name: parameter.dtype for name, parameter in _iter_vllm_named_params(self.model)}
         kind = self.objective_class or objective_named(args.objective)
         self.policy_objective = kind(args)
+        if not (self.objective_class or issubclass(kind, OPO)):
+            self._name, self._paper = f"Async{kind.__name__}", {}  # of the model card
         self._skipped = SkippedSteps(args, self.accelerator)
         self._collated: deque[set[int]] = deque()  # groups of each micro-batch that waits; where batches are collated
         # Of the current optimizer step: micro-batches, their groups and reports, and passes over them that are left

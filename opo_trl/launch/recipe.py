@@ -201,7 +201,7 @@ def _read_recipe(path: str | Path | None, argv: Sequence[str]) -> tuple[dict[str
     own.add_argument("--trainer", nargs="?", default=recipe.get("trainer", methods.DEFAULT))
     trainer = own.parse_known_args(argv)[0].trainer
     known = list(methods.by_trainer())
-    if trainer in _OBJECTIVES:  # formerly one, or taken for one
+    if trainer in _OBJECTIVES and trainer not in known:  # formerly one, or taken for one
         raise ValueError(
             f"trainer={trainer!r} is an objective of `trainer: opo` now. Set {_OBJECTIVES[trainer]} instead."
         )
@@ -268,6 +268,8 @@ def _kind(name: str) -> strict_yaml.Kind:
 
 def hint_at_field(name: str, trainer: str, further: Iterable[str] = ()) -> str:
     """What to do about a name that is not a field: use the nearest one, among the fields and `further` names."""
+    if name == "padding_free":
+        return "It is gone: planned micro-batches and shared prompts do its work. Remove it."
     if name in _RENAMED:
         return f"In Transformers 5 it is {_RENAMED[name]}."
     for other in _trainers_with(name):

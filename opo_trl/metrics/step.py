@@ -69,8 +69,11 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
 
     `kl` and `bonus`: whether the loss has a KL term and an entropy bonus.
     """
-    args, weights = objective.args, samples.weights
+    args, off_policy = objective.args, samples.age.max() > 0
+    # The log-ratio of a sample that was left out is 0 if the policy has not moved, and otherwise not known.
+    weights = torch.where(samples.computed.bool() | ~off_policy, samples.weights, 0.0)
     step = step_metrics(samples.log_ratio, weights=weights, clamped=samples.clamped.bool())
+    step["frac_masked"] = (samples.weights == 0).float().mean()
     step |= {name: getattr(samples, name).contiguous().mean() for name in ("work", "dissipation")}
     if args.log_ratio_reduction == "mean":
         # Only the log-ratio of whole completions gives the χ² divergence of the policy.
@@ -78,7 +81,7 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
     if objective.is_regression:
         form = objective.ratio_form
         step["target_fit"] = target_fit(samples.log_ratio, samples.target, ratio_form=form, weights=weights)
-    step["ratio/ess"] = ratio_ess(samples.sequence_log_ratio, samples.weights != 0)
+    step["ratio/ess"] = ratio_ess(samples.sequence_log_ratio, weights != 0)
     step["off_policy_steps"] = samples.age.max()
     step["frac_skipped"] = 1 - samples.computed.mean()
     metrics = {f"opo/{name}": value for name, value in step.items()}

@@ -135,7 +135,7 @@ def reuse(log: Sequence[Entry]) -> list[Verdict]:
     dead = finite(log, "frac_reward_zero_std")
     if any(value > 0 for _, value in dead):
         share = f"{np.mean([value for _, value in dead]):.0%} of completions were in zero-variance groups"
-        said = f"Over the run, {share}: the time for these was wasted. Replay never draws them."
+        said = f"Over the run, {share}: the time for these was wasted. Replay draws others."
         found.append(Verdict("frac_reward_zero_std", said, None, "", dead))
     return found if is_reused else [*found, Verdict("step_time", _estimate(log), None, "", finite(log, "step_time"))]
 

@@ -78,9 +78,8 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
         Diagnostic("timeouts", "reward/timeouts", "share", high=0.01),
         Diagnostic("errors", "reward/errors", "share", high=0.01),
     ]
-    # The bound on χ² is one for a policy that is pulled back.
-    is_free = "mu" in settings and not (settings["mu"] or settings.get("chi2_radius"))
-    return [each for each in found if not (is_free and each.name == "χ²")]
+    is_free = "mu" in settings and not (settings["mu"] or settings.get("chi2_radius"))  # nothing pulls the policy back
+    return [each for each in found if not (is_free and each.name in ("χ²", "pull-back"))]
 
 
 _RANGES = {

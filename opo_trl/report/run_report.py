@@ -73,7 +73,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 def _method(settings: dict[str, Any]) -> str:
     known, trainer = method_of(settings), settings.get("trainer", DEFAULT)
-    of_trl = f"TRL's loss “{settings.get('loss_type')}”" if trainer == BASELINE else trainer
+    of_trl = f"TRL's loss “{settings.get('loss_type')}”" if trainer == BASELINE else settings.get("objective", trainer)
     levels = f" ({', '.join(settings['levels'])})" if settings.get("levels") else ""
     model, data, seed = (settings.get(name) for name in ("model_name_or_path", "dataset_name", "seed"))
     return f"{known.label if known else of_trl}, model {model}, data {data}{levels}, seed {seed}."

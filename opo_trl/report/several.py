@@ -22,7 +22,8 @@ from .run_folder import SETTINGS, by_decoding, is_finished, read_settings, read_
 _INCIDENTAL = frozenset(
     {
         *("seed", "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "accelerate_config"),
-        *("overwrite", "resume_from_checkpoint", "local_rank", "reward_workers"),
+        *("overwrite", "resume_from_checkpoint", "local_rank", "reward_workers", "data_seed"),
+        *("save_steps", "save_strategy", "save_total_limit", "logging_steps", "logging_strategy"),
     }
 )
 
@@ -45,9 +46,8 @@ def compare(folders: Sequence[Path]) -> str:
     for field in fields:
         values = [_shown(_method(runs[0]).get(field)) for runs in methods.values()]
         rows += [[field, *values]] if len({*values}) > 1 else []
-    measured = [[found.keys() for _, _, found in runs] for runs in methods.values()]
-    for measure in [name for name in measured[0][0] if all(name in each for runs in measured for each in runs)]:
-        rows.append([measure, *(_mean([found[measure] for _, _, found in runs]) for runs in methods.values())])
+    for measure in dict.fromkeys(name for runs in methods.values() for _, _, found in runs for name in found):
+        rows.append([measure, *(_mean([found.get(measure) for _, _, found in runs]) for runs in methods.values())])
         if others:
             rows.append(
                 [f"{measure}, less {first}", "", *(_gain(measure, methods[first], methods[o]) for o in others)]
@@ -76,7 +76,9 @@ def _unused(name: str, taken: Mapping[str, Any]) -> str:
     return name if name not in taken else _unused(f"{name}'", taken)
 
 
-def _mean(results: Sequence[Mapping[str, Any]]) -> str:
+def _mean(results: Sequence[Mapping[str, Any] | None]) -> str:
+    if None in results:
+        return f"– (missing in {results.count(None)} of {len(results)})"
     values = [100 * result["accuracy"] for result in results]
     if len(values) > 1:
         return _interval(values, "")
@@ -85,11 +87,12 @@ def _mean(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _gain(measure: str, baseline: Sequence[Run], runs: Sequence[Run]) -> str:
-    by_seed = {settings.get("seed"): found[measure]["accuracy"] for _, settings, found in baseline}
-    pairs = [(by_seed.get(settings.get("seed")), found[measure]["accuracy"]) for _, settings, found in runs]
-    gains = [100 * (own - other) for other, own in pairs if other is not None]
+    first, own = (
+        {s.get("seed"): found[measure] for _, s, found in each if measure in found} for each in (baseline, runs)
+    )
+    gains = [100 * (own[seed]["accuracy"] - first[seed]["accuracy"]) for seed in own if seed in first]
     if len(gains) > 1:
-        return _interval(gains, "+")
+        return _interval(gains, "+") + (f" ({len(gains)} seeds)" if len(gains) < max(len(first), len(own)) else "")
     return f"{gains[0]:+.1f} points (one seed)".replace("-", "−") if gains else "no common seed"
 
 

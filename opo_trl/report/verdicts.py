@@ -154,7 +154,7 @@ _FASTER = {
     "generate": "`use_vllm` speeds up generation.",
     "score": "More `reward_workers` or a cheaper reward speed up scoring.",
     "anchor": "Larger micro-batches (`per_device_train_batch_size`) make forward passes cheaper.",
-    "update": "`max_tokens_per_micro_batch`, `padding_free` and `skip_inert_rows` make updates cheaper.",
+    "update": "`max_tokens_per_micro_batch` and `skip_inert_rows` make updates cheaper.",
     "sync": "Weights go to vLLM once per rollout: use a rollout for more optimizer steps (`steps_per_generation`).",
 }
 

@@ -1,8 +1,6 @@
-"""The methods of the benchmark of staleness: gradients by their formulas, in float64; and the committed page."""
+"""The methods of the benchmark of staleness: gradients by their formulas, in float64."""
 
-import gzip
 import itertools
-import json
 import math
 
 import pytest
@@ -12,7 +10,6 @@ from helpers import EXACT, in_float64, norm, relative_error
 from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
-from benchmarks import staleness
 from benchmarks.staleness_methods import METHODS, repeated
 from opo_trl import AsyncOPOTrainer
 from opo_trl.asynchronous.attention import in_pytorch
@@ -123,28 +120,3 @@ def test_several_steps_over_a_rollout_have_the_same_rows(tiny_model, tmp_path):
     assert trainer.state.global_step == 4
     same = [one.shape == other.shape and torch.equal(one, other) for one, other in itertools.pairwise(taken)]
     assert same == [True, False, True]
-
-
-def test_committed_page_is_that_of_the_committed_runs(tmp_path):
-    staleness.report(tmp_path)
-    for name in ("staleness.md", "staleness.png"):
-        assert (tmp_path / name).read_bytes() == (staleness.RESULTS / name).read_bytes()
-
-
-def test_every_method_had_the_same_trials_and_the_best_is_used():
-    record = json.loads(gzip.decompress(staleness.RECORD.read_bytes()))
-    for method, at in staleness.tuned_cells():
-        trials = [each for each in record["tuning"] if (each["method"], each["lag"]) == (method, at)]
-        assert len(trials) == len(staleness.LEARNING_RATES) * 3
-        few = [each for each in trials if len(each["sampled"]) == len(staleness.TUNING_SEEDS)]
-        assert len(few) >= staleness.FEW
-        (chosen,) = (each for each in trials if each["chosen"])
-        firsts = sorted((each["sampled"][0] for each in trials), reverse=True)
-        assert chosen["sampled"][0] >= firsts[staleness.FEW - 1]
-        used = {
-            (run["learning_rate"], run["own"])
-            for run in record["runs"]
-            if run["method"] == method and staleness.TUNED_AT[run["lag"]] == at
-        }
-        assert used == {(chosen["learning_rate"], chosen["own"])}
-    assert {run["seed"] for run in record["runs"]} == {*staleness.SEEDS}

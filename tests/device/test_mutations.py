@@ -81,13 +81,6 @@ MUTATIONS = {
     "the device's numbers become NumPy's": Mutation(
         "rollout/planner.py", ".cpu().numpy()", ".numpy()", "can't convert cuda", (ONE, HOST, "RUNS", "replay")
     ),
-    "values are put in a tensor of the host": Mutation(
-        "rollout/packing.py",
-        "values.new_zeros(real.shape)",
-        "__import__('torch').zeros(real.shape)",
-        DEVICES_DIFFER,
-        (ONE, HOST, "RUNS", "packed"),
-    ),
     "an evaluation draws from the device's random numbers": Mutation(
         "evaluate.py",
         'devices = [device] if device.type not in ("cpu", "mps") else []',

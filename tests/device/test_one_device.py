@@ -105,7 +105,6 @@ RUNS = {
         "entropy_coef_delta": 0.5,
         "entropy_target": 9.0,
     },
-    "packed": {**OFF_POLICY, "padding_free": True, "num_iterations": 2},
     "small micro-batches": {**OFF_POLICY, "max_tokens_per_micro_batch": 80, "skip_inert_rows": True},
     "not planned": {**OFF_POLICY, "plan_micro_batches": False},
     "sampler's ratios": {**OFF_POLICY, "inject": weigh, "off_policy_mask_threshold": 0.02},

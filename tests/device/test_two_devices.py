@@ -71,7 +71,7 @@ RUNS = {
         "script": functools.partial(Script, truncated=(2, 9), tool_tokens={1: (1, 2)}),
     },
     "entropy": {**OFF_POLICY, **DIVIDED, "top_entropy_quantile": 0.5, "entropy_coef": 0.5, "steps_per_generation": 6},
-    "packed": {**OFF_POLICY, "padding_free": True, "watches": ["stop if opo/chi2 > 1e9"]},
+    "watched": {**OFF_POLICY, "watches": ["stop if opo/chi2 > 1e9"]},
     "not planned": {**OFF_POLICY, "plan_micro_batches": False, "gradient_checkpointing": True},
     "scored on one process": {
         **OFF_POLICY,

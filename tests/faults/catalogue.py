@@ -282,7 +282,7 @@ OBJECTIVE = [
     Case("radius of 0", ["chi2_radius=0.0", "Set `chi2_radius`", "positive"], {"chi2_radius": 0}),
     Case("temperatures in reverse order", ["[1.5, 0.2]", "the lower first"], {"temperature_range": [1.5, 0.2]}),
     Case("another loss", ["loss_type='grpo'", "ratio_form", "Remove `loss_type`"], {"loss_type": "grpo"}),
-    Case("a clip range", ["epsilon=0.3", "bound the update with `mu`", "Remove `epsilon`"], {"epsilon": 0.3}),
+    Case("a clip range", ["epsilon=0.3", "bound the update with `mu`, or", "Remove `epsilon`"], {"epsilon": 0.3}),
     Case("a parameter of SAPO", ["sapo_temperature_pos=2.0", "Remove"], {"sapo_temperature_pos": 2.0}),
     Case("sampling at temperature 0", ["temperature=0.0", "Set `temperature`", "positive"], {"temperature": 0}),
     Case("negative learning rate", ["learning_rate=-1.0", "Set `learning_rate`", "0 or more"], {"learning_rate": -1}),

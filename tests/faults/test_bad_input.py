@@ -415,7 +415,7 @@ def test_resumed_run_may_change_its_length_saving_logging_and_batch_size(works: 
 
 def test_every_field_of_the_objective_is_fixed_on_resume():
     own = {f.name for f in dataclasses.fields(OPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
-    work = {"plan_micro_batches", "max_tokens_per_micro_batch", "skip_inert_rows", "padding_free"}
+    work = {"plan_micro_batches", "max_tokens_per_micro_batch", "skip_inert_rows"}
     bounds = {
         "max_completions",
         "max_reward_failure_rate",

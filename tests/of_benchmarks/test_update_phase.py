@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import passes, replay, scaling, update_phase
+from benchmarks import passes, replay, update_phase
 from benchmarks.gpu import update_phase as gpu_update_phase
 from benchmarks.shapes import QWEN3_0_6B, QWEN3_1_7B, small_qwen3
 from opo_trl.rollout.rows import optimizer_step_of_rows
@@ -170,10 +170,9 @@ def test_check_fails_on_a_committed_ratio_that_is_too_small_and_names_it(quick, 
 # The committed results
 
 
-@pytest.mark.parametrize("benchmark", [update_phase, scaling], ids=["update_phase", "scaling"])
-def test_committed_page_is_that_of_the_committed_results(benchmark):
-    results = json.loads(benchmark.RESULTS.read_text())
-    assert benchmark.RESULTS.with_suffix(".md").read_text() == benchmark.page(results)
+def test_committed_page_is_that_of_the_committed_results():
+    results = json.loads(update_phase.RESULTS.read_text())
+    assert update_phase.RESULTS.with_suffix(".md").read_text() == update_phase.page(results)
 
 
 def test_committed_tokens_are_those_counted_now(quick):
@@ -186,26 +185,6 @@ def test_committed_tokens_are_those_counted_now(quick):
 def test_figure_can_be_drawn(tmp_path):
     update_phase.draw(json.loads(update_phase.RESULTS.read_text())["cases"], tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
-
-
-# Scaling
-
-
-def test_exponent_is_the_slope_of_log_cost():
-    rows = {str(n): dict.fromkeys(scaling.COLUMNS, 3.0 * n**1.5) for n in (2, 4, 16)}
-    assert scaling.exponents(rows) == pytest.approx(dict.fromkeys(scaling.COLUMNS, 1.5))
-
-
-def test_scaling_measures_every_part_of_both_trainers(monkeypatch, capsys):
-    monkeypatch.setattr(scaling, "GROUPS", 2)
-    assert scaling.main(["--quick"]) == 0
-    assert "| exponent |" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_scaling_measures_two_processes():
-    measured = scaling.measure_axes({"processes": [2]}, repeats=1)["processes"]["2"]
-    assert measured["OPO"].keys() >= {"whole", "forward", *replay.OWN_PARTS}
 
 
 # On a GPU

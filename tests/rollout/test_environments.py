@@ -215,7 +215,6 @@ def test_asynchronous_tool_that_exits_is_named(player, tmp_path):
         {},
         {"log_ratio_reduction": "mean"},
         {"plan_micro_batches": False},
-        {"padding_free": True},
         {"max_tokens_per_micro_batch": 120},
         {"ratio_form": "exact", "beta": 0.1},
         {"mask_truncated_completions": True, "max_completion_length": 32, "reward_funcs": [messages]},

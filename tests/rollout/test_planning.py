@@ -280,8 +280,8 @@ def unplanned(tiny_model, tmp_path_factory):
 )
 @pytest.mark.parametrize(
     "plan",
-    [{}, {"skip_inert_rows": False}, {"max_tokens_per_micro_batch": 60}, {"padding_free": True}],
-    ids=["plan", "no skip", "budget", "packed"],
+    [{}, {"skip_inert_rows": False}, {"max_tokens_per_micro_batch": 60}],
+    ids=["plan", "no skip", "budget"],
 )
 def test_planned_steps_equal_unplanned_ones(tiny_model, tmp_path, unplanned, options, plan):
     reference, planned = unplanned(**options), run(tiny_model, tmp_path, **options, **plan)
@@ -310,7 +310,7 @@ class WithGaps(RecordingOPO):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("options", [{"plan_micro_batches": False}, {}, {"padding_free": True}, {"num_iterations": 2}])
+@pytest.mark.parametrize("options", [{"plan_micro_batches": False}, {}, {"num_iterations": 2}])
 def test_gradient_with_gaps_in_the_masks_is_that_of_the_definition(tiny_model, tmp_path, options, seed):
     script = Script(seed=seed)
     options = {"seed": seed, "steps_per_generation": 4, "max_steps": 4, **options}
