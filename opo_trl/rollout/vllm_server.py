@@ -64,8 +64,9 @@ def watched(url: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # An `OSError` is one of `requests`; TRL's client raises an `Exception` for any other status than 200.
-        if isinstance(error, OSError) or type(error) is Exception:
+        # An `OSError` is one of `requests`; TRL's client raises an `Exception` for any other status than 200, and a
+        # `LookupError` or `TypeError` for an answer without what it reads.
+        if isinstance(error, OSError | LookupError | TypeError) or type(error) is Exception:
             raise RuntimeError(_message(url, told(error))) from error
         raise
     finally:

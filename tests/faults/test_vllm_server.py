@@ -101,19 +101,22 @@ def test_server_that_is_gone_is_named(server):
 
 
 @pytest.mark.parametrize(
-    ("code", "location", "said"),
+    ("code", "location", "body", "said"),
     [
-        (400, None, "Exception: Request failed: 400, <html>"),
-        (200, None, "JSONDecodeError"),
-        (302, "/", "TooManyRedir"),
+        (400, None, "<html>", "Exception: Request failed: 400, <html>"),
+        (200, None, "<html>", "JSONDecodeError"),
+        (200, None, "{}", "KeyError: 'choices'"),
+        (200, None, '{"choices": [{"token_ids": [3]}]}', "KeyError: 'prompt_token_ids'"),
+        (200, None, '{"choices": null}', "TypeError"),
+        (302, "/", "", "TooManyRedir"),
     ],
 )
-def test_server_that_fails_is_named_with_its_answer(server, code, location, said):
+def test_server_that_fails_is_named_with_its_answer(server, code, location, body, said):
     def answer(self):
         self.send_response(code)
         self.send_header("Location", location)
         self.end_headers()
-        self.wfile.write(b"<html>")
+        self.wfile.write(body.encode())
 
     server.RequestHandlerClass.do_GET = server.RequestHandlerClass.do_POST = answer
     client = object.__new__(SynchronousClient)  # vLLM need not be installed
