@@ -375,7 +375,8 @@ class OPOTrainer(RolloutTrainer):
         losses, report = self._sample_losses(inputs, logps, entropies)
         reports = [report]
         if "opo_skipped" in inputs:
-            reports.append(SampleReport.of_skipped(inputs["opo_skipped"], inputs["opo_mu"].max()))
+            unmoved = self.policy_objective.pulls_back or "old_per_token_logps" not in inputs
+            reports.append(SampleReport.of_skipped(inputs["opo_skipped"], inputs["opo_mu"].max(), on_policy=unmoved))
         loss = losses.sum()
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss * len(losses)

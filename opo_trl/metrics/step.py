@@ -1,6 +1,7 @@
 """Reports of the samples of an optimizer step, gathered over all processes at its end."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,10 +48,14 @@ class SampleReport:
         return cls(**{**zeros, **vars(loss), **own, "computed": zeros["computed"] + 1, **more})
 
     @classmethod
-    def of_skipped(cls, counts: Tensor, mu: Tensor) -> "SampleReport":
-        """Samples left out of the step, by whether they count, `[B]`, and their χ² coefficient, a scalar."""
+    def of_skipped(cls, counts: Tensor, mu: Tensor, *, on_policy: bool) -> "SampleReport":
+        """
+        Samples left out of the step, by whether they count, `[B]`, and their χ² coefficient, a scalar. On-policy their
+        log-ratio is 0, and otherwise not known: NaN.
+        """
         zeros = dict.fromkeys((field.name for field in dataclasses.fields(cls)), torch.zeros_like(counts))
-        return cls(**{**zeros, "weights": counts, "mu": mu.expand(len(counts))})
+        log_ratio = torch.full_like(counts, 0.0 if on_policy else math.nan, dtype=torch.float32)
+        return cls(**{**zeros, "weights": counts, "mu": mu.expand(len(counts)), "log_ratio": log_ratio})
 
     @classmethod
     def gather(cls, reports: Sequence["SampleReport"], accelerator: Accelerator) -> "SampleReport":
@@ -69,9 +74,8 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
 
     `kl` and `bonus`: whether the loss has a KL term and an entropy bonus.
     """
-    args, off_policy = objective.args, samples.age.max() > 0
-    # The log-ratio of a sample that was left out is 0 if the policy has not moved, and otherwise not known.
-    weights = torch.where(samples.computed.bool() | ~off_policy, samples.weights, 0.0)
+    args = objective.args
+    weights = torch.where(samples.log_ratio.isnan() & ~samples.computed.bool(), 0.0, samples.weights)
     step = step_metrics(samples.log_ratio, weights=weights, clamped=samples.clamped.bool())
     step["frac_masked"] = (samples.weights == 0).float().mean()
     step |= {name: getattr(samples, name).contiguous().mean() for name in ("work", "dissipation")}

@@ -43,7 +43,9 @@ def test_report_keeps_no_graph():
 
 
 def test_skipped_samples_have_only_a_weight_and_mu():
-    skipped = SampleReport.of_skipped(torch.tensor([True, False]), torch.tensor(0.3))
+    skipped = SampleReport.of_skipped(torch.tensor([True, False]), torch.tensor(0.3), on_policy=True)
     assert skipped.weights.tolist() == [1, 0]
     assert skipped.mu.tolist() == pytest.approx([0.3, 0.3])
     assert not any(getattr(skipped, name).any() for name in set(NAMES) - {"weights", "mu"})
+    moved = SampleReport.of_skipped(torch.tensor([True, False]), torch.tensor(0.3), on_policy=False)
+    assert moved.log_ratio.isnan().all()
