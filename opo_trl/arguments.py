@@ -9,13 +9,25 @@ from trl import ModelConfig, ScriptArguments
 from trl.scripts.utils import DatasetConfig
 
 from . import methods
-from .checks.blame import given
 from .checks.ranges import require
 from .checks.strict_yaml import read_mappings
 from .config import RolloutConfig
 from .data import INSTRUCTION, gym
 from .evaluate import Decoding
-from .fields import COUNT, COUNT_OR_ZERO, DATA, OBJECTIVE, POSITIVE, REWARDS, RUN, Range, deciding, integer, setting
+from .fields import (
+    COUNT,
+    COUNT_OR_ZERO,
+    DATA,
+    OBJECTIVE,
+    POSITIVE,
+    REWARDS,
+    RUN,
+    Range,
+    deciding,
+    given,
+    integer,
+    setting,
+)
 from .rewards import LEAST_MEMORY
 
 

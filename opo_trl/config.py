@@ -11,11 +11,10 @@ from trl import GRPOConfig
 
 from .checks import devices, paths, ranges
 from .checks.addresses import check_host, check_url
-from .checks.arguments import dry_run_arguments
-from .checks.blame import blamed, given
 from .checks.environment import check_installed
 from .checks.ranges import require
 from .checks.secrets import Masked
+from .checks.silent import check_options
 from .fields import COUNT, DATA, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, default, hints, integer, setting
 from .metrics.log import Watch
 from .objective import OBJECTIVES, DriveScaling, Objective, Positivity, Push, RatioForm, Reduction, objective_named
@@ -206,7 +205,7 @@ class RolloutConfig(Masked, GRPOConfig):
             paths.check_folder("output_dir", self.output_dir)
 
     def _check_in_parents(self):
-        """Let TRL and Transformers check the rest, and name the field in their messages."""
+        """Let TRL and Transformers check the rest, then what they would ignore."""
         of_schedule = self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
         follows = self.load_best_model_at_end or self.save_strategy == "best" or of_schedule
         if follows and self.eval_strategy != "no" and self.metric_for_best_model is None:
@@ -216,12 +215,11 @@ class RolloutConfig(Masked, GRPOConfig):
         metric = self.metric_for_best_model
         is_loss = follows and metric in ("loss", "eval_loss") and not self.beta
         require(not is_loss, "metric_for_best_model", metric, "reward: the loss does not say how good the policy is")
-        with blamed({name: value for name, value in given(self).items() if name in hints(GRPOConfig)}):
-            super().__post_init__()
+        super().__post_init__()
         if of_schedule:
             mode = {"mode": "max" if self.greater_is_better else "min"}
             self.lr_scheduler_kwargs = mode | cast(dict, self.lr_scheduler_kwargs or {})
-        dry_run_arguments(self)
+        check_options(self)
 
     def _check_launch(self):
         """Check packages, JSON and devices, before anything initializes a device."""

@@ -97,6 +97,12 @@ def default(of: Field) -> Any:
     return of.default if of.default_factory is MISSING else of.default_factory()
 
 
+def given(arguments: Any) -> dict[str, Any]:
+    """Fields of a dataclass that differ from their defaults."""
+    defaults = {each.name: default(each) for each in fields(arguments)}
+    return {name: value for name, own in defaults.items() if (value := getattr(arguments, name)) != own}
+
+
 @functools.cache
 def hints(arguments: Any) -> Mapping[str, Any]:
     """Field of a dataclass → its type, without what `Annotated` adds."""

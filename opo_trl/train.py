@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -29,9 +29,9 @@ from . import methods
 from .arguments import OPOScriptArguments, check_together
 from .checks import files
 from .checks.errors import never_fail_to_print, report_error
-from .checks.generation import check_tokens
-from .checks.model import dry_run_model
+from .checks.ranges import reject
 from .checks.secrets import mask, mask_words
+from .checks.silent import check_generation_config
 from .checks.weights import check_weights
 from .config import RolloutConfig
 from .data.models import EMBEDDED_MODELS
@@ -151,11 +151,9 @@ def _check_models(
     init_options = source | _init_options(args, model_config)
     with _blamed_on(_named(model_config)):
         config = preflight.check_model("model_name_or_path", path, **source)
-        generation: dict[str, Any] = {}
         with suppress(OSError):  # not every model has that file
             generation = GenerationConfig.from_pretrained(path, revision=model_config.model_revision).to_dict()
-        check_tokens(args, getattr(config.get_text_config(), "vocab_size", None), generation)
-        dry_run_model(args, model_config, path)
+            check_generation_config(getattr(args, "generation_kwargs", None) or {}, generation)
         if Path(path).is_dir():  # a model on the Hub is downloaded last, and checked then
             check_weights("model_name_or_path", path, init_options)
         tokenizer = preflight.load_tokenizer(path, **source)
@@ -213,12 +211,15 @@ def make_trainer(
 
 def _init_options(args: RolloutConfig, model_config: ModelConfig) -> dict[str, Any]:
     """The options of `from_pretrained` with which the policy is loaded."""
+    options: Any = args.model_init_kwargs or {}
+    if "torch_dtype" in options:
+        reject("model_init_kwargs", options, "torch_dtype", "is overridden by `dtype`", "Set `dtype` instead")
     return {
         "revision": model_config.model_revision,
         "attn_implementation": model_config.attn_implementation,
         "dtype": model_config.dtype,
         "use_safetensors": True,  # pickled weights could run code
-        **cast(dict, args.model_init_kwargs or {}),
+        **options,
     }
 
 

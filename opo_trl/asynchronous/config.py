@@ -8,11 +8,10 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from ..checks import devices
 from ..checks.addresses import check_url
-from ..checks.blame import given
 from ..checks.ranges import require
 from ..checks.secrets import Masked
 from ..config import ObjectiveConfig, check_fields
-from ..fields import COUNT, OBJECTIVE, RUN, deciding, setting
+from ..fields import COUNT, OBJECTIVE, RUN, deciding, given, setting
 
 
 _ONE_GROUP = "is not possible in asynchronous training, which scores one group at a time"

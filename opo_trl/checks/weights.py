@@ -146,6 +146,11 @@ def check_trainable(model: Any, optimizer: Any) -> None:
             "gradient. Load an adapter by `PeftModel.from_pretrained(…, is_trainable=True)`; after "
             "`merge_and_unload()` or `requires_grad_(False)`, call `model.requires_grad_(True)`."
         )
+    if hasattr(getattr(model, "get_output_embeddings", lambda: None)(), "lora_A"):
+        raise ValueError(
+            "An adapter is on the LM head, which TRL does not train. Remove the head from `lora_target_modules`, or "
+            "`target_modules`."
+        )
     if optimizer is not None and trained.isdisjoint(held):
         raise ValueError(
             f"optimizers={(type(optimizer).__name__, '…')} would not train the model: the optimizer holds none of its "

@@ -31,7 +31,7 @@ from ..asynchronous.config import AsyncOPOConfig
 from ..asynchronous.targets import OPORolloutLoop
 from ..asynchronous.trainer import AsyncOPOTrainer
 from ..checks.addresses import without_secrets
-from ..checks.arguments import dry_run_arguments
+from ..checks.silent import check_options
 from ..fields import COUNT_OR_ZERO, WORK, setting
 from ..rewards.boxes import text_of
 from ..rewards.checked import checked_reward
@@ -87,7 +87,7 @@ class AsyncRecipeConfig(AsyncOPOConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        dry_run_arguments(self)
+        check_options(self)
         if self.in_process_staleness is not None:
             in_process.check(self, "in_process_staleness", self.in_process_staleness)
 

@@ -648,15 +648,10 @@ MODELS = [
     *[
         Case(
             f"generation_config.json with {name}={value}",
-            ["generation_config.json", f"{name}", f"{shown}", "that file" if name != "num_beams" else "num_beams: 1"],
+            ["generation_config.json", f"{name}", f"{shown}", "num_beams: 1"],
             change=edit("model/generation_config.json", **{name: value}),
         )
-        for name, value, shown in (
-            ("eos_token_id", [2, 999], 999),
-            ("suppress_tokens", [259], 259),
-            ("bad_words_ids", [[1, -7]], -7),
-            ("num_beams", 4, 4),
-        )
+        for name, value, shown in (("num_beams", 4, 4),)
     ],
     Case(
         "context shorter than prompt and completion, with a prompt limit",
@@ -1046,7 +1041,7 @@ PATHS = [
     ),
 ]
 
-# One case of each kind: `tests/checks/test_ranges.py` covers all ranges, `test_dry_run.py` what libraries reject.
+# One case of each kind: `tests/checks/test_ranges.py` covers all ranges, `test_silent.py` what libraries ignore.
 KINDS = [
     Case("duplicate key", ["duplicate key 'max_steps'", "Remove one"], change=append("recipe.yaml", "max_steps: 2\n")),
     Case("top_p above 1", ["top_p=1.5", "Set `top_p`", "(0, 1]"], {"top_p": 1.5}),
@@ -1060,35 +1055,9 @@ KINDS = [
     Case("dropout of 1", ["lora_dropout=1.0", "[0, 1)"], {"use_peft": True, "lora_dropout": 1.0}),
     Case("rank of 0", ["lora_r=0", "at least 1"], {"use_peft": True, "lora_r": 0}),
     Case(
-        "adapters that match nothing",
-        ["lora_target_modules=['c_proj', 'c_attn']", "'c_proj', 'c_attn' matches nothing", "v_proj"],
-        {"use_peft": True, "lora_target_modules": ["c_proj", "c_attn"]},
-    ),
-    Case(
-        "adapters on a single name",
-        ["lora_target_modules='q_proj'", "['.*q_proj']"],
-        {"use_peft": True, "lora_target_modules": ["q_proj"]},
-    ),
-    Case(
         "adapters for another task",
         ["lora_task_type='SEQ_CLS'", "CAUSAL_LM"],
         {"use_peft": True, "lora_task_type": "SEQ_CLS"},
-    ),
-    Case(
-        "adapters on the LM head",
-        ["lora_target_modules=['lm_head', 'q_proj']", "LM head"],
-        {"use_peft": True, "lora_target_modules": ["lm_head", "q_proj"]},
-    ),
-    Case("unknown attention", ["attn_implementation='quick'", "sdpa"], {"attn_implementation": "quick"}),
-    Case(
-        "attention that is not installed",
-        ["attn_implementation='flash_attention_2'", "installed"],
-        {"attn_implementation": "flash_attention_2"},
-    ),
-    Case(
-        "adapters with an invalid pattern",
-        ["lora_target_modules='('", "unterminated", "Set `lora_target_modules`"],
-        {"use_peft": True, "lora_target_modules": ["("]},
     ),
     *[
         Case(
@@ -1096,12 +1065,7 @@ KINDS = [
             [f"model_init_kwargs={{'{name}': {value!r}", says],
             {"model_init_kwargs": {name: value}},
         )
-        for name, value, says in (
-            ("device_map", "cuda:77", "no device 'cuda:77'"),
-            ("device_map", {"": "foo"}, "Set `model_init_kwargs`"),
-            ("vocab_size", 5, "(5, "),
-            ("attention_dropout", 2.0, "[0, 1]"),
-        )
+        for name, value, says in (("vocab_size", 5, "(5, "),)
     ],
     Case("unknown option of the model", ["model_init_kwargs=", "'layers'"], {"model_init_kwargs": {"layers": 3}}),
     Case(
@@ -1109,7 +1073,6 @@ KINDS = [
         ["'torch_dtype'", "Set `dtype`"],
         {"model_init_kwargs": {"torch_dtype": "float32"}},
     ),
-    Case("router loss without experts", ["router_aux_loss_coef=0.1", "no experts"], {"router_aux_loss_coef": 0.1}),
     Case(
         "option that the template does not use",
         ["chat_template_kwargs=", "'enable_thinking' has no effect", "Remove"],
@@ -1121,29 +1084,12 @@ KINDS = [
         {"chat_template_kwargs": {"tokenize": False}},
     ),
     Case(
-        "token outside the vocabulary",
-        ["generation_kwargs=", "'eos_token_id' contains 999999", "integers from 0"],
-        {"generation_kwargs": {"eos_token_id": 999999}},
-    ),
-    Case(
         "best checkpoint without evaluation",
         ["load_best_model_at_end=True", "Remove"],
         {"load_best_model_at_end": True, "save_strategy": "no"},
     ),
     Case("metric without evaluation", ["metric_for_best_model='x'", "Remove"], {"metric_for_best_model": "x"}),
     Case("LoRA options without LoRA", ["lora_r=4", "Set `use_peft` to true"], {"lora_r": 4}),
-    Case(
-        "folder of a tracker below a file",
-        ["TENSORBOARD_LOGGING_DIR='recipe.yaml/x'", "is not a folder", "Choose another `TENSORBOARD_LOGGING_DIR`"],
-        {"report_to": "tensorboard"},
-        environment={"TENSORBOARD_LOGGING_DIR": "recipe.yaml/x"},
-    ),
-    Case(
-        "unknown tracker",
-        ["report_to='wandbb'", "is not supported", "wandb", "Set `report_to`"],
-        {"report_to": "wandbb"},
-    ),
-    Case("tracker that is not installed", ["report_to='clearml'", "pip install clearml"], {"report_to": "clearml"}),
     Case(
         "evaluation without data",
         ["eval_strategy: dataset_name='./data' is a folder without split='dev'", "set another split"],

@@ -9,11 +9,9 @@ from datasets import Dataset
 from helpers import PROMPTS, USE_CPU
 from tiny import make_tokenizer
 from transformers import AutoConfig
-from trl import ModelConfig
 from trl.chat_template_utils import qwen3_chat_template
 
 from opo_trl import OPOConfig, OPOTrainer, RolloutConfig
-from opo_trl.checks.model import dry_run_model
 from opo_trl.forecast import plan
 
 
@@ -91,7 +89,6 @@ def test_model_without_a_longest_context_is_planned_and_trained(model_type, tmp_
     assert "+ 3) tokens)" in printed
     assert f"unknown for {model_type}" in printed
     assert "The plan has no line" not in caplog.text
-    dry_run_model(trainer.args, ModelConfig(), str(tmp_path / "model"))
 
 
 def test_unlimited_completions_in_an_unlimited_context(tmp_path):

@@ -161,7 +161,6 @@ def test_adapters_are_trained_and_their_policy_generates(tmp_path, monkeypatch):
         ({"reward_model_name_or_path": base_model_path()}, "is not possible with trainer: async_opo, whose worker"),
         ({"reward_funcs": "test_async_recipe.needs_the_state"}, "cannot be called: missing a required argument"),
         ({"vllm_server_base_url": "localhost"}, "vllm_server_base_url='localhost' is not allowed"),
-        ({"report_to": "nothing"}, "report_to='nothing' cannot be used: nothing is not supported"),
         ({"trainer": "opo"}, "which docs/async.md describes; this recipe is for `trainer: opo`"),
     ],
 )
