@@ -128,7 +128,7 @@ def method_of(settings: Mapping[str, Any]) -> Method | None:
     settings = {"objective": "opo", **settings}  # which runs of earlier releases do not name
     for method in METHODS:
         own = {"trainer": method.name, **method.settings}
-        if method.trainer == Method.trainer and not method.objective:
+        if method.trainer != _TRL[0] and not method.objective:
             own = {"objective": "opo", **own}
         if all(settings.get(name) == value for name, value in own.items()):
             return method

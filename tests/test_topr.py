@@ -202,6 +202,27 @@ def test_groups_of_equal_rewards_are_not_computed_where_nothing_pulls_them_back(
     assert relative_error(without.steps[1].gradient, with_all.steps[1].gradient) < EXACT
 
 
+@pytest.mark.parametrize(
+    ("settings", "label"),
+    [
+        ({"trainer": "opo"}, "OPO"),
+        ({"trainer": "opo", "objective": "opo"}, "OPO"),
+        ({"trainer": "async_opo"}, "Asynchronous OPO"),
+        (
+            {"trainer": "opo", "push": "advantage", "positive_bounds": [1.0, 1.0], "negative_bounds": [0.0, 1.0]},
+            "TOPR",
+        ),
+        ({"trainer": "opo", "push": "escort", "positive_bounds": [1.0, 2.0], "negative_bounds": [0.0, 1.0]}, None),
+        ({"trainer": "async_opo", "push": "reward"}, None),
+        ({"trainer": "opo", "objective": "my_module.Mine"}, None),
+    ],
+)
+def test_reports_name_a_method_only_by_its_own_settings(settings, label):
+    objective = {"objective": "topr"} if "push" in settings else {}
+    found = method_of({**objective, **settings})
+    assert (found and found.label) == label
+
+
 def run(folder: Path, **changes) -> Path:
     """A run of the recipe; with `topr`, without OPO's fields."""
     recipe = yaml.safe_load(RECIPE.read_text())
