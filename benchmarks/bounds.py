@@ -58,10 +58,11 @@ versions old, MCPO.
 seconds. One process of one thread. If time is short, the ablation is dropped, from its end; never seeds, never
 references.
 
-Notes after the first runs, which change nothing of the rule. "No form was tried" holds for the candidates: OPO,
-truncated REINFORCE, GSPO and GRPO were trained online on `largest`, with other problems (`real_model`). The "best
-form of a regime" is the best of those that the rule reads. Test problems of `arithmetic` and `spelling` are those of
-earlier experiments; the seeds are new. Two forms that agree in all runs of a regime count as not ahead.
+Notes after the first runs, which change nothing of the rule. All runs use the code of commit e0781cc. "No form was
+tried" holds for the candidates: OPO, truncated REINFORCE, GSPO and GRPO were trained online on `largest`, with other
+problems (`real_model`). The "best form of a regime" is the best of those that the rule reads. Test problems of
+`arithmetic` and `spelling` are those of earlier experiments; the seeds are new. Two forms that agree in all runs of a
+regime count as not ahead.
 """
 
 import json
