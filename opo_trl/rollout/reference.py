@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
+from torch.nn import Parameter
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import create_model_from_path
@@ -20,7 +21,10 @@ def given(model: Any) -> AbstractContextManager[None]:
 
     def copied(path: str, **options: Any) -> Any:
         if not (any(hasattr(weight, "ds_tensor") for weight in model.parameters()) or is_fsdp_managed_module(model)):
-            return deepcopy(model).eval()
+            # Weights by `clone`, since not every device copies storages; packed ones copy themselves.
+            weights = [weight for weight in model.parameters() if type(weight) is Parameter]
+            memo: Any = {id(weight): Parameter(weight.detach().clone(), requires_grad=False) for weight in weights}
+            return deepcopy(model, memo | {id(own): own.clone() for own in model.buffers()}).eval()
         copy = create_model_from_path(path, **options)  # in the same shards, under ZeRO-3 and FSDP2
         for to, weight in zip(copy.parameters(), model.parameters(), strict=True):
             local_part(to).copy_(local_part(weight))
