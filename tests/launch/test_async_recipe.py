@@ -308,6 +308,7 @@ def in_worker(reward: IsolatedReward, said, ended: bool) -> None:
     rest = dict.fromkeys(names) | {"model_version_value": SimpleNamespace(value=0), "model_name": ""}
     data = Dataset.from_list([{"prompt": []}])
     _Loop(dataset=data, reward_funcs=[reward], processing_class=tokenizer, eos_token_ids=[1], **rest)
+    multiprocessing.current_process().daemon = False  # as its `run` begins
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
     said.put(reward(["1+1=2"], solution=["1+1=2"]))
