@@ -9,7 +9,7 @@ from trl import GRPOConfig
 from .ranges import reject
 
 
-# Optimizer → the keys of `optim_args` that it reads; those with "any" take whatever they get.
+# Optimizer → the keys of `optim_args` that it reads. Those of `_TAKE_ANY` pass on whatever they get.
 OPTIM_ARGS: Mapping[str, Collection[str]] = {
     "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
     "adagrad": ("lr_decay", "weight_decay", "eps"),
@@ -26,6 +26,14 @@ OPTIM_ARGS: Mapping[str, Collection[str]] = {
 }
 _TAKE_ANY = ("galore", "apollo", "lomo", "rmsprop_")
 
+# Options of `fsdp_config` that Transformers reads.
+FSDP_OPTIONS = {
+    *("activation_checkpointing", "auto_wrap_policy", "backward_prefetch", "buffer_dtype", "compute_dtype"),
+    *("cpu_offload", "cpu_ram_efficient_loading", "forward_prefetch", "limit_all_gathers", "min_num_params"),
+    *("reshard_after_forward", "state_dict_type", "sync_module_states", "transformer_layer_cls_to_wrap"),
+    *("use_orig_params", "version", "xla", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "xla_fsdp_v2"),
+}
+
 # Key of `generation_kwargs` → the field that controls the same thing. TRL truncates, plans memory and computes
 # log-probabilities with the field.
 _FIELD_OF_KEY = dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length") | {
@@ -40,12 +48,19 @@ _FIXED |= dict.fromkeys(("num_return_sequences", "n", "num_beams", "guidance_sca
 
 
 def check_options(args: Any) -> None:
-    """Check `optim_args` and `generation_kwargs`. A `ValueError` names the option and what to do."""
+    """Check the options of optimizer, schedule, FSDP and generation; a `ValueError` says what has no effect."""
     asked, name = args.optim_args or "", args.optim.value
     pairs = asked.replace(" ", "").split(",") if asked and not any(part in name for part in _TAKE_ANY) else []
     for key in (pair.partition("=")[0] for pair in pairs):
         if key not in OPTIM_ARGS.get(name, ()):
             raise ValueError(f"optim_args={asked!r}: {key!r} has no effect on {name}. Remove {key!r}.")
+    schedule = args.lr_scheduler_type.value
+    if args.lr_scheduler_kwargs and schedule in ("constant", "constant_with_warmup"):
+        said = f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} has no effect on the schedule {schedule!r}"
+        raise ValueError(f"{said}. Remove it.")
+    for key in (args.fsdp_config or {}).keys() - FSDP_OPTIONS:
+        fix = f"Remove it, or set one of {', '.join(sorted(FSDP_OPTIONS))}"
+        reject("fsdp_config", args.fsdp_config, key, "has no effect", fix)
     options: Any = args.generation_kwargs or {}
     for key, value in options.items():
         if problem := _problem(args, key, value):

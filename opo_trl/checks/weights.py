@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import StringIO
@@ -151,6 +152,11 @@ def check_trainable(model: Any, optimizer: Any) -> None:
             "An adapter is on the LM head, which TRL does not train. Remove the head from `lora_target_modules`, or "
             "`target_modules`."
         )
+    for adapter in getattr(model, "peft_config", {}).values():
+        wanted = adapter.target_modules if isinstance(adapter.target_modules, list | set) else ()
+        names = [f".{name}" for name in getattr(model, "targeted_module_names", ())]
+        if names and (absent := sorted(name for name in wanted if not any(own.endswith(f".{name}") for own in names))):
+            warnings.warn(f"target_modules: {', '.join(absent)} matches nothing in the model.", stacklevel=2)
     if optimizer is not None and trained.isdisjoint(held):
         raise ValueError(
             f"optimizers={(type(optimizer).__name__, '…')} would not train the model: the optimizer holds none of its "

@@ -5,10 +5,10 @@ import re
 
 import pytest
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, trainer_optimizer
+from transformers import AutoModelForCausalLM, trainer, trainer_optimizer, training_args
 
 from opo_trl import OPOConfig
-from opo_trl.checks.silent import OPTIM_ARGS, check_generation_config
+from opo_trl.checks.silent import FSDP_OPTIONS, OPTIM_ARGS, check_generation_config
 from opo_trl.checks.weights import check_trainable
 
 
@@ -21,6 +21,11 @@ def config(folder, **fields) -> OPOConfig:
     [
         ({"optim_args": "lr=3"}, r"optim_args='lr=3': 'lr' has no effect on adamw_torch_fused\. Remove 'lr'"),
         ({"optim": "sgd", "optim_args": "momentum=0.9,eps=1"}, "'eps' has no effect on sgd"),
+        (
+            {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"min_lr": 0.1}},
+            "no effect on the schedule 'constant'",
+        ),
+        ({"fsdp_config": {"fsdp_offload": True}}, "'fsdp_offload' has no effect"),
         ({"generation_kwargs": {"temprature": 2}}, "'temprature' has no effect: it is not an option"),
         ({"generation_kwargs": {"num_beams": 2}}, "'num_beams' must be 1: TRL samples one completion per row"),
         ({"generation_kwargs": {"do_sample": False}}, "'do_sample' must be True"),
@@ -57,6 +62,19 @@ def test_table_of_optim_args_is_what_each_optimizer_reads():
             read |= {*re.findall(r'"(\w+)"', words)}
         is_other = handler is trainer_optimizer._get_bitsandbytes_optimizer and "ademamix" not in name.value
         assert {*OPTIM_ARGS.get(name.value, ())} == (set() if is_other else read), name
+
+
+def test_table_of_fsdp_options_is_what_transformers_reads():
+    source = inspect.getsource(training_args) + inspect.getsource(trainer)
+    read = re.findall(r"""fsdp_config(?:\[|\.get\(|\.setdefault\()\s*["'](\w+)["']""", source)
+    assert {*read} == FSDP_OPTIONS
+
+
+def test_adapter_on_a_misspelt_name_is_named(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "vproj"]))
+    with pytest.warns(UserWarning, match="vproj matches nothing in the model"):
+        check_trainable(adapted, None)
 
 
 def test_model_whose_file_asks_for_beams_is_named():
