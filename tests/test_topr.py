@@ -15,6 +15,7 @@ from opo_trl.checks.files import read_json
 from opo_trl.config import ObjectiveConfig
 from opo_trl.launch.recipe import read
 from opo_trl.methods import method_of
+from opo_trl.metrics.step import metrics_of_samples
 from opo_trl.objective import TOPR, Groups, Samples, escort_weights
 from opo_trl.report.diagnostics import diagnostics
 from opo_trl.train import main
@@ -175,9 +176,16 @@ def test_a_rollout_without_rewards_is_an_error(tiny_model, tmp_path):
 
 @pytest.mark.parametrize(("objective", "skipped"), [("topr", 0.5), ("opo", 0.0)])
 def test_groups_of_equal_rewards_are_not_computed_where_nothing_pulls_them_back(
-    tiny_model, tmp_path, objective, skipped
+    tiny_model, tmp_path, monkeypatch, objective, skipped
 ):
-    """In the second pass, when the policy has moved; the gradient is the same as with them."""
+    """In the second pass, when the policy has moved: the gradient is as with them, and χ² that of the others."""
+    steps = []
+
+    def noted(samples, *rest, **named):
+        steps.append(samples)
+        return metrics_of_samples(samples, *rest, **named)
+
+    monkeypatch.setattr("opo_trl.trainer.metrics_of_samples", noted)
     options = {"objective": objective, "num_iterations": 2, "max_steps": 2, "learning_rate": 0.02}
     rewards = [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
     with_all, without = (
@@ -194,10 +202,13 @@ def test_groups_of_equal_rewards_are_not_computed_where_nothing_pulls_them_back(
     entries = [entry for entry in without.state.log_history if "grad_norm" in entry]
     assert entries[1]["opo/frac_skipped"] == skipped
     assert entries[1]["opo/frac_masked"] == 0
-    computed = [entry for entry in with_all.state.log_history if "grad_norm" in entry]
-    assert entries[0]["opo/chi2"] == computed[0]["opo/chi2"] == 0
-    assert entries[1]["opo/log_ratio/absmax"] > 1e-4  # of those that are computed; all of them have moved
-    assert (entries[1]["opo/chi2"] == pytest.approx(computed[1]["opo/chi2"], rel=1e-4)) == (objective == "opo")
+    everything = steps[1]  # of the second step with all samples
+    kept = torch.ones(8).bool() if objective == "opo" else everything.target != 0
+    assert kept.sum() == 8 * (1 - skipped)
+    assert entries[0]["opo/chi2"] == 0
+    moved = everything.log_ratio[kept].expm1().square().mean().item()
+    assert moved > 1e-8
+    assert entries[1]["opo/chi2"] == pytest.approx(moved, rel=1e-3)
     assert norm(with_all.steps[1].gradient) > 1e-3
     assert relative_error(without.steps[1].gradient, with_all.steps[1].gradient) < EXACT
 
