@@ -153,7 +153,8 @@ def check_trainable(model: Any, optimizer: Any) -> None:
             "`target_modules`."
         )
     for adapter in getattr(model, "peft_config", {}).values():
-        wanted = adapter.target_modules if isinstance(adapter.target_modules, list | set) else ()
+        wanted = getattr(adapter, "target_modules", None)
+        wanted = wanted if isinstance(wanted, list | set) else ()
         names = [f".{name}" for name in getattr(model, "targeted_module_names", ())]
         if names and (absent := sorted(name for name in wanted if not any(own.endswith(f".{name}") for own in names))):
             warnings.warn(f"target_modules: {', '.join(absent)} matches nothing in the model.", stacklevel=2)
