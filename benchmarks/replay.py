@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from opo_trl import OPOConfig, OPOTrainer, RolloutConfig, RolloutTrainer
+from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.data.arithmetic import base_model_path
 
 from .memory_probes import held_bytes, profiled
@@ -142,14 +142,14 @@ class ReplayingOPOTrainer(Replay, OPOTrainer):
     """OPO's trainer with a fixed rollout."""
 
 
-class ReplayingRolloutTrainer(Replay, RolloutTrainer):
+class ReplayingOPOTrainer(Replay, OPOTrainer):
     """Our trainer with TRL's loss, and with a fixed rollout."""
 
 
 TRAINERS: dict[str, tuple[type, type]] = {
     "GRPO": (ReplayingGRPOTrainer, GRPOConfig),
     "OPO": (ReplayingOPOTrainer, OPOConfig),
-    "our GRPO": (ReplayingRolloutTrainer, RolloutConfig),
+    "our GRPO": (ReplayingOPOTrainer, OPOConfig),
 }
 
 

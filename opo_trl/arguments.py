@@ -11,7 +11,7 @@ from trl.scripts.utils import DatasetConfig
 from . import methods
 from .checks.ranges import require
 from .checks.strict_yaml import read_mappings
-from .config import RolloutConfig
+from .config import OPOConfig
 from .data import INSTRUCTION, gym
 from .evaluate import Decoding
 from .fields import (
@@ -55,7 +55,7 @@ class OPOScriptArguments(ScriptArguments):
 
     Args:
         trainer (`str`, *optional*, defaults to `"opo"`):
-            `"opo"`: [`OPOTrainer`]; `"grpo"`: [`RolloutTrainer`] with TRL's losses, for GRPO, GSPO, DAPO and others;
+            `"opo"`: [`OPOTrainer`]; `"grpo"`: [`OPOTrainer`] with TRL's losses, for GRPO, GSPO, DAPO and others;
             `"async_opo"`: [`AsyncOPOTrainer`].
         reward_funcs (`list[str]`, *optional*):
             Reward functions: `accuracy_reward`, `format_reward`, `arithmetic_reward`, `gym_reward`, TRL's
@@ -175,7 +175,7 @@ class OPOScriptArguments(ScriptArguments):
 
 
 def check_together(
-    script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig, recipe: Mapping[str, Any]
+    script: OPOScriptArguments, args: OPOConfig, model_config: ModelConfig, recipe: Mapping[str, Any]
 ) -> None:
     """Check that the fields of a recipe fit together, and that each of them has an effect."""
     rollouts = getattr(args, "rollouts", None)  # asynchronous training has none
@@ -213,7 +213,7 @@ def check_together(
         raise ValueError(f"push_to_hub=True is impossible: {why}. {fix}.")
 
 
-def _check_data(script: OPOScriptArguments, of_rollouts: RolloutConfig | None) -> None:
+def _check_data(script: OPOScriptArguments, of_rollouts: OPOConfig | None) -> None:
     if of_rollouts is not None and not script.dataset_name and not script.datasets:
         measured = {"validation_steps": script.validation_steps, "report_levels": script.report_levels}
         measured["eval_strategy"] = None if of_rollouts.eval_strategy == "no" else of_rollouts.eval_strategy

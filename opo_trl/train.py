@@ -4,7 +4,7 @@ Train a model with OPO or another method, from a recipe.
     accelerate launch [--config_file recipes/accelerate/X.yaml] -m opo_trl.train --config recipes/R.yaml [--alpha 0.3]
 
 A recipe is a flat YAML file with fields of [`OPOScriptArguments`], of the method's configuration ([`OPOConfig`], or
-[`RolloutConfig`] with `trainer: grpo`) and of [`~trl.ModelConfig`]; fields on the command line override it. The files
+[`OPOConfig`] with `trainer: grpo`) and of [`~trl.ModelConfig`]; fields on the command line override it. The files
 of a run are listed in `opo_trl.report.run_folder`.
 """
 
@@ -33,7 +33,7 @@ from .checks.ranges import reject
 from .checks.secrets import mask, mask_words
 from .checks.silent import check_generation_config
 from .checks.weights import check_weights
-from .config import RolloutConfig
+from .config import OPOConfig
 from .data.models import EMBEDDED_MODELS
 from .data.rollouts import RECORDED
 from .launch import foreign, preflight, trackers
@@ -53,14 +53,14 @@ from .rollout.checkpoint import resolve as find_checkpoint
 from .rollout.disk import SaveError
 from .rollout.position import check_resumable
 from .rollout.prompts import check_enough_prompts
-from .rollout.trainer import RolloutTrainer
+from .trainer import OPOTrainer
 
 
 @dataclass
 class Run:
     """A run that is ready to start. Its folder stays locked within `lock`."""
 
-    trainer: RolloutTrainer
+    trainer: OPOTrainer
     script: OPOScriptArguments
     data: Data
     checkpoint: str | None
@@ -79,7 +79,7 @@ def prepare(argv: Sequence[str]) -> Run:
         script, args, model_config, recipe = parse(argv)
     check_together(script, args, model_config, recipe)
     preflight.check_packages(args, model_config)
-    if not isinstance(args, RolloutConfig):  # asynchronous training
+    if not isinstance(args, OPOConfig):  # asynchronous training
         args.check_requirements(script, model_config)
     settings = mask({**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)})
     settings = json.loads(json.dumps(settings, default=str))  # as the run's folder holds them
@@ -101,7 +101,7 @@ def prepare(argv: Sequence[str]) -> Run:
             preflight.check_columns(reward_funcs, data.training, of_trainer=tools.for_rewards)
         limit = script.max_prompt_length
         preflight.check_prompts(data.splits(source), tokenizer, config, args, limit, **tools.for_template)
-    if isinstance(args, RolloutConfig):  # asynchronous training repeats its prompts, and has a server of another kind
+    if isinstance(args, OPOConfig):  # asynchronous training repeats its prompts, and has a server of another kind
         check_enough_prompts(len(data.training), args, data.plan)
         if args.process_index == 0:
             preflight.check_vllm_server(args)
@@ -110,7 +110,7 @@ def prepare(argv: Sequence[str]) -> Run:
     with_options = f" with model_init_kwargs={options!r}" if options else ""
     with run_folder.left_as_found(folder), _blamed_on(_named(model_config) + with_options):
         trainer = make_trainer(script, args, model_config, data, reward_funcs, tools)
-        if checkpoint is not None and isinstance(trainer, RolloutTrainer):
+        if checkpoint is not None and isinstance(trainer, OPOTrainer):
             with _blamed_on(f"resume_from_checkpoint={checkpoint!r}"):
                 check_resumable(trainer, checkpoint)
         if args.process_index == 0:
@@ -126,7 +126,7 @@ def prepare(argv: Sequence[str]) -> Run:
 
 
 def _find_checkpoint(
-    script: OPOScriptArguments, args: RolloutConfig, settings: Mapping[str, Any], model: str, recipe_path: str | None
+    script: OPOScriptArguments, args: OPOConfig, settings: Mapping[str, Any], model: str, recipe_path: str | None
 ) -> tuple[str | None, bool]:
     """The checkpoint to resume from, if any, and whether the run in the folder continues."""
     folder, asked = Path(args.output_dir), args.resume_from_checkpoint
@@ -143,7 +143,7 @@ def _find_checkpoint(
 
 
 def _check_models(
-    script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig
+    script: OPOScriptArguments, args: OPOConfig, model_config: ModelConfig
 ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
     """Check the model and the reward model; the model's configuration and tokenizer."""
     path, reward_model = model_path(model_config), script.reward_model_name_or_path
@@ -179,12 +179,12 @@ def model_path(model_config: ModelConfig) -> str:
 
 def make_trainer(
     script: OPOScriptArguments,
-    args: RolloutConfig,
+    args: OPOConfig,
     model_config: ModelConfig,
     data: Data,
     reward_funcs: list,
     tools: Tools | None = None,
-) -> RolloutTrainer:
+) -> OPOTrainer:
     """Build the trainer of a run, with its log file, progress bar and validation."""
     folder = Path(args.output_dir)
     args.model_init_kwargs = _init_options(args, model_config)
@@ -209,7 +209,7 @@ def make_trainer(
     return trainer
 
 
-def _init_options(args: RolloutConfig, model_config: ModelConfig) -> dict[str, Any]:
+def _init_options(args: OPOConfig, model_config: ModelConfig) -> dict[str, Any]:
     """The options of `from_pretrained` with which the policy is loaded."""
     options: Any = args.model_init_kwargs or {}
     if "torch_dtype" in options:

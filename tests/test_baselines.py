@@ -7,7 +7,7 @@ import yaml
 from helpers import RecordingBaseline, RecordingGRPO, Script, distance, logged, norm, trained
 from trl import GRPOConfig
 
-from opo_trl import RolloutTrainer
+from opo_trl import OPOTrainer
 
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "arithmetic" / "experiment1"
@@ -63,5 +63,5 @@ def test_baseline_logs_what_the_comparison_reads(tiny_model, tmp_path):
 
 
 def test_configuration_of_another_trainer_is_rejected(tiny_model):
-    with pytest.raises(TypeError, match=r"`args` is a `GRPOConfig`, but RolloutTrainer needs a `RolloutConfig`"):
-        RolloutTrainer(tiny_model, lambda **_: [], GRPOConfig(use_cpu=True, bf16=False))
+    with pytest.raises(TypeError, match=r"`args` is a `GRPOConfig`, but OPOTrainer needs a `OPOConfig`"):
+        OPOTrainer(tiny_model, lambda **_: [], GRPOConfig(use_cpu=True, bf16=False))

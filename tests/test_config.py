@@ -16,7 +16,7 @@ import pytest
 from transformers import TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
-from opo_trl import OPOConfig, OPOTrainer, RolloutConfig
+from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.config import REJECTED_FIELDS
 
 
@@ -391,7 +391,7 @@ def test_command_line_offers_only_the_choices(tmp_path, capsys, name):
 
 
 def test_every_field_is_documented():
-    text = f"{inspect.getdoc(RolloutConfig)} {inspect.getdoc(OPOConfig)}"
+    text = f"{inspect.getdoc(OPOConfig)} {inspect.getdoc(OPOConfig)}"
     for field in dataclasses.fields(OPOConfig):
         if field.name in OWN_FIELDS:
             assert f"{field.name} (`" in text

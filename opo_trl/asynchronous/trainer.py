@@ -31,7 +31,8 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from ..checks.weights import check_finite, check_models, check_trainable
 from ..metrics.step import SampleReport, metrics_of_samples
-from ..objective import OPO, Objective, Samples, objective_named
+from ..objective import OPO, Objective, Samples
+from ..objectives import objective_named
 from ..rollout import checkpoint, wording
 from ..rollout.frozen_base import FrozenBase
 from ..rollout.prompts import check_datasets
@@ -193,7 +194,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
         As in TRL, but only complete checkpoints are resumed, with the prompts of which no completion has been trained.
-        Completions that were on the way are generated anew. `resume_from_checkpoint`: see [`RolloutTrainer.train`].
+        Completions that were on the way are generated anew. `resume_from_checkpoint`: see [`OPOTrainer.train`].
 
         Raises:
             `ValueError`: the wanted checkpoint is not complete, there is none, no weight would be trained, or the
@@ -270,7 +271,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
                 generated_by, tokens, *values = sample["metrics"].pop(OWN)
                 tables.append([generated_by - version, sample["advantage"], tokens, *values])
                 trained = int(sample["completion_mask"].sum())
-                total += trained if self.args.log_ratio_reduction == "sum" else trained / tokens
+                total += trained if self.policy_objective.reduction == "sum" else trained / tokens
         table, counts = torch.tensor(tables, dtype=torch.float64), [len(row.samples) for row in rows]
         padded = [pad(part, (0, 0, 0, max(counts) - len(part))) for part in table.split(counts)]
         self._collated.append({sample["group_id"] for row in rows for sample in row.samples})
@@ -407,7 +408,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         return self._skipped.check(model, norm, step=step, micro_batches=self._batches_of_step)
 
     def _determine_best_metric(self, metrics, trial):
-        return super()._determine_best_metric(metrics, trial) or self.control.should_save  # as in `RolloutTrainer`
+        return super()._determine_best_metric(metrics, trial) or self.control.should_save  # as in `OPOTrainer`
 
     def _maybe_log_save_evaluate(self, *inputs, **named):
         with self._skipped.end_of_step(self):

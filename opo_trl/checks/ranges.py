@@ -76,7 +76,6 @@ _LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passi
 CHOICES: dict[str, tuple[Any, ...]] = {
     "scale_rewards": ("group", "batch", "none", True, False),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
     "importance_sampling_level": ("token", "sequence"),
     "vllm_mode": ("colocate", "server"),
     "vllm_model_impl": ("vllm", "transformers", "auto"),

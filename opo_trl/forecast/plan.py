@@ -29,7 +29,7 @@ def training_plan(trainer: Any) -> str:
         **({"tools": _tools} if trainer.tools or trainer.environment_factories else {}),
         "updates": _updates,
         "policy": _policy,
-        "objective": lambda trainer: (trainer.policy_objective or trainer.args).describe_objective(),
+        "objective": lambda trainer: trainer.policy_objective.describe_objective(),
         "memory": _memory,
         **({"devices": _devices} if idle else {}),
     }
@@ -79,7 +79,7 @@ def _tools(trainer: Any) -> str:
 
 def _policy(trainer: Any) -> str:
     text, objective = trainer.args.describe_policy(), trainer.policy_objective
-    return text if objective is None or objective.is_regression else text.partition(":")[0]
+    return text if objective.is_regression else text.partition(":")[0]
 
 
 def _updates(trainer: Any) -> str:

@@ -75,7 +75,7 @@ class AsyncRecipeConfig(AsyncOPOConfig):
     )
     dtype: str | None = field(default="float32", init=False)  # a field of `ModelConfig`, too: a recipe sets that one
 
-    # What a `RolloutConfig` has and checks of a recipe read; a recipe with this trainer cannot set them.
+    # What a `OPOConfig` has and checks of a recipe read; a recipe with this trainer cannot set them.
     use_vllm: ClassVar[bool] = False  # inside the trainer
     use_transformers_continuous_batching: ClassVar[bool] = False
     transformers_continuous_batching_config: ClassVar[None] = None

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import DatasetMixtureConfig, get_dataset
 
 from ..arguments import OPOScriptArguments
-from ..config import RolloutConfig
+from ..config import OPOConfig
 from ..data import INSTRUCTION, drop_long_prompts, gym, to_prompts, without_overlap
 from ..data.files import is_single_file
 from ..data.problems import Sources, as_problems, as_prompts, draw_or_load, has_prompts, hold_out, select
@@ -56,7 +56,7 @@ class Data:
         return {source: self.training} | {name: data for name, data in held_out.items() if data is not None}
 
 
-def source_of(script: OPOScriptArguments, args: RolloutConfig) -> str:
+def source_of(script: OPOScriptArguments, args: OPOConfig) -> str:
     """The field that the training prompts are from, with its value."""
     fields = {"rollouts": getattr(args, "rollouts", None), "datasets": script.datasets}
     return next(
@@ -65,7 +65,7 @@ def source_of(script: OPOScriptArguments, args: RolloutConfig) -> str:
 
 
 def load_data(
-    script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, **in_template: Any
+    script: OPOScriptArguments, args: OPOConfig, tokenizer: PreTrainedTokenizerBase, **in_template: Any
 ) -> Data:
     """
     Load the problems of a run: `levels` of the training split, or recorded `rollouts`, and held-out ones of the test
@@ -90,7 +90,7 @@ def load_data(
 
 
 def _load_problems(
-    script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, **in_template: Any
+    script: OPOScriptArguments, args: OPOConfig, tokenizer: PreTrainedTokenizerBase, **in_template: Any
 ) -> Data:
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     source = _Source(script, measured=bool(script.validation_steps or evaluates))

@@ -25,7 +25,7 @@ from ..checks import paths
 from ..checks.addresses import without_secrets
 from ..checks.environment import check_installed
 from ..checks.files import TEXT, read_json
-from ..config import RolloutConfig
+from ..config import OPOConfig
 from ..data import tokenize_prompts
 from ..data.prompts import shown
 from ..data.rollouts import RECORDED
@@ -63,14 +63,14 @@ _PACKAGES = {
 }
 
 
-def check_packages(args: RolloutConfig, model_config: ModelConfig) -> None:
+def check_packages(args: OPOConfig, model_config: ModelConfig) -> None:
     """Check that the optional packages that a recipe needs are installed."""
     for name, (package, install) in _PACKAGES.items():
         if getattr(args, name, False) or getattr(model_config, name, False):
             check_installed(f"{name}=True", package, install=install, otherwise=f", or remove `{name}`")
 
 
-def check_apart(script: OPOScriptArguments, args: RolloutConfig, model: str, recipe_path: str | None) -> None:
+def check_apart(script: OPOScriptArguments, args: OPOConfig, model: str, recipe_path: str | None) -> None:
     """Check that a folder whose run will be deleted contains nothing that the new run reads, also through links."""
     folder = Path(args.output_dir)
     # A run's own `recipe.yaml` repeats it in place: it is replaced, and never deleted.
@@ -96,7 +96,7 @@ def check_apart(script: OPOScriptArguments, args: RolloutConfig, model: str, rec
             raise ValueError(f"{said}. Choose another `output_dir`, or move the other out of it.")
 
 
-def check_vllm_server(args: RolloutConfig) -> None:
+def check_vllm_server(args: OPOConfig) -> None:
     """Wait for TRL's vLLM server, and check that the port for sending it weights is free."""
     if not (args.use_vllm and args.vllm_mode == "server"):
         return
@@ -177,7 +177,7 @@ def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
         raise ValueError(f"{said}. Set `prompt_style` to 'plain', or add a chat_template.jinja there.")
 
 
-def check_template_options(args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
+def check_template_options(args: OPOConfig, tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
     """Check that a chat template uses each of `chat_template_kwargs`."""
     options = cast(dict, args.chat_template_kwargs or {})
     named = f"chat_template_kwargs={options!r}"
@@ -196,7 +196,7 @@ def check_prompts(
     splits: Mapping[str, Dataset],
     tokenizer: PreTrainedTokenizerBase,
     config: PreTrainedConfig,
-    args: RolloutConfig,
+    args: OPOConfig,
     max_prompt_length: int | None,
     **in_template: Any,
 ) -> None:

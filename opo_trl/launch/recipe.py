@@ -27,7 +27,7 @@ from ..arguments import NOT_STREAMED, OPOScriptArguments
 from ..checks import strict_yaml
 from ..checks.environment import check_numbers
 from ..checks.secrets import masked
-from ..config import REJECTED_FIELDS, RolloutConfig, field_problems
+from ..config import REJECTED_FIELDS, OPOConfig, field_problems
 from ..fields import hints
 from .help import ShortHelp
 from .words import MAPPINGS, find_accelerate_config, read_yaml, split
@@ -280,7 +280,7 @@ def hint_at_field(name: str, trainer: str, further: Iterable[str] = ()) -> str:
     return f"Did you mean `{near[0]}`?" if near else "Remove it."
 
 
-def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, RolloutConfig, ModelConfig, dict[str, Any]]:
+def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConfig, dict[str, Any]]:
     """Parse a command line; the last item of the result is the recipe with the command line's fields merged in."""
     given = read(argv)
     values = given.values

@@ -10,7 +10,7 @@ from trl.rewards import get_soft_overlong_punishment
 
 from ..arguments import OPOScriptArguments
 from ..checks.ranges import require
-from ..config import RolloutConfig
+from ..config import OPOConfig
 from ..data.arithmetic import arithmetic_reward
 from ..data.few_shot import first_line_reward
 from ..data.gym import gym_reward
@@ -46,7 +46,7 @@ def load_reward(name: str) -> Callable:
     return reward
 
 
-def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
+def load_rewards(script: OPOScriptArguments, args: OPOConfig) -> list:
     """
     The reward functions of a run, a reward model last.
 

@@ -16,7 +16,7 @@ from transformers.utils import get_json_schema
 from trl import chat_template_utils as templates
 
 from ..arguments import OPOScriptArguments
-from ..config import RolloutConfig
+from ..config import OPOConfig
 from . import foreign
 from .preflight import OF_TRAINER
 
@@ -56,7 +56,7 @@ class Tools:
         return (*OF_TRAINER, *(["environments"] if self.factory else []))
 
 
-def load_tools(script: OPOScriptArguments, args: RolloutConfig) -> Tools:
+def load_tools(script: OPOScriptArguments, args: OPOConfig) -> Tools:
     """
     Find the tools and the environment of a run.
 

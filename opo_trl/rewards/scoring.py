@@ -60,7 +60,7 @@ class IsolatedReward(CountingReward):
     """
     A reward function that scores each completion in a worker process, with limits on time and memory.
 
-    It works in `reward_funcs` of every TRL trainer. [`RolloutTrainer`] and [`OPOTrainer`] also log how many
+    It works in `reward_funcs` of every TRL trainer. [`OPOTrainer`] and [`OPOTrainer`] also log how many
     completions were unscored, and stop the run if there are too many (`max_reward_failure_rate`).
 
     A completion scores `None` if it exceeds the time or memory limit, ends its worker or makes the function raise. It

@@ -1,7 +1,7 @@
 """
 The position in a run: what a checkpoint holds of it for each process, and which run can take it up.
 
-A resumed run is bitwise identical to an uninterrupted one. The `trainer` of these functions is a `RolloutTrainer`.
+A resumed run is bitwise identical to an uninterrupted one. The `trainer` of these functions is a `OPOTrainer`.
 """
 
 import json
@@ -15,7 +15,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from transformers.trainer_utils import has_length
 
-from ..config import RolloutConfig
+from ..config import OPOConfig
 from ..fields import DATA, OBJECTIVE, REWARDS, SAMPLING, deciding
 from . import checkpoint
 from .frozen_base import local_part
@@ -130,7 +130,7 @@ def place_in_stream(trainer: Any, folder: Path) -> tuple[int, int] | None:
     return begun["number"], rollouts * trainer.args.micro_steps_per_rollout + state["position"]
 
 
-def needs_rollout(args: RolloutConfig, micro_steps: int) -> bool:
+def needs_rollout(args: OPOConfig, micro_steps: int) -> bool:
     """Whether the optimizer step after so many micro-steps needs a new rollout: it may begin inside the last one."""
     return -micro_steps % args.micro_steps_per_rollout < args.gradient_accumulation_steps
 

@@ -25,7 +25,7 @@ from trl.trainer.utils import add_fused_lm_head, create_model_from_path, pad
 
 from ..checks import files
 from ..checks.weights import unsharded
-from ..config import RolloutConfig
+from ..config import OPOConfig
 from ..data.rollouts import KNOWN, RECORDED, load_rollouts, text_of
 from .padding import with_positions
 from .prompts import check_columns
@@ -41,7 +41,7 @@ Rows = Sequence[Mapping[str, Any]]
 # Training on them
 
 
-def dataset_for(args: RolloutConfig, given: Any, named: Mapping[str, Any]) -> Dataset:
+def dataset_for(args: OPOConfig, given: Any, named: Mapping[str, Any]) -> Dataset:
     """
     The training dataset of a trainer with `rollouts`: what it was `given`, if that has been loaded by `load_rollouts`.
     `named` are its other arguments, none of which may write completions.
@@ -278,7 +278,7 @@ def _scored(
 # Recording
 
 
-def check_recordable(args: RolloutConfig, named: Mapping[str, Any], dataset: Any) -> None:
+def check_recordable(args: OPOConfig, named: Mapping[str, Any], dataset: Any) -> None:
     """Check that what a trainer is asked to record, or to train on, are tokens of the model alone after a prompt."""
     names = [name for name in ("tools", "environment_factory") if named.get(name)]
     columns = {*(getattr(dataset, "column_names", None) or ())}

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
 
-from ..config import RolloutConfig
+from ..config import OPOConfig
 from ..rewards.errors import CountingReward, RewardError
 from ..trl import temporarily
 
@@ -54,7 +54,7 @@ def _finite(rewards: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
 class RewardFailures:
     """Counts completions that isolated rewards fail to score, and ends a run with too many."""
 
-    def __init__(self, args: RolloutConfig, accelerator: Accelerator):
+    def __init__(self, args: OPOConfig, accelerator: Accelerator):
         self.args, self.accelerator = args, accelerator
         self.counts: dict[str, float] = {}  # by kind, over all processes, since they were last taken
         self.rate = 0.0  # moving average, over all processes

@@ -15,7 +15,7 @@ import pytest
 from transformers import TrainingArguments
 from trl import ModelConfig
 
-from opo_trl import OPOConfig, RolloutConfig
+from opo_trl import OPOConfig
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.checks import ranges
 from opo_trl.config import check_fields
@@ -53,7 +53,7 @@ def make(name: str, value):
     """A configuration with one field set, checked as in use."""
     if NUMBERS[name] is OPOConfig:
         # OPO rejects some inherited fields altogether.
-        kind = RolloutConfig if name in fields(RolloutConfig) else OPOConfig
+        kind = OPOConfig
         kind("…", use_cpu=True, bf16=False, **{name: value}, **TOGETHER.get(name, {}))
     elif NUMBERS[name] is AsyncRecipeConfig:
         AsyncRecipeConfig("…", use_cpu=True, bf16=False, **{name: value})
@@ -128,7 +128,7 @@ def test_included_ends_are_allowed(name):
 
 
 def test_defaults_of_all_configurations_are_allowed():
-    RolloutConfig("…", use_cpu=True, bf16=False)
+    OPOConfig("…", use_cpu=True, bf16=False)
     for kind in (OPOScriptArguments, ModelConfig):
         check_fields(kind())
 
@@ -179,7 +179,7 @@ def test_defaults_of_all_configurations_are_allowed():
     ids=str,
 )
 def test_values_with_a_meaning_in_transformers_or_trl_are_allowed(given):
-    RolloutConfig("…", use_cpu=True, bf16=False, **given)
+    OPOConfig("…", use_cpu=True, bf16=False, **given)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_values_with_a_meaning_in_transformers_or_trl_are_allowed(given):
 )
 def test_contradictions_and_unknown_words_are_rejected(given, says):
     with pytest.raises(ValueError, match="=") as error:
-        RolloutConfig("…", use_cpu=True, bf16=False, **given)
+        OPOConfig("…", use_cpu=True, bf16=False, **given)
     for text in says:
         assert text in str(error.value)
 
@@ -209,11 +209,11 @@ def test_contradictions_and_unknown_words_are_rejected(given, says):
 def test_seed_plus_rank_stays_in_range(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ValueError, match=r"seed=4294967295 is not allowed.*from 0 to 4294967288"):
-        RolloutConfig("…", use_cpu=True, bf16=False, per_device_train_batch_size=8, seed=2**32 - 1)
+        OPOConfig("…", use_cpu=True, bf16=False, per_device_train_batch_size=8, seed=2**32 - 1)
 
 
 def test_integer_temperature_becomes_a_float():
-    args = RolloutConfig("…", use_cpu=True, bf16=False, temperature=2, repetition_penalty=2)
+    args = OPOConfig("…", use_cpu=True, bf16=False, temperature=2, repetition_penalty=2)
     assert isinstance(args.temperature, float)
     assert isinstance(args.repetition_penalty, float)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from trl import ModelConfig
 
-from opo_trl import OPOConfig, RolloutConfig
+from opo_trl import OPOConfig
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.asynchronous.config import AsyncOPOConfig
 from opo_trl.checks.errors import report_error
@@ -54,7 +54,7 @@ def test_settings_lose_their_secrets_and_nothing_else():
 
 
 def test_only_tokens_are_secret_among_the_fields():
-    kinds = (OPOScriptArguments, OPOConfig, RolloutConfig, AsyncOPOConfig, ModelConfig)
+    kinds = (OPOScriptArguments, OPOConfig, OPOConfig, AsyncOPOConfig, ModelConfig)
     names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert {name for name in names if mask("word", name) != "word"} == {"hub_token"}
 
@@ -91,7 +91,7 @@ def test_masking_takes_linear_time(unit):
     mask_text(unit * 20_000)
 
 
-@pytest.mark.parametrize("kind", [OPOConfig, RolloutConfig, AsyncOPOConfig])
+@pytest.mark.parametrize("kind", [OPOConfig, AsyncOPOConfig])
 def test_configuration_shows_no_secret_to_trackers_and_pickles(tmp_path, kind):
     address = f"http://user:{SECRET}@host:8000"
     args = kind(str(tmp_path), use_cpu=True, bf16=False, hub_token=SECRET, vllm_server_base_url=address)

@@ -31,7 +31,7 @@ from helpers import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer
 
-from opo_trl import OPOTrainer, RolloutTrainer
+from opo_trl import OPOTrainer
 from opo_trl.checks.files import read_json, read_lines
 from opo_trl.data import to_prompts
 from opo_trl.data.guessing import Guessing, make_games
@@ -154,7 +154,7 @@ def check(trainer: Trainer) -> None:
         "moments": [each for each in tensors([*trainer.optimizer.state.values()]) if each.ndim],
         "reference": list(reference.parameters()) if reference else [],
     }
-    if isinstance(trainer, RolloutTrainer):
+    if isinstance(trainer, OPOTrainer):
         held |= {"replay": [*trainer._replay.rollouts], "parts of the rollout": trainer._buffered_inputs}
     for name, value in held.items():
         elsewhere = {str(each.device) for each in tensors(value)} - {str(args.device)}

@@ -11,7 +11,7 @@ from tiny import make_tokenizer
 from transformers import AutoConfig
 from trl.chat_template_utils import qwen3_chat_template
 
-from opo_trl import OPOConfig, OPOTrainer, RolloutConfig
+from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.forecast import plan
 
 
@@ -184,7 +184,7 @@ def test_plan_names_where_the_policy_is_off_policy(tiny_model, tmp_path):
     replay = {**REUSE, "num_iterations": 3, "max_staleness": 2}
     assert "step of a rollout: there the χ²" in make(tiny_model, tmp_path, **REUSE).plan
     assert "and in every pass that replays earlier rollouts: there the χ²" in make(tiny_model, tmp_path, **replay).plan
-    baseline = RolloutConfig(str(tmp_path), use_cpu=USE_CPU, bf16=False, num_generations=2, **replay)
+    baseline = OPOConfig(str(tmp_path), use_cpu=USE_CPU, bf16=False, num_generations=2, **replay)
     assert "and in every pass that replays" in baseline.describe_policy()
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from helpers import DEVICE_FIELDS, PRETEND
 
-from opo_trl import AsyncOPOTrainer, RolloutConfig, RolloutTrainer, methods
+from opo_trl import AsyncOPOTrainer, OPOConfig, OPOTrainer, methods
 from opo_trl.checks.files import read_json, read_lines
 from opo_trl.checks.ranges import require
 from opo_trl.fields import OBJECTIVE
@@ -29,7 +29,7 @@ EVIDENCE = ROOT / "benchmarks" / "evidence"
 
 
 @dataclass
-class LouderConfig(RolloutConfig):
+class LouderConfig(OPOConfig):
     """GRPO with larger advantages."""
 
     volume: Annotated[float, OBJECTIVE] = field(default=1.0, metadata={"help": "Factor of the advantages."})
@@ -40,7 +40,7 @@ class LouderConfig(RolloutConfig):
         require(self.volume > 0, "volume", self.volume, "a positive number")
 
 
-class LouderTrainer(RolloutTrainer):
+class LouderTrainer(OPOTrainer):
     """Trainer for [`LouderConfig`]."""
 
     config_class = LouderConfig
@@ -160,7 +160,7 @@ def test_registry_imports_no_trainer():
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != METHOD], ids=lambda method: method.name)
 def test_method_has_its_classes_a_colour_and_a_page(method):
-    assert issubclass(method.trainer_class, RolloutTrainer | AsyncOPOTrainer)
+    assert issubclass(method.trainer_class, OPOTrainer | AsyncOPOTrainer)
     assert method.trainer_class.config_class is method.config_class
     assert [other.color for other in METHODS].count(method.color) == 1
     title = "Asynchronous training" if method.name == "async_opo" else method.label
@@ -183,7 +183,7 @@ def test_method_of_a_committed_run_is_recognized(folder):
 def test_other_losses_are_of_no_method(tmp_path):
     """As TRL's default, which is DAPO's loss without the rest of DAPO."""
     for fields in ({}, {"loss_type": "cispo"}):
-        args = RolloutConfig(str(tmp_path), use_cpu=True, bf16=False, **fields)
+        args = OPOConfig(str(tmp_path), use_cpu=True, bf16=False, **fields)
         assert method_of({**args.to_dict(), "trainer": "grpo"}) is None
     assert method_of({}) is None
     assert methods.DEFAULT in by_trainer()

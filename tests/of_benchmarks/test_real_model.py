@@ -8,7 +8,7 @@ from benchmarks import real_model
 from benchmarks.objectives import published
 from benchmarks.real_model import METHODS, SEEDS, TASKS, Run, stages
 from opo_trl import methods
-from opo_trl.config import OPOConfig, RolloutConfig
+from opo_trl.config import OPOConfig
 from opo_trl.launch.recipe import parse
 
 
@@ -31,7 +31,7 @@ def test_command_line_asks_for_what_the_plan_says(method, task, tuning, register
     assert script.dataset_test_split == ("validation" if tuning else "test")
     assert (args.learning_rate, args.seed, args.generation_batch_size) == (2e-5, 3, real_model.COMPLETIONS)
     assert args.max_completions == (384 if tuning else 768)
-    assert type(args) is (RolloutConfig if task == "addition" and METHODS[method] != "opo" else OPOConfig)
+    assert type(args) is (OPOConfig if task == "addition" and METHODS[method] != "opo" else OPOConfig)
     assert (args.num_iterations, args.max_staleness) == ((2, 0) if method == "GRPO" else (4, 8))
 
 

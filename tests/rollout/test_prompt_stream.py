@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 from trl.trainer.utils import RepeatSampler
 
-from opo_trl import AsyncOPOConfig, AsyncOPOTrainer, OPOConfig, OPOTrainer, RolloutTrainer
+from opo_trl import AsyncOPOConfig, AsyncOPOTrainer, OPOConfig, OPOTrainer
 from opo_trl.rollout.prompts import RESERVED, EpochSampler, PromptStream, check_datasets, permutations
 
 
@@ -57,7 +57,7 @@ def bad(**columns) -> Dataset:
     return Dataset.from_dict({name: [value] * 8 for name, value in columns.items()})
 
 
-@pytest.mark.parametrize("trainer_class", [OPOTrainer, RolloutTrainer, AsyncOPOTrainer])
+@pytest.mark.parametrize("trainer_class", [OPOTrainer, AsyncOPOTrainer])
 @pytest.mark.parametrize(
     ("data", "said"),
     [
