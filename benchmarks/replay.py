@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -142,14 +142,10 @@ class ReplayingOPOTrainer(Replay, OPOTrainer):
     """OPO's trainer with a fixed rollout."""
 
 
-class ReplayingOPOTrainer(Replay, OPOTrainer):
-    """Our trainer with TRL's loss, and with a fixed rollout."""
-
-
-TRAINERS: dict[str, tuple[type, type]] = {
+TRAINERS: dict[str, tuple[type, Callable[..., Any]]] = {
     "GRPO": (ReplayingGRPOTrainer, GRPOConfig),
     "OPO": (ReplayingOPOTrainer, OPOConfig),
-    "our GRPO": (ReplayingOPOTrainer, OPOConfig),
+    "our GRPO": (ReplayingOPOTrainer, functools.partial(OPOConfig, objective="grpo")),
 }
 
 

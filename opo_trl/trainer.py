@@ -771,7 +771,7 @@ class OPOTrainer(GRPOTrainer):
     @profiling_decorator
     def _prepare_inputs(self, generation_batch):
         if self._mode == "eval":
-            return super()._prepare_inputs(generation_batch)
+            return self._rollout(generation_batch)
         if not self._pending:  # called directly, outside `training_step`
             self._pending.extend(self._buffered(generation_batch))
         return self._pending.popleft()

@@ -286,6 +286,9 @@ class RecordingGRPO(Recording, GRPOTrainer):
     pass
 
 
+RecordingBaseline = RecordingOPO
+
+
 def make_trainer(
     model: str | torch.nn.Module,
     folder: Path,

@@ -1,7 +1,7 @@
 """
 TRL's losses as objectives: the gradient of every step is that of `GRPOTrainer` with the same options.
 
-Eight steps of four rollouts, of which every second is off-policy. Both trainers take all samples of a rollout in every
+An on-policy step and an off-policy one. Both trainers take all samples of a rollout in every
 step, so that they see the same ones; scripted completions differ in length, one is truncated, and a tool writes some.
 """
 
@@ -53,7 +53,9 @@ def of_sampler(rollout, trainer, columns: int | None = None):
 
 def shifted(rollout, trainer):
     """Log-probabilities of the sampler, some far from the policy's."""
-    drawn = torch.randn((len(rollout["advantages"]), 1), generator=torch.Generator().manual_seed(len(trainer.rollouts)))
+    drawn = torch.randn(
+        (len(rollout["advantages"]), 1), generator=torch.Generator().manual_seed(len(trainer.rollouts))
+    )
     rollout["sampling_per_token_logps"] = rollout["old_per_token_logps"] + drawn.to(rollout["advantages"].device)
 
 
@@ -77,7 +79,7 @@ OPTIONS = {
     "sampler's weights of tokens": {"inject": of_sampler},
     "sampler's weights of completions": {"inject": partial(of_sampler, columns=1)},
     "sampler's log-probabilities": {"inject": shifted, "off_policy_mask_threshold": 0.3},
-    "three passes": {"num_iterations": 3, "max_steps": 6},
+    "three passes over two rollouts": {"num_iterations": 3, "max_steps": 6},
 }
 READ = {  # which losses read an option, if not all do
     "narrow": ("grpo", "gspo", "dr_grpo", "dapo"),
@@ -89,7 +91,7 @@ READ = {  # which losses read an option, if not all do
 
 def gradients(model, folder, name, **options):
     """Gradient of each step, of TRL's trainer and of ours."""
-    options = {"num_iterations": 2, "max_steps": 4, "learning_rate": RATES.get(name, 0.3), **LOSSES[name], **options}
+    options = {"num_iterations": 2, "max_steps": 2, "learning_rate": RATES.get(name, 0.3), **LOSSES[name], **options}
     script = {"truncated": (2,), "tool_tokens": {1: (1,), 6: (0, 2)}}
     return [
         trained(model, folder / kind.__name__, script=Script(**script), trainer_class=kind, **options)
@@ -132,7 +134,9 @@ def test_metrics_are_those_of_trl(tiny_model, tmp_path, name):
 def test_recipe_trains_the_loss_that_it_names(tiny_model, tmp_path, method):
     """The shipped recipes of the baselines, against TRL's fields for the same method."""
     recipe = yaml.safe_load((RECIPES / f"{method}.yaml").read_text())
-    fields = {name: recipe[name] for name in ("epsilon", "epsilon_high", "mask_truncated_completions") if name in recipe}
+    fields = {
+        name: recipe[name] for name in ("epsilon", "epsilon_high", "mask_truncated_completions") if name in recipe
+    }
     assert recipe["objective"] == method
     options = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1e-4 if method == "gspo" else 0.3, **fields}
     script = {"truncated": (2,)}

@@ -50,8 +50,8 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
     `log_ratio_clamp` and `ratio_form`, with the meaning and the defaults that they have in [`OPOConfig`].
 
     A group is scored on its own, so what needs a whole rollout is rejected: `chi2_radius`, `positivity="stiffen"`,
-    `drive_scaling="batch"`, `adaptive_temperature`, `temperature_range` and `anchor_correction`. So are filters of the next token (`top_p`, `top_k`, `min_p`,
-    `repetition_penalty`): the server's log-probabilities are those of the behaviour policy only without them.
+    `drive_scaling="batch"`, `adaptive_temperature`, `temperature_range` and `anchor_correction`. So are filters of
+    the next token (`top_p`, `top_k`, `min_p`, `repetition_penalty`): the server's log-probabilities are those of the behaviour policy only without them.
     `min_p` is sent as 0.0, so that the server does not take one from the model's `generation_config.json`.
 
     Parameters:
