@@ -392,8 +392,6 @@ class Objective:
     is_regression = False  # whether the loss has a χ² term, and no force where the coordinate is at the target
     pulls_back = True  # whether a sample of target 0 may have a gradient once the policy has moved
     reads_logps = False  # whether targets need `Groups.logps`
-    clips: str | None = None  # whether the ratio of each `"token"` or `"sequence"` is clipped, for the log
-
     def __init__(self, args: Any):
         self.args = args
 
@@ -401,6 +399,11 @@ class Objective:
     def ratio_form(self) -> RatioForm:
         """Form of a χ² term."""
         return self.args.ratio_form
+
+    @property
+    def clips(self) -> str | None:
+        """Whether the ratio of each `"token"` or `"sequence"` is clipped, for the log."""
+        return None
 
     @property
     def log_ratio_reduction(self) -> Reduction:

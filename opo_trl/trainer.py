@@ -667,7 +667,7 @@ class OPOTrainer(GRPOTrainer):
             # Their losses are divided by the number of tokens of all processes' samples: here, of those drawn.
             lengths = self.accelerator.gather(completion_tokens(rows).sum(dim=1)).double()
             scale = self.policy_objective.scale(lengths, torch.ones_like(lengths, dtype=torch.bool))
-            rows = {**rows, "opo_scale": torch.full_like(rows["opo_scale"], scale)}
+            rows = {**rows, "opo_scale": torch.full_like(rows["opo_scale"], scale.item())}
         return rows
 
     def _scored_advantages(self, rollout: Mapping[str, Any]) -> Tensor:

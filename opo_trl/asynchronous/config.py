@@ -51,7 +51,8 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
 
     A group is scored on its own, so what needs a whole rollout is rejected: `chi2_radius`, `positivity="stiffen"`,
     `drive_scaling="batch"`, `adaptive_temperature`, `temperature_range` and `anchor_correction`. So are filters of
-    the next token (`top_p`, `top_k`, `min_p`, `repetition_penalty`): the server's log-probabilities are those of the behaviour policy only without them.
+    the next token (`top_p`, `top_k`, `min_p`, `repetition_penalty`): the server's log-probabilities are those of the
+    behaviour policy only without them.
     `min_p` is sent as 0.0, so that the server does not take one from the model's `generation_config.json`.
 
     Parameters:
