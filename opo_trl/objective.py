@@ -392,6 +392,7 @@ class Objective:
     is_regression = False  # whether the loss has a χ² term, and no force where the coordinate is at the target
     pulls_back = True  # whether a sample of target 0 may have a gradient once the policy has moved
     reads_logps = False  # whether targets need `Groups.logps`
+
     def __init__(self, args: Any):
         self.args = args
 

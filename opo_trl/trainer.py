@@ -675,9 +675,7 @@ class OPOTrainer(GRPOTrainer):
         counts = completion_tokens(rollout).any(dim=1)
         if "rewards_per_func" in rollout:  # a rollout that an override made from scratch may have none
             counts = counts & ~rollout["rewards_per_func"].isnan().all(dim=1)
-        advantages = rollout["advantages"]  # of an override, perhaps per token
-        counts = counts.view(-1, *[1] * (advantages.ndim - 1))
-        return self.accelerator.gather(advantages.where(counts, torch.nan))
+        return self.accelerator.gather(rollout["advantages"].where(counts, torch.nan))
 
     def _largest_micro_batch(self, prompt: int, completion: int) -> tuple[int, int]:
         # Not `_planner`: methods may still be replaced before training.
