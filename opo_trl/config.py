@@ -43,52 +43,96 @@ class ObjectiveConfig:
     """
 
     objective: Annotated[str | None, OBJECTIVE] = setting(
-        None, f"Objective: {', '.join(OBJECTIVES)}, or the dotted path of a class. OPO's by default."
+        None,
+        "`'opo'`, the default: the paper's objective, [`OPO`]; `'topr'`: REINFORCE with bounded importance "
+        "weights, [`TOPR`]; `'grpo'`, `'gspo'`, `'dr_grpo'`, `'dapo'`, `'cispo'`, `'sapo'` or `'vespo'`: TRL's "
+        "loss of that name ([`~opo_trl.objectives`]); or the dotted path of a subclass of [`Objective`].",
     )
-    loss_type: Annotated[str | None, OBJECTIVE] = setting(None, "TRL's name of an objective, in place of `objective`.")
-    push: Annotated[Push, OBJECTIVE] = setting("reward", "Of `objective: topr`: what pushes completions.")
+    loss_type: Annotated[str | None, OBJECTIVE] = setting(
+        None,
+        "TRL's name of an objective, for scripts that set it.",
+    )
+    push: Annotated[Push, OBJECTIVE] = setting(
+        "reward",
+        "What pushes a completion: `'reward'`: its reward less the mean of its group; `'advantage'`; `'escort'`: "
+        "OPO's centred escort weight, by `alpha` and `escort_temperature`.",
+    )
     positive_bounds: Annotated[list[float], OBJECTIVE, BOUNDS] = setting(
-        lambda: [1.0, 1.0], "Of `objective: topr`: bounds on the ratio of completions that are pushed up."
+        lambda: [1.0, 1.0],
+        "Bounds on the weight π/π_k of the whole completion, without gradient, where the push is positive.",
     )
     negative_bounds: Annotated[list[float], OBJECTIVE, BOUNDS] = setting(
-        lambda: [0.0, 1.0], "Of `objective: topr`: bounds on the ratio of completions that are pushed down."
+        lambda: [0.0, 1.0],
+        "The same where the push is negative. `[0, 2]` for both with `push: reward` is truncated REINFORCE.",
     )
     alpha: Annotated[float, OBJECTIVE, FRACTION] = setting(
-        0.4, "Escort exponent in [0, 1]: 1 weights all completions equally, 0 by P* ∝ exp(A/tau)."
+        0.4,
+        r"Escort exponent α in `[0, 1]`. 1 gives every completion of a group the same weight, so that nothing is "
+        r"learned; 0 gives the weights of the oracle P\* ∝ exp(A/τ).",
     )
     escort_temperature: Annotated[float, OBJECTIVE, POSITIVE] = setting(
-        1.0, "Temperature of P* ∝ exp(A/tau), positive."
+        1.0,
+        r"Temperature τ of P\*, positive. Smaller is sharper. With `adaptive_temperature` this is the base τ₀.",
     )
     adaptive_temperature: Annotated[bool, OBJECTIVE] = setting(
-        False, "Whether to set tau per rollout from the policy's entropy and success rate."
+        False,
+        "Whether to set τ per rollout from the behaviour policy's entropy and the rollout's success rate, see "
+        "[`OPO.temperature`].",
     )
     temperature_range: Annotated[
         list[float], OBJECTIVE, Range(0, ends="(]", text="two positive numbers, the lower first")
-    ] = setting(lambda: [0.2, 1.5], "Lowest and highest adaptive tau.")
+    ] = setting(
+        lambda: [0.2, 1.5],
+        "Lowest and highest adaptive τ.",
+    )
     anchor_correction: Annotated[AnchorCorrection, OBJECTIVE] = setting(
-        "absorbed", "How the behaviour policy enters the escort weight."
+        "absorbed",
+        "How log π_k, the log-probability under the behaviour policy (the paper's anchor), enters the escort "
+        "weight: `'absorbed'`: not at all, since the samples come from π_k; `'length_normalized'`: as the mean "
+        "per token; `'sequence'`: as the sum over the completion, which puts all weight on the least likely "
+        "completion when completions are long.",
     )
     drive_scaling: Annotated[DriveScaling, OBJECTIVE] = setting(
-        "none", "Whether to standardize centred escort weights per group or batch."
+        "none",
+        "Divisor of the centred escort weight (the drive g = ω − E[ω]): its standard deviation over the `'group'`"
+        " or over the rollout (`'batch'`), or nothing (`'none'`).",
     )
     mu: Annotated[float | None, OBJECTIVE, POSITIVE] = setting(
-        None, "Coefficient of the chi2 term, positive. 0.3 unless `chi2_radius` is set."
+        None,
+        "χ² coefficient μ (the paper's stiffness), positive. Defaults to 0.3 if `chi2_radius` is not set either. "
+        "The paper's 1 is too large when a rollout serves many optimizer steps (`docs/choosing.md`). It has no "
+        "effect when a rollout serves a single step.",
     )
     chi2_radius: Annotated[float | None, OBJECTIVE, POSITIVE] = setting(
-        None, "chi2 radius of the target, positive. Excludes `mu`."
+        None,
+        "χ² radius ε of the target, positive: each rollout then uses μ = √(mean(g²)/ε). Excludes `mu`.",
     )
-    positivity: Annotated[Positivity, OBJECTIVE] = setting("none", "How to keep 1 + v* >= 0.")
+    positivity: Annotated[Positivity, OBJECTIVE] = setting(
+        "none",
+        r"How to keep 1 + v\* ≥ 0: `'none'`, `'stiffen'` (raise μ as much as needed), `'clip'` (v\* ≥ −1 + "
+        r"`positivity_epsilon`) or `'project'` (Euclidean projection on the simplex of each group).",
+    )
     positivity_epsilon: Annotated[float, OBJECTIVE, Range(0, 1, ends="()")] = setting(
-        1e-3, "Margin of positivity='clip': v* >= -1 + epsilon. In (0, 1)."
+        1e-3,
+        "Margin of `positivity='clip'`, in `(0, 1)`.",
     )
     log_ratio_reduction: Annotated[Reduction, OBJECTIVE] = setting(
-        "sum", "Log-ratio of the whole completion, or its mean per token."
+        "sum",
+        "`'sum'`: Δ is the log-ratio of the whole completion, and `opo/chi2` the χ² divergence of the policy; the"
+        " loss is divided by the rollout's mean completion length, so that gradient norms are comparable to "
+        "GRPO's. `'mean'`: Δ is divided by the completion's length T, which makes the trust region T times softer"
+        " at the same μ.",
     )
     log_ratio_clamp: Annotated[float | None, OBJECTIVE, POSITIVE] = setting(
-        None, "Bound on the absolute log-ratio. 20 for 'sum' and 5 for 'mean' when not set."
+        None,
+        "Bound on the value of |Δ|, not on its gradient; positive. Defaults to 20 for `'sum'` and 5 for `'mean'`."
+        " `opo/frac_clamped` is the fraction of completions beyond it.",
     )
     ratio_form: Annotated[RatioForm, OBJECTIVE] = setting(
-        "truncated", "Form of the chi2 term: of the ratio up to 2, of its logarithm, or exact."
+        "truncated",
+        "Form of the loss: `'truncated'`: the gradient of the χ²-regularized reward, with π/π_k bounded at 2; "
+        "`'log'`: the paper's surrogate, in u = Δ; `'exact'`: in u = π/π_k − 1, unbounded. Where completions are "
+        "reused or stale, the last two also have the weight min(π/π_k, 2).",
     )
 
     def check_objective(self) -> None:
@@ -203,126 +247,6 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     It adds parameters to those of [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`]. Parameters that the
     objective does not read, such as `epsilon` with `objective: opo`, are rejected unless they have their default.
 
-    Parameters:
-        objective (`str`, *optional*):
-            `"opo"`, the default: the paper's objective, [`OPO`]; `"topr"`: REINFORCE with bounded importance weights,
-            [`TOPR`]; `"grpo"`, `"gspo"`, `"dr_grpo"`, `"dapo"`, `"cispo"`, `"sapo"` or `"vespo"`: TRL's loss of that
-            name ([`~opo_trl.objectives`]); or the dotted path of a subclass of [`Objective`].
-        loss_type (`str`, *optional*):
-            TRL's name of an objective, for scripts that set it.
-
-        > Parameters of `objective: topr`
-
-        push (`str`, *optional*, defaults to `"reward"`):
-            What pushes a completion: `"reward"`: its reward less the mean of its group; `"advantage"`; `"escort"`:
-            OPO's centred escort weight, by `alpha` and `escort_temperature`.
-        positive_bounds (`list[float]`, *optional*, defaults to `[1, 1]`):
-            Bounds on the weight π/π_k of the whole completion, without gradient, where the push is positive.
-        negative_bounds (`list[float]`, *optional*, defaults to `[0, 1]`):
-            The same where the push is negative. `[0, 2]` for both with `push: reward` is truncated REINFORCE.
-
-        > Parameters that control the sampling geometry
-
-        alpha (`float`, *optional*, defaults to `0.4`):
-            Escort exponent α in `[0, 1]`. 1 gives every completion of a group the same weight, so that nothing is
-            learned; 0 gives the weights of the oracle P\* ∝ exp(A/τ).
-        escort_temperature (`float`, *optional*, defaults to `1.0`):
-            Temperature τ of P\*, positive. Smaller is sharper. With `adaptive_temperature` this is the base τ₀.
-        adaptive_temperature (`bool`, *optional*, defaults to `False`):
-            Whether to set τ per rollout from the behaviour policy's entropy and the rollout's success rate, see
-            [`OPO.temperature`].
-        temperature_range (`list[float]`, *optional*, defaults to `[0.2, 1.5]`):
-            Lowest and highest adaptive τ.
-        anchor_correction (`str`, *optional*, defaults to `"absorbed"`):
-            How log π_k, the log-probability under the behaviour policy (the paper's anchor), enters the escort weight:
-            `"absorbed"`: not at all, since the samples come from π_k; `"length_normalized"`: as the mean per token;
-            `"sequence"`: as the sum over the completion, which puts all weight on the least likely completion when
-            completions are long.
-        drive_scaling (`str`, *optional*, defaults to `"none"`):
-            Divisor of the centred escort weight (the drive g = ω − E[ω]): its standard deviation over the `"group"`
-            or over the rollout (`"batch"`), or nothing (`"none"`).
-
-        > Parameters that control the optimization geometry
-
-        mu (`float`, *optional*):
-            χ² coefficient μ (the paper's stiffness), positive. Defaults to 0.3 if `chi2_radius` is not set either.
-            The paper's 1 is too large when a rollout serves many optimizer steps (`docs/choosing.md`). It has no
-            effect when a rollout serves a single step.
-        chi2_radius (`float`, *optional*):
-            χ² radius ε of the target, positive: each rollout then uses μ = √(mean(g²)/ε). Excludes `mu`.
-        positivity (`str`, *optional*, defaults to `"none"`):
-            How to keep 1 + v\* ≥ 0: `"none"`, `"stiffen"` (raise μ as much as needed), `"clip"` (v\* ≥ −1 +
-            `positivity_epsilon`) or `"project"` (Euclidean projection on the simplex of each group).
-        positivity_epsilon (`float`, *optional*, defaults to `1e-3`):
-            Margin of `positivity="clip"`, in `(0, 1)`.
-        log_ratio_reduction (`str`, *optional*, defaults to `"sum"`):
-            `"sum"`: Δ is the log-ratio of the whole completion, and `opo/chi2` the χ² divergence of the policy; the
-            loss is divided by the rollout's mean completion length, so that gradient norms are comparable to GRPO's.
-            `"mean"`: Δ is divided by the completion's length T, which makes the trust region T times softer at the
-            same μ.
-        log_ratio_clamp (`float`, *optional*):
-            Bound on the value of |Δ|, not on its gradient; positive. Defaults to 20 for `"sum"` and 5 for
-            `"mean"`. `opo/frac_clamped` is the fraction of completions beyond it.
-        ratio_form (`str`, *optional*, defaults to `"truncated"`):
-            Form of the loss: `"truncated"`: the gradient of the χ²-regularized reward, with π/π_k bounded at 2;
-            `"log"`: the paper's surrogate, in u = Δ; `"exact"`: in u = π/π_k − 1, unbounded. Where completions are
-            reused or stale, the last two also have the weight min(π/π_k, 2).
-
-        > Parameters that control rollouts and the run
-
-        max_sampling_rounds (`int`, *optional*, defaults to `1`):
-            Maximum rounds of generation per rollout, at least 1. With 2 or more, sampling is dynamic, as in DAPO:
-            zero-variance groups, whose completions all have the same reward, are replaced by groups of new prompts
-            until none is left or the rounds are used up.
-        max_staleness (`int`, *optional*, defaults to `0`):
-            Number of earlier rollouts, at least 0, from which the passes after the first (`num_iterations`) draw
-            groups besides the current one; see [`~rollout.replay`]. With 0, each pass is over the current rollout.
-        rollouts (`str`, *optional*):
-            Recorded rollouts to train on, in place of `train_dataset` and generation: a file, folder or dataset on the
-            Hub, as [`~data.rollouts.load_rollouts`] reads it.
-        rollouts_model (`str`, *optional*):
-            Model that wrote the recorded completions, folder or Hub id. It computes their log-probabilities before
-            training, if they are not recorded.
-        save_rollouts (`bool`, *optional*, defaults to `False`):
-            Whether to record all completions of training in the folder `rollouts` of `output_dir`, in the form that
-            `rollouts` reads. Costs one forward pass over each rollout if training needs none.
-        max_completions (`int`, *optional*):
-            Number of completions to generate for training, at least 1: the run ends with the first rollout that
-            reaches it, or earlier, by `max_steps` or `num_train_epochs`.
-        max_reward_failure_rate (`float`, *optional*, defaults to `0.1`):
-            Maximum fraction of completions, in `[0, 1]`, that an [`IsolatedReward`] may fail to score; above it, the
-            run ends. The fraction is a moving average over all processes, in which each round of generation has
-            weight 0.1. 1 sets no limit.
-        max_skipped_steps (`int`, *optional*, defaults to `10`):
-            Number of consecutive optimizer steps with a non-finite gradient after which the run saves a checkpoint
-            and ends, at least 1. Each such step is skipped on all processes, and its samples are saved in
-            `skipped_step_{process}.pt`.
-        watches (`list[str]`, *optional*):
-            Bounds on logged metrics, such as `"warn if entropy < 0.1"` or `"stop if opo/chi2 > 2"`; see
-            [`~metrics.watches.Watches`].
-        save_failure (`str`, *optional*, defaults to `"stop"`):
-            What to do when a checkpoint cannot be written, for example on a full disk: `"stop"` ends the run with an
-            error; `"continue"` warns and trains on. Earlier checkpoints stay intact in both cases. With several
-            processes, the run can continue only if the lack of space was detected before the save began.
-
-        > Parameters that control how an optimizer step is computed, not its gradient
-
-        plan_micro_batches (`bool`, *optional*, defaults to `True`):
-            Whether to sort the samples of an optimizer step by length before they are cut into micro-batches, trim
-            each micro-batch to its longest sample, and exchange samples so that all processes compute about the
-            same number of tokens. The number of micro-batches minimizes the cost, counting each as 256 tokens of
-            padding (4,096 on a GPU, where a micro-batch may hold more than `per_device_train_batch_size` samples, but
-            no more tokens than that many of the longest, if prompts can be computed once). With ZeRO-2, ZeRO-3 and
-            FSDP, which communicate in every micro-batch, it is the smallest possible.
-        max_tokens_per_micro_batch (`int`, *optional*):
-            Maximum number of tokens in a micro-batch, including padding, so long samples get smaller micro-batches. A
-            single sample above the limit gets one to itself. Needs `plan_micro_batches`.
-        skip_inert_rows (`bool`, *optional*, defaults to `True`):
-            Whether to skip zero-gradient samples: completions with g = 0, in an optimizer step where the log-ratio
-            is still 0, or in any step with `objective: topr`, which does not pull them back. They count in every mean
-            except `entropy`, and off-policy those of log-ratios, which then cover only the other samples. No sample
-            is skipped if a KL term or an entropy bonus acts on it, or if a later iteration needs it.
-
     Raises:
         `ValueError`: a value is out of its range, fields exclude each other, the objective does not read a field, a
             watch cannot be parsed, batch sizes do not divide evenly, there are more processes than devices, or
@@ -331,34 +255,80 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     """
 
     max_sampling_rounds: Annotated[int, OBJECTIVE, COUNT] = setting(
-        1, "Maximum rounds of generation per rollout; 2 or more replace zero-variance groups."
+        1,
+        "Maximum rounds of generation per rollout, at least 1. With 2 or more, sampling is dynamic, as in DAPO: "
+        "zero-variance groups, whose completions all have the same reward, are replaced by groups of new prompts "
+        "until none is left or the rounds are used up.",
     )
     max_staleness: Annotated[int, OBJECTIVE, integer(0, 2**31 - 1)] = setting(
-        0, "Earlier rollouts from which the passes after the first draw groups, too."
+        0,
+        "Number of earlier rollouts, at least 0, from which the passes after the first (`num_iterations`) draw "
+        "groups besides the current one; see [`~rollout.replay`]. With 0, each pass is over the current rollout.",
     )
-    rollouts: Annotated[str | None, DATA] = setting(None, "Recorded rollouts to train on, in place of generation.")
+    rollouts: Annotated[str | None, DATA] = setting(
+        None,
+        "Recorded rollouts to train on, in place of `train_dataset` and generation: a file, folder or dataset on "
+        "the Hub, as [`~data.rollouts.load_rollouts`] reads it.",
+    )
     rollouts_model: Annotated[str | None, DATA] = setting(
-        None, "Model that wrote the completions of `rollouts`, if they have no log-probabilities."
+        None,
+        "Model that wrote the recorded completions, folder or Hub id. It computes their log-probabilities before "
+        "training, if they are not recorded.",
     )
-    save_rollouts: Annotated[bool, RUN] = setting(False, "Whether to record the completions of training.")
+    save_rollouts: Annotated[bool, RUN] = setting(
+        False,
+        "Whether to record all completions of training in the folder `rollouts` of `output_dir`, in the form that"
+        " `rollouts` reads. Costs one forward pass over each rollout if training needs none.",
+    )
     max_completions: Annotated[int | None, RUN, COUNT] = setting(
-        None, "Completions to generate for training, after which the run ends."
+        None,
+        "Number of completions to generate for training, at least 1: the run ends with the first rollout that "
+        "reaches it, or earlier, by `max_steps` or `num_train_epochs`.",
     )
     max_reward_failure_rate: Annotated[float, RUN, FRACTION] = setting(
-        0.1, "Maximum fraction of completions, in [0, 1], that isolated rewards may fail to score."
+        0.1,
+        "Maximum fraction of completions, in `[0, 1]`, that an [`IsolatedReward`] may fail to score; above it, "
+        "the run ends. The fraction is a moving average over all processes, in which each round of generation has"
+        " weight 0.1. 1 sets no limit.",
     )
     max_skipped_steps: Annotated[int, RUN, COUNT] = setting(
-        10, "Consecutive optimizer steps with a non-finite gradient that end the run."
+        10,
+        "Number of consecutive optimizer steps with a non-finite gradient after which the run saves a checkpoint "
+        "and ends, at least 1. Each such step is skipped on all processes, and its samples are saved in "
+        "`skipped_step_{process}.pt`.",
     )
-    watches: Annotated[list[str], RUN] = setting(list, "Bounds on logged metrics, such as 'stop if opo/chi2 > 2'.")
-    save_failure: Annotated[SaveFailure, RUN] = setting("stop", "What to do when a checkpoint cannot be written.")
+    watches: Annotated[list[str], RUN] = setting(
+        list,
+        "Bounds on logged metrics, such as `'warn if entropy < 0.1'` or `'stop if opo/chi2 > 2'`; see "
+        "[`~metrics.watches.Watches`].",
+    )
+    save_failure: Annotated[SaveFailure, RUN] = setting(
+        "stop",
+        "What to do when a checkpoint cannot be written, for example on a full disk: `'stop'` ends the run with "
+        "an error; `'continue'` warns and trains on. Earlier checkpoints stay intact in both cases. With several "
+        "processes, the run can continue only if the lack of space was detected before the save began.",
+    )
     plan_micro_batches: Annotated[bool, WORK] = setting(
-        True, "Whether to sort samples by length, and trim each micro-batch."
+        True,
+        "Whether to sort the samples of an optimizer step by length before they are cut into micro-batches, trim "
+        "each micro-batch to its longest sample, and exchange samples so that all processes compute about the "
+        "same number of tokens. The number of micro-batches minimizes the cost, counting each as 256 tokens of "
+        "padding (4,096 on a GPU, where a micro-batch may hold more than `per_device_train_batch_size` samples, "
+        "but no more tokens than that many of the longest, if prompts can be computed once). With ZeRO-2, ZeRO-3 "
+        "and FSDP, which communicate in every micro-batch, it is the smallest possible.",
     )
     max_tokens_per_micro_batch: Annotated[int | None, WORK, integer(1, text="a positive number of tokens")] = setting(
-        None, "Maximum number of tokens in a micro-batch, including padding."
+        None,
+        "Maximum number of tokens in a micro-batch, including padding, so long samples get smaller micro-batches."
+        " A single sample above the limit gets one to itself. Needs `plan_micro_batches`.",
     )
-    skip_inert_rows: Annotated[bool, WORK] = setting(True, "Whether to skip samples whose gradient is exactly 0.")
+    skip_inert_rows: Annotated[bool, WORK] = setting(
+        True,
+        "Whether to skip zero-gradient samples: completions with g = 0, in an optimizer step where the log-ratio "
+        "is still 0, or in any step with `objective: topr`, which does not pull them back. They count in every "
+        "mean except `entropy`, and off-policy those of log-ratios, which then cover only the other samples. No "
+        "sample is skipped if a KL term or an entropy bonus acts on it, or if a later iteration needs it.",
+    )
 
     def __post_init__(self):
         self._check_values()
