@@ -21,7 +21,6 @@ from .objective import OBJECTIVES, DriveScaling, Objective, Positivity, Push, Ra
 
 
 AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
-SaveFailure = Literal["stop", "continue"]
 
 
 # Parent fields that shape a loss OPO does not compute, and what to use instead. Only non-default values are rejected:
@@ -78,10 +77,6 @@ class RolloutConfig(Masked, GRPOConfig):
         watches (`list[str]`, *optional*):
             Bounds on logged metrics, such as `"warn if entropy < 0.1"` or `"stop if opo/chi2 > 2"`; see
             [`~metrics.watches.Watches`].
-        save_failure (`str`, *optional*, defaults to `"stop"`):
-            What to do when a checkpoint cannot be written, for example on a full disk: `"stop"` ends the run with an
-            error; `"continue"` warns and trains on. Earlier checkpoints stay intact in both cases. With several
-            processes, the run can continue only if the lack of space was detected before the save began.
 
     Raises:
         `ValueError`: a value is out of its range, a watch cannot be parsed, batch sizes do not divide evenly, there
@@ -113,7 +108,6 @@ class RolloutConfig(Masked, GRPOConfig):
         10, "Consecutive optimizer steps with a non-finite gradient that end the run."
     )
     watches: Annotated[list[str], RUN] = setting(list, "Bounds on logged metrics, such as 'stop if opo/chi2 > 2'.")
-    save_failure: Annotated[SaveFailure, RUN] = setting("stop", "What to do when a checkpoint cannot be written.")
 
     def __post_init__(self):
         self._check_values()

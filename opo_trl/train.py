@@ -50,7 +50,6 @@ from .report.run_report import write_or_say_why
 from .rewards.errors import RewardError, told
 from .rollout import recorded
 from .rollout.checkpoint import resolve as find_checkpoint
-from .rollout.disk import SaveError
 from .rollout.position import check_resumable
 from .rollout.prompts import check_enough_prompts
 from .rollout.trainer import RolloutTrainer
@@ -254,7 +253,9 @@ def run(ready: Run) -> dict[str, Any]:
     if summary["after"]:
         trainer.accelerator.print(table(summary.get("before", {}), summary["after"]))
     if trainer.args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script.dataset_name)
+        name = script.dataset_name or ""  # the model card links to it
+        on_hub = name.count("/") == 1 and not name.startswith((".", "~", "/")) and not Path(name).exists()
+        trainer.push_to_hub(dataset_name=name if on_hub else None)
     trainer.end()
     return summary
 
@@ -280,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(ready)
         except StoppedBySignal as stopped:
             status = stopped.code
-        except (RewardError, SaveError, OSError) as error:
+        except (RewardError, OSError) as error:
             # An error of the disk while the log or the results are written says all; any other one has a traceback.
             if isinstance(error, OSError) and not _is_within(error.filename, ready.trainer.args.output_dir):
                 raise

@@ -72,8 +72,6 @@ class OPOTrainer(RolloutTrainer):
             As in [`~trl.GRPOTrainer`].
         args ([`OPOConfig`], *optional*):
             Configuration of the trainer. `None` takes the defaults, with an output folder named after the model.
-        compute_metrics (`Callable[[EvalPrediction], dict[str, float]]`, *optional*):
-            Metrics of an evaluation, as in [`RolloutTrainer`].
 
     Raises:
         `TypeError`: `args` is a configuration of another trainer.
