@@ -40,7 +40,7 @@ from .launch import foreign, preflight, trackers
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data, source_of
 from .launch.recipe import parse
-from .launch.resume import check_readable, check_same_run, continues, forget_if_changed, known_accuracies
+from .launch.resume import check_same_run, continues, forget_if_changed, known_accuracies
 from .launch.rewards import load_rewards
 from .launch.signals import StopOnSignal, StoppedBySignal
 from .launch.tools import Tools, check_rows, check_tool_template, load_tools
@@ -136,8 +136,7 @@ def _find_checkpoint(
             preflight.check_apart(script, args, model, recipe_path)
         run_folder.check(folder, resume=resume, overwrite=script.overwrite)
         if checkpoint is not None:
-            check_same_run(checkpoint, settings, model)
-            check_readable(folder)
+            check_same_run(checkpoint, settings)
     return checkpoint, resume
 
 

@@ -109,9 +109,9 @@ def test_table_of_several_runs_shows_what_differs(runs, capsys):
 def test_checkpoint_is_not_resumed_with_another_value_of_its_field(runs):
     settings = read_json(runs / "louder" / "settings.json")
     checkpoint = str(runs / "louder" / "checkpoint-2")
-    check_same_run(checkpoint, {**settings, "heard": "by few"}, "model")
+    check_same_run(checkpoint, {**settings, "heard": "by few"})
     with pytest.raises(ValueError, match=r"volume=3\.0 there, volume=4\.0 here"):
-        check_same_run(checkpoint, {**settings, "volume": 4.0}, "model")
+        check_same_run(checkpoint, {**settings, "volume": 4.0})
 
 
 @pytest.mark.parametrize(
