@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from transformers.trainer_utils import has_length
 
@@ -20,8 +19,6 @@ from ..fields import DATA, OBJECTIVE, REWARDS, SAMPLING, deciding
 from . import checkpoint
 from .frozen_base import local_part
 
-
-logger = get_logger(__name__)
 
 # Fields that cut a rollout, and topics of those that decide what it holds.
 CUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
@@ -168,18 +165,6 @@ def check_resumable(trainer: Any, folder: str) -> None:
             there, here = (f"{name}={each.get(name)!r:.200}" for each in (saved, own))
             said = f"{folder!r} was saved {how}with {there}, but this run has {here}"
             raise ValueError(f"{said}. Set {there}, or {instead}.")
-    before, now = map(_prompts_per_step, (saved, own))
-    if before != now and args.max_sampling_rounds == 1:
-        logger.warning(
-            f"{folder!r} was saved by a run with {before:g} prompts per optimizer step, and this one has {now:g}. The "
-            "place in an epoch is counted in optimizer steps, so some prompts are skipped or repeated."
-        )
-
-
-def _prompts_per_step(found: Mapping[str, Any]) -> float:
-    """New prompts per optimizer step of a run with these [`settings`]."""
-    samples = found["processes"] * found["per_device_train_batch_size"] * found["gradient_accumulation_steps"]
-    return samples / found["num_generations"] / found["num_iterations"]
 
 
 class MovingReference:

@@ -260,30 +260,27 @@ def _scored(
 
 def check_recordable(args: RolloutConfig, named: Mapping[str, Any], dataset: Any) -> None:
     """Check that what a trainer is asked to record, or to train on, are tokens of the model alone after a prompt."""
-    names = [name for name in ("tools", "environment_factory") if named.get(name)]
     columns = {*(getattr(dataset, "column_names", None) or ())}
     if args.rollouts is None and RECORDED in columns:
         raise ValueError(
             "train_dataset holds recorded rollouts, but rollouts=None: the run would generate its own. Set `rollouts` "
             "in the configuration to the file that they are from."
         )
-    images = {"image", "images"} & columns
-    if args.save_rollouts and (names or images):
+    others = {
+        "rollouts": args.rollouts is not None,
+        "images": {"image", "images"} & columns,
+        **{name: named.get(name) for name in ("tools", "environment_factory")},
+    }
+    if args.save_rollouts and (names := [name for name, given in others.items() if given]):
         raise ValueError(
-            f"save_rollouts=True cannot record {'images' if images else names[0]}: a row has one prompt and one "
-            "completion as text. Remove `save_rollouts`."
+            f"save_rollouts=True cannot record {names[0]}: a row has a prompt, and a completion that this run has "
+            "generated, as text. Remove `save_rollouts`."
         )
     if args.save_rollouts and (taken := {"group", *KNOWN} & columns):
         name = min(taken)
         raise ValueError(
             f"save_rollouts=True would replace the dataset's column {name!r} by that of the completions. Rename it: "
             f"`dataset.rename_column({name!r}, 'my_{name}')`, or `columns: {{my_{name}: {name}}}` in a recipe."
-        )
-    source, own = Path(args.rollouts or "").expanduser(), Path(args.output_dir, FOLDER)
-    if args.save_rollouts and args.rollouts is not None and source.resolve().is_relative_to(own.resolve()):
-        raise ValueError(
-            f"save_rollouts=True would replace rollouts={args.rollouts!r} by the rollouts of this run. Set another "
-            "`output_dir`, or remove `save_rollouts`."
         )
 
 

@@ -268,14 +268,6 @@ def test_setting_of_a_rollout_changes_only_at_its_end(copy: Path, tiny_model: st
     assert [entry["step"] for entry in logged(trainer)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("sizes", "warns"), [(CUT_OTHERWISE, False), ({"per_device_train_batch_size": 8}, True)])
-def test_other_prompts_after_resuming_are_announced(copy: Path, tiny_model: str, caplog, sizes: dict, warns: bool):
-    trainer = make_trainer(tiny_model, copy, **{**REUSE, "save_strategy": "no", "max_steps": 3, **sizes})
-    with caplog.at_level("WARNING", logger="opo_trl.rollout.position"):
-        trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
-    assert ("1 prompts per optimizer step, and this one has 2" in caplog.text) == warns
-
-
 def test_setting_of_a_rollout_that_is_replayed_stays(tiny_model: str, tmp_path: Path):
     replay = {**REUSE, "max_staleness": 1}
     trained(tiny_model, tmp_path, **replay)
