@@ -159,11 +159,10 @@ def test_answer_that_cannot_be_read_is_an_answer_too(server, code, header):
         ("http://127.0.0.1:{}/behind/a/proxy/", "/behind/a/proxy/health"),
     ],
 )
-@pytest.mark.parametrize("config", [OPOConfig, AsyncOPOConfig])
-def test_address_that_trl_takes_is_waited_for(server, tmp_path, config, address, path):
+def test_address_that_trl_takes_is_waited_for(server, tmp_path, address, path):
     server.RequestHandlerClass.path_of_health = path
     address = address.format(server.server_port)
-    args = config(str(tmp_path), use_cpu=True, bf16=False, report_to="none", vllm_server_base_url=address)
+    args = OPOConfig(str(tmp_path), use_cpu=True, bf16=False, vllm_server_base_url=address)
     await_health(args.vllm_server_base_url, "vllm_server_base_url", 0.0, start="vllm serve")
     VLLMClient(args.vllm_server_base_url, 0.0).wait_for_server_ready()
 

@@ -17,7 +17,6 @@ from datasets import Dataset
 from helpers import (
     PROMPTS,
     Recording,
-    RecordingBaseline,
     RecordingGRPO,
     RecordingOPO,
     even_tokens,
@@ -249,9 +248,7 @@ CUT_OTHERWISE = {"per_device_train_batch_size": 2, "gradient_accumulation_steps"
 OTHER = {
     "per_device_train_batch_size": CUT_OTHERWISE,
     "beta": {"beta": 0.1},
-    "alpha": {"alpha": 0.1},
     "seed": {"seed": 7},
-    "trainer": {"trainer_class": RecordingBaseline},
     "reward_funcs": {"trainer_arguments": {"reward_funcs": even_tokens}},
     "train_dataset.column_names": {
         "trainer_arguments": {"train_dataset": Dataset.from_dict({"prompt": PROMPTS, "level": PROMPTS})}
@@ -286,12 +283,6 @@ def test_what_a_checkpoint_holds_state_of_stays(copy: Path, tiny_model: str, cha
     trainer = make_trainer(tiny_model, copy, **{**REUSE, **change})
     with pytest.raises(ValueError, match=rf"was saved with {name}=.* this run has {name}=.*`model_name_or_path`"):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
-
-
-def test_entropy_coefficient_may_change_at_the_end_of_a_rollout(copy: Path, tiny_model: str):
-    trainer = make_trainer(tiny_model, copy, **{**REUSE, "max_steps": 4}, entropy_coef=0.01)
-    trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
-    assert [entry.get("entropy_coef") for entry in logged(trainer)] == [None, None, 0.01, 0.01]
 
 
 # Fields of `GRPOConfig` that neither decide what a rollout holds nor how it is cut: how it is generated and shown.
@@ -350,14 +341,6 @@ def test_resuming_a_finished_run_trains_no_step(copy: Path, tiny_model: str):
     trainer.train(resume_from_checkpoint="last")
     assert trainer.state.global_step == 3
     assert trainer.steps == []
-
-
-def test_a_stale_checkpoint_of_the_same_step_is_replaced(copy: Path, tiny_model: str):
-    (copy / "checkpoint-3" / "left behind").write_text("by an earlier attempt")
-    options = {"max_steps": 3, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
-    make_trainer(tiny_model, copy, **options).train(resume_from_checkpoint=str(copy / "checkpoint-2"))
-    assert not (copy / "checkpoint-3" / "left behind").exists()
-    assert fault(copy / "checkpoint-3") is None
 
 
 def test_checkpoint_loads_whatever_a_reward_function_has_logged(tiny_model: str, tmp_path: Path):
