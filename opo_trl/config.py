@@ -22,7 +22,6 @@ from .objectives import NEAREST, OBJECTIVES, Push, objective_named
 
 
 AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
-SaveFailure = Literal["stop", "continue"]
 
 
 # Field that acts on supervised labels only → what is wrong with it. Only non-default values are rejected.
@@ -301,12 +300,6 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         list,
         "Bounds on logged metrics, such as `'warn if entropy < 0.1'` or `'stop if opo/chi2 > 2'`; see "
         "[`~metrics.watches.Watches`].",
-    )
-    save_failure: Annotated[SaveFailure, RUN] = setting(
-        "stop",
-        "What to do when a checkpoint cannot be written, for example on a full disk: `'stop'` ends the run with "
-        "an error; `'continue'` warns and trains on. Earlier checkpoints stay intact in both cases. With several "
-        "processes, the run can continue only if the lack of space was detected before the save began.",
     )
     plan_micro_batches: Annotated[bool, WORK] = setting(
         True,

@@ -40,7 +40,7 @@ from .launch import foreign, preflight, trackers
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data, source_of
 from .launch.recipe import parse
-from .launch.resume import check_readable, check_same_run, continues, forget_if_changed, known_accuracies
+from .launch.resume import check_same_run, continues, forget_if_changed, known_accuracies
 from .launch.rewards import load_rewards
 from .launch.signals import StopOnSignal, StoppedBySignal
 from .launch.tools import Tools, check_rows, check_tool_template, load_tools
@@ -50,7 +50,6 @@ from .report.run_report import write_or_say_why
 from .rewards.errors import RewardError, told
 from .rollout import recorded
 from .rollout.checkpoint import resolve as find_checkpoint
-from .rollout.disk import SaveError
 from .rollout.position import check_resumable
 from .rollout.prompts import check_enough_prompts
 from .trainer import OPOTrainer
@@ -137,8 +136,7 @@ def _find_checkpoint(
             preflight.check_apart(script, args, model, recipe_path)
         run_folder.check(folder, resume=resume, overwrite=script.overwrite)
         if checkpoint is not None:
-            check_same_run(checkpoint, settings, model)
-            check_readable(folder)
+            check_same_run(checkpoint, settings)
     return checkpoint, resume
 
 
@@ -254,7 +252,9 @@ def run(ready: Run) -> dict[str, Any]:
     if summary["after"]:
         trainer.accelerator.print(table(summary.get("before", {}), summary["after"]))
     if trainer.args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script.dataset_name)
+        name = script.dataset_name or ""  # the model card links to it
+        on_hub = name.count("/") == 1 and not name.startswith((".", "~", "/")) and not Path(name).exists()
+        trainer.push_to_hub(dataset_name=name if on_hub else None)
     trainer.end()
     return summary
 
@@ -280,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(ready)
         except StoppedBySignal as stopped:
             status = stopped.code
-        except (RewardError, SaveError, OSError) as error:
+        except (RewardError, OSError) as error:
             # An error of the disk while the log or the results are written says all; any other one has a traceback.
             if isinstance(error, OSError) and not _is_within(error.filename, ready.trainer.args.output_dir):
                 raise

@@ -31,12 +31,11 @@ from typing import Any, cast
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 from transformers.trainer_callback import DefaultFlowCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.models.utils import disable_gradient_checkpointing
@@ -53,7 +52,7 @@ from .metrics.watches import Watches
 from .objective import OPO, Groups, Objective, Samples, token_mean
 from .objectives import GRPO, objective_named
 from .rewards.checked import checked, checked_environments, checked_tools, reward_list
-from .rollout import checkpoint, disk, evaluated, padding, position, recorded, reference, shared_prompts, wording
+from .rollout import checkpoint, padding, position, recorded, reference, shared_prompts
 from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.frozen_base import FrozenBase
 from .rollout.planner import Planner, without_exchange
@@ -108,24 +107,16 @@ class OPOTrainer(GRPOTrainer):
             As in [`~trl.GRPOTrainer`].
         args ([`OPOConfig`], *optional*):
             Configuration of the trainer. `None` takes the defaults, with an output folder named after the model.
-        compute_metrics (`Callable[[EvalPrediction], dict[str, float]]`, *optional*):
-            Metrics of an evaluation on `eval_dataset`, called once per evaluation on every process. `predictions` are
-            the N completions of all processes as text; `label_ids` their rewards, `[N, number of reward functions]`,
-            NaN where unscored; `inputs` the row of the dataset of each. (From a stream, several processes may repeat
-            some in the last batch.) What it returns is logged under `eval_`, where `metric_for_best_model` and early
-            stopping find it.
 
     Raises:
-        `TypeError`: `args` is a configuration of another trainer, one of `reward_funcs` is not a reward, or
-            `compute_metrics` does not return a dictionary.
+        `TypeError`: `args` is a configuration of another trainer, or one of `reward_funcs` is not a reward.
         `ValueError`: vLLM would have to generate from a quantized base model, the dataset has fewer prompts than a
             rollout needs, `max_sampling_rounds` is above 1 and the prompts come from a stream, or `max_staleness` is
             above 0 and the prompts have images.
         [`RewardError`]: in training, a reward function raises, or does not return one number, or `None`, for each
             completion; isolated ones fail to score more than `max_reward_failure_rate`; an environment fails, or a
             tool raises what is not an `Exception`.
-        `RuntimeError`: in training, too many gradients in a row are not finite (`max_skipped_steps`), or a checkpoint
-            cannot be written (`save_failure`).
+        `RuntimeError`: in training, too many gradients in a row are not finite (`max_skipped_steps`).
     """
 
     _tag_names = ["trl", "opo"]  # noqa: RUF012 (TRL declares these as class attributes)
@@ -168,7 +159,7 @@ class OPOTrainer(GRPOTrainer):
     _resumed_at: tuple[int, int] | None = None  # in a stream: passes over it, and micro-steps of the next
     _recorded_samples: recorded.Rows = ()  # of the current rollout
     _recorded_digest: str | None = None
-    _evaluated: list[tuple[Tensor, list[evaluated.Sample]]] | None = None  # in an evaluation: rewards of each batch
+    _evaluated: list[Tensor] | None = None  # in an evaluation: rewards of each batch
     _padding: padding.Padding | None = None  # on which log-probabilities depend; found before the first
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
@@ -188,8 +179,6 @@ class OPOTrainer(GRPOTrainer):
         tools=None,
         rollout_func=None,
         environment_factory=None,
-        *,
-        compute_metrics=None,
     ):
         check_replaced()
         args = self._checked_args(model, args, quantized=quantization_config is not None)
@@ -229,8 +218,6 @@ class OPOTrainer(GRPOTrainer):
         if args.use_vllm and (cast(Any, args.generation_kwargs) or {}).get("stop"):
             logger.warning("`completions/clipped_ratio` counts completions that `stop` ends as truncated.")
         check_finite(self.accelerator, self.model, *self.reward_funcs)
-        evaluated.check(compute_metrics, args, eval_dataset)
-        self.compute_metrics = compute_metrics
         check_train_dataset(self)
         if args.rollouts is not None:
             self._recorded_digest = recorded.digest(train_dataset)
@@ -459,7 +446,7 @@ class OPOTrainer(GRPOTrainer):
             rollout = super()._generate_and_score_completions(inputs)
         rewards, completion_ids = scored[-1]
         if self._replays_recorded:
-            logps = recorded.behaviour_logps(self._recorded_samples, completion_ids, rollout["completion_ids"])
+            logps = recorded.behaviour_logps(self._recorded_samples, rollout["completion_ids"])
             rollout["old_per_token_logps"] = logps
         n_local = len(rollout["advantages"])
         rollout["rewards_per_func"] = rewards[self.accelerator.process_index * n_local :][:n_local]
@@ -469,11 +456,7 @@ class OPOTrainer(GRPOTrainer):
             if self.args.save_rollouts:
                 recorded.save(self, inputs, rollout, completion_ids)
         elif self._evaluated is not None:
-            seen = []
-            if self.compute_metrics is not None:
-                texts = cast(Any, self.processing_class).batch_decode(completion_ids, skip_special_tokens=True)
-                seen = gather_object([*zip(texts, rollout["rewards_per_func"].tolist(), inputs, strict=True)])
-            self._evaluated.append((rewards, seen))
+            self._evaluated.append(rewards)
         return rollout
 
     @contextmanager
@@ -900,16 +883,15 @@ class OPOTrainer(GRPOTrainer):
                 output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
         finally:
             self._evaluated = None
-        # The last batch may be filled with repetitions.
-        known = len(dataloader.dataset) * self.num_generations_eval if has_length(dataloader.dataset) else None
         own = self._metrics["eval"]
         if batches:
-            own |= evaluated.means(self, torch.cat([rewards for rewards, _ in batches])[:known])
-        if self.compute_metrics is not None:
-            samples = [sample for _, seen in batches for sample in seen][:known]
-            logged = {name.removeprefix(f"{metric_key_prefix}_") for name in output.metrics} | own.keys()
-            found = evaluated.metrics(self.compute_metrics, samples, logged)
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in found.items()})
+            # TRL's means are of batches, which may differ in size, and of which the last may hold repetitions.
+            known = len(dataloader.dataset) * self.num_generations_eval if has_length(dataloader.dataset) else None
+            rewards = torch.cat(batches)[:known]
+            total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+            total[rewards.isnan().all(dim=1)] = torch.nan
+            means = zip(self.reward_func_names, rewards.nanmean(dim=0).tolist(), strict=False)
+            own |= {f"rewards/{name}/mean": [mean] for name, mean in means} | {"reward": [total.nanmean().item()]}
         if metric_key_prefix != "eval":  # TRL puts "eval_" before all alike
             dataset = metric_key_prefix.removeprefix("eval_")
             self._metrics["eval"] = defaultdict(list, {f"{dataset}_{name}": values for name, values in own.items()})
@@ -934,10 +916,6 @@ class OPOTrainer(GRPOTrainer):
         for name in [name for name in own if "opo/" in name and all(map(math.isnan, own[name]))]:
             del own[name]
         super().log(logs, start_time)
-
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        super().create_model_card(model_name, wording.if_on_the_hub(dataset_name), tags)
-        wording.name_model(self)
 
     # End of a step
 
@@ -969,18 +947,8 @@ class OPOTrainer(GRPOTrainer):
     # 6. A checkpoint: saving and loading, in the order of Transformers
 
     def _save_checkpoint(self, model, trial):
-        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        writes = self.args.should_save
-        try:
-            if writes:
-                checkpoint.make_way(folder)
-            disk.check_room(self, folder.parent)
-            with temporarily(self.args, save_total_limit=None):  # older ones are deleted by `finish`
-                super()._save_checkpoint(model, trial)
-            if writes:
-                checkpoint.finish(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
-        except (Exception, CheckpointException) as error:  # FSDP's is a `BaseException`
-            disk.give_up(self, folder, error)
+        with checkpoint.saving(self, trial):
+            super()._save_checkpoint(model, trial)
 
     def _finalize_training(self, *inputs, **named):
         with temporarily(self.args, save_total_limit=None):
@@ -996,12 +964,8 @@ class OPOTrainer(GRPOTrainer):
         if self.args.should_save:
             checkpoint.finalize(folder)
 
-    def _issue_warnings_after_load(self, load_result):
-        wording.leave_out_tied(self.model, load_result)
-        super()._issue_warnings_after_load(load_result)
-
     def _load_optimizer_and_scheduler(self, folder: str | None):
-        if folder is None or checkpoint.lacking(Path(folder)) is not None:
+        if folder is None or checkpoint.is_foreign(Path(folder)):
             return super()._load_optimizer_and_scheduler(folder)
         # TRL reads its entropy controller from a file that it writes after the manifest, so a kill can cut it short.
         # `position.restore` has the same numbers.
@@ -1010,7 +974,7 @@ class OPOTrainer(GRPOTrainer):
     @torch.no_grad()
     def _load_rng_state(self, folder: str | None):
         super()._load_rng_state(folder)
-        if folder is None or checkpoint.lacking(Path(folder)) is not None:
+        if folder is None or checkpoint.is_foreign(Path(folder)):
             return
         position.restore(self, checkpoint.load_state(Path(folder), self.accelerator.process_index))
         if self.args.sync_ref_model:

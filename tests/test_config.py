@@ -168,7 +168,7 @@ def test_loss_type_names_an_objective(config):
 def test_trainers_take_what_grpo_takes():
     shown, parent = inspect.signature(OPOTrainer), inspect.signature(GRPOTrainer)
     defaults = {name: parameter.default for name, parameter in parent.parameters.items()}
-    assert [*shown.parameters] == [*defaults, "compute_metrics"]
+    assert [*shown.parameters] == [*defaults]
     assert {name: shown.parameters[name].default for name in defaults} == defaults
 
 
@@ -204,7 +204,6 @@ def test_defaults(config):
         "max_reward_failure_rate": 0.1,
         "max_skipped_steps": 10,
         "watches": [],
-        "save_failure": "stop",
         "plan_micro_batches": True,
         "max_tokens_per_micro_batch": None,
         "skip_inert_rows": True,
@@ -253,7 +252,6 @@ def test_ends_of_the_escort_path_are_allowed(config, alpha):
         ("max_skipped_steps", 0, "an integer of at least 1"),
         *[("max_staleness", value, "an integer from 0 to 2147483647") for value in (-1, 0.5, math.nan, True, 2**63)],
         *[("max_completions", value, "an integer of at least 1") for value in (0, -1, 1.5, True, 2**64)],
-        ("save_failure", "ignore", "stop, continue"),
         ("anchor_correction", "token", "absorbed, length_normalized, sequence"),
         ("drive_scaling", "rollout", "none, group, batch"),
         ("positivity", "clamp", "none, stiffen, clip, project"),
@@ -329,7 +327,6 @@ CHANGED = {
     "max_reward_failure_rate": 0.3,
     "max_skipped_steps": 3,
     "watches": ["warn if entropy < 0.1", "stop if opo/chi2 > 2"],
-    "save_failure": "continue",
     "plan_micro_batches": True,
     "max_tokens_per_micro_batch": 4096,
     "skip_inert_rows": False,

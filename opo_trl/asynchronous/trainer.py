@@ -24,7 +24,6 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
@@ -33,7 +32,7 @@ from ..checks.weights import check_finite, check_models, check_trainable
 from ..metrics.step import SampleReport, metrics_of_samples
 from ..objective import OPO, Objective, Samples
 from ..objectives import objective_named
-from ..rollout import checkpoint, wording
+from ..rollout import checkpoint
 from ..rollout.frozen_base import FrozenBase
 from ..rollout.prompts import check_datasets
 from ..rollout.skipped_steps import SkippedSteps
@@ -419,25 +418,11 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             self._metrics["train"]["opo/skipped_steps"].append(self._skipped.total)
         super().log(logs, start_time)
 
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        super().create_model_card(model_name, wording.if_on_the_hub(dataset_name), tags)
-        wording.name_model(self)
-
-    def _issue_warnings_after_load(self, load_result):
-        wording.leave_out_tied(self.model, load_result)
-        super()._issue_warnings_after_load(load_result)
-
     # Saving and loading, in the order of Transformers
 
     def _save_checkpoint(self, model, trial):
-        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.args.should_save:
-            checkpoint.make_way(folder)
-        self.accelerator.wait_for_everyone()
-        with temporarily(self.args, save_total_limit=None):  # older ones are deleted by `finish`
+        with checkpoint.saving(self, trial):
             super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            checkpoint.finish(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _finalize_training(self, *inputs, **named):
         with temporarily(self.args, save_total_limit=None):

@@ -270,6 +270,8 @@ def hint_at_field(name: str, trainer: str, further: Iterable[str] = ()) -> str:
     """What to do about a name that is not a field: use the nearest one, among the fields and `further` names."""
     if name == "padding_free":
         return "It is gone: planned micro-batches and shared prompts do its work. Remove it."
+    if name == "save_failure":
+        return "It is gone: a checkpoint that cannot be written ends the run. Remove it."
     if name in _RENAMED:
         return f"In Transformers 5 it is {_RENAMED[name]}."
     for other in _trainers_with(name):

@@ -21,16 +21,12 @@ PATIENCE = 120.0  # seconds without an answer; TRL's client gives a server that 
 
 def status(url: str, route: str = "/health") -> int | str | None:
     """Status that a server answers with, or the error if its answer cannot be read; `None` if nothing answers."""
-    # As TRL's clients ask, who need it too: with the same users and passwords, certificates and proxies.
-    import requests
-    from urllib3.exceptions import ProtocolError
+    import requests  # as TRL's clients, with the same users and passwords, certificates and proxies
 
     try:
         return requests.get(f"{url.rstrip('/')}{route}", timeout=PERIOD).status_code
     except (requests.RequestException, ValueError) as error:  # a `ValueError` if it redirects to no address
-        silent = isinstance(error, requests.ConnectionError | requests.Timeout) and not (
-            isinstance(error, requests.exceptions.SSLError) or isinstance(error.args[0], ProtocolError)
-        )
+        silent = type(error) in (requests.ConnectionError, requests.ConnectTimeout, requests.ReadTimeout)
         return None if silent else f"{type(error).__name__}: {one_line(str(error))}"
 
 

@@ -65,8 +65,6 @@ def bad(**columns) -> Dataset:
             bad(question="1", answer="2"),
             r"no column 'prompt', only \['question', 'answer'\].*'question', 'prompt'",
         ),
-        (bad(text="1"), r"no column 'prompt', only \['text'\]"),
-        (bad(question="1").to_iterable_dataset(), r"no column 'prompt', only \['question'\]"),
         *((bad(prompt="1", **{name: "x"}), rf"a column '{name}'.*my_{name}") for name in RESERVED),
         *((bad(prompt=value), r"column 'prompt' holds") for value in (3, None, {"role": "user"}, [], [1, 2], ["1"])),
         (bad(prompt=3).to_iterable_dataset(), r"column 'prompt' is of type int64"),
