@@ -21,7 +21,6 @@ from ..rewards.boxes import MARK, final_answer, find_boxes
 from . import few_shot, gym
 from .arithmetic import make_problems
 from .files import column, load_rows, local_file
-from .guessing import make_games
 from .prompts import is_chat, without_space
 
 
@@ -31,7 +30,6 @@ logger = logging.getLogger(__name__)
 EMBEDDED: dict[str, Callable[[Any, Sequence[str] | None], list[dict[str, str]]]] = {
     "arithmetic": make_problems,
     "few_shot": few_shot.make_problems,
-    "guessing": make_games,
 }
 
 COLUMNS = ("problem", "level", "type", "solution")
