@@ -353,7 +353,7 @@ class TestNames:
         for name in ("arithmetic", write(tmp_path / "some.jsonl", ROWS)):
             with pytest.raises(ValueError, match="dataset_config='algebra' has no effect"):
                 load_problems(name, dataset_config="algebra")
-            with pytest.raises(ValueError, match="dataset_settings=.* has no effect"):
+            with pytest.raises(ValueError, match=r"dataset_settings=.* has no effect"):
                 load_problems(name, settings={"size": 5})
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
