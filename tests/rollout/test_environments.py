@@ -351,9 +351,8 @@ def test_evaluations_do_not_touch_the_environments_of_training(player, tmp_path)
         {},
         {"max_sampling_rounds": 3},
         {"num_iterations": 3, "max_staleness": 2},
-        {"num_iterations": 3, "trainer_class": RecordingBaseline, "loss_type": "grpo"},
     ],
-    ids=["one pass", "dynamic sampling", "replay", "GRPO, three passes"],
+    ids=["one pass", "dynamic sampling", "replay"],
 )
 def test_run_resumes_bitwise_although_its_environment_draws_random_numbers(player, tmp_path, options):
     options = {"environment": Drawn, "max_steps": 8, "optim": "adamw_torch", "learning_rate": 1e-3, **options}
