@@ -118,6 +118,7 @@ def _saved(folder: Path) -> bool:
 def _read(file: Path) -> Dataset:
     with readable("dataset_name", file):  # so that an error below is one of its content
         file.open("rb").close()
+    cause: Exception
     try:
         if file.suffix == ".parquet":
             return Dataset(ParquetFile(file).read())
@@ -153,7 +154,7 @@ def _table_rows(text: str, suffix: str) -> list[Row]:
     delimiter = "\t" if suffix == ".tsv" else ";" if ";" in header and "," not in header else ","  # Excel's
     csv.field_size_limit(max(len(text), csv.field_size_limit()))
     table = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    rows = []
+    rows: list[Row] = []
     try:
         names = table.fieldnames or []
         if len(set(names)) < len(names):

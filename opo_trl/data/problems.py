@@ -157,7 +157,7 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
     from a column `messages` ends with its last user turn: what the assistant answers there is left out.
     """
     names = rows.column_names
-    columns = dict(columns)
+    columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
     if "prompt" not in {*names, *columns} and _MESSAGES in names:
         columns["prompt"] = _MESSAGES
     if any(not _leads_somewhere(rows, theirs) or ours in names for ours, theirs in columns.items()):

@@ -224,7 +224,8 @@ class TestColumns:
         assert sources == columns
         renamed, _ = as_prompts(table({"question": "a", "answer": "1"}), {"prompt": "question", "text": "answer"})
         assert renamed.column_names == ["prompt", "text"]
-        mapped, _ = as_prompts(table({"prompt": "2 =", "result": "1 + 1 = 2\n#### 2"}), {"solution": "result"})
+        columns = {"prompt": "prompt", "solution": "result"}
+        mapped, _ = as_prompts(table({"prompt": "2 =", "result": "1 + 1 = 2\n#### 2"}), columns)
         assert mapped["solution"][:] == ["2"]
 
     @pytest.mark.parametrize(
