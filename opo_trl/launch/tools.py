@@ -104,7 +104,7 @@ def _load_environment(name: str | None) -> tuple[Callable | None, Any]:
     """The factory of a dotted path, and an environment that it makes."""
     if name is None:
         return None, None
-    named, example = f"environment_factory={name!r}", "opo_trl.data.guessing.Guessing"
+    named, example = f"environment_factory={name!r}", "my_games.Guessing"
     factory = foreign.load("environment_factory", name, "the dotted path of a class, or of a function", example)
     fix = "It is called without arguments: give each a default, or fix it."
     with foreign.own_code(f"{named} cannot be created", fix):
