@@ -41,7 +41,7 @@ from ..metrics.opo import gradient_response_efficiency
 from ..metrics.step_clock import StepClock
 from ..metrics.watches import Watches
 from ..objective import SEQUENCE_CLAMP, Objective, token_sum
-from ..rewards.checked import checked, checked_environments, checked_tools, reward_list
+from ..rewards.checked import check_tools, checked
 from ..trl import check, check_replaced, temporarily
 from . import checkpoint, disk, evaluated, padding, position, recorded, reference, wording
 from .dynamic_sampling import DynamicSampling
@@ -142,11 +142,10 @@ class RolloutTrainer(GRPOTrainer):
                 reward_funcs = recorded.recorded_reward
         recorded.check_recordable(args, not_recorded, train_dataset)
         check_datasets(train_dataset, eval_dataset, environment_factory)
-        rewards = reward_list(reward_funcs)
+        rewards = [*reward_funcs] if isinstance(reward_funcs, list | tuple) else reward_funcs and [reward_funcs]
         check_models(model, rewards or (), args)
-        factories = [*environment_factory.values()] if isinstance(environment_factory, dict) else [environment_factory]
         url = args.vllm_server_base_url
-        with without_password(url), checked_environments(factories, {}), reference.given(model):
+        with without_password(url), reference.given(model):
             super().__init__(
                 model=model,
                 reward_funcs=rewards,
@@ -466,15 +465,13 @@ class RolloutTrainer(GRPOTrainer):
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
-        factories: Any = self.environment_factories or {}
-        environments = checked_environments(factories.values(), self._environment_pool if factories else {})
         source: AbstractContextManager[None] = nullcontext()
         if self._replays_recorded:
             inputs, samples = recorded.one_by_one(inputs, self.accelerator.process_index, self.num_generations)
             source = temporarily(self, rollout_func=partial(recorded.recall, samples))
             self._recorded_samples = samples
         # A reward may score with the policy itself, and leave it in evaluation mode; or change the current folder.
-        with self._keep_mode(), chdir("."), recorded_rewards(self) as scored, environments, source:
+        with self._keep_mode(), chdir("."), recorded_rewards(self) as scored, source:
             rollout = super()._generate_and_score_completions(inputs)
         rewards, completion_ids = scored[-1]
         if self._replays_recorded:
@@ -496,8 +493,8 @@ class RolloutTrainer(GRPOTrainer):
         return rollout
 
     def _tool_call_loop(self, *inputs, **options):
-        with checked_tools(self):
-            return super()._tool_call_loop(*inputs, **options)
+        check_tools(self)
+        return super()._tool_call_loop(*inputs, **options)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         known = recorded.rewards(self._recorded_samples, self.reward_weights) if self._replays_recorded else None
