@@ -155,8 +155,6 @@ def test_model_is_shown_that_a_tool_exits(player, tmp_path, environment):
     trainer = playing(player, tmp_path, train=False, environment=environment, reward_funcs=[messages])
     result = evaluate(trainer, GAMES.select(range(2)))
     assert "SystemExit: 0" in str(result.samples)
-        result.samples
-    )
 
 
 # What is trained
@@ -277,14 +275,6 @@ def test_isolated_reward_is_not_sent_the_environments(player, tmp_path):
     assert (reward.errors, reward.timeouts, result.unscorable) == (0, 0, 0)
     assert 0 < result.correct < 12
     reward.close()
-
-
-def test_plan_names_the_tools_the_environment_and_the_turns(player, tmp_path):
-    trainer = playing(player, tmp_path, train=False, max_tool_calling_iterations=4)
-    (line,) = [line for line in trainer.plan.splitlines() if line.startswith("  tools ")]
-    assert "guess (environment: Guessing); the model may call them in at most 4 turns of a conversation" in line
-    assert "at most 60" in line
-    assert "  tools " not in make_trainer(player, tmp_path).plan
 
 
 def test_evaluations_do_not_touch_the_environments_of_training(player, tmp_path):
