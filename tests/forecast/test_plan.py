@@ -57,7 +57,7 @@ def test_model_without_a_longest_context_is_planned_and_trained(tmp_path, capsys
     assert not hasattr(config, "max_position_embeddings")
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    unlimited = make(tmp_path / "model", tmp_path / "run", max_completion_length=None)
+    unlimited = make(str(tmp_path / "model"), tmp_path / "run", max_completion_length=None)
     assert plan._row_tokens(unlimited)[1] == 0
     assert "of any length" in unlimited.plan
     trainer = make(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "run")
