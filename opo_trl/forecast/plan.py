@@ -48,10 +48,11 @@ def _rollout(args: Any) -> str:
 def _updates(args: Any) -> str:
     rows, micro = args.per_device_train_batch_size, args.gradient_accumulation_steps
     steps, passes = args.optimizer_steps_per_rollout, args.num_iterations
+    often = f"{steps:g} optimizer steps per rollout" if steps > 1 else f"{1 / steps:g} rollouts per optimizer step"
+    often = "1 optimizer step per rollout" if steps == 1 else often
     text = (
-        f"{f'{steps:g} optimizer steps per rollout' if steps >= 1 else f'{1 / steps:g} rollouts per optimizer step'}, "
-        f"{rows * micro * args.world_size} completions each (processes × micro-batches × rows: {args.world_size} × "
-        f"{micro} × {rows})"
+        f"{often}, {rows * micro * args.world_size} completions each "
+        f"(processes × micro-batches × rows: {args.world_size} × {micro} × {rows})"
     )
     if passes == 1:
         return text
