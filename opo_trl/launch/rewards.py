@@ -50,7 +50,8 @@ def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
     The reward functions of a run, a reward model last.
 
     Raises:
-        `ValueError`: a function does not exist, or only one of `soft_overlong_punishment` and `overlong_cache` is set.
+        `ValueError`: a function does not exist, only one of `soft_overlong_punishment` and `overlong_cache` is set, or
+            the number of weights differs from the number of rewards.
     """
     length, cache = args.max_completion_length, script.overlong_cache
     names, model = script.reward_funcs or [], script.reward_model_name_or_path
@@ -59,6 +60,10 @@ def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
         raise ValueError(f"{named}: `soft_overlong_punishment` and the cache need each other. Set both, or neither.")
     fits = cache is None or bool(length and 0 < cache <= length)
     require(fits, "overlong_cache", cache, f"a positive number up to max_completion_length={length}")
+    weights, n_rewards = args.reward_weights, len(names) + bool(model)
+    if weights is not None and len(weights) != n_rewards:
+        fix = "Set `reward_weights` to one number for each function, and one for a reward model, or leave it out"
+        raise ValueError(f"reward_weights={weights} does not fit {n_rewards} rewards. {fix}.")
     return [*(_made(name, script, args) for name in names), *([model] if model else [])]
 
 

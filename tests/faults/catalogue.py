@@ -821,7 +821,7 @@ REWARD_FUNCTIONS = [
     Case("negative number of workers", ["reward_workers=-1", "0 or more"], {"reward_workers": -1}),
     Case(
         "more weights than rewards",
-        ["Number of reward weights (2) must match number of reward functions (1)"],
+        ["reward_weights=[1.0, 2.0]", "does not fit 1 rewards", "Set `reward_weights`"],
         {"reward_weights": [1.0, 2.0]},
     ),
     Case("overlong cache without the punishment", ["overlong_cache=2", "Set both, or neither"], {"overlong_cache": 2}),
