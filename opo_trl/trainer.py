@@ -51,7 +51,7 @@ from .metrics.step_clock import StepClock
 from .metrics.watches import Watches
 from .objective import OPO, Groups, Objective, Samples, token_mean
 from .objectives import GRPO, objective_named
-from .rewards.checked import checked, checked_environments, checked_tools, reward_list
+from .rewards.checked import check_tools, checked
 from .rollout import checkpoint, padding, position, recorded, reference, shared_prompts
 from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.frozen_base import FrozenBase
@@ -189,11 +189,10 @@ class OPOTrainer(GRPOTrainer):
                 reward_funcs = recorded.recorded_reward
         recorded.check_recordable(args, not_recorded, train_dataset)
         check_datasets(train_dataset, eval_dataset, environment_factory)
-        rewards = reward_list(reward_funcs)
+        rewards = [*reward_funcs] if isinstance(reward_funcs, list | tuple) else reward_funcs and [reward_funcs]
         check_models(model, rewards or (), args)
-        factories = [*environment_factory.values()] if isinstance(environment_factory, dict) else [environment_factory]
         url = args.vllm_server_base_url
-        with without_password(url), checked_environments(factories, {}), reference.given(model):
+        with without_password(url), reference.given(model):
             super().__init__(
                 model=model,
                 reward_funcs=rewards,
@@ -433,8 +432,6 @@ class OPOTrainer(GRPOTrainer):
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
-        factories: Any = self.environment_factories or {}
-        environments = checked_environments(factories.values(), self._environment_pool if factories else {})
         source: AbstractContextManager[None] = nullcontext()
         if self._replays_recorded:
             inputs, samples = recorded.one_by_one(inputs, self.accelerator.process_index, self.num_generations)
@@ -442,7 +439,7 @@ class OPOTrainer(GRPOTrainer):
             self._recorded_samples = samples
         # A reward may score with the policy itself, and leave it in evaluation mode; or change the current folder.
         left_out = self._anchor_pass_left_out()
-        with self._keep_mode(), chdir("."), recorded_rewards(self) as scored, environments, source, left_out:
+        with self._keep_mode(), chdir("."), recorded_rewards(self) as scored, source, left_out:
             rollout = super()._generate_and_score_completions(inputs)
         rewards, completion_ids = scored[-1]
         if self._replays_recorded:
@@ -533,8 +530,8 @@ class OPOTrainer(GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(model, *inputs, **options)
 
     def _tool_call_loop(self, *inputs, **options):
-        with checked_tools(self):
-            return super()._tool_call_loop(*inputs, **options)
+        check_tools(self)
+        return super()._tool_call_loop(*inputs, **options)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         known = recorded.rewards(self._recorded_samples, self.reward_weights) if self._replays_recorded else None

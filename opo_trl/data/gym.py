@@ -22,7 +22,6 @@ from typing import Any
 from ..checks.environment import check_installed
 from ..rewards.boxes import text_of, without_reasoning
 from ..rewards.effects import without_effects
-from ..rewards.errors import is_ctrl_c
 
 
 PREFIX = "reasoning_gym/"
@@ -108,7 +107,7 @@ def _score(answer: str | None, scorer: Any, entry: dict[str, Any]) -> float:
         with without_effects(), contextlib.redirect_stdout(io.StringIO()):
             score = float(scorer.score_answer(answer, entry))
     except BaseException as error:  # an answer may be `exit()`
-        if isinstance(error, MemoryError) or is_ctrl_c(error):
+        if isinstance(error, MemoryError | KeyboardInterrupt):
             raise
         return 0.0
     return score if math.isfinite(score) else 0.0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..rewards.errors import is_ctrl_c, told
+from ..rewards.errors import told
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def own_code(what: str, fix: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if is_ctrl_c(error):
+        if isinstance(error, KeyboardInterrupt):
             raise
         raise ValueError(f"{what} ({told(error)}). {fix}") from error
 
