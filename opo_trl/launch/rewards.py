@@ -67,7 +67,7 @@ def load_rewards(script: OPOScriptArguments, args: OPOConfig) -> list:
     return [*(_made(name, script, args) for name in names), *([model] if model else [])]
 
 
-def _made(name: str, script: OPOScriptArguments, args: RolloutConfig) -> Callable:
+def _made(name: str, script: OPOScriptArguments, args: OPOConfig) -> Callable:
     if name == "soft_overlong_punishment":
         return get_soft_overlong_punishment(args.max_completion_length, script.overlong_cache)
     reward = load_reward(name)
