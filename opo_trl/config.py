@@ -10,12 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from trl import GRPOConfig
 
 from .checks import devices, paths, ranges
-from .checks.addresses import check_host, check_url
 from .checks.environment import check_installed
 from .checks.ranges import require
 from .checks.secrets import Masked
 from .checks.silent import check_options
-from .fields import COUNT, DATA, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, default, hints, integer, setting
+from .fields import COUNT, DATA, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, default, integer, setting
 from .metrics.log import Watch
 from .objective import OBJECTIVES, DriveScaling, Objective, Positivity, Push, RatioForm, Reduction, objective_named
 
@@ -84,10 +83,9 @@ class RolloutConfig(Masked, GRPOConfig):
             processes, the run can continue only if the lack of space was detected before the save began.
 
     Raises:
-        `ValueError`: a value is out of its range, a watch cannot be parsed, batch sizes do not divide evenly, there
-        are more processes than devices, `max_sampling_rounds` is above 1 although advantages are normalized over
-        groups that may still be replaced, or `enable_jit_checkpoint` is set, which saves in the middle of an optimizer
-        step.
+        `ValueError`: a value is out of its range, a watch cannot be parsed, batch sizes do not divide evenly,
+        `max_sampling_rounds` is above 1 although advantages are normalized over groups that may still be replaced, or
+        `enable_jit_checkpoint` is set, which saves in the middle of an optimizer step.
     """
 
     unused_fields: ClassVar[frozenset[str]] = frozenset()  # inherited fields without effect; reports omit them
@@ -193,11 +191,8 @@ class RolloutConfig(Masked, GRPOConfig):
             )
         weights = self.reward_weights
         require(not weights or any(weights), "reward_weights", weights, "a list with at least one number other than 0")
-        require("\0" not in (self.run_name or ""), "run_name", self.run_name, "a name without a NUL character")
         if self.vllm_server_base_url is not None:
-            self.vllm_server_base_url = check_url("vllm_server_base_url", self.vllm_server_base_url)
-        else:
-            check_host("vllm_server_host", self.vllm_server_host)
+            self.vllm_server_base_url = self.vllm_server_base_url.rstrip("/")
         processes = int(os.environ.get("WORLD_SIZE", 1))
         last = ranges.RANGES["seed"].high - processes + 1  # each process adds its rank
         require(self.seed <= last, "seed", self.seed, f"an integer from 0 to {last:.0f}")
@@ -222,16 +217,11 @@ class RolloutConfig(Masked, GRPOConfig):
         check_options(self)
 
     def _check_launch(self):
-        """Check packages, JSON and devices, before anything initializes a device."""
+        """Check packages, before anything initializes a device."""
         if self.deepspeed:
             check_deepspeed(f"deepspeed={self.deepspeed!r}")
         elif os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
             check_deepspeed("The accelerate configuration")
-        for name in self._VALID_DICT_FIELDS:
-            value = getattr(self, name)
-            if name in ("deepspeed", "fsdp_config", "accelerator_config") or str(value).startswith("{"):
-                paths.check_json(name, value)
-        devices.check_number(on_cpu=self.use_cpu or os.environ.get("ACCELERATE_USE_CPU") == "true")
 
     def _check_batches(self):
         group, processes = self.num_generations, int(os.environ.get("WORLD_SIZE", 1))
@@ -417,13 +407,6 @@ class ObjectiveConfig:
         return ", ".join(terms)
 
 
-# Fields that hold a path, or may hold one.
-_PATHS = (
-    *("output_dir", "resume_from_checkpoint", "dataset_name", "model_name_or_path", "reward_model_name_or_path"),
-    *("accelerate_config", "rollouts", "rollouts_model"),
-)
-
-
 def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
     """
     Field → what is wrong with it by itself: the one place where a field is validated, besides its type.
@@ -433,11 +416,6 @@ def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
         values (`Mapping`): its fields, perhaps with others.
     """
     found = ranges.problems(kind, values)
-    for name in hints(kind).keys() & {*_PATHS}:
-        try:
-            paths.check_name(name, values.get(name))
-        except ValueError as error:
-            found[name] = str(error)
     for each in dataclasses.fields(kind) if issubclass(kind, ObjectiveConfig) else ():
         reason, value = kind.rejected_fields.get(each.name), values.get(each.name, default(each))
         if each.name == "scale_rewards":

@@ -1,18 +1,16 @@
 """What an earlier run left: whether its checkpoint belongs to the run that resumes it, and its accuracies."""
 
 import os
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from ..checks.files import lines
+from ..checks.files import read_json, read_lines
 from ..fields import DATA, INHERITED, MODEL, REWARDS, SAMPLING, deciding
 from ..methods import config_classes
 from ..report.run_folder import COMPLETIONS, LOG, SUMMARY, is_claimed, is_finished, is_run, read_settings, read_summary
-from .preflight import read_adapter
 
 
 MODEL_PREFIX = "lora_"
@@ -67,7 +65,7 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
     if lines:
         fix = "Set the same values here, or choose another `output_dir` and start from the beginning."
         raise ValueError("\n".join([f"{named} belongs to a run with other settings:", *lines, fix]))
-    base = read_adapter(Path(folder)).get("base_model_name_or_path", model)
+    base = read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path", model)
     if not saved and os.path.realpath(base) != os.path.realpath(model):
         said, fix = f"but model_name_or_path={model!r}", "Set `model_name_or_path` to the adapter's model"
         raise ValueError(f"{named} is an adapter for {base!r}, {said}. {fix}.")
@@ -77,7 +75,7 @@ def check_readable(folder: Path) -> None:
     """Check that what a resumed run keeps can be read, before a model is loaded."""
     read_summary(folder)
     for name in (LOG, COMPLETIONS):
-        deque(lines(folder / name), maxlen=0)
+        read_lines(folder / name)
 
 
 def known_accuracies(folder: Path, checkpoint: str | None) -> dict[str, Any]:

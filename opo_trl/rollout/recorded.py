@@ -335,7 +335,8 @@ def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids:
         }
         for place, (row, ids) in enumerate(zip(inputs, completion_ids, strict=True))
     ]
-    folder = files.inner_folder(Path(trainer.args.output_dir), FOLDER)
+    folder = Path(trainer.args.output_dir) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
     before = done - len(inputs) * accelerator.num_processes
     earlier = [file for file in folder.iterdir() if re.fullmatch(r"\d{9,}-\d+\.jsonl", file.name)]
     if before == 0:

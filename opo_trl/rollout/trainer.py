@@ -33,9 +33,8 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import get_config_model_id
 
-from ..checks.devices import check_placed, check_whole
 from ..checks.text import printable
-from ..checks.weights import check_finite, check_models, check_trainable
+from ..checks.weights import check_models, check_trainable
 from ..config import RolloutConfig
 from ..metrics.opo import gradient_response_efficiency
 from ..metrics.step_clock import StepClock
@@ -170,7 +169,6 @@ class RolloutTrainer(GRPOTrainer):
             self.eos_token_ids = [*self.eos_token_ids, *ends] if args.use_vllm else ends
         if args.use_vllm and (cast(Any, args.generation_kwargs) or {}).get("stop"):
             logger.warning("`completions/clipped_ratio` counts completions that `stop` ends as truncated.")
-        check_finite(self.accelerator, self.model, *self.reward_funcs)
         evaluated.check(compute_metrics, args, eval_dataset)
         self.compute_metrics = compute_metrics
         check_train_dataset(self)
@@ -221,7 +219,6 @@ class RolloutTrainer(GRPOTrainer):
 
     def _checked_args(self, model, args: RolloutConfig | None, *, quantized: bool) -> RolloutConfig:
         wanted = self.config_class
-        check_whole(model)
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
             args = wanted(f"{model_id.split('/')[-1]}-{self._name}")
@@ -423,7 +420,6 @@ class RolloutTrainer(GRPOTrainer):
             return super()._generate_single_turn(*inputs, **options)
 
     def _generate(self, prompts: list):
-        check_placed(self)
         with self._keep_mode(), self._clock.phase("generate"):
             return super()._generate(prompts)
 

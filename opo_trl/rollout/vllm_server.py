@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-from ..checks.addresses import without_secrets
+from ..checks.secrets import mask_text
 from ..checks.text import one_line
 from ..rewards.errors import told
 
@@ -97,6 +97,6 @@ def _watch(url: str, done: threading.Event) -> None:
 
 def _message(url: str, said: int | str | None) -> str:
     return (
-        f"The vLLM server at {without_secrets(url)} no longer answers as it should (last: {said or 'no answer'}). Its "
+        f"The vLLM server at {mask_text(url)} no longer answers as it should (last: {said or 'no answer'}). Its "
         "own log says why; start it again, and resume the run with `--resume_from_checkpoint last`."
     )
