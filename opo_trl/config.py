@@ -193,9 +193,6 @@ class RolloutConfig(Masked, GRPOConfig):
         require(not weights or any(weights), "reward_weights", weights, "a list with at least one number other than 0")
         if self.vllm_server_base_url is not None:
             self.vllm_server_base_url = self.vllm_server_base_url.rstrip("/")
-        processes = int(os.environ.get("WORLD_SIZE", 1))
-        last = ranges.RANGES["seed"].high - processes + 1  # each process adds its rank
-        require(self.seed <= last, "seed", self.seed, f"an integer from 0 to {last:.0f}")
         if self.output_dir is not None and os.environ.get("RANK", "0") == "0":
             paths.check_folder("output_dir", self.output_dir)
 
