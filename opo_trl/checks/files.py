@@ -46,7 +46,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             try:
                 found.append(parse(line))
             except ValueError as error:
-                if number == len(lines):
+                if number == len(lines) and isinstance(error, json.JSONDecodeError):
                     break
                 with _about(path):
                     raise ValueError(f"line {number}: {error}") from error
