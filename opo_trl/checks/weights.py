@@ -33,10 +33,17 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
         scores (`bool`): whether it is a reward model. Another is of the class that its configuration names.
 
     Raises:
-        `ValueError`: a tensor is missing.
+        `ValueError`: a tensor is missing, or the attention is code from the Hub that only the configuration names.
     """
     labels = {"num_labels": 1} if scores else {}
     config, _ = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **{**options, **labels})
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        attention = str(getattr(part, "_attn_implementation", None))
+        if "/" in attention and "attn_implementation" not in options:  # Transformers would download it, and run it
+            raise ValueError(
+                f"{field}={path!r}: its config.json asks for code from the Hub, attn_implementation={attention!r}. "
+                "Remove it there, or set `attn_implementation` to one that you trust, such as 'sdpa'."
+            )
     if "gguf_file" in options or getattr(config, "quantization_config", None) is not None:
         return
     kind: Any = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
