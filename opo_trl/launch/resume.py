@@ -65,7 +65,7 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
     if lines:
         fix = "Set the same values here, or choose another `output_dir` and start from the beginning."
         raise ValueError("\n".join([f"{named} belongs to a run with other settings:", *lines, fix]))
-    base = read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path", model)
+    base = read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path") or model
     if not saved and os.path.realpath(base) != os.path.realpath(model):
         said, fix = f"but model_name_or_path={model!r}", "Set `model_name_or_path` to the adapter's model"
         raise ValueError(f"{named} is an adapter for {base!r}, {said}. {fix}.")

@@ -21,6 +21,7 @@ class Tools:
 
     functions: list[Callable] = field(default_factory=list)
     factory: Callable | None = None  # makes environments
+    offered: list[Callable] = field(default_factory=list)  # the functions, and the methods of an environment
 
     @property
     def for_trainer(self) -> dict[str, Any]:
@@ -30,12 +31,8 @@ class Tools:
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """Arguments of a chat template, which describes in the prompt the functions and an environment's methods."""
-        offered, environment = [*self.functions], self.factory and self.factory()
-        for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if environment else ():
-            if name not in _NOT_TOOLS and not name.startswith("_"):
-                offered.append(getattr(environment, name))
-        return {"tools": offered} if offered else {}
+        """Arguments of a chat template, which describes the tools in the prompt."""
+        return {"tools": self.offered} if self.offered else {}
 
     @property
     def for_rewards(self) -> tuple[str, ...]:
@@ -45,9 +42,15 @@ class Tools:
 
 def load_tools(script: OPOScriptArguments) -> Tools:
     """Find the tools and the environment of a run; a `ValueError` if one of them does not exist."""
-    tools = [foreign.load("tools", name, "a function", "my_tools.calculate") for name in script.tools or []]
-    made_by = script.environment_factory
-    return Tools(tools, made_by and foreign.load("environment_factory", made_by, "a class", "my_game.Game"))
+    functions = [foreign.load("tools", name, "a function", "my_tools.calculate") for name in script.tools or []]
+    if (name := script.environment_factory) is None:
+        return Tools(functions, offered=functions)
+    factory = foreign.load("environment_factory", name, "a class", "my_game.Game")
+    with foreign.library(f"environment_factory={name!r} cannot be created", "It is called without arguments."):
+        environment = factory()
+    members = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
+    methods = [name for name in members if name not in _NOT_TOOLS and not name.startswith("_")]
+    return Tools(functions, factory, [*functions, *(getattr(environment, name) for name in methods)])
 
 
 def check_conversations(tools: Tools, data: Dataset) -> None:
