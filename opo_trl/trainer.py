@@ -41,9 +41,8 @@ from trl.extras.profiling import profiling_decorator
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id
 
-from .checks.devices import check_placed, check_whole
 from .checks.text import printable
-from .checks.weights import check_finite, check_models, check_trainable
+from .checks.weights import check_models, check_trainable
 from .config import OPOConfig
 from .metrics.opo import gradient_response_efficiency, rollout_metrics
 from .metrics.step import SampleReport, metrics_of_samples
@@ -216,7 +215,6 @@ class OPOTrainer(GRPOTrainer):
             self.eos_token_ids = [*self.eos_token_ids, *ends] if args.use_vllm else ends
         if args.use_vllm and (cast(Any, args.generation_kwargs) or {}).get("stop"):
             logger.warning("`completions/clipped_ratio` counts completions that `stop` ends as truncated.")
-        check_finite(self.accelerator, self.model, *self.reward_funcs)
         check_train_dataset(self)
         if args.rollouts is not None:
             self._recorded_digest = recorded.digest(train_dataset)
@@ -270,7 +268,6 @@ class OPOTrainer(GRPOTrainer):
 
     def _checked_args(self, model, args: OPOConfig | None, *, quantized: bool) -> OPOConfig:
         wanted = self.config_class
-        check_whole(model)
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
             args = wanted(f"{model_id.split('/')[-1]}-{self._name}")
@@ -393,7 +390,6 @@ class OPOTrainer(GRPOTrainer):
             return super()._generate_single_turn(*inputs, **options)
 
     def _generate(self, prompts: list):
-        check_placed(self)
         with self._keep_mode(), self._clock.phase("generate"):
             return super()._generate(prompts)
 

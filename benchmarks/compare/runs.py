@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opo_trl.checks.files import COUNT, STEP, TEXT, read_json
 from opo_trl.checks.text import one_line
 from opo_trl.fields import DATA, MODEL, SAMPLING
 from opo_trl.launch.resume import MODEL_PREFIX, fields_deciding
@@ -15,7 +14,6 @@ from opo_trl.methods import DEFAULT
 from opo_trl.report.run_folder import (
     LOG,
     RECIPE,
-    ROLLOUT,
     SETTINGS,
     is_finished,
     is_run,
@@ -35,8 +33,6 @@ _INCIDENTAL = (
     *("seed", "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm"),
     *("accelerate_config", "overwrite", "resume_from_checkpoint", "local_rank", "reward_workers"),
 )
-
-_NEEDED = {"seed": STEP, "reward_funcs": [TEXT], **dict.fromkeys(ROLLOUT, COUNT)}
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,6 @@ def read_run(folder: Path) -> Run:
     if not settings or not log:
         missing = LOG if settings else SETTINGS
         raise ValueError(f"The run {str(folder)!r} lacks {missing}, or it is empty. Restore it, or repeat the run.")
-    read_json(folder / SETTINGS, _NEEDED)  # once more, for what only a comparison needs
     place = folder.resolve()
     return Run(
         label=one_line(place.parent.name if re.fullmatch(r"seed-\d+", place.name) else place.name),

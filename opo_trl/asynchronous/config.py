@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from ..checks import devices
-from ..checks.addresses import check_url
 from ..checks.ranges import require
 from ..checks.secrets import Masked
 from ..config import ObjectiveConfig, check_fields
@@ -92,7 +91,7 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
             if value not in possible if possible else name in set_:
                 raise ValueError(f"{name}={value!r} {why}. {fix}.")
         self.min_p = 0.0
-        self.vllm_server_base_url = check_url("vllm_server_base_url", self.vllm_server_base_url)
+        self.vllm_server_base_url = self.vllm_server_base_url.rstrip("/")
         super().__post_init__()
         devices.check_own(self.device)
         self._n_gpu = min(self.n_gpu, 1)  # a process that sees several trains on the first

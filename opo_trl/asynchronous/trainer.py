@@ -28,7 +28,7 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
-from ..checks.weights import check_finite, check_models, check_trainable
+from ..checks.weights import check_models, check_trainable
 from ..metrics.step import SampleReport, metrics_of_samples
 from ..objective import OPO, Objective, Samples
 from ..objectives import objective_named
@@ -158,7 +158,6 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
                 weight_transfer=weight_transfer,
             )
         attention.check_model(self.model)
-        check_finite(self.accelerator, self.model)
         faults.check_sharding(self.accelerator)
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
         self._frozen_base = nullcontext() if self._lora_sync else FrozenBase(self.model)

@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from ..checks.files import append_lines, rewind, write_json
+from ..checks.files import append_lines, read_lines, write_json, write_lines
 from ..checks.text import one_line
 from ..evaluate import Decoding, evaluate
 from ..report.run_folder import COMPLETIONS, LOG, SUMMARY, by_decoding
@@ -46,7 +46,9 @@ class LogFile(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             for name in (LOG, COMPLETIONS):
-                rewind(self.folder / name, state.global_step if state.global_step else -1)
+                # A resumed run writes what came after its checkpoint again.
+                kept = read_lines(self.folder / name) if state.global_step else []
+                write_lines(self.folder / name, [line for line in kept if line["step"] <= state.global_step])
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero:

@@ -6,7 +6,6 @@ The `opo-trl` command.
     opo-trl diagnose RUN [--output REPORT.html]
     opo-trl figures RUN_FOLDER
     opo-trl recipes [RECIPE] [--output FOLDER]
-    opo-trl env
 
 `opo_trl.checks.errors` explains the exit status; of `diagnose`, 1 says that something is wrong with the run.
 `--debug` also shows the traceback of an error.
@@ -23,8 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..checks import paths
-from ..checks.errors import never_fail_to_print, report_error
+from ..checks.errors import report_error
 from .words import check_at_once, find_accelerate_config, split
 
 
@@ -37,6 +35,7 @@ your own problems with answers:
 """
 # Commands of earlier releases, and what is done instead.
 _GONE = {
+    "env": "use `trl env`, and `opo-trl --version`.",
     "compare": "train a run per recipe and seed with `opo-trl train`, then `opo-trl report RUN RUN …`.",
     "evaluate": "use lm-eval's own on the folder of the run, such as `lm_eval --model hf --model_args "
     "pretrained=runs/x,dtype=float32 --tasks gsm8k --apply_chat_template`.",
@@ -45,7 +44,6 @@ _GONE = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `opo-trl`; returns the exit status."""
-    never_fail_to_print()
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] and (said := _GONE.get(argv[0])):
         return report_error(f"opo-trl {argv[0]}", ValueError(f"this command is gone: {said}"), debug=False)
@@ -72,16 +70,15 @@ def _make_parser() -> argparse.ArgumentParser:
     recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
     diagnose = commands.add_parser("diagnose", help="judge the log of any GRPO run, of TRL's trainer too")
     diagnose.add_argument(
-        "run", type=paths.path, help="TRL's folder or trainer_state.json, or an export: .jsonl, .json, .csv"
+        "run", type=Path, help="TRL's folder or trainer_state.json, or an export: .jsonl, .json, .csv"
     )
-    diagnose.add_argument("--output", type=paths.path, help="also write this .html file")
-    figures.add_argument("folder", type=paths.path, help="folder of a run")
-    report.add_argument("folder", nargs="+", type=paths.path, help="folders of runs; of several, prints a table")
+    diagnose.add_argument("--output", type=Path, help="also write this .html file")
+    figures.add_argument("folder", type=Path, help="folder of a run")
+    report.add_argument("folder", nargs="+", type=Path, help="folders of runs; of several, prints a table")
     recipes.add_argument("recipe", nargs="?", help="recipe, or folder of recipes, to copy")
     text = "folder to copy to (default: recipes)"
-    recipes.add_argument("--output", type=paths.path, default=Path("recipes"), help=text)
-    env = commands.add_parser("env", help="print what a bug report needs")
-    for command in (figures, report, diagnose, recipes, env):
+    recipes.add_argument("--output", type=Path, default=Path("recipes"), help=text)
+    for command in (figures, report, diagnose, recipes):
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
@@ -105,17 +102,13 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
         from .shipped import describe as list_recipes
 
         print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else [list_recipes()]), sep="\n")
-    elif arguments.command == "figures":
+    else:
         from ..report.figures import draw_run
         from ..report.run_folder import is_run
 
         if not is_run(arguments.folder):
             raise ValueError(f"{str(arguments.folder)!r} has no recipe.yaml of a run. Pass the folder of a run.")
         print(*draw_run(arguments.folder), sep="\n")
-    else:
-        from .environment import describe
-
-        print(describe())
     return 0
 
 

@@ -49,12 +49,6 @@ class Data:
     plan: str  # which column was used as which field, as a line of the run's plan
     prompt_style: str  # also where the recipe leaves it open
 
-    def splits(self, source: str) -> dict[str, Dataset]:
-        """Field that selects a dataset → the dataset; the one for training, from the field `source`, is the first."""
-        report = {f"report_levels={level!r}": data for level, data in self.report.items()}
-        held_out = {"validation_levels": self.validation, "eval_strategy": self.evaluation, **report}
-        return {source: self.training} | {name: data for name, data in held_out.items() if data is not None}
-
 
 def source_of(script: OPOScriptArguments, args: OPOConfig) -> str:
     """The field that the training prompts are from, with its value."""

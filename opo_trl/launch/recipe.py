@@ -25,7 +25,6 @@ from trl.scripts.grpo import GRPOScriptArguments
 from .. import methods
 from ..arguments import NOT_STREAMED, OPOScriptArguments
 from ..checks import strict_yaml
-from ..checks.environment import check_numbers
 from ..checks.secrets import masked
 from ..config import REJECTED_FIELDS, OPOConfig, field_problems
 from ..fields import hints
@@ -322,7 +321,6 @@ def set_variables(env: Mapping[str, str | int]) -> None:
         elif name not in os.environ:
             said = f"env={{{name!r}: {value!r}}} is a secret, which the run that wrote this recipe did not save"
             raise ValueError(f"{said}. Set the variable {name} in the shell.")
-    check_numbers(os.environ)
 
 
 def _fields_of_trl() -> set[str]:

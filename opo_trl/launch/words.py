@@ -6,14 +6,12 @@ reported at once, by [`check_at_once`]; everything else by `launch.recipe` and `
 """
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..checks import paths, strict_yaml
-from ..checks.environment import check_numbers
 
 
 # Fields that hold a mapping, and so have YAML in braces as their value on a command line.
@@ -52,8 +50,7 @@ def overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 def check_at_once(argv: Sequence[str]) -> None:
-    """Check what needs no type of a field: environment variables, the recipe's YAML, mappings, and paths."""
-    check_numbers(os.environ)
+    """Check what needs no type of a field: the recipe's YAML, mappings, and paths."""
     path, _, words = split(argv)
     fields = {} if path is None else read_yaml(path, lambda _: "text")
     given: Mapping[str, Any] = {name: value for name, value in (fields | overrides(words)).items() if value}
@@ -62,19 +59,18 @@ def check_at_once(argv: Sequence[str]) -> None:
     folder, dataset = given.get("output_dir"), given.get("dataset_name")
     if isinstance(folder, str):
         paths.check_folder("output_dir", folder)
-    if isinstance(dataset, str):
-        paths.check_name("dataset_name", dataset)
-        if paths.is_local(dataset) or Path(dataset).suffix:  # a path, and no embedded dataset
-            from ..data.files import local_file  # with `datasets`, half a second
+    # A path, and no embedded dataset.
+    if isinstance(dataset, str) and (paths.is_local(dataset) or Path(dataset).suffix):
+        from ..data.files import local_file  # with `datasets`, half a second
 
-            local_file(dataset, str(given.get("dataset_train_split", "train")))
+        local_file(dataset, str(given.get("dataset_train_split", "train")))
     if isinstance(given.get("accelerate_config"), str):
         find_accelerate_config(given["accelerate_config"], path)
 
 
 def read_yaml(path: str | Path, kind_of: Any) -> dict[str, Any]:
     """Read a recipe, with [`strict_yaml.read`], and say where to find one if there is no such file."""
-    paths.check_file("config", path, "Pass the path of a recipe.")
+    paths.check_file("config", path, "Pass the path of a recipe; `opo-trl recipes` copies one of the package's.")
     return strict_yaml.read(path, kind_of)
 
 
@@ -82,13 +78,12 @@ def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | N
     """Find an accelerate configuration: a file, relative to here or to the recipe, or the name of one of TRL's."""
     if name is None:
         return None
-    paths.check_name("accelerate_config", name)
     trl: Any = find_spec("trl")
     places = [Path(name), Path(trl.origin).parent / "accelerate_configs" / f"{name}.yaml"]
     if recipe_path is not None:
         places.insert(1, Path(recipe_path).parent / name)
     for place in places:
-        if paths.is_file("accelerate_config", place):
+        if place.is_file():
             return str(place.resolve())
-    sought = f"Looked for {', '.join(map(str, places))}. {paths.hint_at_checkout(name)}".rstrip()
+    sought = f"Looked for {', '.join(map(str, places))}."
     raise ValueError(f"accelerate_config={name!r} is neither a file nor one of TRL's configurations. {sought}")

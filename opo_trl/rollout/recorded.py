@@ -312,7 +312,7 @@ def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids:
         }
         for place, (row, ids) in enumerate(zip(inputs, completion_ids, strict=True))
     ]
-    folder = Path(trainer.args.output_dir, FOLDER)
+    folder = Path(trainer.args.output_dir) / FOLDER
     before = done - len(inputs) * accelerator.num_processes
     if accelerator.is_main_process and folder.is_dir():
         if before == 0:

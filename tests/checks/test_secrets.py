@@ -68,12 +68,13 @@ def test_only_tokens_are_secret_among_the_fields():
         ["--vllm_server_base_url", f"http://user:{SECRET}@host"],
     ],
 )
-def test_command_lines_lose_their_secrets(words, capsys):
+def test_command_lines_lose_their_secrets(words):
     assert SECRET not in " ".join(mask_words(words))
-    try:
-        raise ValueError(f"hub_token={SECRET!r} is not allowed, nor is {{'HF_TOKEN': '{SECRET}'}}.")
-    except ValueError as error:
-        report_error("opo-trl train", error, debug=True)
+
+
+def test_messages_lose_passwords_and_tokens(capsys):
+    said = f"http://user:{SECRET}@host does not answer to hf_{SECRET}abcdefghijklmnop"
+    assert report_error("opo-trl train", ValueError(said), debug=True) == 2
     assert SECRET not in capsys.readouterr().err
 
 
@@ -84,11 +85,6 @@ def test_harmless_words_and_messages_stay():
         assert mask_words(["--generation_kwargs", mapping])[1] == mapping
     said = "there is no token. Set `hub_token`, or log in: pad_token='</s>', temperature=1.0, step=3?"
     assert mask_text(said) == said
-
-
-@pytest.mark.parametrize("unit", ["a-", "a=b,", "--a ", "x://", "'a': ", "?a=", "hf-", "token="])
-def test_masking_takes_linear_time(unit):
-    mask_text(unit * 20_000)
 
 
 @pytest.mark.parametrize("kind", [OPOConfig, AsyncOPOConfig])

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from opo_trl.checks.environment import check_numbers
-from opo_trl.launch import cli
 from opo_trl.launch.words import check_at_once
 
 
@@ -63,23 +61,3 @@ def test_no_library_is_imported_for_it(tmp_path, command):
     done = subprocess.run([sys.executable, "-c", SEEN, *argv], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "2 set()"
     assert "absent.yaml" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("variables", "says"),
-    [
-        ({"RANK": "x"}, "RANK='x'"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
-        ({"RANK": "1"}, "RANK=1 does not fit WORLD_SIZE=1"),
-        ({"OMP_NUM_THREADS": "all"}, "OMP_NUM_THREADS='all'"),
-    ],
-)
-def test_environment_variable_that_is_no_number_is_named(monkeypatch, capsys, variables, says):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert cli.main(["train"]) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_variables_of_a_launcher_are_accepted():
-    check_numbers({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "-1", "OMP_NUM_THREADS": "2", "MASTER_PORT": "29500"})
