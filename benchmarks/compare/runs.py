@@ -15,7 +15,6 @@ from opo_trl.methods import DEFAULT, by_trainer
 from opo_trl.report.run_folder import (
     LOG,
     RECIPE,
-    ROLLOUT,
     SETTINGS,
     is_finished,
     is_run,
@@ -24,17 +23,15 @@ from opo_trl.report.run_folder import (
     read_settings,
     read_summary,
 )
+from opo_trl.report.several import INCIDENTAL
 
 
 Settings = Mapping[str, Any]
 
 _DEFINING_PREFIXES = (MODEL_PREFIX, "validation_", "report_")
 
-# Where a run is written, how it is shown and how it is launched: not part of the method.
-_INCIDENTAL = (
-    *("seed", "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm"),
-    *("accelerate_config", "overwrite", "resume_from_checkpoint", "local_rank", "reward_workers"),
-)
+# Settings that make optimizer steps of a rollout.
+ROLLOUT = ("generation_batch_size", "steps_per_generation", "num_iterations", "gradient_accumulation_steps")
 
 _NEEDED = {"seed": STEP, "reward_funcs": [TEXT], **dict.fromkeys(ROLLOUT, COUNT)}
 
@@ -150,7 +147,7 @@ def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def method_settings(settings: Settings) -> dict[str, Any]:
     """The settings without those that are incidental to a run."""
-    return {key: value for key, value in settings.items() if key not in _INCIDENTAL}
+    return {key: value for key, value in settings.items() if key not in INCIDENTAL}
 
 
 def what_differs(methods: Mapping[str, list[Run]]) -> list[list[str]]:

@@ -12,7 +12,7 @@ import torch
 from trl.scripts.env import print_env
 
 from .. import __version__
-from ..report.run_folder import git_commit
+from .output_dir import git_commit
 
 
 # Set on purpose or by a launcher, and not secret.

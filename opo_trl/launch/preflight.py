@@ -6,10 +6,8 @@ Each raises a `ValueError` that names the field, its value and the fix; an `Impo
 
 import inspect
 import math
-import os
 import re
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +18,6 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from trl import ModelConfig
 
-from ..arguments import OPOScriptArguments
 from ..checks import paths
 from ..checks.addresses import without_secrets
 from ..checks.environment import check_installed
@@ -29,7 +26,6 @@ from ..config import RolloutConfig
 from ..data import tokenize_prompts
 from ..data.prompts import shown
 from ..data.rollouts import RECORDED
-from ..report.run_folder import RECIPE, is_claimed
 from ..rewards.scoring import IsolatedReward
 from ..rollout import vllm_server
 from ..rollout.prompts import check_columns as check_reserved
@@ -46,13 +42,6 @@ _GIVEN_TO_TEMPLATE = (
 # Further arguments that the trainer passes to a reward function.
 OF_TRAINER = ("trainer_state", "log_extra", "log_metric")
 
-_HERE = "the current folder"
-# Fields that may name a file or folder, besides the model's and those of the user's code.
-_PATHS = (
-    *("dataset_name", "rollouts", "rollouts_model", "reward_model_name_or_path", "accelerate_config"),
-    *("deepspeed", "fsdp_config", "accelerator_config", "resume_from_checkpoint"),
-)
-
 # Field of a recipe → the package that it needs, and what installs that.
 _PACKAGES = {
     "use_vllm": ("vllm", "'opo_trl[vllm]'"),
@@ -68,32 +57,6 @@ def check_packages(args: RolloutConfig, model_config: ModelConfig) -> None:
     for name, (package, install) in _PACKAGES.items():
         if getattr(args, name, False) or getattr(model_config, name, False):
             check_installed(f"{name}=True", package, install=install, otherwise=f", or remove `{name}`")
-
-
-def check_apart(script: OPOScriptArguments, args: RolloutConfig, model: str, recipe_path: str | None) -> None:
-    """Check that a folder whose run will be deleted contains nothing that the new run reads, also through links."""
-    folder = Path(args.output_dir)
-    # A run's own `recipe.yaml` repeats it in place: it is replaced, and never deleted.
-    repeats = is_claimed(folder) and os.path.realpath(recipe_path or "") == os.path.realpath(folder / RECIPE)
-    read: list[tuple[str, Any]] = [("config", None if repeats else recipe_path), ("model_name_or_path", model)]
-    read += [(name, getattr(script, name, None) or getattr(args, name, None)) for name in _PATHS]
-    for part in script.datasets:
-        read += [("datasets", part.get(name)) for name in ("path", "data_dir", "data_files")]
-    for field in ("reward_funcs", "tools", "environment_factory"):
-        value: Any = getattr(script, field) or []
-        for name in [value] if isinstance(value, str) else value:
-            module = name.rpartition(".")[0].replace(".", "/")
-            read += [(field, Path(at, module + end)) for at in ("", *sys.path) for end in (".py", "") if module]
-    for field, path in [*read, (_HERE, Path.cwd())]:
-        if not path or not isinstance(path, str | Path) or not os.path.exists(os.path.expanduser(path)):
-            continue
-        place = Path(os.path.expanduser(path))
-        searched = place.is_dir() and field != _HERE  # which may have a link to its latest run
-        linked = [entry for entry in place.iterdir() if entry.is_symlink()] if searched else []
-        if any(each.resolve().is_relative_to(folder.resolve()) for each in (place, *linked)):
-            named = f"{field}={str(path)!r}" if field != _HERE else f"{field} {str(path)!r}"
-            said = f"output_dir={str(folder)!r} contains {named}, so the run in it cannot be deleted (`overwrite`)"
-            raise ValueError(f"{said}. Choose another `output_dir`, or move the other out of it.")
 
 
 def check_vllm_server(args: RolloutConfig) -> None:

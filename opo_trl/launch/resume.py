@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list
 from ..checks.files import lines
 from ..fields import DATA, INHERITED, MODEL, REWARDS, SAMPLING, deciding
 from ..methods import config_classes
-from ..report.run_folder import COMPLETIONS, LOG, SUMMARY, is_claimed, is_finished, is_run, read_settings, read_summary
+from ..report.run_folder import COMPLETIONS, LOG, SUMMARY, is_finished, is_run, read_settings, read_summary
 from .preflight import read_adapter
 
 
@@ -27,7 +27,7 @@ def continues(folder: Path, asked: Any, checkpoint: str | None) -> bool:
     """
     if checkpoint is not None and Path(checkpoint).resolve().parent == folder.resolve():
         return True
-    if not (is_run(folder) or is_claimed(folder)) or is_finished(folder):
+    if not is_run(folder) or is_finished(folder):
         return False
     if checkpoint is None:
         return asked == "auto"

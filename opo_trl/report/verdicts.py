@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from ..checks.text import printable
 from ..metrics.log import Entry, Points, Watch, finite, number, off_policy, seconds_by_phase, validations
 from .diagnostics import Diagnostic, diagnostics
 
@@ -31,6 +32,12 @@ class Verdict:
     def word(self) -> str:
         """The verdict in a word."""
         return "wrong" if self.wrong else {True: "healthy", False: "look", None: "–"}[self.healthy]
+
+    @property
+    def line(self) -> str:
+        """The verdict in a line of a terminal."""
+        healthy = f"Healthy: {self.range}." if self.range else ""
+        return printable(" ".join(filter(None, (f"{self.word:7} ", self.sentence, healthy, self.remedy))))
 
 
 def facts(values: Sequence[float], on_policy: Sequence[float], generated: float) -> dict[str, float]:
@@ -184,3 +191,23 @@ def fired(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
         said = f"Watch “{watch.text}” fired in step {row['step']}, at {row[watch.metric]:.4g}."
         found.append(Verdict(watch.metric, said, False, remedy, []))
     return found
+
+
+def conclusion(verdicts: Sequence[Verdict]) -> str:
+    """The verdicts in a sentence."""
+    judged = [verdict for verdict in verdicts if verdict.healthy is not None]
+    if not judged:
+        return "Too little has been logged for a verdict." if verdicts else "Nothing has been logged yet."
+    if poor := [f"`{verdict.metric}`" for verdict in judged if not verdict.healthy]:
+        return f"Look at {len(poor)} of {len(judged)} diagnostics: {', '.join(poor)}."
+    return f"All {len(judged)} diagnostics are healthy."
+
+
+def spark(points: Points) -> str:
+    """Points of an SVG polyline, with values averaged to at most its width in points."""
+    width, height, margin = 100, 24, 2
+    parts = np.array_split([value for _, value in points], min(len(points), width))
+    means = np.array([part.mean() for part in parts])
+    middle, span = (means.max() + means.min()) / 2, np.ptp(means) or 1
+    places = height / 2 - (means - middle) / span * (height - 2 * margin)
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(np.linspace(0, width, len(means)), places, strict=True))

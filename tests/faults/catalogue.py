@@ -190,21 +190,12 @@ def cut_gzip(folder: Path) -> None:
     write("data/train.jsonl.gz", content[: len(content) // 2])(folder)
 
 
-def move(name: str, to: str) -> Change:
-    def change(folder: Path) -> None:
-        (folder / to).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).rename(folder / to)
-
-    return change
-
-
 def earlier_run(settings: dict[str, Any] | None = None, **files: bytes) -> Change:
     """A run in `run/` with a checkpoint of its first step, complete except that `files` replace its files."""
 
     def change(folder: Path) -> None:
         run, content = folder / "run", {"model.safetensors": b"weights", "trainer_state.json": b"{}", **files}
         listed = {"model.safetensors": {"size": len(b"weights"), "crc32": zlib.crc32(b"weights")}}
-        write("run/_lock", "process 1 on host\n")(folder)
         write("run/recipe.yaml", "alpha: 0.4\n")(folder)
         write("run/settings.json", json.dumps(settings or {}))(folder)
         for name, part in content.items():
@@ -845,6 +836,7 @@ RUNS = [
         {"overwrite": True},
         change=write("run/thesis.tex", "x"),
     ),
+    Case("current folder", ["output_dir='.'", "contains the current folder"], {"output_dir": ".", "overwrite": True}),
     Case("file instead of a folder", ["output_dir='run'", "not a folder", "Choose another"], change=write("run", "x")),
     Case(
         "no permission to write",
@@ -900,66 +892,6 @@ def link(to: str, name: str = "link") -> Change:
         (folder / name).symlink_to(to)
 
     return change
-
-
-def inside(what: str, said: str, change: Change, recipe: dict[str, Any] | None = None, **named: Any) -> Case:
-    """An earlier run cannot be deleted, because its folder contains what the new run reads."""
-    says = ["output_dir=", f"contains {said}", "cannot be deleted", "Choose another"]
-    recipe = {"overwrite": True, **(recipe or {})}
-    return Case(f"{what} in the folder of a run", says, recipe, change=both(earlier_run(), change), **named)
-
-
-INSIDE = [
-    inside(
-        "recipe", "config='run/mine.yaml'", move("recipe.yaml", "run/mine.yaml"), fields=["--config", "run/mine.yaml"]
-    ),
-    inside("data", "dataset_name='./run/data'", move("data", "run/data"), {"dataset_name": "./run/data"}),
-    inside(
-        "mixed data",
-        "datasets='run/d'",
-        move("data", "run/d"),
-        {"dataset_name": None, "datasets": [{"path": "run/d"}]},
-    ),
-    inside("model", "model_name_or_path='./run'", move("model", "run/model"), {"model_name_or_path": "./run"}),
-    inside("linked model", "model_name_or_path='link'", link("run"), {"model_name_or_path": "link"}),
-    inside(
-        "weights of the model",
-        "model_name_or_path='./model'",
-        both(
-            move("model/model.safetensors", "run/model.safetensors"),
-            link("../run/model.safetensors", "model/model.safetensors"),
-        ),
-    ),
-    inside(
-        "reward model",
-        "reward_model_name_or_path='run/checkpoint-1'",
-        lambda folder: None,
-        {"reward_model_name_or_path": "run/checkpoint-1"},
-    ),
-    inside(
-        "reward",
-        "reward_funcs=",
-        move("my_rewards.py", "run/my_rewards.py"),
-        {"reward_funcs": ["run.my_rewards.length"]},
-    ),
-    inside(
-        "configuration of accelerate",
-        "accelerate_config=",
-        write("run/a.yaml", "{}"),
-        {"accelerate_config": "run/a.yaml"},
-    ),
-    Case(
-        "overwriting the current folder",
-        ["output_dir='.'", "contains config='recipe.yaml'", "Choose another"],
-        {"output_dir": ".", "overwrite": True},
-        change=write("thesis.txt", "x"),
-    ),
-    Case(
-        "overwriting everything",
-        ["output_dir='/'", "contains config='recipe.yaml'", "Choose another"],
-        {"output_dir": "/", "overwrite": True},
-    ),
-]
 
 
 LONG = "x" * 300
@@ -1164,7 +1096,7 @@ LAUNCH = [
 ]
 
 OTHER_COMMANDS = [
-    Case("figures without a run", ["recipe.yaml", "Pass the folder of a run"], fields=["nothing"], command="figures"),
+    Case("report without a run", ["'nothing' has no settings.json"], fields=["nothing"], command="report"),
     Case("several without runs", ["'data' has no settings.json"], fields=["data", "data"], command="report"),
 ]
 
@@ -1176,7 +1108,6 @@ ALL = [
     *MODELS,
     *REWARD_FUNCTIONS,
     *RUNS,
-    *INSIDE,
     *PATHS,
     *KINDS,
     *LAUNCH,
