@@ -13,12 +13,12 @@ from opo_trl.fields import DATA, MODEL, SAMPLING
 from opo_trl.launch.resume import MODEL_PREFIX, fields_deciding
 from opo_trl.methods import DEFAULT, by_trainer
 from opo_trl.report.run_folder import (
+    ENVIRONMENT,
     LOG,
     RECIPE,
     SETTINGS,
     is_finished,
     is_run,
-    read_environment,
     read_log,
     read_settings,
     read_summary,
@@ -75,7 +75,7 @@ def read_run(folder: Path) -> Run:
         label=one_line(place.parent.name if re.fullmatch(r"seed-\d+", place.name) else place.name),
         seed=settings["seed"],
         settings=settings,
-        environment=read_environment(folder),
+        environment=read_json(folder / ENVIRONMENT),
         summary=read_summary(folder),
         log=log,
     )

@@ -26,7 +26,6 @@ from .verdicts import Verdict, conclusion, judge, spark
 # as a share of GRPO's.
 GRADIENTS, COMPLETIONS = 4, 0.67
 
-_OWN = (STATE, LOG)  # files that a run of ours leaves, too
 _OF_A_ROLLOUT = ("num_tokens", "completions/mean_length", "reward")  # logged in the step that generates it
 _CLIPPED = ("clip_ratio/region_mean", "clip_ratio", "cispo_clip_ratio")
 # Share of its tokens clipped, in the completion with most of them. A ratio of whole completions clips all or none; a
@@ -38,12 +37,9 @@ _WHOLE_ON_AVERAGE = 0.25  # over the steps of an entry, which may clip nothing
 def diagnose(run: Path, output: Path | None) -> int:
     """Print the verdicts on a run, and write them to a page; returns 1 if one of them is "wrong"."""
     check_output(output, ".html")
-    # A checkpoint is judged as its run.
-    folders = [
-        run,
-        *(run.resolve().parents[: 2 if run.name == STATE else 1] if run.is_dir() or run.name in _OWN else ()),
-    ]
-    own = next(filter(is_run, folders), None)
+    has_own = run.is_dir() or run.name in (STATE, LOG)  # a checkpoint is judged as its run
+    above = run.resolve().parents[: 2 if run.name == STATE else 1] if has_own else ()
+    own = next(filter(is_run, (run, *above)), None)
     log, notes = (read_log(run), []) if own == run else read(run)
     with as_a_run_leaves_it(run):
         settings = read_settings(own) if own else {"importance_sampling_level": _level(log)}
@@ -57,7 +53,7 @@ def diagnose(run: Path, output: Path | None) -> int:
     if output is not None:
         content = {"name": run.resolve().name, "summary": said, "verdicts": verdicts, "spark": spark, "plan": ""}
         content |= {"beyond": [verdict for verdict in judged if verdict.remedy], "accuracies": table([], [])}
-        write(output, render("report.html.j2", {**content, "samples": []}))
+        write(output, render("report.html.j2", content))
         print(printable(str(output)))
     return int(any(verdict.wrong for verdict in judged))
 

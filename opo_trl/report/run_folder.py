@@ -10,7 +10,7 @@ The folder of a run: its recipe, environment, log and results.
     completions.jsonl    completions of the validation problems, over training
     summary.json         accuracies before and after, with intervals
     _lock                locked while a run writes here; names its process and machine
-    report.html          the report: plan, accuracies, verdicts, completions
+    report.html          the report: accuracies, verdicts and plan
     checkpoint-*/, model.safetensors, …   as Transformers saves them
 """
 
@@ -56,20 +56,10 @@ def by_decoding(accuracies: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {f"{level}, {way}": result for level, results in accuracies.items() for way, result in results.items()}
 
 
-def read_environment(folder: Path) -> dict[str, Any]:
-    """What a run was made with; empty if it is not known."""
-    return files.read_json(_file(folder, ENVIRONMENT))
-
-
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """The log of a run, which may be gzipped (`log.jsonl.gz`); empty if there is none."""
     is_zipped = not os.path.lexists(folder / LOG) and (folder / f"{LOG}.gz").is_file()
     return files.read_lines(_file(folder, f"{LOG}.gz" if is_zipped else LOG))
-
-
-def read_completions(folder: Path) -> Iterator[dict[str, Any]]:
-    """The completions of the validation problems, one by one."""
-    return files.lines(_file(folder, COMPLETIONS))
 
 
 def read_plan(folder: Path) -> str:

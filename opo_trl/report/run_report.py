@@ -24,9 +24,6 @@ from .verdicts import conclusion, fired, judge, spark
 
 REPORT = "report.html"
 
-_PROMPTS = 4  # whose completions are shown
-_LONGEST = 2000  # characters of a prompt or completion
-
 
 def report(folders: Sequence[Path], output: Path | None) -> None:
     """Print the accuracies of a run and the verdicts on it, or compare several; `output` gets the same as a page."""
@@ -81,7 +78,6 @@ def describe(folder: Path) -> dict[str, Any]:
         "verdicts": verdicts,
         "spark": spark,
         "beyond": [*watches, *(verdict for verdict in verdicts if verdict.remedy)],
-        "samples": samples(folder),
     }
 
 
@@ -118,23 +114,3 @@ def _accuracies(summary: dict[str, Any]) -> dict[str, Any]:
 
 def _interval(accuracy: Mapping[str, Any] | None) -> str:
     return "{accuracy:.1%} [{low:.1%}, {high:.1%}]".format_map(accuracy) if accuracy else "–"
-
-
-def samples(folder: Path) -> list[dict[str, Any]]:
-    """The first validation problems, each with its completions at the first validation and at the last."""
-    prompts: dict[str, list[dict[str, Any]]] = {}
-    for row in run_folder.read_completions(folder):
-        prompt = _text(row["prompt"])
-        if len(prompts) < _PROMPTS or prompt in prompts:
-            reward = "unscored" if row.get("reward") is None else f"{row['reward']:g}"
-            shown = {"step": row["step"], "reward": reward, "completion": _text(row["completion"])}
-            prompts[prompt] = [*prompts.get(prompt, [])[:1], shown]
-    return [{"prompt": prompt, "rows": rows} for prompt, rows in prompts.items()]
-
-
-def _text(content: Any) -> str:
-    """A prompt or completion, which may be messages, cut where it is long."""
-    if isinstance(content, list):
-        said = [str(message.get("content") or message.get("tool_calls") or "") for message in content]
-        content = "\n".join(said)
-    return f"{content[:_LONGEST]}\n… {len(content) - _LONGEST:,} more characters" if content[_LONGEST:] else content

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import stats
 
 from ..checks.text import printable
-from ..metrics.log import Entry, Points, Watch, finite, number, off_policy, seconds_by_phase, validations
+from ..metrics.log import Entry, Points, Watch, finite, number, off_policy, validations
 from .diagnostics import Diagnostic, diagnostics
 
 
@@ -93,15 +93,15 @@ def trend(values: Sequence[float]) -> tuple[float, float]:
 
 def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     """
-    Verdicts on a run, from the lines of its `log.jsonl` and its settings: one for each diagnostic that was logged, one
-    for the validation, and the slowest phase.
+    Verdicts on a run, from the lines of its `log.jsonl` and its settings: one for each diagnostic that was logged, and
+    one for the validation.
     """
     rewards = [value for _, value in finite(log, "reward")]
     # Without a signal, a run whose reward has risen has solved its problems.
     learns = bool(rewards) and facts(rewards, [], math.nan)["rise"] >= 1
     scored = [row for row in log if not _unscored(row)]
     found = [_judge(each, scored if each.name == "groups" else log, learns) for each in diagnostics(settings)]
-    everything = (_without_rewards(log), *found, _validation(log), _slowest_phase(log))
+    everything = (_without_rewards(log), *found, _validation(log))
     return [verdict for verdict in everything if verdict is not None]
 
 
@@ -157,24 +157,6 @@ _CHEATED = (
     "If the reward rose, the policy earns it by something other than correct answers: read the completions and "
     "fix the reward. Otherwise lower `learning_rate`."
 )
-_FASTER = {
-    "generate": "`use_vllm` speeds up generation.",
-    "score": "More `reward_workers` or a cheaper reward speed up scoring.",
-    "anchor": "Larger micro-batches (`per_device_train_batch_size`) make forward passes cheaper.",
-    "update": "`max_tokens_per_micro_batch` and `skip_inert_rows` make updates cheaper.",
-    "sync": "Weights go to vLLM once per rollout: use a rollout for more optimizer steps (`steps_per_generation`).",
-}
-
-
-def _slowest_phase(log: Sequence[Entry]) -> Verdict | None:
-    seconds = seconds_by_phase(log)
-    phase, total = max(seconds, key=lambda name: seconds[name]), sum(seconds.values())
-    points = finite(log, f"opo/time/{phase}")
-    if not points:
-        return None
-    share = seconds[phase] / max(total, 1e-9)
-    said = f"Slowest phase: {phase}, {share:.0%} of {total:.3g} s per optimizer step. {_FASTER[phase]}"
-    return Verdict(f"opo/time/{phase}", said, None, "", points)
 
 
 def fired(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:

@@ -34,7 +34,6 @@ class Bomb:
 def run(tmp_path) -> Path:
     """A finished run with every file that a report reads, and code in others; reached through the user's link."""
     run = write_run(tmp_path / "elsewhere" / "run", scripted(), SETTINGS, {**SUMMARY, "train_seconds": 61.2})
-    append_lines(run / "completions.jsonl", [{"step": 0, "prompt": "1+1=", "completion": "2", "reward": 1.0}])
     for name in ("training_args.bin", "checkpoint-1/optimizer.pt", "completions/completions_00001.parquet"):
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_bytes(pickle.dumps(Bomb(tmp_path / "harm")))
@@ -71,11 +70,11 @@ def test_nothing_is_executed_and_nothing_but_the_output_is_written(run, tmp_path
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("name", ["plan.txt", "log.jsonl", "settings.json", "summary.json", "completions.jsonl"])
+@pytest.mark.parametrize("name", ["plan.txt", "log.jsonl", "settings.json", "summary.json"])
 @pytest.mark.parametrize("target", ["private", "endless", "pipe"])
 def test_private_endless_and_waiting_files_are_not_read(run, tmp_path, capsys, name, target):
     (run / name).unlink()
-    (tmp_path / "id_rsa").write_text('{"step": 0, "prompt": "secret", "completion": "secret"}')
+    (tmp_path / "id_rsa").write_text('{"step": 0, "seed": "secret"}')
     if target == "pipe":
         os.mkfifo(run / name)
     else:
@@ -120,7 +119,6 @@ def test_damaged_file_is_named(run, capsys, name, damage):
         ("summary.json", "after", {"L": {"greedy": {**CELL, "accuracy": "x"}}}),
         ("summary.json", "after", {"L": {"greedy": {**CELL, "accuracy": 1e400}}}),
         ("summary.json", "train_seconds", [1]),
-        ("completions.jsonl", "completion", 3),
         ("log.jsonl", "step", "x"),
     ],
 )
@@ -128,7 +126,7 @@ def test_value_of_another_kind_ends_with_a_line(run, capsys, name, field, value)
     if name.endswith(".json"):
         write_json(run / name, {**read_json(run / name), field: value})
     else:
-        append_lines(run / name, [{"step": 41, "prompt": "1+1=", "completion": "2", "reward": 1.0, field: value}])
+        append_lines(run / name, [{"step": 41, "reward": 1.0, field: value}])
     for command in COMMANDS:
         status = status_of(command, run)
         error = capsys.readouterr().err
@@ -154,8 +152,6 @@ def test_any_text_can_be_shown(run, tmp_path, capsys):
     write_json(run / "summary.json", {**read_json(run / "summary.json"), **texts})
     write_json(run / "settings.json", {**SETTINGS, "dataset_name": HOSTILE, "levels": [HOSTILE]})
     (run / "plan.txt").write_text("plan\n\x1b[2J", encoding="utf-8")
-    entry = {"prompt": HOSTILE, "completion": [{"content": HOSTILE}, {"tool_calls": [3]}], "reward": 1}
-    append_lines(run / "completions.jsonl", [{"step": step, **entry} for step in (0, 1)])
     append_lines(run / "log.jsonl", [{"step": 41, HOSTILE: 1.0}])
     run = run.rename(run.parent / "_$\\foo$\n<b>![x](evil)\x1b")
     for command in COMMANDS:

@@ -12,7 +12,6 @@ import pytest
 
 from opo_trl.checks.files import append_lines, write_json
 from opo_trl.launch.cli import main
-from opo_trl.metrics.log import PHASES
 from opo_trl.report.diagnostics import diagnostics
 from opo_trl.report.run_report import describe, write_report
 from opo_trl.report.verdicts import conclusion, fired, judge, trend
@@ -38,8 +37,6 @@ HEALTHY = {
     "opo/tokens_per_second": lambda share, reused: 1000.0,
     "reward/timeouts": lambda share, reused: 0.0,
     "reward/errors": lambda share, reused: 0.0,
-    "opo/time/generate": lambda share, reused: 1.5 * (1 - reused),
-    **{f"opo/time/{phase}": lambda share, reused: 0.1 for phase in PHASES[1:]},
 }
 
 
@@ -81,7 +78,7 @@ def said(log: list[dict], **settings) -> dict[str, str]:
 
 
 def test_healthy_run_is_called_healthy_in_every_respect():
-    assert {verdict.healthy for verdict in judge(scripted(), SETTINGS)} == {True, None}
+    assert {verdict.healthy for verdict in judge(scripted(), SETTINGS)} == {True}
     assert said(scripted()) == {
         "reward": "Reward went from 0.426 to 0.887 (linear trend +0.5 ± 0.037).",
         "opo/frac_zero_drive": "Zero-variance groups held 40% of completions at the end.",
@@ -102,8 +99,6 @@ def test_healthy_run_is_called_healthy_in_every_respect():
         "reward/timeouts": "Completions whose scoring timed out were 0 (0.0%).",
         "reward/errors": "Completions whose scoring failed were 0 (0.0%).",
         "validation/accuracy": "Validation accuracy rose from 20.0% [10.0%, 30.0%] to 80.0% [70.0%, 90.0%].",
-        "opo/time/generate": "Slowest phase: generate, 65% of 1.15 s per optimizer step. `use_vllm` speeds up "
-        "generation.",
     }
 
 
@@ -194,7 +189,7 @@ def test_groups_of_two_completions_have_a_smaller_bound():
 
 
 def test_runs_with_trls_losses_are_judged_by_the_metrics_they_log():
-    of_opo = [name for name in HEALTHY if name.startswith("opo/") and not re.search("time|ratio/ess", name)]
+    of_opo = [name for name in HEALTHY if name.startswith("opo/") and name != "opo/ratio/ess"]
     own = {name.replace("/", "__"): None for name in of_opo}
     log = scripted(**own, frac_reward_zero_std=at_end(0.2, 0.95))
     sentences = said(log, trainer="grpo")
@@ -202,7 +197,7 @@ def test_runs_with_trls_losses_are_judged_by_the_metrics_they_log():
     assert sentences["frac_reward_zero_std"].endswith(
         "held 95% of completions at the end: these carry no learning signal."
     )
-    assert {"reward", "entropy", "grad_norm", "completions/clipped_ratio", "opo/time/generate"} < sentences.keys()
+    assert {"reward", "entropy", "grad_norm", "completions/clipped_ratio"} < sentences.keys()
     assert not any("off-policy" in sentence or "Escort" in sentence for sentence in sentences.values())
 
 
@@ -276,7 +271,6 @@ class Page(HTMLParser):
 
 
 CELL = {"accuracy": 0.5, "low": 0.4, "high": 0.6}
-NASTY = "<script>alert('no')</script> & \"so on\" `x`"
 
 
 @pytest.fixture(scope="module")
@@ -288,13 +282,6 @@ def broken_run(tmp_path_factory) -> Path:
     summary |= {"optimizer_steps": 40, "train_seconds": 61.2}
     folder = tmp_path_factory.mktemp("runs") / "a <b>run"
     run = write_run(folder, scripted(entropy=at_end(0.05, 0.001)), SETTINGS | {"watches": watches}, summary)
-    chat = [{"role": "user", "content": "Two and two?"}]
-    rows = [
-        {"step": step, "prompt": prompt, "completion": completion, "reward": reward}
-        for step in range(0, 90, 10)
-        for prompt, completion, reward in (("1+1=", NASTY, 0.0), (chat, [{"content": "4" * 3000}], None))
-    ]
-    append_lines(run / "completions.jsonl", rows)
     write_report(run)
     return run
 
@@ -306,7 +293,7 @@ def page(broken_run) -> Page:
 
 def test_report_is_self_contained(broken_run, page):
     html = (broken_run / "report.html").read_text()
-    assert len(page.named("polyline")) == 18
+    assert len(page.named("polyline")) == 17
     for points in (element["points"].split() for element in page.named("polyline")):
         assert all(0 <= float(x) <= 100 and 0 <= float(y) <= 24 for x, y in (point.split(",") for point in points))
     assert not re.search(r"https?:|//|file:|@import|url\(", html)
@@ -324,20 +311,11 @@ def test_report_has_every_part(page):
         "50.0% [40.0%, 60.0%]",
         "87.5%",
         "Escort effective sample size stayed at 4.8 of 6.",
-        "Slowest phase: generate, 65%",
         "Watch “warn if entropy < 0.002” fired in step 23, at 0.001. If validation rises, this is learning.",
     ):
         assert text in page.text, text
     _, tried = page.text.split("What to try next")
-    assert "Entropy per token went from 0.05 to 0.001 nats" in tried.split("Completions")[0]
-
-
-def test_first_and_last_completions_are_escaped_and_cut(page):
-    assert page.text.count(NASTY) == 2
-    assert page.text.count("4" * 2000 + "\n… 1,000 more characters") == 2
-    assert "4" * 2001 not in page.text
-    assert "Two and two?" in page.text
-    assert "unscored" in page.text
+    assert "Entropy per token went from 0.05 to 0.001 nats" in tried
 
 
 def test_terminal_says_what_the_page_says(broken_run, tmp_path, capsys, page):
@@ -356,7 +334,7 @@ def test_interrupted_run_has_a_report(tmp_path):
     assert "Not finished: 40 of 40 optimizer steps." in page.text
     assert "No diagnostic is beyond its bound." in page.text
     assert [row[1:] for row in describe(run)["accuracies"]["rows"]] == [["50.0% [40.0%, 60.0%]", "–"]]
-    assert len(page.named("polyline")) == 17
+    assert len(page.named("polyline")) == 16
 
 
 def test_run_that_has_logged_nothing_has_a_report(tmp_path):
@@ -403,9 +381,7 @@ def test_env_prints_what_a_bug_report_needs_and_no_secret(tmp_path, monkeypatch,
 
 
 def test_facts_alone_are_not_called_healthy():
-    assert conclusion(judge([{"step": 1, "opo/time/update": 1.0}], {})) == (
-        "Too little has been logged for a verdict."
-    )
+    assert conclusion(judge([{"step": 1, "reward": 1.0}], {})) == ("Too little has been logged for a verdict.")
 
 
 def test_truncation_after_the_line_that_is_scored_is_healthy():
