@@ -42,12 +42,6 @@ def finite(log: Sequence[Entry], name: str, chosen: Callable[[Entry], bool] = la
     return [(step, value) for step, value in found if math.isfinite(value)]
 
 
-def validations(log: Sequence[Entry]) -> list[Entry]:
-    """The entries that have an accuracy on the validation problems, with its interval."""
-    names = ("accuracy", "low", "high")
-    return [row for row in log if all(math.isfinite(number(row, f"validation/{name}")) for name in names)]
-
-
 @dataclass
 class Watch:
     """

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import stats
 
 from ..checks.text import printable
-from ..metrics.log import Entry, Points, Watch, finite, number, off_policy, validations
+from ..metrics.log import Entry, Points, Watch, finite, number, off_policy
 from .diagnostics import Diagnostic, diagnostics
 
 
@@ -140,7 +140,8 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Entry], learns: bool) -> Verdic
 
 def _validation(log: Sequence[Entry]) -> Verdict | None:
     """The first validation against the last; they differ if their intervals do not overlap."""
-    rows = validations(log)
+    names = [f"validation/{name}" for name in ("accuracy", "low", "high")]
+    rows = [row for row in log if all(math.isfinite(number(row, name)) for name in names)]
     if len(rows) < 2:
         return None
     first, last = rows[0], rows[-1]
