@@ -35,6 +35,8 @@ def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
     `resume`: it continues the run in this folder. `overwrite`: an earlier run there may be moved aside.
     """
     paths.check_folder("output_dir", folder)
+    if (folder / LOCK).exists():
+        _lock(folder, fcntl.LOCK_SH).close()  # shared: all processes of this run check at the same time
     if resume or _is_empty(folder):
         return
     said = f"output_dir={str(folder)!r} is not empty"
@@ -62,7 +64,7 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
     """
     check(folder, resume=resume, overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = _lock(folder)
+    lock = _lock(folder, fcntl.LOCK_EX)
     if resume or _is_empty(folder):
         return lock
     place = folder.resolve()
@@ -72,13 +74,13 @@ def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
     for within in (place, *(place / entry.name for entry in aside.glob("completions"))):  # the trainer relies on it
         within.mkdir()
     logger.warning(f"The earlier run in {str(folder)!r} is now in {str(aside)!r}.")
-    return _lock(folder)
+    return _lock(folder, fcntl.LOCK_EX)
 
 
-def _lock(folder: Path) -> IO[str]:
+def _lock(folder: Path, kind: int) -> IO[str]:
     file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.seek(0)
         raise ValueError(
@@ -87,9 +89,10 @@ def _lock(folder: Path) -> IO[str]:
         ) from error
     except OSError as error:
         warnings.warn(f"{folder} cannot be locked ({error}): a second run could write into it, too.", stacklevel=2)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}\n")
-    file.flush()
+    if kind == fcntl.LOCK_EX:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
     return file
 
 
