@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
+from benchmarks.figures import STYLE, write
 from benchmarks.saturation import gradient, on_policy_gradient
 from opo_trl.methods import METHODS
-from opo_trl.report.figures import STYLE, write
 
 
 _COLOR = {method.label: method.color for method in METHODS}

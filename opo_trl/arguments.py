@@ -120,7 +120,7 @@ class OPOScriptArguments(ScriptArguments):
         report_samples (`int`, *optional*, defaults to `1`):
             Completions to sample per reported problem; with 2 or more, pass@k is reported as well.
         overwrite (`bool`, *optional*, defaults to `False`):
-            Whether to delete an earlier run in `output_dir`. Only what a run writes is deleted.
+            Whether to move an earlier run in `output_dir` aside, to a folder with the ending `-2`, `-3`, …
         accelerate_config (`str`, *optional*):
             Accelerate configuration that `opo-trl train` launches with: a file, relative to the current folder or to
             the recipe's, or the name of one of TRL's (`single_gpu`, `multi_gpu`, `zero2`, …).
@@ -154,7 +154,7 @@ class OPOScriptArguments(ScriptArguments):
     report_levels: Annotated[list[str] | None, RUN] = setting(None, "Levels reported before and after.")
     report_size: Annotated[int, RUN, COUNT] = setting(500, "Problems per reported level.")
     report_samples: Annotated[int, RUN, COUNT] = setting(1, "Completions sampled per reported problem.")
-    overwrite: Annotated[bool, RUN] = setting(False, "Whether to delete an earlier run in output_dir.")
+    overwrite: Annotated[bool, RUN] = setting(False, "Whether to move an earlier run in output_dir aside.")
     accelerate_config: Annotated[str | None, RUN] = setting(None, "Accelerate configuration to launch with.")
 
     def __post_init__(self):

@@ -36,7 +36,7 @@ from .checks.weights import check_weights
 from .config import OPOConfig
 from .data.models import EMBEDDED_MODELS
 from .data.rollouts import RECORDED
-from .launch import foreign, preflight
+from .launch import foreign, output_dir, preflight
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data, source_of
 from .launch.recipe import parse
@@ -100,18 +100,18 @@ def prepare(argv: Sequence[str]) -> Run:
 
     folder, options = Path(args.output_dir), args.model_init_kwargs
     with_options = f" with model_init_kwargs={options!r}" if options else ""
-    with run_folder.left_as_found(folder), _blamed_on(_named(model_config) + with_options):
+    with _blamed_on(_named(model_config) + with_options):
         trainer = make_trainer(script, args, model_config, data, reward_funcs, tools)
         if checkpoint is not None and isinstance(trainer, OPOTrainer):
             with _blamed_on(f"resume_from_checkpoint={checkpoint!r}"):
                 check_resumable(trainer, checkpoint)
     lock: AbstractContextManager[Any] = nullcontext()
     if args.process_index == 0:
-        lock = run_folder.claim(folder, resume=resume, overwrite=script.overwrite)
+        lock = output_dir.claim(folder, resume=resume, overwrite=script.overwrite)
         if checkpoint is None:
             forget_if_changed(folder, settings)
         settings |= {"prompt_style_used": data.prompt_style}  # a recipe may leave it open
-        run_folder.write_description(folder, recipe=recipe, settings=settings, seed=args.seed)
+        output_dir.write_description(folder, recipe=recipe, settings=settings, seed=args.seed)
     return Run(trainer, script, data, checkpoint, lock)
 
 
@@ -123,9 +123,7 @@ def _find_checkpoint(
     with _blamed_on(f"output_dir={args.output_dir!r} with resume_from_checkpoint={asked!r}"):
         checkpoint = find_checkpoint(asked, args.output_dir)
         resume = continues(folder, asked, checkpoint)
-        if script.overwrite and not resume:
-            preflight.check_apart(script, args, model)
-        run_folder.check(folder, resume=resume, overwrite=script.overwrite)
+        output_dir.check(folder, resume=resume, overwrite=script.overwrite)
         if checkpoint is not None:
             check_same_run(checkpoint, settings)
     return checkpoint, resume

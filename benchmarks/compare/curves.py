@@ -13,8 +13,8 @@ from matplotlib.ticker import PercentFormatter
 
 from opo_trl.methods import method_of
 from opo_trl.metrics.log import Points
-from opo_trl.report.figures import legible, style, write
 
+from ..figures import legible, style, write
 from ..intervals import estimate
 from .measures import WINDOW, Comparison, clock, completions, efficiency, reward, seconds, series, smooth
 from .runs import Run

@@ -2,11 +2,12 @@
 
 import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from opo_trl.checks.files import read_text, write
-from opo_trl.report.pages import render, table, versions
+from opo_trl.report.pages import render, table
 
 from ..intervals import Interval
 from .curves import CURVES, draw
@@ -70,6 +71,19 @@ def describe(comparison: Comparison) -> dict[str, Any]:
         "seeds": table(["method", "seed", *measures], [[run.label, str(run.seed), *cells[run.name]] for run in runs]),
         "versions": versions([run.environment for run in runs]),
     }
+
+
+def versions(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A table of the versions in the runs' `environment.json`, listing every value if runs differ."""
+    rows = []
+    for environment in environments:
+        own = {key: environment.get(key) for key in ("git_commit", "python", "platform")}
+        devices = ", ".join(environment.get("devices") or [])
+        rows.append({**own, "devices": devices, **(environment.get("packages") or {})})
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    values = {name: sorted({str(row.get(name)) for row in rows if row.get(name)}) for name in names}
+    found = [(name.replace("git_commit", "commit"), "; ".join(values[name])) for name in names if values[name]]
+    return table(["made with", "version"], found)
 
 
 def _sentence(comparison: Comparison, label: str) -> str:

@@ -7,32 +7,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from opo_trl.checks.files import read_json
 from opo_trl.checks.text import one_line
 from opo_trl.fields import DATA, MODEL, SAMPLING
 from opo_trl.launch.resume import MODEL_PREFIX, fields_deciding
 from opo_trl.methods import DEFAULT
 from opo_trl.report.run_folder import (
+    ENVIRONMENT,
     LOG,
     RECIPE,
     SETTINGS,
     is_finished,
     is_run,
-    read_environment,
     read_log,
     read_settings,
     read_summary,
 )
+from opo_trl.report.several import INCIDENTAL
 
 
 Settings = Mapping[str, Any]
 
 _DEFINING_PREFIXES = (MODEL_PREFIX, "validation_", "report_")
 
-# Where a run is written, how it is shown and how it is launched: not part of the method.
-_INCIDENTAL = (
-    *("seed", "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm"),
-    *("accelerate_config", "overwrite", "resume_from_checkpoint", "local_rank", "reward_workers"),
-)
+# Settings that make optimizer steps of a rollout.
+ROLLOUT = ("generation_batch_size", "steps_per_generation", "num_iterations", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def read_run(folder: Path) -> Run:
         label=one_line(place.parent.name if re.fullmatch(r"seed-\d+", place.name) else place.name),
         seed=settings["seed"],
         settings=settings,
-        environment=read_environment(folder),
+        environment=read_json(folder / ENVIRONMENT),
         summary=read_summary(folder),
         log=log,
     )
@@ -145,7 +144,7 @@ def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def method_settings(settings: Settings) -> dict[str, Any]:
     """The settings without those that are incidental to a run."""
-    return {key: value for key, value in settings.items() if key not in _INCIDENTAL}
+    return {key: value for key, value in settings.items() if key not in INCIDENTAL}
 
 
 def what_differs(methods: Mapping[str, list[Run]]) -> list[list[str]]:

@@ -2,9 +2,8 @@
 The `opo-trl` command.
 
     opo-trl train --config recipes/R.yaml [--accelerate_config X] [--field value] [--num_processes 4 …]
-    opo-trl report RUN_FOLDER …
+    opo-trl report RUN_FOLDER … [--output REPORT.html]
     opo-trl diagnose RUN [--output REPORT.html]
-    opo-trl figures RUN_FOLDER
     opo-trl recipes [RECIPE] [--output FOLDER]
 
 `opo_trl.checks.errors` explains the exit status; of `diagnose`, 1 says that something is wrong with the run.
@@ -36,6 +35,7 @@ your own problems with answers:
 # Commands of earlier releases, and what is done instead.
 _GONE = {
     "env": "use `trl env`, and `opo-trl --version`.",
+    "figures": "trackers draw curves (`report_to: trackio`), and the page of `opo-trl report` small ones.",
     "compare": "train a run per recipe and seed with `opo-trl train`, then `opo-trl report RUN RUN …`.",
     "evaluate": "use lm-eval's own on the folder of the run, such as `lm_eval --model hf --model_args "
     "pretrained=runs/x,dtype=float32 --tasks gsm8k --apply_chat_template`.",
@@ -65,34 +65,31 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("train", help="train from a recipe, through accelerate", add_help=False)
-    figures = commands.add_parser("figures", help="redraw the figures of a run")
-    report = commands.add_parser("report", help="rewrite the report of a run, or compare several finished ones")
+    report = commands.add_parser("report", help="print the report of a run, or compare several finished ones")
     recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
     diagnose = commands.add_parser("diagnose", help="judge the log of any GRPO run, of TRL's trainer too")
     diagnose.add_argument(
         "run", type=Path, help="TRL's folder or trainer_state.json, or an export: .jsonl, .json, .csv"
     )
     diagnose.add_argument("--output", type=Path, help="also write this .html file")
-    figures.add_argument("folder", type=Path, help="folder of a run")
     report.add_argument("folder", nargs="+", type=Path, help="folders of runs; of several, prints a table")
+    report.add_argument("--output", type=Path, help="also write this .html file; of several runs, this .md file")
     recipes.add_argument("recipe", nargs="?", help="recipe, or folder of recipes, to copy")
     text = "folder to copy to (default: recipes)"
     recipes.add_argument("--output", type=Path, default=Path("recipes"), help=text)
-    for command in (figures, report, diagnose, recipes):
+    for command in (report, diagnose, recipes):
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
 def _run(arguments: argparse.Namespace, words: list[str]) -> int:
-    # Each command imports what it needs: TRL takes seconds, and matplotlib may be missing.
+    # Each command imports what it needs: TRL takes seconds.
     if arguments.command == "train":
         return _train(words)
     if arguments.command == "report":
-        from ..report.run_report import write_report
-        from ..report.several import compare
+        from ..report.run_report import report
 
-        several = len(arguments.folder) > 1
-        print(compare(arguments.folder) if several else write_report(arguments.folder[0]), end="" if several else "\n")
+        report(arguments.folder, arguments.output)
     elif arguments.command == "diagnose":
         from ..report.diagnosis import diagnose
 
@@ -102,13 +99,6 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
         from .shipped import describe as list_recipes
 
         print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else [list_recipes()]), sep="\n")
-    else:
-        from ..report.figures import draw_run
-        from ..report.run_folder import is_run
-
-        if not is_run(arguments.folder):
-            raise ValueError(f"{str(arguments.folder)!r} has no recipe.yaml of a run. Pass the folder of a run.")
-        print(*draw_run(arguments.folder), sep="\n")
     return 0
 
 

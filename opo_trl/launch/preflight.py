@@ -7,13 +7,11 @@ Each raises a `ValueError` that names the field, its value and the fix.
 import inspect
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from datasets import Dataset
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..arguments import OPOScriptArguments
 from ..config import OPOConfig
 from ..data import tokenize_prompts
 from ..data.prompts import shown
@@ -25,19 +23,6 @@ from ..rollout.recorded import as_scored
 
 # Further arguments that the trainer passes to a reward function.
 OF_TRAINER = ("trainer_state", "log_extra", "log_metric")
-
-
-def check_apart(script: OPOScriptArguments, args: OPOConfig, model: str) -> None:
-    """Check that a folder whose run will be deleted contains no model or rollouts that the new run starts from."""
-    folder = Path(args.output_dir).resolve()
-    read = {"model_name_or_path": model, "reward_model_name_or_path": script.reward_model_name_or_path}
-    read |= {name: getattr(args, name, None) for name in ("rollouts", "rollouts_model", "resume_from_checkpoint")}
-    for field, path in read.items():
-        if path and Path(path).exists() and Path(path).resolve().is_relative_to(folder):
-            raise ValueError(
-                f"output_dir={args.output_dir!r} contains {field}={path!r}, so the run in it cannot be deleted "
-                "(`overwrite`). Choose another `output_dir`."
-            )
 
 
 def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:

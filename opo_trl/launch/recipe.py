@@ -42,7 +42,7 @@ _OBJECTIVES = {
 }
 _RENAMED = {
     "torch_dtype": "`dtype`",
-    "overwrite_output_dir": "gone: set `overwrite` to delete an earlier run",
+    "overwrite_output_dir": "gone: set `overwrite` to move an earlier run aside",
     "logging_dir": "the variable TENSORBOARD_LOGGING_DIR: set `env: {TENSORBOARD_LOGGING_DIR: folder}`",
     "warmup_ratio": "`warmup_steps`, with a fraction of all steps in (0, 1)",
 }

@@ -9,7 +9,7 @@ from accelerate.utils import broadcast_object_list
 
 from ..fields import DATA, INHERITED, MODEL, REWARDS, SAMPLING, deciding
 from ..methods import config_classes
-from ..report.run_folder import SUMMARY, is_claimed, is_finished, is_run, read_settings, read_summary
+from ..report.run_folder import SUMMARY, is_finished, is_run, read_settings, read_summary
 
 
 MODEL_PREFIX = "lora_"
@@ -24,7 +24,7 @@ def continues(folder: Path, asked: Any, checkpoint: str | None) -> bool:
     """
     if checkpoint is not None and Path(checkpoint).resolve().parent == folder.resolve():
         return True
-    if not (is_run(folder) or is_claimed(folder)) or is_finished(folder):
+    if not is_run(folder) or is_finished(folder):
         return False
     if checkpoint is None:
         return asked == "auto"

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 
 Entry = Mapping[str, Any]
 Points = list[tuple[float, float]]  # optimizer step and value
@@ -42,18 +40,6 @@ def finite(log: Sequence[Entry], name: str, chosen: Callable[[Entry], bool] = la
     """Optimizer step and value of a metric, in the chosen entries that have a finite number for it."""
     found = [(entry["step"], number(entry, name)) for entry in log if chosen(entry)]
     return [(step, value) for step, value in found if math.isfinite(value)]
-
-
-def validations(log: Sequence[Entry]) -> list[Entry]:
-    """The entries that have an accuracy on the validation problems, with its interval."""
-    names = ("accuracy", "low", "high")
-    return [row for row in log if all(math.isfinite(number(row, f"validation/{name}")) for name in names)]
-
-
-def seconds_by_phase(log: Sequence[Entry]) -> dict[str, float]:
-    """Mean seconds per optimizer step by phase, over all steps, whether they generate or not; 0 if not logged."""
-    points = {phase: finite(log, f"opo/time/{phase}") for phase in PHASES}
-    return {phase: float(np.mean([value for _, value in found])) if found else 0.0 for phase, found in points.items()}
 
 
 @dataclass

@@ -12,16 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from ..checks.files import read_text, write
-from ..checks.paths import check_folder, readable
-from ..checks.text import one_line, printable
+from ..checks.files import write
+from ..checks.text import printable
 from ..metrics.log import Entry, finite, number, off_policy
 from .diagnostics import diagnostics
 from .foreign_log import GENERATION, STATE, read
-from .pages import render
-from .run_folder import LOG, is_run, read_log, read_settings
-from .run_report import conclusion, spark
-from .verdicts import Verdict, judge
+from .pages import check_output, render, table
+from .run_folder import LOG, as_a_run_leaves_it, is_run, read_log, read_settings
+from .verdicts import Verdict, conclusion, judge, spark
 
 
 # OPO with replay on the embedded task, in docs/reuse.md: gradients per completion, and completions to GRPO's accuracy
@@ -38,40 +36,26 @@ _WHOLE_ON_AVERAGE = 0.25  # over the steps of an entry, which may clip nothing
 
 def diagnose(run: Path, output: Path | None) -> int:
     """Print the verdicts on a run, and write them to a page; returns 1 if one of them is "wrong"."""
-    if output is not None:
-        check_folder("output", output.parent)
-        if output.suffix != ".html":
-            raise ValueError(f"output={str(output)!r} is not the name of a page. Let it end with .html.")
-        if output.is_dir():
-            raise ValueError(f"output={str(output)!r} is a folder. Add the name of a page to it, such as report.html.")
-        if output.exists() and "<title>Diagnosis: " not in (read_text(output) or "<title>Diagnosis: "):
-            raise ValueError(f"output={str(output)!r} is another page, and would be replaced. Choose another name.")
-    with readable("RUN", run):
-        is_own, of_run = is_run(run), next(filter(is_run, _folders(run)), None)
-    log, notes = (read_log(run), []) if is_own else read(run)
-    settings = read_settings(of_run) if of_run else {"importance_sampling_level": _level(log)}
-    judged = [*_non_finite(log), *judge(log, settings)]
-    verdicts, beyond = [*judged, *reuse(log)], [verdict for verdict in judged if verdict.remedy]
-    if not of_run:
+    check_output(output, ".html")
+    has_own = run.is_dir() or run.name in (STATE, LOG)  # a checkpoint is judged as its run
+    above = run.resolve().parents[: 2 if run.name == STATE else 1] if has_own else ()
+    own = next(filter(is_run, (run, *above)), None)
+    log, notes = (read_log(run), []) if own == run else read(run)
+    with as_a_run_leaves_it(run):
+        settings = read_settings(own) if own else {"importance_sampling_level": _level(log)}
+        judged = [*_non_finite(log), *judge(log, settings)]
+        verdicts = [*judged, *reuse(log)]
+    if not own:
         notes += _assumed(log, settings)
     said = [f"Optimizer steps: {log[-1]['step'] if log else 0:,}. Entries: {len(log):,}.", *notes, conclusion(judged)]
     print(printable(str(run)), *said)
-    for verdict in verdicts:
-        range = f"Healthy: {verdict.range}." if verdict.range else ""
-        print(f"{verdict.word:7} ", *filter(None, (verdict.sentence, range, verdict.remedy)))
+    print(*(verdict.line for verdict in verdicts), sep="\n")
     if output is not None:
-        page = {"name": one_line(run.resolve().name), "summary": said, "verdicts": verdicts, "beyond": beyond}
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write(output, render("diagnosis.html.j2", {**page, "spark": spark, "figures": {}, "watching": []}))
+        content = {"name": run.resolve().name, "summary": said, "verdicts": verdicts, "spark": spark, "plan": ""}
+        content |= {"beyond": [verdict for verdict in judged if verdict.remedy], "accuracies": table([], [])}
+        write(output, render("report.html.j2", content))
         print(printable(str(output)))
     return int(any(verdict.wrong for verdict in judged))
-
-
-def _folders(run: Path) -> Iterator[Path]:
-    """Where the settings of a run of ours may be: a checkpoint is judged as its run."""
-    yield run
-    if run.is_dir() or run.name in (STATE, LOG):
-        yield from run.resolve().parents[: 2 if run.name == STATE else 1]
 
 
 def _assumed(log: Sequence[Entry], settings: Mapping[str, Any]) -> Iterator[str]:

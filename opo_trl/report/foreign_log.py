@@ -7,17 +7,16 @@ The log of a run that TRL, trackio or wandb has kept, as entries like ours.
 """
 
 import csv
+import gzip
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby, islice, pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from ..checks import files
-from ..checks.paths import check_file, readable
 from ..checks.text import one_line, printable, quoted
 from ..metrics.log import number
 from .diagnostics import diagnostics
@@ -30,7 +29,7 @@ _FORMS = (
     f"RUN is a folder of TRL with {STATE}, that file, or an export of one run as .jsonl, .json or .csv: a row per "
     "logged step, with columns such as step, reward and frac_reward_zero_std."
 )
-_MOST = 2**22  # values of a table, and 32 in each row: two bytes of a file may become hundreds in memory
+_LONGEST = 2**28  # characters of a file
 _OF_GRPO = {name for each in diagnostics({}) for name in each.metrics.split()} - {"grad_norm", "entropy"}
 _OF_STEP = {"learning_rate", "grad_norm"}  # by Transformers, of every optimizer step, and of none besides
 _OF_TRAINING = _OF_GRPO | _OF_STEP | {"entropy", "step_time", "validation/accuracy"}
@@ -46,21 +45,18 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     The entries of training, in order, and sentences on what was read and left out. A `ValueError` names the file, what
     was found and what is expected.
     """
-    with readable("RUN", path):
-        found = _file(path)
-        try:
-            content = _rows(found)
-            rows = [_numbers(row) for row in content]
-            _check_runs([own for own, row in zip(content, rows, strict=True) if _is_of_training(row)])
-            log, notes = _entries(rows)
-            if not any(_OF_GRPO & entry.keys() for entry in log):
-                names = {name for row in rows for name in row}
-                is_chart = any(" - train/" in name for name in names)
-                said = f"no step has a metric of GRPOTrainer; found {_some(names)}"
-                raise ValueError(f"{said}. It looks like a chart of wandb: export the run" if is_chart else said)
-        except (ValueError, csv.Error) as error:
-            said = str(error).rstrip(".")
-            raise ValueError(f"RUN={str(found)!r} is not the log of a GRPO run: {said}. {_FORMS}") from error
+    found = _file(path)
+    try:
+        content = _rows(found)
+        rows = [_numbers(row) for row in content]
+        _check_runs([own for own, row in zip(content, rows, strict=True) if _is_of_training(row)])
+        log, notes = _entries(rows)
+        if not any(_OF_GRPO & entry.keys() for entry in log):
+            names = {name for row in rows for name in row}
+            raise ValueError(f"no step has a metric of GRPOTrainer; found {_some(names)}")
+    except (ValueError, EOFError, gzip.BadGzipFile, csv.Error, RecursionError) as error:
+        said = str(error).rstrip(".")
+        raise ValueError(f"RUN={str(found)!r} is not the log of a GRPO run: {said}. {_FORMS}") from error
     return log, notes if found == path else [f"Read: {printable(str(found))}.", *notes]
 
 
@@ -70,77 +66,55 @@ def _some(names: set[str], most: int = 12) -> str:
 
 
 def _file(path: Path) -> Path:
-    if not path.is_dir():
-        check_file("RUN", path, _FORMS)
+    """The file, or of a folder the state of the most optimizer steps: that of a checkpoint, or of the end."""
+    if path.is_file():
         return path
     steps: dict[Path, float] = {}
-    broken = None
     for state in filter(Path.is_file, (*path.glob(f"*checkpoint*/{STATE}"), path / STATE)):
-        try:
-            steps[state] = files.read_json(state).get("global_step") or 0
-        except ValueError as error:  # a kill may have cut it short
-            broken = error
-    if steps:
-        return max(steps, key=lambda state: steps[state])
-    names = {entry.name for entry in path.iterdir()}
-    raise broken or ValueError(
-        f"RUN={str(path)!r} has no {STATE}, nor has a checkpoint in it; found {_some(names)}. {_FORMS}"
-    )
+        with suppress(ValueError, TypeError, AttributeError, RecursionError):  # a kill has cut it short
+            steps[state] = float(json.loads(state.read_text(encoding="utf-8")).get("global_step") or 0)
+    if not steps:
+        raise ValueError(f"RUN={str(path)!r} has no {STATE}, nor has a checkpoint in it, and is no file. {_FORMS}")
+    return max(steps, key=lambda state: steps[state])
 
 
-def _rows(found: Path) -> list[dict[str, Any]]:
+def _rows(file: Path) -> list[dict[str, Any]]:
     """The rows of a file in one of the forms that TRL, pandas and `trackio query --json` write."""
-    file = found.resolve()  # the user's choice, and in the cache of the Hub all files are links
-    content: Any
-    form = found.name.lower().removesuffix(".gz").rpartition(".")[2]
+    form = file.name.lower().removesuffix(".gz").rpartition(".")[2]
+    if form not in ("csv", "tsv", "json", "jsonl"):
+        raise ValueError(f"its name ends with {file.suffix!r}")
+    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as source:
+        raw = source.read(_LONGEST + 1)
+    if len(raw) > _LONGEST:
+        raise ValueError(f"it has more than {_LONGEST:,} bytes, the limit. Export fewer steps or columns")
+    text = raw.decode("utf-8-sig")  # Windows begins with a mark
     if form in ("csv", "tsv"):
-        text = files.read_text(file).removeprefix("\ufeff")  # of Windows
         csv.field_size_limit(max(len(text), csv.field_size_limit()))
         delimiter = max(",;\t", key=text.partition("\n")[0].count)
-        table = csv.DictReader(io.StringIO(text), restkey="", delimiter=delimiter, strict=True)
-        content = _bounded(table, table.fieldnames or ())
-    elif form in ("json", "jsonl"):
-        content = _json(file, in_lines=form == "jsonl")
-    else:
-        raise ValueError(f"its name ends with {found.suffix!r}")
+        return list(csv.DictReader(io.StringIO(text), restkey="", delimiter=delimiter, strict=True))
+    content = _json(text)
     if isinstance(content, dict):
         columns = {name: column for name, column in content.items() if isinstance(column, dict)}
-        by_row = ({name: columns[name].get(row) for name in columns} for row in next(iter(columns.values()), ()))
-        known = [content[name] for name in ("log_history", "rows") if name in content]
-        if not known and not columns:
-            raise ValueError(f"it holds {_some({*content})}, but neither `log_history` nor `rows`")
-        content = known[0] if known else _bounded(by_row, columns)
+        by_row = [{name: columns[name].get(row) for name in columns} for row in next(iter(columns.values()), ())]
+        content = content.get("log_history") or content.get("rows") or by_row or [content]
     if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
         raise ValueError(f"it holds {quoted(content)}, not rows with names and values")
-    return _bounded(content)
+    return content
 
 
-def _bounded(rows: Iterable[dict[str, Any]], columns: Sized = ()) -> list[dict[str, Any]]:
-    most = _MOST // max(len(columns), 32)
-    found = list(islice(rows, most + 1))
-    if len(found) > most:
-        raise ValueError(f"it has more than {most:,} rows, the limit. Export fewer steps or columns")
-    return found
-
-
-def _json(file: Path, *, in_lines: bool) -> Any:
-    """JSON as a whole or in lines; the other of the two if the name does not say what it is."""
-    readers: list[Callable[[], Any]] = [lambda: _parsed(file), lambda: _bounded(files.read_lines(file))]
-    first, second = reversed(readers) if in_lines else readers
+def _json(text: str) -> Any:
+    """JSON as a whole or in lines, whatever the name says; a kill may have cut the last line short."""
     try:
-        return first()
+        return json.loads(text)
     except ValueError:
+        lines = [line for line in text.split("\n") if line.strip()]
+        cut = 0 if text.endswith("\n") else 1
+        rows = [json.loads(line) for line in lines[: len(lines) - cut]]
         with suppress(ValueError):
-            if content := second():
-                return content
-        raise
-
-
-def _parsed(file: Path) -> Any:
-    try:
-        return json.loads(files.read_text(file))
-    except RecursionError:
-        raise ValueError("its lists and mappings are nested too deeply") from None
+            rows += map(json.loads, lines[len(rows) :])
+        if not rows:
+            raise
+        return rows
 
 
 def _check_runs(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -158,7 +132,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """A row with NaN for all but numbers, without the prefix of training; trackio keeps metrics as JSON in one."""
     nested = row.get("metrics")
     if isinstance(nested, str) and nested.startswith("{"):
-        nested = files.parse(nested)
+        nested = json.loads(nested)
     if isinstance(nested, dict):
         row = {**row, **nested}
     found: dict[str, float] = {}

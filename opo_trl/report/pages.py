@@ -29,6 +29,12 @@ def render(template: str, content: Mapping[str, Any], folder: Path = Path(__file
     return environment.get_template(template).render(content)
 
 
+def check_output(path: Path | None, ending: str) -> None:
+    """A `ValueError` if a page is to be written into a file of another kind, such as the log that was read."""
+    if path is not None and path.suffix != ending:
+        raise ValueError(f"output={str(path)!r} is not the name of a page. Let it end with {ending}.")
+
+
 def _shown_in_html(value: Any) -> Any:
     return printable(value) if type(value) is str else value  # what a macro has made is `Markup`
 
@@ -41,16 +47,3 @@ def in_markdown(value: Any) -> Any:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> dict[str, Any]:
     """A table, as the templates show it."""
     return {"head": head, "rows": rows, "title": title}
-
-
-def versions(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A table of the versions in the runs' `environment.json`, listing every value if runs differ."""
-    rows = []
-    for environment in environments:
-        own = {key: environment.get(key) for key in ("git_commit", "python", "platform")}
-        devices = ", ".join(environment.get("devices") or [])
-        rows.append({**own, "devices": devices, **(environment.get("packages") or {})})
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    values = {name: sorted({str(row.get(name)) for row in rows if row.get(name)}) for name in names}
-    found = [(name.replace("git_commit", "commit"), "; ".join(values[name])) for name in names if values[name]]
-    return table(["made with", "version"], found)

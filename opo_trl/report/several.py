@@ -19,7 +19,7 @@ from .run_folder import SETTINGS, by_decoding, is_finished, read_settings, read_
 
 
 # Where a run is written, how it is shown and how it is launched: not part of the method.
-_INCIDENTAL = frozenset(
+INCIDENTAL = frozenset(
     {
         *("seed", "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "accelerate_config"),
         *("overwrite", "resume_from_checkpoint", "local_rank", "reward_workers", "data_seed"),
@@ -69,7 +69,7 @@ def _read(folder: Path) -> Run:
 
 
 def _method(run: Run) -> dict[str, Any]:
-    return {field: value for field, value in run[1].items() if field not in _INCIDENTAL}
+    return {field: value for field, value in run[1].items() if field not in INCIDENTAL}
 
 
 def _unused(name: str, taken: Mapping[str, Any]) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from ..metrics.log import Entry, Points, Watch, finite, number, off_policy, seconds_by_phase, validations
+from ..checks.text import printable
+from ..metrics.log import Entry, Points, Watch, finite, number, off_policy
 from .diagnostics import Diagnostic, diagnostics
 
 
@@ -31,6 +32,12 @@ class Verdict:
     def word(self) -> str:
         """The verdict in a word."""
         return "wrong" if self.wrong else {True: "healthy", False: "look", None: "–"}[self.healthy]
+
+    @property
+    def line(self) -> str:
+        """The verdict in a line of a terminal."""
+        healthy = f"Healthy: {self.range}." if self.range else ""
+        return printable(" ".join(filter(None, (f"{self.word:7} ", self.sentence, healthy, self.remedy))))
 
 
 def facts(values: Sequence[float], on_policy: Sequence[float], generated: float) -> dict[str, float]:
@@ -86,15 +93,15 @@ def trend(values: Sequence[float]) -> tuple[float, float]:
 
 def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     """
-    Verdicts on a run, from the lines of its `log.jsonl` and its settings: one for each diagnostic that was logged, one
-    for the validation, and the slowest phase.
+    Verdicts on a run, from the lines of its `log.jsonl` and its settings: one for each diagnostic that was logged, and
+    one for the validation.
     """
     rewards = [value for _, value in finite(log, "reward")]
     # Without a signal, a run whose reward has risen has solved its problems.
     learns = bool(rewards) and facts(rewards, [], math.nan)["rise"] >= 1
     scored = [row for row in log if not _unscored(row)]
     found = [_judge(each, scored if each.name == "groups" else log, learns) for each in diagnostics(settings)]
-    everything = (_without_rewards(log), *found, _validation(log), _slowest_phase(log))
+    everything = (_without_rewards(log), *found, _validation(log))
     return [verdict for verdict in everything if verdict is not None]
 
 
@@ -133,7 +140,8 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Entry], learns: bool) -> Verdic
 
 def _validation(log: Sequence[Entry]) -> Verdict | None:
     """The first validation against the last; they differ if their intervals do not overlap."""
-    rows = validations(log)
+    names = [f"validation/{name}" for name in ("accuracy", "low", "high")]
+    rows = [row for row in log if all(math.isfinite(number(row, name)) for name in names)]
     if len(rows) < 2:
         return None
     first, last = rows[0], rows[-1]
@@ -150,24 +158,6 @@ _CHEATED = (
     "If the reward rose, the policy earns it by something other than correct answers: read the completions and "
     "fix the reward. Otherwise lower `learning_rate`."
 )
-_FASTER = {
-    "generate": "`use_vllm` speeds up generation.",
-    "score": "More `reward_workers` or a cheaper reward speed up scoring.",
-    "anchor": "Larger micro-batches (`per_device_train_batch_size`) make forward passes cheaper.",
-    "update": "`max_tokens_per_micro_batch` and `skip_inert_rows` make updates cheaper.",
-    "sync": "Weights go to vLLM once per rollout: use a rollout for more optimizer steps (`steps_per_generation`).",
-}
-
-
-def _slowest_phase(log: Sequence[Entry]) -> Verdict | None:
-    seconds = seconds_by_phase(log)
-    phase, total = max(seconds, key=lambda name: seconds[name]), sum(seconds.values())
-    points = finite(log, f"opo/time/{phase}")
-    if not points:
-        return None
-    share = seconds[phase] / max(total, 1e-9)
-    said = f"Slowest phase: {phase}, {share:.0%} of {total:.3g} s per optimizer step. {_FASTER[phase]}"
-    return Verdict(f"opo/time/{phase}", said, None, "", points)
 
 
 def fired(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
@@ -184,3 +174,23 @@ def fired(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
         said = f"Watch “{watch.text}” fired in step {row['step']}, at {row[watch.metric]:.4g}."
         found.append(Verdict(watch.metric, said, False, remedy, []))
     return found
+
+
+def conclusion(verdicts: Sequence[Verdict]) -> str:
+    """The verdicts in a sentence."""
+    judged = [verdict for verdict in verdicts if verdict.healthy is not None]
+    if not judged:
+        return "Too little has been logged for a verdict." if verdicts else "Nothing has been logged yet."
+    if poor := [f"`{verdict.metric}`" for verdict in judged if not verdict.healthy]:
+        return f"Look at {len(poor)} of {len(judged)} diagnostics: {', '.join(poor)}."
+    return f"All {len(judged)} diagnostics are healthy."
+
+
+def spark(points: Points) -> str:
+    """Points of an SVG polyline, with values averaged to at most its width in points."""
+    width, height, margin = 100, 24, 2
+    parts = np.array_split([value for _, value in points], min(len(points), width))
+    means = np.array([part.mean() for part in parts])
+    middle, span = (means.max() + means.min()) / 2, np.ptp(means) or 1
+    places = height / 2 - (means - middle) / span * (height - 2 * margin)
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(np.linspace(0, width, len(means)), places, strict=True))

@@ -146,7 +146,6 @@ def earlier_run(settings: dict[str, Any] | None = None, **files: bytes) -> Chang
     def change(folder: Path) -> None:
         run, content = folder / "run", {"model.safetensors": b"weights", "trainer_state.json": b"{}", **files}
         listed = {"model.safetensors": len(b"weights")}
-        write("run/_lock", "process 1 on host\n")(folder)
         write("run/recipe.yaml", "alpha: 0.4\n")(folder)
         write("run/settings.json", json.dumps(settings or {}))(folder)
         for name, part in content.items():
@@ -306,6 +305,13 @@ RUNS = [
         change=earlier_run(),
     ),
     Case(
+        "folder that is not a run",
+        ["output_dir='run'", "not a run", "Choose another"],
+        {"overwrite": True},
+        change=write("run/thesis.tex", "x"),
+    ),
+    Case("current folder", ["output_dir='.'", "contains the current folder"], {"output_dir": ".", "overwrite": True}),
+    Case(
         "no permission to write",
         ["output_dir=", "no permission to write", "Choose another"],
         {"output_dir": "/proc/sys/run"},  # not even root may write there
@@ -324,12 +330,6 @@ RUNS = [
             earlier_run(**{"adapter_config.json": b'{"base_model_name_or_path": "./other"}'}),
             remove("run/settings.json"),
         ),
-    ),
-    Case(
-        "model in the folder of a run",
-        ["output_dir='run'", "contains model_name_or_path='./run/model'", "cannot be deleted", "Choose another"],
-        {"overwrite": True, "model_name_or_path": "./run/model"},
-        change=both(earlier_run(), lambda folder: (folder / "model").rename(folder / "run" / "model")),
     ),
 ]
 
@@ -371,7 +371,8 @@ LAUNCH = [
 ]
 
 OTHER_COMMANDS = [
-    Case("figures without a run", ["recipe.yaml", "Pass the folder of a run"], fields=["nothing"], command="figures"),
+    Case("report without a run", ["'nothing' has no settings.json"], fields=["nothing"], command="report"),
+    Case("several without runs", ["'data' has no settings.json"], fields=["data", "data"], command="report"),
 ]
 
 ALL = [

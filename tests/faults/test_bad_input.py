@@ -125,16 +125,17 @@ def test_unchanged_run_works(works: Path):
     assert json.loads((works / "run" / "summary.json").read_text())["optimizer_steps"] == 1
 
 
-def test_rerun_replaces_the_run_and_keeps_the_files_next_to_it(works: Path, tmp_path: Path, monkeypatch, caplog):
+def test_rerun_moves_the_run_aside(works: Path, tmp_path: Path, monkeypatch):
     folder = shutil.copytree(works, tmp_path / "copy")
-    (folder / "run" / "notes.txt").write_text("precious")
-    (folder / "latest").symlink_to("run")
+    before = snapshot(folder / "run")
     enter(folder, monkeypatch)
     assert train.main(["--config", "run/recipe.yaml", "--overwrite", "--max_steps", "2"]) == 0
-    assert (folder / "run" / "notes.txt").read_text() == "precious"
+    earlier = snapshot(folder / "run-2")
+    assert {name: content for name, (_, content) in earlier.items() if name != "_lock"} == {
+        name: content for name, (_, content) in before.items() if name != "_lock"
+    }
     assert sorted(path.name for path in (folder / "run").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
     assert yaml.safe_load((folder / "run" / "recipe.yaml").read_text())["max_steps"] == 2
-    assert "The earlier run in 'run' is deleted. What no run has written stays: 'notes.txt'." in caplog.messages
 
 
 def test_finished_run_without_a_checkpoint_is_not_repeated_over_its_results(

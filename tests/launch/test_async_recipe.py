@@ -62,7 +62,7 @@ def run(tmp_path_factory) -> Path:
 def test_run_has_what_other_trainers_write(run):
     assert {path.name for path in run.iterdir()} >= {
         *("recipe.yaml", "settings.json", "environment.json", "requirements.txt", "plan.txt", "log.jsonl"),
-        *("completions.jsonl", "summary.json", "figures", "report.html", "checkpoint-4", "model.safetensors"),
+        *("completions.jsonl", "summary.json", "report.html", "checkpoint-4", "model.safetensors"),
     }
     log = read_lines(run / "log.jsonl")
     steps = [line for line in log if "grad_norm" in line]

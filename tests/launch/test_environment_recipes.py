@@ -104,9 +104,6 @@ def test_game_is_trained_from_its_recipe(arguments, tmp_path):
     kept = read_lines(tmp_path / "run" / "completions.jsonl")
     calls = sum(bool(message.get("tool_calls")) for line in kept for message in line["completion"])
     assert calls > len(kept) > 6
-    report = (tmp_path / "run" / "report.html").read_text()
-    assert "guess(number=" in report
-    assert "→ higher" in report
 
 
 def test_game_is_played_through_the_real_template(arguments, small_qwen3, tmp_path, monkeypatch):

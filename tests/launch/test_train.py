@@ -28,7 +28,6 @@ from opo_trl.launch import cli
 from opo_trl.launch.callbacks import table
 from opo_trl.launch.recipe import parse
 from opo_trl.launch.resume import known_accuracies
-from opo_trl.report.run_folder import claim
 from opo_trl.rewards.errors import RewardError
 from opo_trl.rollout.checkpoint import finalize
 from opo_trl.train import main
@@ -78,12 +77,8 @@ def test_run_folder_holds_the_recipe_the_log_and_the_results(run):
     }
     assert (run / "plan.txt").read_text().startswith("OPO training plan\n  rollout ")
     report = (run / "report.html").read_text()
-    assert report.count("data:image/png") == 3
     for said in ("Finished: 4 optimizer steps", "Escort effective sample size stayed at", "OPO training plan"):
         assert said in report
-    assert {path.name for path in (run / "figures").iterdir()} == {
-        f"{name}.{ending}" for name in ("training", "time", "accuracy") for ending in ("png", "svg")
-    }
     log = read_lines(run / "log.jsonl")
     assert [line["step"] for line in log if "grad_norm" in line] == [1, 2, 3, 4]
     assert [line["step"] for line in log if "validation/accuracy" in line] == [0, 2, 4]
@@ -279,21 +274,21 @@ def test_checkpoint_of_another_trainer_can_be_resumed(tmp_path, place):
     assert (folder / "checkpoint-1" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("overwrite", ["false", "true"])
-def test_completions_are_logged_into_the_run_folder(tmp_path, overwrite):
+def test_completions_are_logged_into_the_folder_of_a_run_that_moves_another_aside(tmp_path):
     """TRL creates a folder for them before the run's folder is claimed."""
-    if overwrite == "true":
-        claim(tmp_path, resume=False, overwrite=False).close()
-        (tmp_path / "completions").mkdir()
-        (tmp_path / "completions" / "completions_00009.parquet").touch()
-    short = {**SHORT, "max_steps": 1, "save_strategy": "no", "overwrite": overwrite, "log_completions": "true"}
-    recipe = tmp_path.with_suffix(".yaml")
+    output = tmp_path / "run"
+    (output / "completions").mkdir(parents=True)
+    (output / "completions" / "completions_00009.parquet").touch()
+    (output / "settings.json").write_text("{}")
+    short = {**SHORT, "max_steps": 1, "save_strategy": "no", "overwrite": "true", "log_completions": "true"}
+    recipe = tmp_path / "recipe.yaml"
     recipe.write_text(ARITHMETIC.read_text().replace("../accelerate/", f"{ACCELERATE}/"))
     with recipe.open("a") as file:  # Transformers makes an object of this mapping
         file.write("accelerator_config: {split_batches: false}\n")
-    assert main(arguments(recipe, output_dir=tmp_path, **short)) == 0
-    assert [path.name for path in (tmp_path / "completions").iterdir()] == ["completions_00001.parquet"]
-    assert "split_batches: false" in (tmp_path / "recipe.yaml").read_text()
+    assert main(arguments(recipe, output_dir=output, **short)) == 0
+    assert [path.name for path in (output / "completions").iterdir()] == ["completions_00001.parquet"]
+    assert [path.name for path in (tmp_path / "run-2" / "completions").iterdir()] == ["completions_00009.parquet"]
+    assert "split_batches: false" in (output / "recipe.yaml").read_text()
 
 
 def test_table_shows_the_accuracies_that_are_known():
@@ -336,7 +331,7 @@ def test_baseline_runs_from_its_recipe_and_logs_what_opo_logs(run, tmp_path):
     assert after["pass_at"].keys() == {"1", "2", "4", "8"}
     assert after["pass_at"]["1"] <= after["pass_at"]["8"]
     report = (tmp_path / "run" / "report.html").read_text()
-    for said in ("Level 4, sampled, pass@8", "frac_reward_zero_std", "Slowest phase"):
+    for said in ("Level 4, sampled, pass@8", "frac_reward_zero_std"):
         assert said in report
     assert "Escort" not in report
 

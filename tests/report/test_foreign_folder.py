@@ -1,197 +1,169 @@
-"""A run folder from somebody else, or a damaged one: reports, figures and comparisons touch nothing outside of it."""
+"""A run's folder from somebody else, or a damaged one: reports execute nothing, and write only to `--output`."""
 
 import gzip
 import json
+import os
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 from test_report import CELL, SETTINGS, Page, scripted, write_run
 
-from opo_trl.checks import files
 from opo_trl.checks.files import append_lines, read_json, write_json
 from opo_trl.launch.cli import main
 from opo_trl.report import run_report
-from opo_trl.report.run_report import describe, write_or_say_why
+from opo_trl.report.run_report import write_or_say_why
 
 
-SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----"
-SETTINGS = {
-    **SETTINGS,
-    "reward_funcs": ["arithmetic_reward"],
-    "generation_batch_size": 48,
-    "steps_per_generation": 2,
-    "num_iterations": 1,
-    "gradient_accumulation_steps": 1,
-}
 SUMMARY = {"before": {"L": {"greedy": CELL}}, "after": {"L": {"greedy": CELL}}, "optimizer_steps": 40}
-COMMANDS = ("report", "figures", "several")
+COMMANDS = ("report", "diagnose", "several")
 
 
-def foreign(folder: Path) -> Path:
-    """A finished run with every file that a report reads."""
-    log = [{**row, "rewards/arithmetic_reward/mean": row["reward"]} if "reward" in row else row for row in scripted()]
-    run = write_run(folder, log, SETTINGS, {**SUMMARY, "train_seconds": 61.2})
-    append_lines(run / "completions.jsonl", [{"step": 0, "prompt": "1+1=", "completion": "2", "reward": 1.0}])
-    return run
+class Bomb:
+    """Loading its pickle creates a folder."""
 
+    def __init__(self, folder: Path):
+        self.folder = folder
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory) -> Path:
-    return foreign(tmp_path_factory.mktemp("original") / "run")
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
 
 
 @pytest.fixture
-def run(original, tmp_path) -> Path:
-    """A copy, reached through a link, which is the user's choice."""
-    shutil.copytree(original, tmp_path / "elsewhere" / "run")
+def run(tmp_path) -> Path:
+    """A finished run with every file that a report reads, and code in others; reached through the user's link."""
+    run = write_run(tmp_path / "elsewhere" / "run", scripted(), SETTINGS, {**SUMMARY, "train_seconds": 61.2})
+    for name in ("training_args.bin", "checkpoint-1/optimizer.pt", "completions/completions_00001.parquet"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_bytes(pickle.dumps(Bomb(tmp_path / "harm")))
+    for name in ("matplotlib.py", "checkpoint-1/modeling.py", "report.html.j2"):
+        (run / name).write_text("{{ 1 / 0 }}")
     (tmp_path / "runs").symlink_to("elsewhere")
     return tmp_path / "runs" / "run"
 
 
-@pytest.fixture
-def outside(tmp_path) -> Path:
-    path = tmp_path / "home" / "id_rsa"
-    path.parent.mkdir()
-    path.write_text(SECRET)
-    return path
-
-
-def status_of(command: str, run: Path) -> int:
+def status_of(command: str, run: Path, *output: str) -> int:
     """Of a command on the folder; `several` is `report` of it twice, where the second is of another seed."""
     if command != "several":
-        return main([command, str(run)])
-    other = run.parent / "other"
-    if not other.exists():
-        other.mkdir()
-        for name in ("settings.json", "summary.json"):
-            if (run / name).is_file():
-                shutil.copy(run / name, other)
-        write_json(other / "settings.json", {**read_json(other / "settings.json"), "seed": 7})
-    return main(["report", str(run), str(other)])
+        return main([command, str(run), *output])
+    other = run.parent.parent / "other"
+    other.mkdir(exist_ok=True)
+    for name in ("settings.json", "summary.json"):
+        shutil.copy(run / name, other)
+    write_json(other / "settings.json", {**read_json(other / "settings.json"), "seed": 7})
+    return main(["report", str(run), str(other), *output])
 
 
-def said(capsys) -> str:
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1, error
-    assert len(error) < 1100
-    return error
+def content(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_run_behind_a_link_is_read(run, command):
-    assert status_of(command, run) == 0
+def test_nothing_is_executed_and_nothing_but_the_output_is_written(run, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(run)
+    before = content(run.parent)
+    output = tmp_path / ("page.md" if command == "several" else "page.html")
+    assert status_of(command, run, "--output", str(output)) == 0
+    assert output.is_file()
+    assert content(run.parent) == before
+    assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", ["figures", "report.html", "figures/training.png"])
-def test_nothing_outside_is_written(run, outside, command, name):
-    place = run / name
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.symlink_to(outside if "." in name else outside.parent)
-    before = outside.read_bytes()
-    assert status_of(command, run) == (2 if name == "figures" and command != "several" else 0)
-    assert outside.read_bytes() == before
-    assert [path.name for path in outside.parent.iterdir()] == ["id_rsa"]
-    for page in run.parent.rglob("report.*"):
-        assert page.is_symlink() or SECRET not in page.read_text()
-
-
-@pytest.mark.parametrize("command", ["figures", "report"])
-def test_gigabytes_behind_gzip_are_not_read(run, capsys, monkeypatch, command):
-    (run / "log.jsonl").unlink()
-    monkeypatch.setattr(files, "LONGEST", 2**20)
-    with gzip.open(run / "log.jsonl.gz", "wb", 1) as file:
-        file.write(bytes(2**24))
-    assert status_of(command, run) == 2
-    assert "log.jsonl.gz' cannot be read: it has more than 1,048,576 bytes" in said(capsys)
-
-
-DAMAGED = {
-    "empty": b"",
-    "truncated": b'{"a": [1,',
-    "null": b"null",
-    "list": b"[1, 2]",
-    "deep": b'{"a":' * 10**5,
-    "digits": b'{"a": ' + b"9" * 10**5 + b"}\n",
-}
-
-
-@pytest.mark.parametrize("name", ["settings.json", "summary.json", "environment.json", "log.jsonl"])
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_file_is_named(run, capsys, name, damage):
-    (run / name).write_bytes(DAMAGED[damage] + b"\n" * (damage not in ("empty", "truncated")))
-    if name == "log.jsonl" and damage in ("empty", "truncated"):  # as a kill leaves it
-        assert main(["report", str(run)]) == 0
-        return
+@pytest.mark.parametrize("name", ["plan.txt", "log.jsonl", "settings.json", "summary.json"])
+@pytest.mark.parametrize("target", ["private", "endless", "pipe"])
+def test_private_endless_and_waiting_files_are_not_read(run, tmp_path, capsys, name, target):
+    (run / name).unlink()
+    (tmp_path / "id_rsa").write_text('{"step": 0, "seed": "secret"}')
+    if target == "pipe":
+        os.mkfifo(run / name)
+    else:
+        (run / name).symlink_to(tmp_path / "id_rsa" if target == "private" else "/dev/zero")
     assert main(["report", str(run)]) == 2
-    assert name in said(capsys)
+    printed = capsys.readouterr()
+    assert name in printed.err or name == "settings.json"  # without which it is no run
+    assert "secret" not in printed.out + printed.err
 
 
-@pytest.mark.parametrize("value", ["x", [1], {"a": 1}, 10**400, 1e308, -1e308, True, float("inf")], ids=str)
+def test_gigabytes_behind_gzip_are_not_read(run, capsys):
+    (run / "log.jsonl").unlink()
+    with gzip.open(run / "log.jsonl.gz", "wb", 1) as file:
+        for _ in range(100):
+            file.write(bytes(2**20))
+    assert [status_of(command, run) for command in ("report", "diagnose")] == [2, 2]
+    assert capsys.readouterr().err.count("log.jsonl.gz' cannot be read") == 2
+
+
+@pytest.mark.parametrize("name", ["settings.json", "summary.json", "log.jsonl"])
+@pytest.mark.parametrize("damage", [b"", b'{"a": [1,', b"[1, 2]", b'{"a": "\xff"}\n', b'{"a":' * 10**5], ids=range(5))
+def test_damaged_file_is_named(run, capsys, name, damage):
+    (run / name).write_bytes(damage)
+    is_cut = name == "log.jsonl" and damage in (b"", b'{"a": [1,')  # as a kill leaves it
+    assert main(["report", str(run)]) == (0 if is_cut else 2)
+    error = capsys.readouterr().err
+    assert is_cut or (name in error and error.count("\n") == 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("settings.json", "levels", [1]),
+        ("settings.json", "watches", [{}]),
+        ("settings.json", "trainer", []),
+        ("settings.json", "num_generations", "many"),
+        ("settings.json", "max_steps", {}),
+        ("settings.json", "seed", ["x"]),
+        ("summary.json", "after", None),
+        ("summary.json", "after", 3),
+        ("summary.json", "after", {"L": {"greedy": {}}}),
+        ("summary.json", "after", {"L": {"greedy": {**CELL, "accuracy": "x"}}}),
+        ("summary.json", "after", {"L": {"greedy": {**CELL, "accuracy": 1e400}}}),
+        ("summary.json", "train_seconds", [1]),
+        ("log.jsonl", "step", "x"),
+    ],
+)
+def test_value_of_another_kind_ends_with_a_line(run, capsys, name, field, value):
+    if name.endswith(".json"):
+        write_json(run / name, {**read_json(run / name), field: value})
+    else:
+        append_lines(run / name, [{"step": 41, "reward": 1.0, field: value}])
+    for command in COMMANDS:
+        status = status_of(command, run)
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        assert (status, error.count("\n")) in ((0, 0), (2, 1)), error
+
+
+@pytest.mark.parametrize("value", ["x", [1], 10**400, -1e308, True, float("inf"), float("nan"), None], ids=str)
 def test_log_may_hold_any_value(run, capsys, value):
-    names = {name for line in (run / "log.jsonl").read_text().splitlines() for name in json.loads(line)}
-    for name in sorted(names - {"step"}):
-        log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-        described = [{**row, name: value} if name in row and i > 20 else row for i, row in enumerate(log)]
-        run_report.judge(described, SETTINGS)
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    for name in sorted({name for row in log for name in row} - {"step"}):
+        run_report.judge([{**row, name: value} if name in row and i > 20 else row for i, row in enumerate(log)], {})
     (run / "log.jsonl").unlink()
     append_lines(run / "log.jsonl", [{**row, **dict.fromkeys(row.keys() - {"step"}, value)} for row in log[20:]])
-    for command in COMMANDS:
-        assert status_of(command, run) in (0, 2)
-        assert "Traceback" not in capsys.readouterr().err
-
-
-def test_run_that_diverged_is_reported(run):
-    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    log[-1] |= dict.fromkeys(("reward", "entropy", "grad_norm"), float("inf"))
-    (run / "log.jsonl").unlink()
-    append_lines(run / "log.jsonl", log)
-    assert [status_of(command, run) for command in ("report", "figures")] == [0, 0]
-
-
-# Texts of others
+    assert main(["report", str(run)]) == 0
 
 
 HOSTILE = "$\\foo$ <b>x</b> \0\x1b[2J\r\u2028\x85\ud83d ![x](http://evil) `" + "`_|"
 
 
-def test_any_text_can_be_shown(run, capsys):
+def test_any_text_can_be_shown(run, tmp_path, capsys):
     texts = {"after": {HOSTILE: {HOSTILE: CELL}}, "before": {"_" + HOSTILE * 50: {"greedy": CELL}}}
-    texts["before"][HOSTILE] = {HOSTILE: CELL}
     write_json(run / "summary.json", {**read_json(run / "summary.json"), **texts})
     write_json(run / "settings.json", {**SETTINGS, "dataset_name": HOSTILE, "levels": [HOSTILE]})
-    write_json(run / "environment.json", {"devices": [HOSTILE], "packages": {HOSTILE: HOSTILE}})
     (run / "plan.txt").write_text("plan\n\x1b[2J", encoding="utf-8")
-    entry = {"prompt": HOSTILE, "completion": [{"content": HOSTILE, "tool_calls": [3, {"function": 1}]}], "reward": 1}
-    append_lines(run / "completions.jsonl", [{"step": step, **entry} for step in (0, 1)])
+    append_lines(run / "log.jsonl", [{"step": 41, HOSTILE: 1.0}])
     run = run.rename(run.parent / "_$\\foo$\n<b>![x](evil)\x1b")
     for command in COMMANDS:
-        capsys.readouterr()
-        assert status_of(command, run) == 0
-    markdown = capsys.readouterr().out
-    html = (run / "report.html").read_text(encoding="utf-8")
-    assert Page(html).text.count("\\x1b[2J") >= 6
-    shown = [row["completion"] for sample in describe(run)["samples"] for row in sample["rows"]]
-    assert shown == ["2", HOSTILE, HOSTILE]
-    assert "evil" in markdown
-    for page in (html, markdown):
+        ending = "md" if command == "several" else "html"
+        assert status_of(command, run, "--output", str(tmp_path / f"{command}.{ending}")) == 0
+    pages = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.*")}
+    assert Page(pages["report.html"]).text.count("\\x1b[2J") >= 6
+    assert "![x](" not in pages["several.md"]
+    for page in pages.values():
         assert "<b>" not in page
-        assert "![x](" not in page or page != markdown
-        assert not {"\0", "\x1b", "\r", "\u2028", "\x85"} & set(page)
-
-
-def test_matplotlibrc_in_the_current_folder_is_not_obeyed(run, tmp_path):
-    import matplotlib as mpl
-    from matplotlib import pyplot as plt
-
-    assert status_of("figures", run) == 0
-    expected = {path.name: path.read_bytes() for path in (run / "figures").iterdir()}
-    (tmp_path / "matplotlibrc").write_text("axes.facecolor: red\nfont.size: 20\nsavefig.bbox: tight\n")
-    with mpl.rc_context(fname=tmp_path / "matplotlibrc"):
-        assert plt.rcParams["font.size"] == 20
-        assert status_of("figures", run) == 0
-    assert {path.name: path.read_bytes() for path in (run / "figures").iterdir()} == expected
+    for text in (*pages.values(), capsys.readouterr().out):
+        assert not {"\0", "\x1b", "\r", "\u2028", "\x85"} & set(text)
 
 
 def test_report_that_fails_is_told_in_a_line(run, capsys, monkeypatch):
@@ -202,18 +174,4 @@ def test_report_that_fails_is_told_in_a_line(run, capsys, monkeypatch):
     write_or_say_why(run)
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert (
-        printed.err == f"The report could not be written: RuntimeError: a b. `opo-trl report {run}` writes it again.\n"
-    )
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_errors_of_the_file_system_take_a_line(run, capsys, command):
-    if command != "several":
-        name = "figures/training.png" if command == "figures" else "report.html"
-        (run / name).unlink(missing_ok=True)
-        (run / name).mkdir(parents=True)  # where a file belongs
-        assert status_of(command, run) == 2
-        assert f"Is a directory: '{run / name}'" in said(capsys)
-    assert main(["report", "x" * 300]) == 2
-    assert "File name too long" in said(capsys)
+    assert printed.err == f"The report could not be written: RuntimeError: a b. `opo-trl report {run}` prints it.\n"

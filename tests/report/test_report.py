@@ -1,7 +1,8 @@
 """The report of a run: verdicts that tell a healthy run from a broken one, in a self-contained file."""
 
+import json
+import os
 import re
-import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,10 +12,9 @@ import pytest
 
 from opo_trl.checks.files import append_lines, write_json
 from opo_trl.launch.cli import main
-from opo_trl.metrics.log import PHASES
 from opo_trl.report.diagnostics import diagnostics
-from opo_trl.report.run_report import conclusion, describe, samples, write_report
-from opo_trl.report.verdicts import fired, judge, trend
+from opo_trl.report.run_report import describe, write_report
+from opo_trl.report.verdicts import conclusion, fired, judge, trend
 
 
 SETTINGS = {"trainer": "opo", "num_generations": 6, "model_name_or_path": "arithmetic", "seed": 42, "max_steps": 40}
@@ -37,8 +37,6 @@ HEALTHY = {
     "opo/tokens_per_second": lambda share, reused: 1000.0,
     "reward/timeouts": lambda share, reused: 0.0,
     "reward/errors": lambda share, reused: 0.0,
-    "opo/time/generate": lambda share, reused: 1.5 * (1 - reused),
-    **{f"opo/time/{phase}": lambda share, reused: 0.1 for phase in PHASES[1:]},
 }
 
 
@@ -80,7 +78,7 @@ def said(log: list[dict], **settings) -> dict[str, str]:
 
 
 def test_healthy_run_is_called_healthy_in_every_respect():
-    assert {verdict.healthy for verdict in judge(scripted(), SETTINGS)} == {True, None}
+    assert {verdict.healthy for verdict in judge(scripted(), SETTINGS)} == {True}
     assert said(scripted()) == {
         "reward": "Reward went from 0.426 to 0.887 (linear trend +0.5 ± 0.037).",
         "opo/frac_zero_drive": "Zero-variance groups held 40% of completions at the end.",
@@ -101,8 +99,6 @@ def test_healthy_run_is_called_healthy_in_every_respect():
         "reward/timeouts": "Completions whose scoring timed out were 0 (0.0%).",
         "reward/errors": "Completions whose scoring failed were 0 (0.0%).",
         "validation/accuracy": "Validation accuracy rose from 20.0% [10.0%, 30.0%] to 80.0% [70.0%, 90.0%].",
-        "opo/time/generate": "Slowest phase: generate, 65% of 1.15 s per optimizer step. `use_vllm` speeds up "
-        "generation.",
     }
 
 
@@ -193,7 +189,7 @@ def test_groups_of_two_completions_have_a_smaller_bound():
 
 
 def test_runs_with_trls_losses_are_judged_by_the_metrics_they_log():
-    of_opo = [name for name in HEALTHY if name.startswith("opo/") and not re.search("time|ratio/ess", name)]
+    of_opo = [name for name in HEALTHY if name.startswith("opo/") and name != "opo/ratio/ess"]
     own = {name.replace("/", "__"): None for name in of_opo}
     log = scripted(**own, frac_reward_zero_std=at_end(0.2, 0.95))
     sentences = said(log, trainer="grpo")
@@ -201,7 +197,7 @@ def test_runs_with_trls_losses_are_judged_by_the_metrics_they_log():
     assert sentences["frac_reward_zero_std"].endswith(
         "held 95% of completions at the end: these carry no learning signal."
     )
-    assert {"reward", "entropy", "grad_norm", "completions/clipped_ratio", "opo/time/generate"} < sentences.keys()
+    assert {"reward", "entropy", "grad_norm", "completions/clipped_ratio"} < sentences.keys()
     assert not any("off-policy" in sentence or "Escort" in sentence for sentence in sentences.values())
 
 
@@ -275,7 +271,6 @@ class Page(HTMLParser):
 
 
 CELL = {"accuracy": 0.5, "low": 0.4, "high": 0.6}
-NASTY = "<script>alert('no')</script> & \"so on\" `x`"
 
 
 @pytest.fixture(scope="module")
@@ -287,13 +282,6 @@ def broken_run(tmp_path_factory) -> Path:
     summary |= {"optimizer_steps": 40, "train_seconds": 61.2}
     folder = tmp_path_factory.mktemp("runs") / "a <b>run"
     run = write_run(folder, scripted(entropy=at_end(0.05, 0.001)), SETTINGS | {"watches": watches}, summary)
-    chat = [{"role": "user", "content": "Two and two?"}]
-    rows = [
-        {"step": step, "prompt": prompt, "completion": completion, "reward": reward}
-        for step in range(0, 90, 10)
-        for prompt, completion, reward in (("1+1=", NASTY, 0.0), (chat, [{"content": "4" * 3000}], None))
-    ]
-    append_lines(run / "completions.jsonl", rows)
     write_report(run)
     return run
 
@@ -303,23 +291,13 @@ def page(broken_run) -> Page:
     return Page((broken_run / "report.html").read_text())
 
 
-@pytest.fixture
-def without_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    monkeypatch.delitem(sys.modules, "opo_trl.report.figures", raising=False)
-
-
 def test_report_is_self_contained(broken_run, page):
     html = (broken_run / "report.html").read_text()
-    images = page.named("img")
-    assert len(images) == 3
-    assert all(image["src"].startswith("data:image/png;base64,iVBOR") and image["alt"] for image in images)
-    assert len(page.named("polyline")) == 18
+    assert len(page.named("polyline")) == 17
     for points in (element["points"].split() for element in page.named("polyline")):
         assert all(0 <= float(x) <= 100 and 0 <= float(y) <= 24 for x, y in (point.split(",") for point in points))
-    without = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "", html)
-    assert not re.search(r"https?:|//|file:|@import|url\(", without)
-    assert not {"script", "link", "iframe"} & {tag for tag, _ in page.elements}
+    assert not re.search(r"https?:|//|file:|@import|url\(", html)
+    assert not {"script", "link", "iframe", "img"} & {tag for tag, _ in page.elements}
     assert str(broken_run.parent) not in html
 
 
@@ -333,114 +311,77 @@ def test_report_has_every_part(page):
         "50.0% [40.0%, 60.0%]",
         "87.5%",
         "Escort effective sample size stayed at 4.8 of 6.",
-        "Slowest phase: generate, 65%",
         "Watch “warn if entropy < 0.002” fired in step 23, at 0.001. If validation rises, this is learning.",
-        "Entropy per token went from 0.05 to 0.001 nats",
     ):
         assert text in page.text, text
     _, tried = page.text.split("What to try next")
-    assert "Entropy per token went from 0.05 to 0.001 nats" in tried.split("Completions")[0]
+    assert "Entropy per token went from 0.05 to 0.001 nats" in tried
 
 
-def test_completions_are_escaped_and_shown_over_time(broken_run, page):
-    assert page.text.count(NASTY) == 5
-    assert page.text.count("4" * 2000 + "\n… 1,000 more characters") == 5
-    assert "4" * 2001 not in page.text
-    assert "Two and two?" in page.text
-    assert "unscored" in page.text
-    shown = samples(broken_run)
-    assert [[row["step"] for row in sample["rows"]] for sample in shown] == [[0, 20, 40, 60, 80]] * 2
+def test_terminal_says_what_the_page_says(broken_run, tmp_path, capsys, page):
+    assert main(["report", str(broken_run), "--output", str(tmp_path / "again.html")]) == 0
+    printed = capsys.readouterr().out
+    assert (tmp_path / "again.html").read_bytes() == (broken_run / "report.html").read_bytes()
+    for text in ("Finished: 40", "Level 3, sampled: 50.0% [40.0%, 60.0%] → 50.0%", "look     Entropy per token went"):
+        assert text in printed
+    assert main(["report", str(broken_run), "--output", str(broken_run / "log.jsonl")]) == 2
+    assert "Let it end with .html" in capsys.readouterr().err
 
 
-def test_same_folder_gives_the_same_report(broken_run, capsys):
-    before = (broken_run / "report.html").read_bytes()
-    assert main(["report", str(broken_run)]) == 0
-    assert capsys.readouterr().out.strip() == str(broken_run / "report.html")
-    assert (broken_run / "report.html").read_bytes() == before
-
-
-def test_interrupted_run_has_a_report(without_matplotlib, tmp_path):
+def test_interrupted_run_has_a_report(tmp_path):
     run = write_run(tmp_path / "run", scripted(validated=None), summary={"before": {"Level 3": {"greedy": CELL}}})
     page = Page(write_report(run).read_text())
-    assert "Not finished when this was written: 40 of 40 optimizer steps." in page.text
-    assert "matplotlib is not installed" in page.text
+    assert "Not finished: 40 of 40 optimizer steps." in page.text
     assert "No diagnostic is beyond its bound." in page.text
-    assert "Set validation_steps" in page.text
     assert [row[1:] for row in describe(run)["accuracies"]["rows"]] == [["50.0% [40.0%, 60.0%]", "–"]]
-    assert not page.named("img")
-    assert len(page.named("polyline")) == 17
+    assert len(page.named("polyline")) == 16
 
 
 def test_run_that_has_logged_nothing_has_a_report(tmp_path):
     run = write_run(tmp_path / "run", [])
     (run / "plan.txt").unlink()
-    text = Page(write_report(run).read_text()).text
-    assert text.count("Nothing has been logged yet.") == 2
-    assert "training had not begun" in text
+    assert Page(write_report(run).read_text()).text.count("Nothing has been logged yet.") == 2
 
 
 def test_folder_without_a_run_is_rejected(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
-    assert "contains no recipe.yaml with its settings.json, so it is not a run" in capsys.readouterr().err
+    assert "has no settings.json, so it is not a run of opo-trl" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 
-# In a browser
+# `opo-trl env`
 
 
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: CONTRIBUTING.md says how to install it")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    executable = next(filter(None, map(shutil.which, names)), None)
-    with api.sync_playwright() as playwright:
-        if executable is None and not Path(playwright.chromium.executable_path).exists():
-            pytest.skip("needs a browser: CONTRIBUTING.md says how to install one")
-        opened = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_browser_shows_the_report_without_errors_or_requests(browser, broken_run, scheme):
-    page = browser.new_page(color_scheme=scheme, viewport={"width": 390, "height": 800})
-    address = (broken_run / "report.html").as_uri()
-    said, requested = [], []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: requested.append(request.url))
-    page.goto(address)
-    assert said == []
-    assert [url for url in requested if not url.startswith("data:")] == [address]
-    assert page.evaluate("[...document.images].map(image => image.naturalWidth > 100)") == [True] * 3
-    drawn = "[...document.querySelectorAll('polyline')].map(line => line.getBoundingClientRect().width > 20)"
-    assert page.evaluate(drawn) == [True] * 16
-    assert page.evaluate("document.documentElement.scrollWidth") == 390
-    background = luminance(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-    assert (background < 0.1) == (scheme == "dark")
-    for selector in ("h1", "p", ".good", ".poor", ".fact", ".prose code", "figcaption"):
-        color = luminance(page.eval_on_selector(selector, "element => getComputedStyle(element).color"))
-        low, high = sorted((background, color))
-        assert (high + 0.05) / (low + 0.05) > 4.5, selector  # WCAG's contrast of text
-    page.emulate_media(media="print", color_scheme=scheme)
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert page.eval_on_selector("figure img", "image => getComputedStyle(image).filter") == "none"
-    scrolling = "[...document.querySelectorAll('pre')].filter(pre => pre.scrollHeight > pre.clientHeight + 1).length"
-    assert page.evaluate(scrolling) == 0
-    assert page.pdf(format="A4").startswith(b"%PDF")
-
-
-def luminance(color: str) -> float:
-    """Relative luminance of `rgb(r, g, b)`."""
-    parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+def test_env_prints_what_a_bug_report_needs_and_no_secret(tmp_path, monkeypatch, capsys):
+    for name in [name for name in os.environ if name.startswith(("HF_", "WANDB_", "NCCL_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("WANDB_API_KEY", "key_secret")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    accelerate = tmp_path / "default_config.json"
+    config = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "mixed_precision": "no"}
+    config |= {"use_cpu": True, "debug": False, "main_process_ip": "10.1.2.3", "num_processes": 2}
+    config |= {"mpirun_config": {"mpirun_hostfile": "/home/10.1.2.3"}, "tpu_vm": ["10.1.2.3"]}
+    accelerate.write_text(json.dumps(config))
+    monkeypatch.setattr("accelerate.commands.config.default_config_file", str(accelerate))
+    assert main(["env"]) == 0
+    printed = capsys.readouterr().out
+    lines = dict(re.fullmatch(r" *- (.+?): ?(.*)", line).groups() for line in printed.splitlines())
+    assert re.fullmatch(r"\d+\.\d+\.\d+, commit ([0-9a-f]{40}(-dirty)?|unknown)", lines["OPO version"])
+    assert lines["Python version"] == ".".join(map(str, sys.version_info[:3]))
+    for name in ("TRL", "Transformers", "PyTorch", "Accelerate", "Math-Verify"):
+        assert re.match(r"\d+\.\d+", lines[f"{name} version"]), name
+    assert "accelerator(s)" in lines
+    assert re.match(r"\d+ CPU cores with \d+\.\d GiB", lines["memory"])
+    assert (lines["num_processes"], lines["main_process_ip"], lines["mpirun_config"]) == ("2", "hidden", "hidden")
+    assert "10.1.2.3" not in printed
+    assert "NCCL_DEBUG=INFO" in lines["environment variables"]
+    assert {"HF_TOKEN", "WANDB_API_KEY"} <= set(lines["environment variables set, values hidden"].split(", "))
+    assert "secret" not in printed
 
 
 def test_facts_alone_are_not_called_healthy():
-    assert conclusion(judge([{"step": 1, "opo/time/update": 1.0}], {})) == (
-        "Too little has been logged for a verdict."
-    )
+    assert conclusion(judge([{"step": 1, "reward": 1.0}], {})) == ("Too little has been logged for a verdict.")
 
 
 def test_truncation_after_the_line_that_is_scored_is_healthy():
