@@ -4,7 +4,7 @@
 A server generates while the trainer trains, so completions come from a policy that is some versions old. TRL owns the
 server, the rollout worker, the synchronization of weights, packing and checkpoints. This module adds:
 
-1. `OPORolloutLoop` (`targets`) scores each group in the worker's process, and gives its samples their targets.
+1. `OPORolloutLoop` (`worker`) scores each group in the worker's process, and gives its samples their `targets`.
 2. `_collate` adds to a micro-batch what the loss needs of each sample.
 3. `compute_loss` sums the objective's losses. The loss is a plain sum over samples, divided by a number of the
    optimizer step: it does not depend on how they are split into micro-batches and processes.
@@ -12,16 +12,16 @@ server, the rollout worker, the synchronization of weights, packing and checkpoi
 """
 
 import functools
+import json
 import math
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -39,14 +39,13 @@ from ..rollout.skipped_steps import SkippedSteps
 from ..rollout.vllm_server import without_password
 from ..trainer import OPOTrainer
 from ..trl import check_replaced, temporarily
-from . import attention, faults, resumable
+from . import attention
 from .config import AsyncOPOConfig
-from .targets import MEANS, OWN, make_targets
+from .targets import MEANS, OWN
+from .worker import OPORolloutWorker, check_logprobs
 
 
-logger = get_logger(__name__)
-
-_ROOM = 32  # for rows and micro-batches smaller than TRL expects
+TRAINED = "trained_prompts.json"  # of a checkpoint: groups of which a completion was trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +92,14 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     trainer.train()
     ```
 
-    `args` is an [`AsyncOPOConfig`], by default with an output folder named after the model; the rest is as in TRL.
+    `args` is an [`AsyncOPOConfig`], by default with an output folder named after the model; the rest is as in TRL. On
+    a CPU, and with `model_init_kwargs={"attn_implementation": "sdpa"}` on any device, attention is PyTorch's. A
+    `rollout_worker` makes targets, as [`~asynchronous.worker.OPORolloutWorker`] does.
 
     Raises:
         `TypeError`: `args` is a configuration of another trainer.
-        `ImportError`: a package is missing that the extra `async` or `vllm` installs.
-        `ValueError`: TRL's attention kernel does not run on this process's GPU, the rollout worker does not make OPO's
-            targets, parameters are sharded by ZeRO-3 or FSDP 1, or the server reports other log-probabilities than
-            those of the policy that it samples from.
+        `ValueError`: TRL cannot pack samples for the model's attention, or send its parameters to a server (ZeRO-3,
+            FSDP 1); or the server reports other log-probabilities than those of the policy that it samples from.
     """
 
     _tag_names = ["trl", "async-opo"]  # noqa: RUF012 (TRL declares these as class attributes)
@@ -109,7 +108,6 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     objective_class: type[Objective] | None = None  # of a subclass, in place of `objective`
     policy_objective: Objective
     args: AsyncOPOConfig
-    _has_begun = False
 
     def __init__(
         self,
@@ -133,33 +131,28 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         # TRL's worker, and ours, apply a chat template to every prompt.
         text = rollout_worker is not None and not hasattr(rollout_worker, "_loop_kwargs")
         check_datasets(train_dataset, None, environment_factory, text=text)
-        options: Any = args.model_init_kwargs or {}  # a dict, once parsed
-        server = rollout_worker is None
-        own_attention = attention.check_requirements(args, options, server=server)
         check_models(model, (), args)
-        # TRL sets the attention itself.
-        args.model_init_kwargs = {name: value for name, value in options.items() if name != "attn_implementation"}
+        # TRL sets the attention itself, and says so if another one is asked for.
+        given: Any = args.model_init_kwargs or {}  # a dict, once parsed
+        options = dict(given)
+        if (asked := options.get("attn_implementation")) in (None, "sdpa"):
+            options.pop("attn_implementation", None)
+        args.model_init_kwargs = options
+        plain = asked == "sdpa" or args.device.type == "cpu"
         with (
-            attention.in_pytorch(args.device) if own_attention else nullcontext(),
+            attention.in_pytorch(args.device) if plain else nullcontext(),
+            temporarily(async_grpo_trainer, AsyncRolloutWorker=OPORolloutWorker),
             without_password(args.vllm_server_base_url),
         ):
             super().__init__(
-                model=model,
-                reward_funcs=reward_funcs,
-                args=args,
-                train_dataset=train_dataset,
-                processing_class=processing_class,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                peft_config=peft_config,
-                tools=tools,
-                environment_factory=environment_factory,
-                rollout_worker=rollout_worker,
-                weight_transfer=weight_transfer,
+                *(model, reward_funcs, args, train_dataset, processing_class, callbacks, optimizers, peft_config),
+                *(tools, environment_factory, rollout_worker, weight_transfer),
             )
+            if isinstance(self.rollout_worker, AsyncRolloutWorker):
+                check_logprobs(self.vllm_client, args.temperature)
         attention.check_model(self.model)
         check_finite(self.accelerator, self.model)
-        faults.check_sharding(self.accelerator)
+        self._check_sharding()
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
         self._frozen_base = nullcontext() if self._lora_sync else FrozenBase(self.model)
         self._dtypes = {name: parameter.dtype for name, parameter in _iter_vllm_named_params(self.model)}
@@ -175,20 +168,21 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         self._reports: list[Tensor] = []
         self._passes_left = 0
         if self._epoch_stop_groups is not None:
-            # TRL's bound on the steps of an epoch, which must never be reached, counts each sample once.
-            args.max_steps *= args.num_iterations * _ROOM
-        worker: Any = self.rollout_worker
-        if self.rollout_queue is not None:  # on the main process
-            taken: Any = faults.Samples(self.rollout_queue, args, lambda: self.model_version)
-            self.rollout_queue = taken
+            # TRL's bound on the steps of an epoch, which must never be reached, counts each sample once, in full rows.
+            args.max_steps *= args.num_iterations * 32
         self._syncs, self._synced_at = 0, 0  # synchronizations of weights so far, and optimizer step of the last
-        sent = kind(args.objective_fields)  # to the worker's process
-        if isinstance(worker, AsyncRolloutWorker):
-            make_targets(worker, sent)
-            size = cast(Any, self.model.config).get_text_config().vocab_size
-            faults.guard(worker, self.vllm_client, args.heartbeat_stale_after_s, size)
-        elif "opo" in getattr(worker, "_loop_kwargs", {}):  # in this process
-            worker._loop_kwargs["opo"] = sent
+        if (options := getattr(self.rollout_worker, "_loop_kwargs", None)) is not None:
+            options["opo"] = kind(args.objective_fields)  # sent to the worker's process
+
+    def _check_sharding(self):
+        """TRL does not gather the parameters of DeepSpeed ZeRO-3 and FSDP 1 before it sends them."""
+        deepspeed = self.accelerator.state.deepspeed_plugin
+        fsdp1 = self.is_fsdp_enabled and not self.accelerator.is_fsdp2
+        if fsdp1 or (deepspeed is not None and deepspeed.zero_stage == 3):
+            raise ValueError(
+                f"{'FSDP 1' if fsdp1 else 'DeepSpeed ZeRO-3'} shards parameters in a way that TRL's asynchronous "
+                "trainer cannot send. Use FSDP2 (`fsdp_version: 2`), or DeepSpeed with a `zero_stage` of at most 2."
+            )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
@@ -196,38 +190,28 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         Completions that were on the way are generated anew. `resume_from_checkpoint`: see [`RolloutTrainer.train`].
 
         Raises:
-            `ValueError`: the wanted checkpoint is not complete, there is none, no weight would be trained, or the
-                server reports other log-probabilities than those of the policy that it samples from.
-            `RuntimeError`: the trainer has trained before; TRL does not start its worker again.
+            `ValueError`: the wanted checkpoint is not complete, there is none, or no weight would be trained.
         """
         check_replaced()
-        check_trainable(self.model, None if self._has_begun else self.optimizer)
+        check_trainable(self.model, self.optimizer)
+        folder = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
+        self._skip(())
         with without_password(self.args.vllm_server_base_url):
-            if isinstance(self.rollout_worker, AsyncRolloutWorker):
-                faults.check_logprobs(self.vllm_client, self.args.temperature)
-            if self._has_begun:
-                raise RuntimeError(
-                    "train() was called before, and the rollout worker cannot be started again. Make a new trainer, "
-                    "and resume from this one's last checkpoint."
-                )
-            folder = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
-            self._has_begun = True
-            self._skip(())
             return super().train(folder, *args, **kwargs)
 
     def _skip(self, trained: Collection[int]) -> None:
-        """Begin with the prompts that are not among those of the given groups."""
-        self._trained_groups, self._last_groups_trained = set(trained), len(trained)
+        """
+        Begin with the prompts that are not among those of the given groups.
+
+        A group's id is the place of its prompt in the stream of the dataset's epochs. TRL resumes at the first place
+        that was not collated: it would skip prompts that were fetched ahead, and repeat all that came after a gap.
+        """
+        self._trained_groups, self._last_groups_trained, self._groups_before_resume = set(trained), len(trained), 0
         options = getattr(self.rollout_worker, "_loop_kwargs", None)
         if options is not None:
-            options["trained"] = frozenset(trained)
-            if "dataset_start_index" in options:  # of TRL's worker, which generates out of order
-                options |= {"dataset_start_index": 0, "epochs": self._epoch_stop_groups or 0}
-        elif trained and self.rollout_worker is not None:
-            logger.warning(
-                f"The rollout worker {type(self.rollout_worker).__name__} has no `_loop_kwargs`, so it cannot be told "
-                "which prompts have been trained: it begins with the first one."
-            )
+            options |= {"trained": frozenset(trained)}
+            if "dataset_start_index" in options:  # of TRL's worker
+                options["dataset_start_index"] = 0
 
     def _streaming_iter(self):
         """The weights, as the server has been told of them: DeepSpeed and FSDP2 cast them after that."""
@@ -237,7 +221,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             yield name, weight.to(self._dtypes.get(name, weight.dtype))
 
     def _sync_weight(self):
-        with faults.synchronizing(self), self._frozen_base:
+        with self._frozen_base:
             super()._sync_weight()
         self._syncs += 1  # on all processes; only the main one knows `model_version`
         self._synced_at = self.state.global_step
@@ -264,8 +248,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
                 if OWN not in sample["metrics"]:
                     raise ValueError(
                         f"The rollout worker {type(self.rollout_worker).__name__} computes no targets for OPO. Let "
-                        "its loop derive from `opo_trl.asynchronous.targets.OPORolloutLoop`, or pass each complete "
-                        "group through `with_targets` there."
+                        "it derive from `opo_trl.asynchronous.worker.OPORolloutWorker`, or pass each complete group "
+                        "through `opo_trl.asynchronous.targets.with_targets`."
                     )
                 generated_by, tokens, *values = sample["metrics"].pop(OWN)
                 tables.append([generated_by - version, sample["advantage"], tokens, *values])
@@ -357,21 +341,14 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if not self._passes_left:
-            self._trained_groups |= self._groups_of_step
-            end, waiting = self._epoch_stop_groups or math.inf, set().union(*self._collated)
-            # A micro-batch is made ahead. If its prompts are of another epoch, those missing of this have no score.
-            if min(waiting, default=-1) >= end:
-                unscored = {*range(end)} - self._trained_groups
-                self._trained_groups |= unscored
-                self._groups_before_resume, self._last_groups_trained = 0, self._last_groups_trained + len(unscored)
         if self.accelerator.sync_gradients:
             self._log_step()
         return loss
 
     def _log_step_metrics(self):
-        with temporarily(async_grpo_trainer, compute_flops_per_token=attention.flops_per_token):
-            super()._log_step_metrics()
+        if not self._passes_left:  # after the optimizer step, and before its checkpoint
+            self._trained_groups |= self._groups_of_step
+        super()._log_step_metrics()
 
     def _log_step(self):
         """Gather the samples of an optimizer step from all processes, once, and log them."""
@@ -397,17 +374,13 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         over = torch.tensor(int(epochs_are_over), device=self.accelerator.device)
         if self.state.global_step >= self.state.max_steps or self.accelerator.reduce(over, reduction="sum").item():
             self.control.should_training_stop = True
-            return
-        self._groups_before_resume = -1  # added to that set's size, by which TRL ends a run: not before all are in it
-        super()._run_epoch(**named)
+        else:
+            super()._run_epoch(**named)
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm)
         step = self.state.global_step + 1
         return self._skipped.check(model, norm, step=step, micro_batches=self._batches_of_step)
-
-    def _determine_best_metric(self, metrics, trial):
-        return super()._determine_best_metric(metrics, trial) or self.control.should_save  # as in `RolloutTrainer`
 
     def _maybe_log_save_evaluate(self, *inputs, **named):
         with self._skipped.end_of_step(self):
@@ -421,10 +394,6 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         super().create_model_card(model_name, wording.if_on_the_hub(dataset_name), tags)
         wording.name_model(self)
-
-    def _issue_warnings_after_load(self, load_result):
-        wording.leave_out_tied(self.model, load_result)
-        super()._issue_warnings_after_load(load_result)
 
     # Saving and loading, in the order of Transformers
 
@@ -445,7 +414,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     def _save_rng_state(self, output_dir: str):
         super()._save_rng_state(output_dir)
         if self.accelerator.is_main_process:
-            resumable.write_trained(Path(output_dir), self._trained_groups)
+            (Path(output_dir) / TRAINED).write_text(json.dumps(sorted(self._trained_groups)))
         self.accelerator.wait_for_everyone()  # the manifest lists the files of all processes
         if self.args.should_save:
             checkpoint.finalize(Path(output_dir))
@@ -453,4 +422,4 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     def _load_optimizer_and_scheduler(self, folder: str | None):
         super()._load_optimizer_and_scheduler(folder)  # before the worker is started
         if folder is not None and self.accelerator.is_main_process:
-            self._skip(resumable.read_trained(Path(folder)))
+            self._skip(json.loads((Path(folder) / TRAINED).read_text()))
