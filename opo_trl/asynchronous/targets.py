@@ -6,7 +6,6 @@ several, and drops samples that have become too old.
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -52,16 +51,12 @@ def with_targets(
     Args:
         samples (`list[RolloutSample]`): training rows of a complete group, changed in place.
         conversations (`list[int]`): the conversation of each. TRL makes several rows of a conversation whose history
-            is rewritten on the way.
+            is rewritten on the way; each is a sample with the conversation's target.
 
     Returns:
         `list[RolloutSample]`: the samples with a score and a trained token. `advantage` is the target.
     """
-    rewards: dict[int, float] = {}
-    tokens: Counter[int] = Counter()
-    for sample, conversation in zip(samples, conversations, strict=True):
-        rewards[conversation] = sample.metrics["reward"]
-        tokens[conversation] += int(sample.completion_mask.sum())
+    rewards = {i: sample.metrics["reward"] for i, sample in zip(conversations, samples, strict=True)}
     scores = torch.tensor([*rewards.values()], dtype=torch.float64)
     targets, means = group_targets(scores, objective)
     omega = torch.full_like(scores, torch.nan) if targets.omega is None else targets.omega
@@ -72,6 +67,6 @@ def with_targets(
         if scores[i].isfinite() and sample.completion_mask.any():
             sample.advantage = targets.target[i].item()
             own: dict = sample.metrics
-            own[OWN] = (sample.model_version, tokens[conversation], omega[i].item(), *means)
+            own[OWN] = (sample.model_version, omega[i].item(), *means)
             kept.append(sample)
     return kept

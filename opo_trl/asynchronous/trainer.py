@@ -8,7 +8,7 @@ server, the rollout worker, the synchronization of weights, packing and checkpoi
 2. `_collate` adds to a micro-batch what the loss needs of each sample.
 3. `compute_loss` sums the objective's losses. The loss is a plain sum over samples, divided by a number of the
    optimizer step: it does not depend on how they are split into micro-batches and processes.
-4. `_log_step` gathers the step's samples from all processes, once, and logs them under `opo/`.
+4. `_log_step_metrics` gathers the step's samples from all processes, once, and logs them under `opo/`.
 """
 
 import functools
@@ -50,22 +50,16 @@ TRAINED = "trained_prompts.json"  # of a checkpoint: groups of which a completio
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSamples(Samples):
-    """
-    Rows whose trained tokens follow one another: `[M]` in place of `[B, T]`. `row` is that of each token, `share` that
-    of each row in the trained tokens of its conversation, `tokens` their number.
-    """
+    """Samples whose trained tokens follow one another, `[M]` in place of `[B, T]`; `row` is the sample of each."""
 
     row: Tensor
-    share: Tensor
-    tokens: Tensor
 
-    @property
+    @functools.cached_property
     def length(self) -> Tensor:
-        return self.tokens
+        return torch.bincount(self.row, minlength=len(self.target)).to(self.target.dtype)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Of the whole conversation, for which the tokens of a row stand."""
-        return torch.zeros_like(self.share, dtype=x.dtype).index_add(0, self.row, x) / self.share
+        return torch.zeros_like(self.target, dtype=x.dtype).index_add(0, self.row, x)
 
     def spread(self, x: Tensor) -> Tensor:
         return x[self.row]
@@ -175,7 +169,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             options["opo"] = kind(args.objective_fields)  # sent to the worker's process
 
     def _check_sharding(self):
-        """TRL does not gather the parameters of DeepSpeed ZeRO-3 and FSDP 1 before it sends them."""
+        """TRL does not gather such parameters before it sends them."""
         deepspeed = self.accelerator.state.deepspeed_plugin
         fsdp1 = self.is_fsdp_enabled and not self.accelerator.is_fsdp2
         if fsdp1 or (deepspeed is not None and deepspeed.zero_stage == 3):
@@ -237,27 +231,25 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
 
     def _collate(self, collate: Callable[[list], dict[str, Any]], examples: list) -> dict[str, Any]:
         """
-        Add to TRL's micro-batch a table of its samples, `[processes, samples, 4 + metrics]`, padded with 0: number of
-        synchronizations when it was generated, target, tokens of its conversation, escort weight and `MEANS`.
+        Add to TRL's micro-batch a table of its samples, `[processes, samples, 3 + metrics]`, padded with NaN: number
+        of synchronizations when it was generated, target, escort weight, `MEANS`; and what its losses are divided by.
         """
         (rows,) = examples  # one for each process; on the main process, which collates for all
+        samples = [sample for row in rows for sample in row.samples]
+        if not all(OWN in sample["metrics"] for sample in samples):
+            raise ValueError(
+                f"The rollout worker {type(self.rollout_worker).__name__} computes no targets for OPO. Derive it from "
+                "`opo_trl.asynchronous.worker.OPORolloutWorker`, or pass each complete group through "
+                "`opo_trl.asynchronous.targets.with_targets`."
+            )
+        own = [(sample["advantage"], *sample["metrics"].pop(OWN)) for sample in samples]
         version = self.model_version - self._syncs
-        tables, total = [], 0.0
-        for row in rows:
-            for sample in row.samples:
-                if OWN not in sample["metrics"]:
-                    raise ValueError(
-                        f"The rollout worker {type(self.rollout_worker).__name__} computes no targets for OPO. Let "
-                        "it derive from `opo_trl.asynchronous.worker.OPORolloutWorker`, or pass each complete group "
-                        "through `opo_trl.asynchronous.targets.with_targets`."
-                    )
-                generated_by, tokens, *values = sample["metrics"].pop(OWN)
-                tables.append([generated_by - version, sample["advantage"], tokens, *values])
-                trained = int(sample["completion_mask"].sum())
-                total += trained if self.args.log_ratio_reduction == "sum" else trained / tokens
+        tables = [[generated_by - version, target, *values] for target, generated_by, *values in own]
         table, counts = torch.tensor(tables, dtype=torch.float64), [len(row.samples) for row in rows]
-        padded = [pad(part, (0, 0, 0, max(counts) - len(part))) for part in table.split(counts)]
-        self._collated.append({sample["group_id"] for row in rows for sample in row.samples})
+        padded = [pad(part, (0, 0, 0, max(counts) - len(part)), value=math.nan) for part in table.split(counts)]
+        tokens = sum(int(sample["completion_mask"].sum()) for sample in samples)
+        total = float(tokens if self.args.log_ratio_reduction == "sum" else len(samples))
+        self._collated.append({sample["group_id"] for sample in samples})
         # Each process gets its slice of what has an entry per process.
         return {**collate(examples), "opo_rows": torch.stack(padded), "opo_total": torch.full((len(rows),), total)}
 
@@ -276,10 +268,10 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """
-        Sum of the OPO losses of some rows of an optimizer step, divided by the number of the step's trained tokens.
+        Sum of the losses of some samples of an optimizer step, divided by the number of the step's trained tokens.
 
         The log-ratio of a completion is a sum over its tokens, and so is its gradient: this is the scale of GRPO's
-        mean over tokens. Under `log_ratio_reduction="mean"` the divisor is the number of completions.
+        mean over tokens. Under `log_ratio_reduction="mean"` the divisor is the number of samples.
         """
         outputs: Any = None
 
@@ -293,26 +285,22 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             del self._metrics["train"][name]  # nothing is clipped
         trained = inputs["token_index"] >= 0
         logps = outputs.log_probs.flatten()[inputs["token_index"][trained]]
-        behaviour, rows = inputs["old_log_probs"][trained], inputs["segment_id"][trained]
-        losses = self._row_losses(logps, behaviour, rows, inputs["opo_rows"][0])
+        losses = self._losses(
+            logps, inputs["old_log_probs"][trained], inputs["segment_id"][trained], inputs["opo_rows"][0]
+        )
         # TRL's trainer does not divide by the number of micro-batches; DDP and FSDP take the mean over processes.
         loss = losses.sum() * (self.accelerator.num_processes / num_items_in_batch)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / self.current_gradient_accumulation_steps
         return loss
 
-    def _row_losses(self, logps: Tensor, behaviour: Tensor, row: Tensor, table: Tensor) -> Tensor:
+    def _losses(self, logps: Tensor, behaviour: Tensor, row: Tensor, table: Tensor) -> Tensor:
         """
-        Loss of each row, `[B]`, from the log-probabilities of its trained tokens under the policy and the behaviour
-        policy, `[M]` each, their row, `[M]`, and `_collate`'s table.
-
-        A conversation that TRL forks into several rows has the loss `Σ s · loss(Δ_r / s)`, with the share s of its
-        trained tokens that is in a row, and the log-ratio Δ_r of the row: it asks for the same log-ratio per token in
-        all rows, and has the gradient of a single row where that is so.
+        Loss of each sample, `[B]`, from the log-probabilities of its trained tokens under the policy and the behaviour
+        policy, `[M]` each, their sample, `[M]`, and `_collate`'s table.
         """
-        table = table[table[:, 2] > 0].to(torch.promote_types(logps.dtype, torch.float32))  # without padding
-        generated_at, target, tokens, _, *means = table.T
-        length = torch.bincount(row, minlength=len(table)).to(table.dtype)
+        table = table[~table[:, 0].isnan()].to(torch.promote_types(logps.dtype, torch.float32))  # without padding
+        generated_at, target, _, *means = table.T
         synchronizations = (self._syncs - generated_at) * self.args.weight_sync_steps
         samples = PackedSamples(
             logps=logps,
@@ -324,34 +312,24 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             age=synchronizations + self.state.global_step - self._synced_at,
             reused=True,
             row=row,
-            share=length / tokens,
-            tokens=tokens,
         )
         loss = self.policy_objective.loss(samples)
         # As in `OPOTrainer`: until a step with a gradient, their log-ratio may be rounding only.
         one = torch.ones_like(target, dtype=torch.bool).unsqueeze(1)
         idle = self.policy_objective.zero_gradient(target, samples.mu, one)
         rests = idle & (samples.age <= self.state.global_step - self._skipped.moved_at)
-        losses = samples.share * loss.total(rests)
-        report = SampleReport.of(samples, loss, policy_loss=losses, tokens=length)  # TRL logs the entropy
-        self._reports.append(torch.cat([torch.stack([*vars(report).values()], dim=1), table[:, 3:].float()], dim=1))
+        losses = loss.total(rests)
+        report = SampleReport.of(samples, loss, policy_loss=losses, tokens=samples.length)  # TRL logs the entropy
+        self._reports.append(torch.cat([torch.stack([*vars(report).values()], dim=1), table[:, 2:].float()], dim=1))
         return losses
 
     # A step
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        if self.accelerator.sync_gradients:
-            self._log_step()
-        return loss
-
     def _log_step_metrics(self):
-        if not self._passes_left:  # after the optimizer step, and before its checkpoint
+        """After an optimizer step: count its prompts, gather its samples from all processes, once, and log them."""
+        if not self._passes_left:
             self._trained_groups |= self._groups_of_step
         super()._log_step_metrics()
-
-    def _log_step(self):
-        """Gather the samples of an optimizer step from all processes, once, and log them."""
         # Processes have different numbers of samples.
         table = self.accelerator.pad_across_processes(torch.cat(self._reports), pad_index=torch.nan)
         table, self._reports = self.accelerator.gather(table).cpu(), []

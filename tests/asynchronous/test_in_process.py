@@ -208,4 +208,3 @@ def test_tokens_of_a_tool_are_not_trained(tiny_model, tmp_path):
         assert trained[-1] == "42<|im_end|>"
         assert not called or trained[0].startswith(f"{THOUGHT}<tool_call>")
         assert not called or "<tool_response>\n42\n" in parts[2][1]
-        assert sample.metrics["opo"][1] == sum(sample.completion_mask)
