@@ -2,7 +2,6 @@
 
 import asyncio
 import queue
-import time
 from types import SimpleNamespace
 
 import scripted
@@ -52,10 +51,6 @@ def fine(completions, **named):
 
 def exits(completions, **named):
     raise SystemExit(0)
-
-
-def hangs(completions, **named):
-    time.sleep(3600)
 
 
 def scores_nothing(completions, **named):

@@ -59,7 +59,7 @@ def healthy():
 
 
 @contextmanager
-def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4, start="forkserver", seconds=14):
+def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4, start="forkserver"):
     """The worker, running, with a loop that needs no server; forked with all imports, or spawned. It ends in time."""
     prepare()
     context = multiprocessing.get_context(start)
@@ -87,7 +87,7 @@ def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4, start="
     finally:
         began = time.monotonic()
         worker.stop()
-        assert time.monotonic() - began < seconds  # TRL waits for 15 s while samples are on their way
+        assert time.monotonic() - began < 14  # TRL waits for 15 s while samples are on their way
 
 
 def take_samples(worker):
@@ -113,15 +113,6 @@ def test_reward_that_fails_ends_the_run(monkeypatch, tiny_model, tmp_path, healt
         pytest.raises(RewardError, match=rf"The rollout worker has failed: RewardError: {message}"),
     ):
         take_samples(worker)
-
-
-def test_worker_with_a_reward_that_hangs_can_be_stopped(monkeypatch, tiny_model, tmp_path, healthy):
-    """TRL waits for it, then ends the process."""
-    with working(monkeypatch, tiny_model, tmp_path, healthy, faulty.hangs, seconds=24) as worker:
-        time.sleep(1)
-        process = worker._process
-    process.join(10)
-    assert process.exitcode == -signal.SIGKILL
 
 
 def test_worker_has_isolated_rewards_and_outlives_a_scheduler(monkeypatch, tiny_model, tmp_path, healthy):
@@ -187,23 +178,21 @@ CHOICE = {"token_ids": [10, 258], "logprobs": {"token_logprobs": [-1.0, -0.5]}}
 
 @pytest.fixture
 def server():
-    """An HTTP server that answers requests with the status and the text of its `answer`."""
+    """An HTTP server that answers requests with its `answer`."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_POST(self):
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            made.asked += 1
-            status, body = made.answer
-            self.send_response(status)
+            self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
+            self.wfile.write(json.dumps(made.answer).encode())
 
         def log_message(self, *args):
             pass
 
     made = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    made.daemon_threads, made.block_on_close, made.asked = True, False, 0
+    made.daemon_threads, made.block_on_close = True, False
     threading.Thread(target=made.serve_forever, daemon=True).start()
     yield made
     made.shutdown()
@@ -227,26 +216,9 @@ def loop_for(server, model, tmp_path):
 )
 def test_server_without_log_probabilities_is_named(tiny_model, tmp_path, server, body, said):
     """Without its password."""
-    server.answer = (200, body)
+    server.answer = body
     loop = loop_for(server, tiny_model, tmp_path)
     told = rf"server at http://\*\*\*@127\.0\.0\.1:\d+ has answered without the log-probability of each.*{said}"
     with pytest.raises(RuntimeError, match=told) as raised:
         asyncio.run(asyncio.wait_for(loop._run_loops(asyncio.Event()), LIMIT))
     assert "secret" not in str(raised.value)
-
-
-def test_server_that_fails_for_a_moment_is_asked_again(tiny_model, tmp_path, server):
-    loop = loop_for(server, tiny_model, tmp_path)
-    server.answer = (503, {})
-
-    async def until_a_sample() -> None:
-        stop, deadline = asyncio.Event(), time.monotonic() + LIMIT
-        running = asyncio.ensure_future(loop._run_loops(stop))
-        while loop.rollout_buffer.empty() and not running.done() and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-            server.answer = (200, {"choices": [CHOICE]}) if server.asked > 2 else server.answer
-        stop.set()
-        await running
-
-    asyncio.run(until_a_sample())
-    assert loop.rollout_buffer.get_nowait().old_log_probs[-2:].tolist() == [-1.0, -0.5]

@@ -83,30 +83,12 @@ def test_completions_are_written_by_the_policy_of_so_many_versions_ago(tiny_mode
     assert log[0]["opo/log_ratio/absmax"] < 1e-4
 
 
-def test_prompts_as_text_are_rejected(tiny_model, tmp_path):
-    """TRL's worker would take the letters for messages."""
-    text = PROMPTS.map(lambda row: {"prompt": row["prompt"][0]["content"]})
-    args = scripted.config(tmp_path)
-    worker = InProcessWorker(tiny_model, args, text, scored_by_length, AutoTokenizer.from_pretrained(tiny_model))
-    both = {"rollout_worker": worker, "weight_transfer": worker}
-    with pytest.raises(ValueError, match=r"column 'prompt' holds '.*' in row 0\. Set every prompt to a list"):
-        AsyncOPOTrainer(tiny_model, args=args, train_dataset=text, **both)
-
-
 def test_completions_that_would_all_be_dropped_are_rejected(tiny_model, tmp_path):
     args = scripted.config(tmp_path, max_staleness=2)
     with pytest.raises(
         ValueError, match=r"staleness of 3 is above max_staleness=2.*Set `max_staleness` to at least 3"
     ):
         make(tiny_model, args, staleness=3)
-
-
-def test_prompts_without_any_score_end_the_run(tiny_model, tmp_path):
-    args = scripted.config(tmp_path, per_device_train_batch_size=8, max_completion_length=2)
-    trainer, worker = make(tiny_model, args)
-    worker._loop_kwargs["reward_funcs"] = [lambda completions, **_: [None] * len(completions)]
-    with pytest.raises(RuntimeError, match=r"No completion of the last 100 groups has a score.*Check the rewards"):
-        trainer.train()
 
 
 @pytest.mark.parametrize("moved", [0, 1])
