@@ -1,4 +1,4 @@
-"""An objective as somebody adds one: a class, which a recipe names as `objective: added_objective.Cautious`."""
+"""An objective as somebody adds one: a class, which `objective: added_objective.Cautious` names in both trainers."""
 
 import torch
 

@@ -121,7 +121,7 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         ),
         **dict.fromkeys(("_name", "_paper", "_tag_names")),
         "train": (),
-        **dict.fromkeys(("_lora_sync", "_metrics", "rollout_queue", "model_version")),
+        **dict.fromkeys(("_lora_sync", "_metrics", "model_version")),
         "_sync_weight": (),
         "_streaming_iter": (),
         "get_train_dataloader": (),
@@ -137,7 +137,7 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         **dict.fromkeys(("_trained_groups", "_groups_before_resume", "_epoch_stop_groups", "_last_groups_trained")),
     },
     _ASYNC: {
-        **dict.fromkeys(("get_peak_flops_per_device", "compute_flops_per_token")),
+        **dict.fromkeys(("get_peak_flops_per_device", "AsyncRolloutWorker")),
         "_iter_vllm_named_params": ("model",),
     },
     f"{_WORKER}._AsyncRolloutLoop": {
@@ -148,9 +148,6 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
             *("max_tool_calling_iterations", "fork_threshold_tokens"),
         ),
         "run": (),
-        "_run_loops": ("stop_event",),
-        "_execute_tool_calls": ("tool_calls", "tool_dict"),
-        "_post": ("path", "payload", "timeout", "max_retries"),
         "_score_group": ("group",),
         "_generate_one": ("prompt", "tool_dict", "tools", "group_id"),
         "_generate_one_turn": ("prompt_ids",),

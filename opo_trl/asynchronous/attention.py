@@ -1,51 +1,21 @@
 """
-Attention in asynchronous training: TRL's kernel, the checks of what it needs, and PyTorch's attention in its place.
+PyTorch's attention in asynchronous training, in place of TRL's kernel.
 
 TRL packs a micro-batch as a prefix tree, and attends along its paths with FlashAttention 3, which the package
 `kernels` takes from the Hub at the first step. That kernel is made for Hopper GPUs, and takes 16-bit numbers only.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.experimental.async_grpo import async_grpo_trainer, packing
-from trl.trainer.utils import compute_flops_per_token
 
-from ..checks.environment import check_installed
 from ..trl import temporarily
-from .config import AsyncOPOConfig
-
-
-def check_requirements(args: AsyncOPOConfig, options: Mapping[str, Any], *, server: bool) -> bool:
-    """
-    Check that packages are installed, and that TRL's kernel runs on this process's GPU, before anything is loaded.
-
-    `options` are those of the model; `server` is whether TRL's worker asks a vLLM server. Returns whether attention is
-    PyTorch's.
-
-    Raises:
-        `ImportError`: a package is missing.
-        `ValueError`: the kernel does not run here, or another attention is asked for.
-    """
-    asked = options.get("attn_implementation")
-    if asked not in (None, "sdpa"):
-        raise ValueError(
-            f"attn_implementation={asked!r} is not possible in asynchronous training, whose micro-batches are packed "
-            "as trees. Set `attn_implementation` to 'sdpa' for PyTorch's attention, or remove it for TRL's kernel."
-        )
-    kernel = asked is None and args.device.type != "cpu"
-    needed = ["requests", *(["aiohttp", "vllm"] if server else []), *(["kernels"] if kernel else [])]
-    check_installed("Asynchronous training", *needed, install=f"'opo_trl[{'async,vllm' if server else 'async'}]'")
-    if kernel:
-        _try_kernel(args, options.get("dtype") or args.dtype)
-    return not kernel
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -56,34 +26,6 @@ def check_model(model: torch.nn.Module) -> None:
             f"{type(inner).__name__} has an attention of its own, which does not keep apart the samples that "
             "asynchronous training packs as trees. Train it with `trainer: opo` (`OPOTrainer`), or another model."
         )
-
-
-def flops_per_token(config: Any, length: int) -> float:
-    """TRL's estimate, for a metric; NaN where it knows no such model: its first step would end the run."""
-    try:
-        return compute_flops_per_token(config, length)
-    except AttributeError:
-        return math.nan
-
-
-def _try_kernel(args: AsyncOPOConfig, dtype: Any) -> None:
-    """Attend to one token, as the first step will."""
-    computed = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(dtype).removeprefix("torch.")
-    place: Any = {"device": args.device, "dtype": getattr(torch, computed, torch.bfloat16)}
-    module, one, bounds = torch.nn.Linear(1, 1, **place), torch.zeros(1, 1, 1, 64, **place), torch.arange(2)
-    module.config = None  # where TRL looks for the precision of a quantized model
-    ends = bounds.to(args.device, torch.int32)
-    tree = {"tree_kv_index": bounds[:1].to(args.device), "tree_cu_seqlens_q": ends, "tree_cu_seqlens_k": ends}
-    try:
-        out, _ = packing.tree_attention(module, one, one, one, None, tree_max_seqlen_q=1, tree_max_seqlen_k=1, **tree)
-        out.sum().item()  # waits for the GPU, which reports its errors late
-    except Exception as error:
-        reason = (str(error).strip() or "no message").splitlines()[0]
-        raise ValueError(
-            f"TRL's attention kernel does not run on {args.device} in {computed} ({type(error).__name__}: {reason}). "
-            "It needs access to the Hub or its cache, a GPU such as H100 or H200, and `bf16: true`. Elsewhere, set "
-            "`attn_implementation` to 'sdpa'."
-        ) from error
 
 
 @contextmanager

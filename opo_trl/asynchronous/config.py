@@ -1,41 +1,35 @@
 """`AsyncOPOConfig`: TRL's `AsyncGRPOConfig` with the fields of OPO's objective, validated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from ..checks import devices
-from ..checks.ranges import require
 from ..checks.secrets import Masked
 from ..config import ObjectiveConfig, check_fields
-from ..fields import COUNT, OBJECTIVE, POSITIVE, RUN, deciding, given, setting
+from ..fields import COUNT, OBJECTIVE, POSITIVE, RUN, setting
 
 
-_ONE_GROUP = "is not possible in asynchronous training, which scores one group at a time"
-_UNTRAINED = (
-    "makes completions come from another distribution than the one that is trained, so that the log-ratio is wrong "
-    "from the first step"
-)
-# Field → its possible values (the default if there are none), why others are not, and what to do.
-_POSSIBLE: dict[str, tuple[tuple[Any, ...], str, str]] = {
-    "chi2_radius": ((), _ONE_GROUP, "Set `mu` instead"),
-    "positivity": (("none", "clip", "project"), _ONE_GROUP, "Set `positivity` to 'clip' or 'project'"),
-    "drive_scaling": (("none", "group"), _ONE_GROUP, "Set `drive_scaling` to 'group' or 'none'"),
-    "adaptive_temperature": ((), _ONE_GROUP, "Set `escort_temperature` instead"),
-    "temperature_range": ((), _ONE_GROUP, "Set `escort_temperature` instead"),
-    "anchor_correction": ((), _ONE_GROUP, "Remove `anchor_correction`"),
-    "top_p": ((1.0,), _UNTRAINED, "Set `top_p` to 1.0"),
-    "top_k": ((0,), _UNTRAINED, "Set `top_k` to 0"),
-    "min_p": ((0.0, None), _UNTRAINED, "Set `min_p` to 0.0"),
-    "repetition_penalty": ((1.0,), _UNTRAINED, "Set `repetition_penalty` to 1.0"),
-    "enable_jit_checkpoint": (
-        (False,),
-        "saves in the middle of an optimizer step, whose prompts a resumed run would leave out",
-        "Remove it, and train within `opo_trl.launch.signals.StopOnSignal(trainer)`, as `opo-trl train` does",
-    ),
+# Field → its possible values.
+_OF_A_GROUP: dict[str, tuple[Any, ...]] = {
+    "chi2_radius": (None,),
+    "positivity": ("none", "clip", "project"),
+    "drive_scaling": ("none", "group"),
+    "adaptive_temperature": (False,),
+    "anchor_correction": ("absorbed",),
 }
+_OF_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0,),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (1.0,),
+}
+_POSSIBLE = (
+    (_OF_A_GROUP, "is not possible in asynchronous training, which scores one group at a time"),
+    (_OF_SAMPLING, "makes completions come from another distribution than the one that is trained"),
+)
 
 
 @dataclass
@@ -44,15 +38,12 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
     Configuration class for the [`AsyncOPOTrainer`].
 
     It adds the parameters of OPO's objective to those of [`~trl.experimental.async_grpo.AsyncGRPOConfig`] and
-    [`~transformers.TrainingArguments`]: `alpha`, `escort_temperature`, `mu`, `positivity` (`"none"`, `"clip"` or
-    `"project"`), `positivity_epsilon`, `drive_scaling` (`"none"` or `"group"`), `log_ratio_reduction`,
-    `log_ratio_clamp` and `ratio_form`, with the meaning and the defaults that they have in [`OPOConfig`].
+    [`~transformers.TrainingArguments`], with the meaning and the defaults that they have in [`OPOConfig`].
 
     A group is scored on its own, so what needs a whole rollout is rejected: `chi2_radius`, `positivity="stiffen"`,
-    `drive_scaling="batch"`, `adaptive_temperature`, `temperature_range` and `anchor_correction`. So are filters of
-    the next token (`top_p`, `top_k`, `min_p`, `repetition_penalty`): the server's log-probabilities are those of the
-    behaviour policy only without them.
-    `min_p` is sent as 0.0, so that the server does not take one from the model's `generation_config.json`.
+    `drive_scaling="batch"`, `adaptive_temperature` and `anchor_correction`. So are filters of the next token (`top_p`,
+    `top_k`, `min_p`, `repetition_penalty`): the server's log-probabilities are those of the behaviour policy only
+    without them. `min_p` is sent as 0.0, so that the server takes none from the model's `generation_config.json`.
 
     Parameters:
         num_iterations (`int`, *optional*, defaults to `1`):
@@ -85,35 +76,26 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
 
     def __post_init__(self):
         check_fields(self)
-        set_ = given(self)
-        for name, (possible, why, fix) in _POSSIBLE.items():
-            value = getattr(self, name)
-            if value not in possible if possible else name in set_:
-                raise ValueError(f"{name}={value!r} {why}. {fix}.")
+        for fields_, why in _POSSIBLE:
+            for name, possible in fields_.items():
+                if (value := getattr(self, name)) not in possible:
+                    raise ValueError(f"{name}={value!r} {why}. Remove it, or set it to {possible[-1]!r}.")
         self.min_p = 0.0
         self.vllm_server_base_url = self.vllm_server_base_url.rstrip("/")
         super().__post_init__()
         devices.check_own(self.device)
         self._n_gpu = min(self.n_gpu, 1)  # a process that sees several trains on the first
         self.check_objective()
-        self._reject_shares_of_unknown_steps()
-        if self.token_budget and self.token_budget <= self.max_completion_length:
-            raise ValueError(
-                f"token_budget={self.token_budget} has no room for a prompt and max_completion_length="
-                f"{self.max_completion_length} tokens, and what does not fit is dropped. Set `token_budget` to the "
-                "length of the longest prompt with its completion or more, or to 0."
-            )
-        require(not self.auto_find_batch_size, "auto_find_batch_size", True, "false: the rollout worker starts once")
+        if self.max_steps <= 0:
+            self._check_without_max_steps()
 
-    def _reject_shares_of_unknown_steps(self):
-        """How many optimizer steps an epoch has is known when it ends."""
-        if self.max_steps > 0:
-            return
-        values = {name: getattr(self, name) for name in ("save_steps", "logging_steps", "eval_steps", "warmup_steps")}
-        shares: dict[str, Any] = {name: value for name, value in values.items() if 0 < (value or 0) < 1}
+    def _check_without_max_steps(self):
+        """How many optimizer steps an epoch has is known when it ends; TRL sets a bound that no run reaches."""
+        steps = ("save_steps", "logging_steps", "eval_steps", "warmup_steps")
+        unknown: dict[str, Any] = {name: value for name in steps if 0 < (value := getattr(self, name) or 0) < 1}
         if self.lr_scheduler_type not in ("constant", "constant_with_warmup"):
-            shares["lr_scheduler_type"] = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
-        for name, value in shares.items():
+            unknown["lr_scheduler_type"] = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
+        for name, value in unknown.items():
             raise ValueError(
                 f"{name}={value!r} needs the number of optimizer steps, which num_train_epochs="
                 f"{self.num_train_epochs:g} does not tell in asynchronous training. Set `max_steps`."
@@ -121,6 +103,5 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
 
     @property
     def objective_fields(self) -> SimpleNamespace:
-        """The fields that decide the objective, which travel to the process that scores completions."""
-        kind: Any = type(self)
-        return SimpleNamespace(**{name: getattr(self, name) for name in deciding(kind, OBJECTIVE)})
+        """All fields, for the objective in the process that scores completions."""
+        return SimpleNamespace(**{field.name: getattr(self, field.name) for field in fields(self)})

@@ -11,7 +11,7 @@ completions are written by a policy that is a given number of versions old.
 
 import asyncio
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,9 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample, _AsyncRolloutLoop
 
-from ..objective import OPO
 from .config import AsyncOPOConfig
-from .targets import OPORolloutLoop
+from .worker import OPORolloutLoop
 
 
 class GeneratesInProcess(_AsyncRolloutLoop):
@@ -46,11 +45,10 @@ class GeneratesInProcess(_AsyncRolloutLoop):
 
     async def rollout(self, groups: int) -> list[RolloutSample]:
         """Generate and score the next groups of the dataset."""
-        work = [next(self.work) for _ in range(groups * self.num_generations)]
-        tools = {tool.__name__: tool for tool in self.tools}
+        size, tools = self.num_generations, {tool.__name__: tool for tool in self.tools}
+        work = [next(self.work) for _ in range(groups * size)]
         tasks = [
-            asyncio.ensure_future(self._generate_one(row["prompt"], tool_dict=tools, tools=self.tools, group_id=group))
-            for group, row in work
+            asyncio.ensure_future(self._generate_one(row["prompt"], tools, self.tools, group)) for group, row in work
         ]
         while live := sum(not task.done() for task in tasks):
             if len(self.asked) < live:  # some have not begun, or wait for a tool
@@ -61,40 +59,21 @@ class GeneratesInProcess(_AsyncRolloutLoop):
                 turn.set_result(made)
             await asyncio.sleep(0)
         samples = []
-        for start in range(0, len(work), self.num_generations):
-            members = slice(start, start + self.num_generations)
-            samples += await self._score_group(self._group(work[members], [task.result() for task in tasks[members]]))
+        for start in range(0, len(work), size):
+            (group, row), finished = work[start], tasks[start : start + size]
+            columns = {name: [row[name]] * size for name in row.keys() - {"prompt", "completion", "completion_ids"}}
+            texts, tokens, rows, calls, failures, rewards = map(
+                list, zip(*(t.result() for t in finished), strict=True)
+            )
+            first = [row["prompt"]] * size, columns, texts, tokens, rows, calls, failures
+            samples += await self._score_group(RolloutGroup(*first, self.model_version, group, [None] * size, rewards))
         return samples
-
-    def _group(self, work: Sequence[tuple[int, dict[str, Any]]], conversations: Sequence[tuple]) -> RolloutGroup:
-        (group, *_), rows = zip(*work, strict=True)
-        columns = rows[0].keys() - {"prompt", "completion", "completion_ids"}
-        texts, tokens, sequences, calls, failures, rewards = map(list, zip(*conversations, strict=True))
-        return RolloutGroup(
-            prompts=[row["prompt"] for row in rows],
-            reward_kwargs={name: [row[name] for row in rows] for name in columns},
-            completions=texts,
-            completions_ids=tokens,
-            completions_sequences=sequences,
-            tool_call_counts=calls,
-            tool_failure_counts=failures,
-            model_version=self.model_version,
-            group_id=group,
-            env_rewards=[None] * len(rows),
-            rollout_rewards=rewards,
-        )
 
     def _sample(self, prompts: list[list[int]]) -> Iterator[tuple[list[int], list[float]]]:
         """For each prompt, tokens up to the end of the turn, and their log-probabilities."""
-        tokens, logps = sample(
-            self.policy,
-            prompts,
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            eos=torch.tensor(self.eos_token_ids),
-            pad=self.eos_token_ids[0],  # any token will do: it is masked
-            generator=self.generator,
-        )
+        limits: Any = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        ends: Any = {"eos": torch.tensor(self.eos_token_ids), "pad": self.eos_token_ids[0]}  # any: padding is masked
+        tokens, logps = sample(self.policy, prompts, **limits, **ends, generator=self.generator)
         for ids, values in zip(tokens.tolist(), logps.tolist(), strict=True):
             length = next((place + 1 for place, token in enumerate(ids) if token in self.eos_token_ids), len(ids))
             yield ids[:length], values[:length]
@@ -153,20 +132,6 @@ class _Samples(queue.Queue):
         return super().get(block=False)
 
 
-def check(args: AsyncOPOConfig, field: str, staleness: int) -> None:
-    """Check that a run can be generated in its own process, with a policy as old as a field says."""
-    if args.token_budget is None:
-        raise ValueError(
-            f"{field}={staleness} needs a `token_budget`: without a server it cannot be derived. Set it to the "
-            "most tokens in a micro-batch, or to 0 for `per_device_train_batch_size` samples."
-        )
-    if staleness > args.max_staleness:
-        raise ValueError(
-            f"{field}={staleness} is above max_staleness={args.max_staleness}: every completion would be dropped. Set "
-            f"`max_staleness` to at least {staleness}, or lower `{field}`."
-        )
-
-
 class InProcessWorker:
     """
     Rollout worker and weight transfer of an [`AsyncOPOTrainer`], without a server and other processes.
@@ -174,8 +139,8 @@ class InProcessWorker:
     Args:
         model, args, train_dataset, reward_funcs, tools:
             As in the trainer. A copy of the model, loaded with `args.model_init_kwargs`, generates on the CPU in
-            float32; the functions are called in this process; `args` has a `token_budget`, whose default only a server
-            can tell; prompts are lists of messages.
+            float32; the functions are called in this process; without a server, the default of `args.token_budget`
+            is 0; prompts are lists of messages.
         processing_class (`~transformers.PreTrainedTokenizerBase`):
             Tokenizer with a chat template that TRL knows, or with a `response_template`.
         staleness (`int`, *optional*, defaults to `0`):
@@ -187,7 +152,7 @@ class InProcessWorker:
             first, and from that trainer's loop.
 
     Raises:
-        `ValueError`: the configuration has no `token_budget`, or would drop every completion.
+        `ValueError`: every completion would be dropped as too old.
         [`RewardError`]: in training, a reward function fails, or no completion of many groups has a score.
     """
 
@@ -203,19 +168,21 @@ class InProcessWorker:
         staleness: int = 0,
         loop_class: Any = InProcessLoop,
     ):
-        check(args, "staleness", staleness)
+        if staleness > args.max_staleness:
+            raise ValueError(
+                f"A staleness of {staleness} is above max_staleness={args.max_staleness}, so every completion would "
+                f"be dropped. Set `max_staleness` to at least {staleness}."
+            )
+        if args.token_budget is None:
+            args.token_budget = 0
         self.model, self.args, self.staleness, self.loop_class = model, args, staleness, loop_class
         self.rollout_buffer = _Samples(self._produce)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.policies: dict[int, dict[str, Tensor]] = {}  # by version
         self.version, self.loop = 0, cast(Any, None)
-        self._loop_kwargs: dict[str, Any] = {
-            "dataset": train_dataset,
-            "reward_funcs": reward_funcs if isinstance(reward_funcs, list) else [reward_funcs],
-            "processing_class": processing_class,
-            "tools": tools,
-            **({"opo": OPO(args.objective_fields)} if issubclass(loop_class, OPORolloutLoop) else {}),
-        }
+        rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        self._loop_kwargs: dict[str, Any] = {"dataset": train_dataset, "reward_funcs": rewards, "tools": tools}
+        self._loop_kwargs["processing_class"] = processing_class
 
     # As a rollout worker
 

@@ -5,25 +5,15 @@ Only there is the group complete. TRL later fills micro-batches with single samp
 several, and drops samples that have become too old.
 """
 
-import asyncio
 import math
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from trl.experimental.async_grpo.async_rollout_worker import (
-    AsyncRolloutWorker,
-    RolloutGroup,
-    RolloutSample,
-    _AsyncRolloutLoop,
-)
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from ..metrics.opo import rollout_metrics
 from ..objective import Groups, Objective, Targets
-from ..rewards.errors import RewardError
-from .faults import MOST_LOST, GuardedLoop
 
 
 OWN = "opo"  # entry of a sample's metrics with what the loss needs of it; the trainer takes it out
@@ -61,16 +51,12 @@ def with_targets(
     Args:
         samples (`list[RolloutSample]`): training rows of a complete group, changed in place.
         conversations (`list[int]`): the conversation of each. TRL makes several rows of a conversation whose history
-            is rewritten on the way.
+            is rewritten on the way; each is a sample with the conversation's target.
 
     Returns:
         `list[RolloutSample]`: the samples with a score and a trained token. `advantage` is the target.
     """
-    rewards: dict[int, float] = {}
-    tokens: Counter[int] = Counter()
-    for sample, conversation in zip(samples, conversations, strict=True):
-        rewards[conversation] = sample.metrics["reward"]
-        tokens[conversation] += int(sample.completion_mask.sum())
+    rewards = {i: sample.metrics["reward"] for i, sample in zip(conversations, samples, strict=True)}
     scores = torch.tensor([*rewards.values()], dtype=torch.float64)
     targets, means = group_targets(scores, objective)
     omega = torch.full_like(scores, torch.nan) if targets.omega is None else targets.omega
@@ -81,57 +67,6 @@ def with_targets(
         if scores[i].isfinite() and sample.completion_mask.any():
             sample.advantage = targets.target[i].item()
             own: dict = sample.metrics
-            own[OWN] = (sample.model_version, tokens[conversation], omega[i].item(), *means)
+            own[OWN] = (sample.model_version, omega[i].item(), *means)
             kept.append(sample)
     return kept
-
-
-class OPORolloutLoop(GuardedLoop):
-    """
-    TRL's rollout loop, with the targets of the objective `opo`. Groups that an earlier run has `trained` are left out.
-    Those after the first `epochs` are generated when these have been scored, to fill up the last optimizer step.
-    """
-
-    def __init__(self, *, opo: Objective, trained: Collection[int] = frozenset(), epochs: int = 0, **named):
-        super().__init__(**named)
-        self.opo, self.trained, self.epochs = opo, trained, epochs
-        self._left = epochs - sum(group < epochs for group in trained)
-        self._epochs_are_scored = asyncio.Event()
-        self._unscored = 0  # groups, in a row
-
-    def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        return (work for work in super()._repeat_iterator() if work[0] not in self.trained)
-
-    async def _generate_one(self, prompt, tool_dict, tools, group_id=0):
-        if group_id >= self.epochs and self._left > 0:
-            await self._epochs_are_scored.wait()
-        return await super()._generate_one(prompt, tool_dict, tools, group_id)
-
-    async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
-        samples = await super()._score_group(group)
-        self._left -= 1
-        if not self._left:
-            self._epochs_are_scored.set()
-        conversations = [i for i, rows in enumerate(group.completions_sequences) for _ in rows]
-        kept = with_targets(samples, conversations, self.opo) if samples else []
-        self._counters["sample/unscored_total"] += len(samples) - len(kept)
-        self._unscored = 0 if kept else self._unscored + 1
-        if self._unscored == MOST_LOST:
-            raise RewardError(
-                f"No completion of the last {MOST_LOST} groups has a score, or a token to train. Check the rewards "
-                f"({', '.join(self.reward_func_names)}): `None` and NaN are no score."
-            )
-        return kept
-
-
-def make_targets(worker: AsyncRolloutWorker, objective: Objective) -> None:
-    """Let TRL's worker, which has not started yet, make targets; a loop that makes none raises a `ValueError`."""
-    if worker._loop_cls is _AsyncRolloutLoop:
-        worker._loop_cls = OPORolloutLoop
-    elif not issubclass(worker._loop_cls, OPORolloutLoop):
-        raise ValueError(
-            f"rollout_worker={type(worker).__name__} has the loop {worker._loop_cls.__name__}, which computes no "
-            "targets for OPO. Set its `_loop_cls` to a class that derives from "
-            "`opo_trl.asynchronous.targets.OPORolloutLoop` first, and then from that loop."
-        )
-    worker._loop_kwargs["opo"] = objective

@@ -4,24 +4,24 @@
 A server generates while the trainer trains, so completions come from a policy that is some versions old. TRL owns the
 server, the rollout worker, the synchronization of weights, packing and checkpoints. This module adds:
 
-1. `OPORolloutLoop` (`targets`) scores each group in the worker's process, and gives its samples their targets.
+1. `OPORolloutLoop` (`worker`) scores each group in the worker's process, and gives its samples their `targets`.
 2. `_collate` adds to a micro-batch what the loss needs of each sample.
 3. `compute_loss` sums the objective's losses. The loss is a plain sum over samples, divided by a number of the
    optimizer step: it does not depend on how they are split into micro-batches and processes.
-4. `_log_step` gathers the step's samples from all processes, once, and logs them under `opo/`.
+4. `_log_step_metrics` gathers the step's samples from all processes, once, and logs them under `opo/`.
 """
 
 import functools
+import json
 import math
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor
 from torch.nn.functional import pad
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
@@ -39,34 +39,27 @@ from ..rollout.skipped_steps import SkippedSteps
 from ..rollout.vllm_server import without_password
 from ..trainer import OPOTrainer
 from ..trl import check_replaced, temporarily
-from . import attention, faults, resumable
+from . import attention
 from .config import AsyncOPOConfig
-from .targets import MEANS, OWN, make_targets
+from .targets import MEANS, OWN
+from .worker import OPORolloutWorker, check_logprobs
 
 
-logger = get_logger(__name__)
-
-_ROOM = 32  # for rows and micro-batches smaller than TRL expects
+TRAINED = "trained_prompts.json"  # of a checkpoint: groups of which a completion was trained
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSamples(Samples):
-    """
-    Rows whose trained tokens follow one another: `[M]` in place of `[B, T]`. `row` is that of each token, `share` that
-    of each row in the trained tokens of its conversation, `tokens` their number.
-    """
+    """Samples whose trained tokens follow one another, `[M]` in place of `[B, T]`; `row` is the sample of each."""
 
     row: Tensor
-    share: Tensor
-    tokens: Tensor
 
-    @property
+    @functools.cached_property
     def length(self) -> Tensor:
-        return self.tokens
+        return torch.bincount(self.row, minlength=len(self.target)).to(self.target.dtype)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Of the whole conversation, for which the tokens of a row stand."""
-        return torch.zeros_like(self.share, dtype=x.dtype).index_add(0, self.row, x) / self.share
+        return torch.zeros_like(self.target, dtype=x.dtype).index_add(0, self.row, x)
 
     def spread(self, x: Tensor) -> Tensor:
         return x[self.row]
@@ -93,14 +86,14 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     trainer.train()
     ```
 
-    `args` is an [`AsyncOPOConfig`], by default with an output folder named after the model; the rest is as in TRL.
+    `args` is an [`AsyncOPOConfig`], by default with an output folder named after the model; the rest is as in TRL. On
+    a CPU, and with `model_init_kwargs={"attn_implementation": "sdpa"}` on any device, attention is PyTorch's. A
+    `rollout_worker` makes targets, as [`~asynchronous.worker.OPORolloutWorker`] does.
 
     Raises:
         `TypeError`: `args` is a configuration of another trainer.
-        `ImportError`: a package is missing that the extra `async` or `vllm` installs.
-        `ValueError`: TRL's attention kernel does not run on this process's GPU, the rollout worker does not make OPO's
-            targets, parameters are sharded by ZeRO-3 or FSDP 1, or the server reports other log-probabilities than
-            those of the policy that it samples from.
+        `ValueError`: TRL cannot pack samples for the model's attention, or send its parameters to a server (ZeRO-3,
+            FSDP 1); or the server reports other log-probabilities than those of the policy that it samples from.
     """
 
     _tag_names = ["trl", "async-opo"]  # noqa: RUF012 (TRL declares these as class attributes)
@@ -109,7 +102,6 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     objective_class: type[Objective] | None = None  # of a subclass, in place of `objective`
     policy_objective: Objective
     args: AsyncOPOConfig
-    _has_begun = False
 
     def __init__(
         self,
@@ -133,32 +125,27 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         # TRL's worker, and ours, apply a chat template to every prompt.
         text = rollout_worker is not None and not hasattr(rollout_worker, "_loop_kwargs")
         check_datasets(train_dataset, None, environment_factory, text=text)
-        options: Any = args.model_init_kwargs or {}  # a dict, once parsed
-        server = rollout_worker is None
-        own_attention = attention.check_requirements(args, options, server=server)
         check_models(model, (), args)
-        # TRL sets the attention itself.
-        args.model_init_kwargs = {name: value for name, value in options.items() if name != "attn_implementation"}
+        # TRL sets the attention itself, and says so if another one is asked for.
+        given: Any = args.model_init_kwargs or {}  # a dict, once parsed
+        options = dict(given)
+        if (asked := options.get("attn_implementation")) in (None, "sdpa"):
+            options.pop("attn_implementation", None)
+        args.model_init_kwargs = options
+        plain = asked == "sdpa" or args.device.type == "cpu"
         with (
-            attention.in_pytorch(args.device) if own_attention else nullcontext(),
+            attention.in_pytorch(args.device) if plain else nullcontext(),
+            temporarily(async_grpo_trainer, AsyncRolloutWorker=OPORolloutWorker),
             without_password(args.vllm_server_base_url),
         ):
             super().__init__(
-                model=model,
-                reward_funcs=reward_funcs,
-                args=args,
-                train_dataset=train_dataset,
-                processing_class=processing_class,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                peft_config=peft_config,
-                tools=tools,
-                environment_factory=environment_factory,
-                rollout_worker=rollout_worker,
-                weight_transfer=weight_transfer,
+                *(model, reward_funcs, args, train_dataset, processing_class, callbacks, optimizers, peft_config),
+                *(tools, environment_factory, rollout_worker, weight_transfer),
             )
+            if isinstance(self.rollout_worker, AsyncRolloutWorker):
+                check_logprobs(self.vllm_client, args.temperature)
         attention.check_model(self.model)
-        faults.check_sharding(self.accelerator)
+        self._check_sharding()
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
         self._frozen_base = nullcontext() if self._lora_sync else FrozenBase(self.model)
         self._dtypes = {name: parameter.dtype for name, parameter in _iter_vllm_named_params(self.model)}
@@ -174,20 +161,21 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         self._reports: list[Tensor] = []
         self._passes_left = 0
         if self._epoch_stop_groups is not None:
-            # TRL's bound on the steps of an epoch, which must never be reached, counts each sample once.
-            args.max_steps *= args.num_iterations * _ROOM
-        worker: Any = self.rollout_worker
-        if self.rollout_queue is not None:  # on the main process
-            taken: Any = faults.Samples(self.rollout_queue, args, lambda: self.model_version)
-            self.rollout_queue = taken
+            # TRL's bound on the steps of an epoch, which must never be reached, counts each sample once, in full rows.
+            args.max_steps *= args.num_iterations * 32
         self._syncs, self._synced_at = 0, 0  # synchronizations of weights so far, and optimizer step of the last
-        sent = kind(args.objective_fields)  # to the worker's process
-        if isinstance(worker, AsyncRolloutWorker):
-            make_targets(worker, sent)
-            size = cast(Any, self.model.config).get_text_config().vocab_size
-            faults.guard(worker, self.vllm_client, args.heartbeat_stale_after_s, size)
-        elif "opo" in getattr(worker, "_loop_kwargs", {}):  # in this process
-            worker._loop_kwargs["opo"] = sent
+        if (options := getattr(self.rollout_worker, "_loop_kwargs", None)) is not None:
+            options["opo"] = kind(args.objective_fields)  # sent to the worker's process
+
+    def _check_sharding(self):
+        """TRL does not gather such parameters before it sends them."""
+        deepspeed = self.accelerator.state.deepspeed_plugin
+        fsdp1 = self.is_fsdp_enabled and not self.accelerator.is_fsdp2
+        if fsdp1 or (deepspeed is not None and deepspeed.zero_stage == 3):
+            raise ValueError(
+                f"{'FSDP 1' if fsdp1 else 'DeepSpeed ZeRO-3'} shards parameters in a way that TRL's asynchronous "
+                "trainer cannot send. Use FSDP2 (`fsdp_version: 2`), or DeepSpeed with a `zero_stage` of at most 2."
+            )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
@@ -195,38 +183,28 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         Completions that were on the way are generated anew. `resume_from_checkpoint`: see [`OPOTrainer.train`].
 
         Raises:
-            `ValueError`: the wanted checkpoint is not complete, there is none, no weight would be trained, or the
-                server reports other log-probabilities than those of the policy that it samples from.
-            `RuntimeError`: the trainer has trained before; TRL does not start its worker again.
+            `ValueError`: the wanted checkpoint is not complete, there is none, or no weight would be trained.
         """
         check_replaced()
-        check_trainable(self.model, None if self._has_begun else self.optimizer)
+        check_trainable(self.model, self.optimizer)
+        folder = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
+        self._skip(())
         with without_password(self.args.vllm_server_base_url):
-            if isinstance(self.rollout_worker, AsyncRolloutWorker):
-                faults.check_logprobs(self.vllm_client, self.args.temperature)
-            if self._has_begun:
-                raise RuntimeError(
-                    "train() was called before, and the rollout worker cannot be started again. Make a new trainer, "
-                    "and resume from this one's last checkpoint."
-                )
-            folder = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
-            self._has_begun = True
-            self._skip(())
             return super().train(folder, *args, **kwargs)
 
     def _skip(self, trained: Collection[int]) -> None:
-        """Begin with the prompts that are not among those of the given groups."""
-        self._trained_groups, self._last_groups_trained = set(trained), len(trained)
+        """
+        Begin with the prompts that are not among those of the given groups.
+
+        A group's id is the place of its prompt in the stream of the dataset's epochs. TRL resumes at the first place
+        that was not collated: it would skip prompts that were fetched ahead, and repeat all that came after a gap.
+        """
+        self._trained_groups, self._last_groups_trained, self._groups_before_resume = set(trained), len(trained), 0
         options = getattr(self.rollout_worker, "_loop_kwargs", None)
         if options is not None:
-            options["trained"] = frozenset(trained)
-            if "dataset_start_index" in options:  # of TRL's worker, which generates out of order
-                options |= {"dataset_start_index": 0, "epochs": self._epoch_stop_groups or 0}
-        elif trained and self.rollout_worker is not None:
-            logger.warning(
-                f"The rollout worker {type(self.rollout_worker).__name__} has no `_loop_kwargs`, so it cannot be told "
-                "which prompts have been trained: it begins with the first one."
-            )
+            options |= {"trained": frozenset(trained)}
+            if "dataset_start_index" in options:  # of TRL's worker
+                options["dataset_start_index"] = 0
 
     def _streaming_iter(self):
         """The weights, as the server has been told of them: DeepSpeed and FSDP2 cast them after that."""
@@ -236,7 +214,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             yield name, weight.to(self._dtypes.get(name, weight.dtype))
 
     def _sync_weight(self):
-        with faults.synchronizing(self), self._frozen_base:
+        with self._frozen_base:
             super()._sync_weight()
         self._syncs += 1  # on all processes; only the main one knows `model_version`
         self._synced_at = self.state.global_step
@@ -252,27 +230,25 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
 
     def _collate(self, collate: Callable[[list], dict[str, Any]], examples: list) -> dict[str, Any]:
         """
-        Add to TRL's micro-batch a table of its samples, `[processes, samples, 4 + metrics]`, padded with 0: number of
-        synchronizations when it was generated, target, tokens of its conversation, escort weight and `MEANS`.
+        Add to TRL's micro-batch a table of its samples, `[processes, samples, 3 + metrics]`, padded with NaN: number
+        of synchronizations when it was generated, target, escort weight, `MEANS`; and what its losses are divided by.
         """
         (rows,) = examples  # one for each process; on the main process, which collates for all
+        samples = [sample for row in rows for sample in row.samples]
+        if not all(OWN in sample["metrics"] for sample in samples):
+            raise ValueError(
+                f"The rollout worker {type(self.rollout_worker).__name__} computes no targets for OPO. Derive it from "
+                "`opo_trl.asynchronous.worker.OPORolloutWorker`, or pass each complete group through "
+                "`opo_trl.asynchronous.targets.with_targets`."
+            )
+        own = [(sample["advantage"], *sample["metrics"].pop(OWN)) for sample in samples]
         version = self.model_version - self._syncs
-        tables, total = [], 0.0
-        for row in rows:
-            for sample in row.samples:
-                if OWN not in sample["metrics"]:
-                    raise ValueError(
-                        f"The rollout worker {type(self.rollout_worker).__name__} computes no targets for OPO. Let "
-                        "its loop derive from `opo_trl.asynchronous.targets.OPORolloutLoop`, or pass each complete "
-                        "group through `with_targets` there."
-                    )
-                generated_by, tokens, *values = sample["metrics"].pop(OWN)
-                tables.append([generated_by - version, sample["advantage"], tokens, *values])
-                trained = int(sample["completion_mask"].sum())
-                total += trained if self.policy_objective.reduction == "sum" else trained / tokens
+        tables = [[generated_by - version, target, *values] for target, generated_by, *values in own]
         table, counts = torch.tensor(tables, dtype=torch.float64), [len(row.samples) for row in rows]
-        padded = [pad(part, (0, 0, 0, max(counts) - len(part))) for part in table.split(counts)]
-        self._collated.append({sample["group_id"] for row in rows for sample in row.samples})
+        padded = [pad(part, (0, 0, 0, max(counts) - len(part)), value=math.nan) for part in table.split(counts)]
+        tokens = sum(int(sample["completion_mask"].sum()) for sample in samples)
+        total = float(tokens if self.policy_objective.reduction == "sum" else len(samples))
+        self._collated.append({sample["group_id"] for sample in samples})
         # Each process gets its slice of what has an entry per process.
         return {**collate(examples), "opo_rows": torch.stack(padded), "opo_total": torch.full((len(rows),), total)}
 
@@ -291,10 +267,10 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """
-        Sum of the OPO losses of some rows of an optimizer step, divided by the number of the step's trained tokens.
+        Sum of the losses of some samples of an optimizer step, divided by the number of the step's trained tokens.
 
         The log-ratio of a completion is a sum over its tokens, and so is its gradient: this is the scale of GRPO's
-        mean over tokens. Under `log_ratio_reduction="mean"` the divisor is the number of completions.
+        mean over tokens. Under `log_ratio_reduction="mean"` the divisor is the number of samples.
         """
         outputs: Any = None
 
@@ -308,26 +284,22 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             del self._metrics["train"][name]  # nothing is clipped
         trained = inputs["token_index"] >= 0
         logps = outputs.log_probs.flatten()[inputs["token_index"][trained]]
-        behaviour, rows = inputs["old_log_probs"][trained], inputs["segment_id"][trained]
-        losses = self._row_losses(logps, behaviour, rows, inputs["opo_rows"][0])
+        losses = self._losses(
+            logps, inputs["old_log_probs"][trained], inputs["segment_id"][trained], inputs["opo_rows"][0]
+        )
         # TRL's trainer does not divide by the number of micro-batches; DDP and FSDP take the mean over processes.
         loss = losses.sum() * (self.accelerator.num_processes / num_items_in_batch)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / self.current_gradient_accumulation_steps
         return loss
 
-    def _row_losses(self, logps: Tensor, behaviour: Tensor, row: Tensor, table: Tensor) -> Tensor:
+    def _losses(self, logps: Tensor, behaviour: Tensor, row: Tensor, table: Tensor) -> Tensor:
         """
-        Loss of each row, `[B]`, from the log-probabilities of its trained tokens under the policy and the behaviour
-        policy, `[M]` each, their row, `[M]`, and `_collate`'s table.
-
-        A conversation that TRL forks into several rows has the loss `Σ s · loss(Δ_r / s)`, with the share s of its
-        trained tokens that is in a row, and the log-ratio Δ_r of the row: it asks for the same log-ratio per token in
-        all rows, and has the gradient of a single row where that is so.
+        Loss of each sample, `[B]`, from the log-probabilities of its trained tokens under the policy and the behaviour
+        policy, `[M]` each, their sample, `[M]`, and `_collate`'s table.
         """
-        table = table[table[:, 2] > 0].to(torch.promote_types(logps.dtype, torch.float32))  # without padding
-        generated_at, target, tokens, _, *means = table.T
-        length = torch.bincount(row, minlength=len(table)).to(table.dtype)
+        table = table[~table[:, 0].isnan()].to(torch.promote_types(logps.dtype, torch.float32))  # without padding
+        generated_at, target, _, *means = table.T
         synchronizations = (self._syncs - generated_at) * self.args.weight_sync_steps
         samples = PackedSamples(
             logps=logps,
@@ -339,41 +311,24 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             age=synchronizations + self.state.global_step - self._synced_at,
             reused=True,
             row=row,
-            share=length / tokens,
-            tokens=tokens,
         )
         loss = self.policy_objective.loss(samples)
         # As in `OPOTrainer`: until a step with a gradient, their log-ratio may be rounding only.
         one = torch.ones_like(target, dtype=torch.bool).unsqueeze(1)
         idle = self.policy_objective.zero_gradient(target, samples.mu, one)
         rests = idle & (samples.age <= self.state.global_step - self._skipped.moved_at)
-        losses = samples.share * loss.total(rests)
-        report = SampleReport.of(samples, loss, policy_loss=losses, tokens=length)  # TRL logs the entropy
-        self._reports.append(torch.cat([torch.stack([*vars(report).values()], dim=1), table[:, 3:].float()], dim=1))
+        losses = loss.total(rests)
+        report = SampleReport.of(samples, loss, policy_loss=losses, tokens=samples.length)  # TRL logs the entropy
+        self._reports.append(torch.cat([torch.stack([*vars(report).values()], dim=1), table[:, 2:].float()], dim=1))
         return losses
 
     # A step
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = super().training_step(model, inputs, num_items_in_batch)
+    def _log_step_metrics(self):
+        """After an optimizer step: count its prompts, gather its samples from all processes, once, and log them."""
         if not self._passes_left:
             self._trained_groups |= self._groups_of_step
-            end, waiting = self._epoch_stop_groups or math.inf, set().union(*self._collated)
-            # A micro-batch is made ahead. If its prompts are of another epoch, those missing of this have no score.
-            if min(waiting, default=-1) >= end:
-                unscored = {*range(end)} - self._trained_groups
-                self._trained_groups |= unscored
-                self._groups_before_resume, self._last_groups_trained = 0, self._last_groups_trained + len(unscored)
-        if self.accelerator.sync_gradients:
-            self._log_step()
-        return loss
-
-    def _log_step_metrics(self):
-        with temporarily(async_grpo_trainer, compute_flops_per_token=attention.flops_per_token):
-            super()._log_step_metrics()
-
-    def _log_step(self):
-        """Gather the samples of an optimizer step from all processes, once, and log them."""
+        super()._log_step_metrics()
         # Processes have different numbers of samples.
         table = self.accelerator.pad_across_processes(torch.cat(self._reports), pad_index=torch.nan)
         table, self._reports = self.accelerator.gather(table).cpu(), []
@@ -396,17 +351,13 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         over = torch.tensor(int(epochs_are_over), device=self.accelerator.device)
         if self.state.global_step >= self.state.max_steps or self.accelerator.reduce(over, reduction="sum").item():
             self.control.should_training_stop = True
-            return
-        self._groups_before_resume = -1  # added to that set's size, by which TRL ends a run: not before all are in it
-        super()._run_epoch(**named)
+        else:
+            super()._run_epoch(**named)
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm)
         step = self.state.global_step + 1
         return self._skipped.check(model, norm, step=step, micro_batches=self._batches_of_step)
-
-    def _determine_best_metric(self, metrics, trial):
-        return super()._determine_best_metric(metrics, trial) or self.control.should_save  # as in `OPOTrainer`
 
     def _maybe_log_save_evaluate(self, *inputs, **named):
         with self._skipped.end_of_step(self):
@@ -430,7 +381,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     def _save_rng_state(self, output_dir: str):
         super()._save_rng_state(output_dir)
         if self.accelerator.is_main_process:
-            resumable.write_trained(Path(output_dir), self._trained_groups)
+            (Path(output_dir) / TRAINED).write_text(json.dumps(sorted(self._trained_groups)))
         self.accelerator.wait_for_everyone()  # the manifest lists the files of all processes
         if self.args.should_save:
             checkpoint.finalize(Path(output_dir))
@@ -438,4 +389,4 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     def _load_optimizer_and_scheduler(self, folder: str | None):
         super()._load_optimizer_and_scheduler(folder)  # before the worker is started
         if folder is not None and self.accelerator.is_main_process:
-            self._skip(resumable.read_trained(Path(folder)))
+            self._skip(json.loads((Path(folder) / TRAINED).read_text()))

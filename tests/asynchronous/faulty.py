@@ -2,34 +2,24 @@
 
 import asyncio
 import queue
-import time
 from types import SimpleNamespace
 
 import scripted
 from accelerate import PartialState
 from transformers import AutoTokenizer
 
-from opo_trl.asynchronous.targets import OPORolloutLoop
+from opo_trl.asynchronous.worker import OPORolloutLoop
 
 
 class LocalLoop(OPORolloutLoop):
     """Every completion has the same many tokens, and no session of aiohttp is needed."""
 
     async def _run_loops(self, stop_event):
-        loops = self._generate_loop(stop_event=stop_event), self._score_loop(stop_event=stop_event)
-        await asyncio.gather(*loops, self._watch(stop_event))
+        await asyncio.gather(self._generate_loop(stop_event=stop_event), self._score_loop(stop_event=stop_event))
 
     async def _generate_one_turn(self, prompt_ids):
         await asyncio.sleep(0.01)
         return [10] * self.max_tokens + [self.tokenizer.eos_token_id], [-1.0] * (self.max_tokens + 1)
-
-
-class LateLoop(LocalLoop):
-    """The first group takes longer than all others."""
-
-    async def _generate_one(self, prompt, tool_dict, tools, group_id=0):
-        await asyncio.sleep(0.0 if group_id else 1.0)
-        return await super()._generate_one(prompt, tool_dict, tools, group_id)
 
 
 def loop_here(kind, model, **named):
@@ -61,10 +51,6 @@ def fine(completions, **named):
 
 def exits(completions, **named):
     raise SystemExit(0)
-
-
-def hangs(completions, **named):
-    time.sleep(3600)
 
 
 def scores_nothing(completions, **named):

@@ -179,12 +179,10 @@ def reference(
         for each, v, scored in zip(group, target, valid, strict=True):
             if not scored:
                 continue
-            length = sum(sum(row.own) for row in each.rows)
             for row in each.rows:
                 own = torch.tensor(row.own[1:]).bool()
-                moved = (chosen(network, row.ids) - torch.tensor(row.old[1:]).double())[own].sum()
-                share = int(own.sum()) / length
-                delta = moved / share / (length if args.log_ratio_reduction == "mean" else 1)
+                delta = (chosen(network, row.ids) - torch.tensor(row.old[1:]).double())[own].sum()
+                delta = delta / (int(own.sum()) if args.log_ratio_reduction == "mean" else 1)
                 ratio = min(math.exp(delta.item()), 2.0)
                 weight = row_weight(v) if args.ratio_form == "truncated" else ratio * row_weight(v)
                 delta = delta + (delta.clamp(-args.log_ratio_clamp, args.log_ratio_clamp) - delta).detach()
@@ -193,12 +191,12 @@ def reference(
                 if args.ratio_form == "truncated":
                     bounded = min(delta.exp().item(), 2.0)
                     loss = args.mu * bounded * (bounded - 1 - v) * delta
-                losses.append(share * weight * loss)
+                losses.append(weight * loss)
                 out.deltas.append(delta.item())
                 out.targets.append(v)
                 out.weights.append(weight)
                 out.ratios.append(ratio)
-            tokens += length if args.log_ratio_reduction == "sum" else 1
+                tokens += int(own.sum()) if args.log_ratio_reduction == "sum" else 1
     loss = sum(losses) / tokens
     names, parameters = zip(*network.named_parameters(), strict=True)
     out.gradient = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))

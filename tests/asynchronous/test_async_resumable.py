@@ -1,23 +1,19 @@
 """Checkpoints of asynchronous training: prompts are trained once, whatever is killed."""
 
-import itertools
 import json
-import math
 import signal
 from pathlib import Path
 
 import pytest
 import scripted
-import torch
 from datasets import Dataset
-from helpers import even_tokens, snapshot, wait_until
+from helpers import wait_until
 from invariance.launch import launch, logs
 from transformers import AutoTokenizer, TrainerCallback
 
 from opo_trl import AsyncOPOTrainer
 from opo_trl.asynchronous.in_process import InProcessWorker
-from opo_trl.asynchronous.resumable import TRAINED
-from opo_trl.rollout import checkpoint
+from opo_trl.asynchronous.trainer import TRAINED
 
 
 PROMPTS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}+1="}], "place": i} for i in range(16)])
@@ -28,14 +24,6 @@ PLAIN = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "t
 
 def lengths(completion_ids, place, **named):
     return [None if i == UNSCORED else float(len(ids)) for i, ids in zip(place, completion_ids, strict=True)]
-
-
-def lengths_of_all(completion_ids, **named):
-    return [float(len(ids)) for ids in completion_ids]
-
-
-def lengths_of_most(completion_ids, place, **named):
-    return [None if i % 4 == 3 else float(len(ids)) for i, ids in zip(place, completion_ids, strict=True)]
 
 
 class Noted(AsyncOPOTrainer):
@@ -113,9 +101,9 @@ def test_resumed_run_trains_each_prompt_once(tiny_model, tmp_path):
     # What was collated ahead is not counted as trained, and what was trained behind a gap is.
     folder = tmp_path / "checkpoint-3"
     trained = {group for _, groups in trained_groups(tmp_path) for group in groups}
-    saved = json.loads((folder / TRAINED).read_text())
-    assert {group for run in saved for group in range(*run)} == trained
-    assert len(saved) == 2  # before and behind the prompt without a score
+    assert json.loads((folder / TRAINED).read_text()) == sorted(trained)
+    assert UNSCORED not in trained
+    assert max(trained) > UNSCORED
     resumed = make(tiny_model, tmp_path)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == STEPS
@@ -128,8 +116,6 @@ def test_checkpoint_that_a_kill_cut_short_is_not_resumed(tiny_model, tmp_path):
     resumed = make(tiny_model, tmp_path, max_steps=5)
     resumed.train(resume_from_checkpoint="auto")
     assert [step for step, _ in trained_groups(tmp_path)] == [1, 2, 3, 4, 5]
-    with pytest.raises(RuntimeError, match=r"train\(\) was called before.*Make a new trainer"):
-        resumed.train()
     (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
     with pytest.raises(ValueError, match=r"checkpoint-5' cannot be resumed: it has no trainer_state\.json"):
         make(tiny_model, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
@@ -145,7 +131,10 @@ def test_run_that_was_finished_trains_no_more(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_an_epoch_is_every_prompt(tiny_model, tmp_path, passes):
-    """Fifteen prompts with a score, and then one of the next epoch: eight steps of two prompts, in all passes."""
+    """
+    Fifteen prompts with a score, and then one of the next epoch: eight steps of two prompts, in all passes. TRL's
+    bound on the steps of an epoch is below that.
+    """
     options = {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 8, "num_iterations": passes}
     trainer = make(tiny_model, tmp_path, **options, max_tool_calling_iterations=0)
     trainer.train()
@@ -154,28 +143,7 @@ def test_an_epoch_is_every_prompt(tiny_model, tmp_path, passes):
     resumed = make(tiny_model, tmp_path, **options, max_tool_calling_iterations=0)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 8 * passes
-
-
-MOST = {group for group in range(16) if group % 4 != 3}
-
-
-@pytest.mark.parametrize(
-    ("reward", "batch_size", "groups"),
-    [
-        (lengths_of_most, 8, MOST),  # six steps
-        (lengths_of_most, 6, MOST),  # eight steps, which divide groups
-        (lengths_of_all, 9, {*range(18)}),  # the eighth step has a completion of the last group, and eight others
-    ],
-)
-def test_an_epoch_trains_all_scored_completions_once(tiny_model, tmp_path, reward, batch_size, groups):
-    """Unscored prompts, the last among them, are not replaced by others."""
-    options = {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": batch_size}
-    for resumed in (None, True):
-        trainer = make(tiny_model, tmp_path, reward, **options, max_tool_calling_iterations=0)
-        trainer.train(resume_from_checkpoint=resumed)
-        assert trainer.state.global_step == len(groups) * scripted.G // batch_size
-    assert {group for _, step in trained_groups(tmp_path) for group in step} == groups
-    assert sum(entry.get("batch/groups_per_step", 0) for entry in trainer.state.log_history) == len(groups)
+    assert sum(entry.get("batch/groups_per_step", 0) for entry in resumed.state.log_history) == 16
 
 
 def test_weights_are_sent_after_the_last_pass_however_a_run_is_resumed(tiny_model, tmp_path):
@@ -185,45 +153,6 @@ def test_weights_are_sent_after_the_last_pass_however_a_run_is_resumed(tiny_mode
         trainer.train(resume_from_checkpoint="auto")
         passes = [entry["opo/pass"] for entry in trainer.state.log_history if "opo/pass" in entry]
     assert passes == [1, 2, 1, 2, 1, 2]
-
-
-def test_place_of_trl_is_taken_over(tiny_model, tmp_path):
-    trainer = make(tiny_model, tmp_path, max_steps=2)
-    trainer.train()
-    (tmp_path / "checkpoint-2" / TRAINED).unlink()
-    (tmp_path / "checkpoint-2" / checkpoint.MANIFEST).unlink()
-    (tmp_path / "checkpoint-2" / "rollout_state.json").write_text(json.dumps({"prompt_index": 9}))
-    resumed = make(tiny_model, tmp_path, max_steps=4)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert trained_groups(tmp_path)[2:][0][1][0] == 9
-
-
-def test_step_without_a_finite_gradient_is_skipped(tiny_model, tmp_path):
-    options = {"max_steps": 3, "optim": "adamw_torch", "learning_rate": 0.001}
-    trainer = make(tiny_model, tmp_path, reward=even_tokens, **options)
-    loss, before = trainer.compute_loss, []
-
-    def poisoned(*inputs, **named):
-        before.append(snapshot(trainer.model))
-        return loss(*inputs, **named) * (math.nan if trainer.state.global_step == 1 else 1.0)
-
-    trainer.compute_loss = poisoned
-    trainer.train()
-    same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in itertools.pairwise(before)]
-    assert same == [False, True]
-    log = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["opo/skipped_steps"] for entry in log] == [0, 1, 1]
-    kept = torch.load(tmp_path / "skipped_step_0.pt", weights_only=True)
-    assert kept["step"] == 2
-    assert kept["micro_batches"][0]["input_ids"].numel() > 0
-
-
-def test_a_checkpoint_that_does_not_exist_leaves_the_trainer_as_it_was(tiny_model, tmp_path):
-    trainer = make(tiny_model, tmp_path, max_steps=1)
-    with pytest.raises(ValueError, match="checkpoint-99"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-99"))
-    trainer.train()
-    assert trainer.state.global_step == 1
 
 
 def test_killed_runs_train_each_prompt_once(tiny_model, tmp_path):

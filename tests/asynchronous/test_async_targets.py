@@ -1,10 +1,8 @@
 """Targets of a group: from its rewards, without completions that have no score, one for each conversation."""
 
-import asyncio
 import math
 from types import SimpleNamespace
 
-import faulty
 import numpy as np
 import pytest
 import torch
@@ -27,10 +25,7 @@ GRPO = SimpleNamespace(reward_weights=None, scale_rewards="group", multi_objecti
         ObjectiveConfig(mu=2.0, positivity="project"),
     ],
 )
-@pytest.mark.parametrize(
-    "rewards",
-    [[1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [1.0, 0.0, None, 0.5, 1.0, 0.0], [1.0] * 6, [None, None, None, None, None, 1.0]],
-)
+@pytest.mark.parametrize("rewards", [[1.0, 0.0, None, 0.5, 1.0, 0.0], [1.0] * 6, [None] * 5 + [1.0]])
 def test_targets_are_those_of_opo_on_the_advantages_of_grpo(objective, rewards):
     """Which TRL's asynchronous trainer divides by another standard deviation."""
     valid = [reward is not None for reward in rewards]
@@ -60,12 +55,11 @@ def samples(rewards: list[float], lengths: list[int]) -> list[RolloutSample]:
     ]
 
 
-def test_rows_of_a_conversation_share_its_target_and_its_length():
+def test_rows_of_a_conversation_share_its_target():
     forked = samples([1.0, 1.0, 0.0], [3, 5, 4])
     kept = with_targets(forked, [0, 0, 2], OPO(ObjectiveConfig(mu=0.3)))
     whole = with_targets(samples([1.0, 0.0], [8, 4]), [0, 1], OPO(ObjectiveConfig(mu=0.3)))
     assert [s.advantage for s in kept] == [whole[0].advantage, whole[0].advantage, whole[1].advantage]
-    assert [s.metrics["opo"][1] for s in kept] == [8, 8, 4]
     assert [s.metrics["opo"][0] for s in kept] == [3, 3, 3]
 
 
@@ -77,23 +71,3 @@ def test_completions_without_a_score_are_left_out():
     made[2].completion_mask[:] = 0  # nor is there anything to train
     assert [id(s) for s in with_targets(made, [0, 1, 2], OPO(ObjectiveConfig(mu=0.3)))] == [id(made[0])]
     assert with_targets(samples([math.nan, math.nan], [2, 2]), [0, 1], OPO(ObjectiveConfig(mu=0.3))) == []
-
-
-def test_prompts_of_the_next_epoch_wait_for_the_last_of_this(tiny_model):
-    """By which the trainer knows that it has all of them."""
-    stop, opo = asyncio.Event(), OPO(ObjectiveConfig(mu=0.3))
-    loop = faulty.loop_here(faulty.LateLoop, tiny_model, opo=opo, trained={1, 7}, epochs=4, max_inflight_tasks=20)
-
-    async def until_there_are_six_groups() -> None:
-        running = asyncio.ensure_future(loop._run_loops(stop))
-        while loop.rollout_buffer.qsize() < 12 and not running.done():
-            await asyncio.sleep(0.05)
-        stop.set()
-        await running
-
-    asyncio.run(asyncio.wait_for(until_there_are_six_groups(), 60))
-    groups = [loop.rollout_buffer.get_nowait().group_id for _ in range(12)][::2]
-    assert {*groups[:3]} == {0, 2, 3}
-    assert groups[2] == 0
-    assert min(groups[3:]) >= 4
-    assert 7 not in groups

@@ -1,17 +1,9 @@
 """`trainer: async_opo` in `opo-trl train`: a run in process, and what is rejected."""
 
-import multiprocessing
-import os
-import signal
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from datasets import Dataset
 from helpers import USE_CPU, distance, snapshot
 from invariance.launch import launch, logs
@@ -21,15 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.asynchronous.in_process import InProcessWorker
-from opo_trl.checks import environment
 from opo_trl.checks.files import read_json, read_lines
 from opo_trl.data import to_prompts
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.evaluate import evaluate
-from opo_trl.launch.async_recipe import AsyncRecipeConfig, AsyncRecipeTrainer, _Loop, _OfText
-from opo_trl.launch.recipe import read
-from opo_trl.methods import METHODS, Method, config_classes, register
-from opo_trl.rewards.scoring import IsolatedReward
+from opo_trl.launch.async_recipe import AsyncRecipeConfig, AsyncRecipeTrainer, _OfText
 from opo_trl.train import main
 
 
@@ -105,31 +93,6 @@ def test_run_resumes_from_its_last_checkpoint(run, capsys):
     assert "alpha=0.4 there, alpha=0.5 here" in capsys.readouterr().err
 
 
-def test_signal_ends_a_run_with_a_checkpoint(tmp_path, capfd):
-    quiet = {"validation_steps": 1000, "reward_funcs": "test_async_recipe.stop", "report_size": 1}
-    assert train(tmp_path, **quiet) == 143
-    assert (tmp_path / "checkpoint-1" / "manifest.json").is_file()
-    assert "Ended by SIGTERM after optimizer step 1" in capfd.readouterr().out
-
-
-def stop(completions, solution, **columns):
-    """A reward during whose call a scheduler asks the run to end; evaluations call it in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        os.kill(os.getpid(), signal.SIGTERM)
-    return arithmetic_reward(completions, solution)
-
-
-def test_reward_that_fails_in_an_evaluation_is_named(tmp_path, capsys):
-    assert train(tmp_path, reward_funcs="test_async_recipe.one_too_many", report_size=1) == 1
-    said = capsys.readouterr().err
-    assert "The reward function one_too_many has raised ValueError: 2 values for 1 completions" in said
-    assert "Traceback" not in said
-
-
-def one_too_many(completions, **columns):
-    return [1.0, *(1.0 for _ in completions)]
-
-
 def test_adapters_are_trained_and_their_policy_generates(tmp_path, monkeypatch):
     sent = []
     monkeypatch.setattr(InProcessWorker, "destroy", lambda worker: sent.append(worker.policies[max(worker.policies)]))
@@ -146,21 +109,12 @@ def test_adapters_are_trained_and_their_policy_generates(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"watches": "stop if opo/chi2 > 2"},
-            "It belongs to `trainer: opo`, which docs/methods/opo.md describes; this",
-        ),
         ({"steps_per_generation": 2}, "It belongs to `trainer: opo`"),
         ({"top_p": 0.9}, "top_p=0.9 makes completions come from another distribution"),
-        ({"chi2_radius": 3}, "chi2_radius=3.0 is not possible in asynchronous training"),
-        ({"token_budget": -1}, "token_budget=-1 is not allowed. Set `token_budget` to a positive number of tokens"),
-        ({"token_budget": 1}, "token_budget=1 has no room for a prompt and max_completion_length=32 tokens"),
-        ({"in_process_staleness": 9}, "in_process_staleness=9 is above max_staleness=8: every completion would be"),
-        ({"in_process_staleness": -1}, "in_process_staleness=-1 is not allowed"),
-        ({"attn_implementation": "eager"}, "attn_implementation='eager' is not possible in asynchronous training"),
-        ({"reward_model_name_or_path": base_model_path()}, "is not possible with trainer: async_opo, whose worker"),
-        ({"reward_funcs": "test_async_recipe.needs_the_state"}, "cannot be called: missing a required argument"),
-        ({"vllm_server_base_url": "localhost"}, "vllm_server_base_url='localhost' is not allowed"),
+        ({"in_process_staleness": 9}, "A staleness of 9 is above max_staleness=8, so every completion would be"),
+        ({"attn_implementation": "eager"}, "attn_implementation"),
+        ({"reward_model_name_or_path": base_model_path()}, "is not possible with trainer: async_opo. Remove it"),
+        ({"eval_strategy": "epoch"}, "eval_strategy='epoch' is not possible with trainer: async_opo"),
         ({"trainer": "opo"}, "which docs/async.md describes; this recipe is for `trainer: opo`"),
     ],
 )
@@ -169,79 +123,6 @@ def test_what_the_trainer_does_not_have_is_named(tmp_path, capsys, changes, mess
     assert train(folder, **changes) == 2
     assert message in capsys.readouterr().err
     assert not folder.exists()
-
-
-def needs_the_state(completions, trainer_state, **columns):
-    """A reward that only works with the other trainers."""
-
-
-def on_server(folder: Path, url: str, **changes) -> Path:
-    """The recipe with a server."""
-    fields = yaml.safe_load(RECIPE.read_text()) | {"output_dir": str(folder / "run"), "vllm_server_base_url": url}
-    del fields["in_process_staleness"], fields["accelerate_config"]
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump({**fields, "vllm_server_timeout": 0, **changes}))
-    return path
-
-
-@pytest.fixture
-def vllm_is_installed(monkeypatch):
-    monkeypatch.setattr(environment, "find_spec", lambda package: package)
-
-
-def test_missing_packages_are_named_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("opo_trl.train.load_data", None)
-    monkeypatch.setitem(sys.modules, "requests", None)  # importing it fails
-    assert train(tmp_path / "run") == 2
-    assert "needs requests, which is not installed. `pip install 'opo_trl[async]'`" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    assert main(["--config", str(on_server(tmp_path, "http://localhost:9"))]) == 2
-    assert "needs requests, vllm, which are not installed. `pip install 'opo_trl[async,vllm]'`" in (
-        capsys.readouterr().err
-    )
-
-
-def test_token_budget_needs_a_server(tmp_path, capsys):
-    path = on_server(tmp_path, "http://localhost:9", in_process_staleness=0)
-    path.write_text(path.read_text().replace("token_budget: 0\n", ""))
-    assert main(["--config", str(path)]) == 2
-    assert "in_process_staleness=0 needs a `token_budget`" in capsys.readouterr().err
-
-
-def test_server_that_is_not_there_is_named(tmp_path, capsys, vllm_is_installed):
-    assert main(["--config", str(on_server(tmp_path, "http://127.0.0.1:9"))]) == 2
-    assert "nothing answered at http://127.0.0.1:9/health" in (said := capsys.readouterr().err)
-    assert "Start `vllm serve` there" in said
-
-
-class Healthy(BaseHTTPRequestHandler):
-    """A server that takes no weights."""
-
-    def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
-        self.end_headers()
-
-
-def test_server_that_takes_no_weights_is_named(tmp_path, capsys, vllm_is_installed):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    assert main(["--config", str(on_server(tmp_path, f"http://127.0.0.1:{server.server_port}"))]) == 2
-    server.shutdown()
-    assert "answers 404 at /server_info" in (said := capsys.readouterr().err)
-    assert "`VLLM_SERVER_DEV_MODE=1`" in said
-
-
-def test_reward_that_cannot_be_sent_to_the_worker_is_named(tmp_path, capsys, vllm_is_installed):
-    path = on_server(tmp_path, "http://127.0.0.1:9", reward_funcs=["test_async_recipe.local_reward"])
-    assert main(["--config", str(path)]) == 2
-    assert "cannot be sent to the worker process" in capsys.readouterr().err
-
-
-def _made():
-    return lambda completions, **columns: [0.0] * len(completions)
-
-
-local_reward = _made()
 
 
 def places(completions, place, **columns):
@@ -290,64 +171,6 @@ def test_rewards_of_text_get_text_also_asynchronous_ones():
     prompts, turns = ([[{"role": role, "content": text}] for text in ("a", "bc")] for role in ("user", "assistant"))
     assert _OfText(longest)(prompts=prompts, completions=turns) == [2.0, 4.0]
     assert _OfText(longest).__name__ == "longest"
-
-
-def test_configuration_of_recipes_leaves_the_dtype_to_the_model(tmp_path):
-    with pytest.raises(TypeError, match="dtype"):
-        AsyncRecipeConfig(str(tmp_path), use_cpu=True, bf16=False, dtype="bfloat16")
-
-
-# TRL's worker
-
-
-def in_worker(reward: IsolatedReward, said, ended: bool) -> None:
-    """What happens in the process of TRL's worker, without a server; at last it ends, or is ended."""
-    tokenizer = AutoTokenizer.from_pretrained(base_model_path())
-    tokenizer.response_template = {}
-    names = ("rollout_buffer", "heartbeat_value", "failed_event", "exception_info_queue", "metrics_queue", "opo")
-    rest = dict.fromkeys(names) | {"model_version_value": SimpleNamespace(value=0), "model_name": ""}
-    data = Dataset.from_list([{"prompt": []}])
-    _Loop(dataset=data, reward_funcs=[reward], processing_class=tokenizer, eos_token_ids=[1], **rest)
-    multiprocessing.current_process().daemon = False  # as its `run` begins
-    signal.raise_signal(signal.SIGTERM)
-    signal.raise_signal(signal.SIGINT)
-    said.put(reward(["1+1=2"], solution=["1+1=2"]))
-    reward.close()
-    if ended:
-        signal.raise_signal(signal.SIGTERM)
-        said.put("still here")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ended", [False, True])
-def test_worker_outlives_a_scheduler_and_isolates_rewards(ended):
-    context = multiprocessing.get_context("spawn")
-    said, reward = context.Queue(), IsolatedReward(arithmetic_reward, workers=1)
-    process = context.Process(target=in_worker, args=(reward, said, ended), daemon=True)
-    process.start()
-    assert said.get(timeout=120) == [1.0]
-    process.join(60)
-    assert process.exitcode == (-signal.SIGTERM if ended else 0)
-    assert said.empty()
-
-
-# A TRL whose experimental modules have changed
-
-
-def test_method_that_does_not_fit_leaves_the_others_usable(tmp_path):
-    before = list(METHODS)
-    register(Method("broken", "Broken", "#000000", trainer="no_such_module.T", config="no_such_module.C"))
-    try:
-        recipe = tmp_path / "recipe.yaml"
-        recipe.write_text("trainer: opo\nlearning_rat: 1.0e-3\n")
-        with pytest.raises(ValueError, match=r"Did you mean `learning_rate`\?"):
-            read(["--config", str(recipe)])
-        assert len(config_classes()) == len(before)
-        recipe.write_text("trainer: broken\nlearning_rate: 1.0e-3\n")
-        with pytest.raises(ImportError, match="no_such_module"):
-            read(["--config", str(recipe)])
-    finally:
-        METHODS[:] = before
 
 
 def test_other_trainers_do_not_import_experimental_modules(tmp_path):

@@ -125,7 +125,7 @@ def test_recipe_of_asynchronous_training_is_for_the_gpus_that_it_names():
     _, args, *_ = parse_recipe(path)
     command = re.search(r"CUDA_VISIBLE_DEVICES=0,1 opo-trl train --num_processes 2 --config", path.read_text())
     assert command
-    assert 2 * args.completions_per_step == 96 == 16 * args.num_generations
+    assert 2 * args.generation_batch_size == 96 == 16 * args.num_generations
     assert f"--max-loras {args.max_staleness + 2}\n" in path.read_text()
 
 

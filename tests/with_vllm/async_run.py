@@ -150,11 +150,10 @@ def train(model: str, folder: Path, options: dict) -> dict | None:
 
 def refused(model: str, folder: Path, options: dict) -> dict:
     """What training is refused with."""
-    trainer = make(model, folder, options)
     try:
-        trainer.train()
+        make(model, folder, options)
     except ValueError as error:
-        return {"error": str(error), "steps": trainer.state.global_step}
+        return {"error": str(error)}
 
 
 class Fault(TrainerCallback):
@@ -173,15 +172,6 @@ class Fault(TrainerCallback):
             os.killpg(group, signal.SIGSTOP)
         else:
             os.killpg(group, signal.SIGKILL)
-        if what == "server restarted":
-            allowed = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-            with (self.folder / "server.log").open("w") as log:
-                server = subprocess.Popen(
-                    self.options["serve"], env=os.environ | allowed, stdout=log, stderr=log, start_new_session=True
-                )
-            (self.folder / "server.pid").write_text(str(server.pid))
-            self.trainer.vllm_client.server_timeout = 600
-            self.trainer.vllm_client.wait_for_server_ready()
         (self.folder / "at").write_text(str(time.time()))
 
 
@@ -200,8 +190,6 @@ def fault(model: str, folder: Path, options: dict) -> dict:
     seconds = time.time() - float((folder / "at").read_text())
     if options["what"] == "server hung":
         os.killpg(options["pid"], signal.SIGCONT)
-    if (folder / "server.pid").exists():
-        os.killpg(int((folder / "server.pid").read_text()), signal.SIGKILL)
     return {"status": ended.returncode, "output": ended.stderr[-20000:], "seconds": seconds}
 
 
