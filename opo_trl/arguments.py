@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from trl import ModelConfig, ScriptArguments
 
-from . import methods
 from .checks.ranges import require
 from .checks.strict_yaml import read_mapping
 from .config import OPOConfig
@@ -46,7 +45,7 @@ class OPOScriptArguments(ScriptArguments):
     Those of TRL's script for GRPO are among them, so that its recipes and command lines also train here.
     """
 
-    trainer: Annotated[str, OBJECTIVE] = setting(methods.DEFAULT, f"Trainer: {' or '.join(methods.by_trainer())}.")
+    trainer: Annotated[str, OBJECTIVE] = setting("opo", "`opo`, or `async_opo` for asynchronous training.")
     reward_funcs: Annotated[list[str] | None, REWARDS] = setting(
         None,
         "Reward functions: `accuracy_reward`, `format_reward`, `arithmetic_reward`, `gym_reward`, TRL's "

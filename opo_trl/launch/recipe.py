@@ -161,7 +161,7 @@ def read(argv: Sequence[str]) -> Fields:
     others = {name: recipe.pop(name) for name in [*recipe] if name not in known}
     launch = {name: value for name, value in others.items() if name in _launch_actions()} if others else {}
     problems = [
-        f"{path!r} sets {name}={value!r}, but there is no such field. {hint_at_field(name, trainer)}"
+        f"{path!r} sets {name}={value}, but there is no such field. {hint_at_field(name, trainer)}"
         for name, value in others.items()
         if name not in launch
     ]
@@ -265,7 +265,8 @@ def arguments(given: Fields) -> tuple[OPOScriptArguments, OPOConfig, ModelConfig
 def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConfig, dict[str, Any]]:
     """The arguments that a command line asks for, and the recipe with the command line's fields merged in."""
     given = read(argv)
-    return *arguments(given), given.as_stored
+    stored = given.as_stored
+    return *arguments(given), stored
 
 
 def set_variables(env: Mapping[str, str]) -> None:
