@@ -13,7 +13,6 @@ import gc
 import json
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -46,7 +45,7 @@ from .launch.signals import StopOnSignal, StoppedBySignal
 from .launch.tools import Tools, check_rows, check_tool_template, load_tools
 from .report import run_folder
 from .report.run_report import write_or_say_why
-from .rewards.errors import RewardError, told
+from .rewards.errors import RewardError
 from .rollout import recorded
 from .rollout.checkpoint import resolve as find_checkpoint
 from .rollout.disk import SaveError
@@ -291,10 +290,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             if isinstance(error, OSError) and not _is_within(error.filename, ready.trainer.args.output_dir):
                 raise
             return report_error("opo-trl train", error, debug=debug, status=1)
-        except SystemExit as error:  # of a library, or of a user's code that nothing names
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"{where.name} ({where.filename}, line {where.lineno}) has ended training with {told(error)}."
-            return report_error("opo-trl train", RuntimeError(said), debug=debug, status=1)
         finally:  # the report matters most when a run ends with an error
             if ready.trainer.args.process_index == 0:
                 write_or_say_why(Path(ready.trainer.args.output_dir))

@@ -82,7 +82,8 @@ def _value(loader: _Loader, node: yaml.Node) -> Any:
 def _written(node: yaml.Node) -> Any:
     """The text of a value, whatever YAML takes it for; `None` for null or nothing."""
     if isinstance(node, yaml.ScalarNode):
-        return None if node.tag == "tag:yaml.org,2002:null" else node.value
+        text = re.sub(r"\A([-+]?)\.(inf|nan)\Z", r"\1\2", node.value)  # as Python's `float` spells them
+        return None if node.tag == "tag:yaml.org,2002:null" else text
     if isinstance(node, yaml.SequenceNode):
         return [_written(item) for item in node.value]
     return {str(key.value): _written(value) for key, value in node.value}

@@ -6,6 +6,7 @@ read the file, since it would take `no` for false and the last of two equal keys
 """
 
 import argparse
+import copy
 import difflib
 import functools
 import logging
@@ -14,7 +15,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
@@ -56,8 +56,9 @@ class _Parser(TrlParser):
 
     def __init__(self, trainer: str):
         usage = "opo-trl train [RECIPE] [--field value …] [--plan] [--debug]"
-        dataclass_types: Any = _argument_classes(trainer)
-        super().__init__(dataclass_types, prog="opo-trl train", usage=usage, allow_abbrev=False)
+        kinds: Any = _argument_classes(trainer)
+        super().__init__(kinds, prog="opo-trl train", usage=usage, allow_abbrev=False)
+        self.types = _fields(trainer)
         self.problems: dict[str, str] = {}  # by field
 
     def error(self, message: str) -> NoReturn:
@@ -68,7 +69,7 @@ class _Parser(TrlParser):
         return f"{message}. Set it to a value of its type: `{self.prog} --help` lists them."
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        if arg_string.startswith("{") and _takes(dict, self._hint(action.dest)):
+        if arg_string.startswith("{") and _takes(dict, self.types.get(action.dest)):
             return strict_yaml.read_mapping(action.dest, arg_string)
         return super()._get_value(action, arg_string)
 
@@ -79,26 +80,21 @@ class _Parser(TrlParser):
             self.problems[action.dest] = self._described(str(error))
             return action.default
 
-    def _hint(self, name: str) -> Any:
-        return next((found[name] for kind in self.dataclass_types if name in (found := hints(kind))), None)
-
     def take(self, recipe: Mapping[str, Any]) -> None:
         """Make the values of a recipe, in the types of their fields, the defaults of the command line."""
         actions = {action.dest: action for action in reversed(self._actions)}  # `--field` precedes `--no_field`
         for name, value in recipe.items():
-            action = actions[name]
+            action: Any = actions[name]
             items = value if action.nargs == "+" and isinstance(value, list) else [value]
             if all(isinstance(item, str) for item in items):
                 value = self._get_values(action, items)
-            elif value is not None and not self._fits(action, items):
+            elif value is not None and not (
+                all(isinstance(item, action.type) for item in items)
+                if action.nargs == "+"
+                else _takes(type(value), self.types[name])
+            ):
                 self.problems[name] = self._described(f"{name}={value!r} is not allowed")
             self.set_defaults_with_config(**{name: value})
-
-    def _fits(self, action: argparse.Action, items: list[Any]) -> bool:
-        kind: Any = action.type
-        if action.nargs == "+":
-            return all(isinstance(item, kind) for item in items)
-        return _takes(type(items[0]), self._hint(action.dest))
 
 
 def _takes(kind: type, hint: Any) -> bool:
@@ -107,18 +103,16 @@ def _takes(kind: type, hint: Any) -> bool:
     return kind in {get_origin(part) or part for part in parts}
 
 
-def make_parser(trainer: str) -> _Parser:
-    """Parser of recipes and command lines, into script, trainer and model arguments."""
-    return _Parser(trainer)
+make_parser = _Parser  # of recipes and command lines, into script, trainer and model arguments
 
 
 def _argument_classes(trainer: str) -> tuple[type, type, type]:
     return OPOScriptArguments, methods.by_trainer()[trainer].config_class, ModelConfig
 
 
-def _fields(trainer: str) -> set[str]:
-    """The fields that a recipe for this trainer can set."""
-    return {name for kind in _argument_classes(trainer) for name in hints(kind)}
+def _fields(trainer: str) -> dict[str, Any]:
+    """Field → type, of all that a recipe for this trainer can set."""
+    return {name: hint for kind in _argument_classes(trainer) for name, hint in hints(kind).items()}
 
 
 @dataclass(frozen=True)
@@ -138,7 +132,8 @@ class Fields:
     @property
     def as_stored(self) -> dict[str, Any]:
         """The recipe, with the command line merged in, as a run's folder stores it."""
-        values = {name: _plain(value) for name, value in self.values.items() if name in self.named}
+        # Copies: what a library changes in a mapping of the arguments is not what the recipe said.
+        values = {name: copy.deepcopy(value) for name, value in self.values.items() if name in self.named}
         return ({"env": self.env} if self.env else {}) | self.launch | values
 
 
@@ -151,17 +146,20 @@ def read(argv: Sequence[str]) -> Fields:
             its field or is out of its range; the message names all of these.
     """
     own, words = _split(argv)
-    path = own.config
-    if path is not None and not Path(path).is_file():
-        raise ValueError(f"config={path!r} does not exist. `opo-trl recipes` lists the package's, and copies them.")
-    recipe = {} if path is None else strict_yaml.read(path)
-    trainer = _trainer(recipe, words)
-    parser, known = make_parser(trainer), _fields(trainer)
-    env = _variables(recipe.pop("env", None) or {})
-    others = {name: recipe.pop(name) for name in [*recipe] if name not in known}
+    if own.config is not None and not Path(own.config).is_file():
+        fix = "`opo-trl recipes` lists the package's recipes, and copies them."
+        raise ValueError(f"config={own.config!r} does not exist. {fix}")
+    recipe = {} if own.config is None else strict_yaml.read(own.config)
+    if own.trainer is not None:
+        recipe["trainer"] = own.trainer
+    trainer = _check_trainer(recipe.get("trainer") or methods.DEFAULT)
+    parser, env = _Parser(trainer), recipe.pop("env", None) or {}
+    if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
+        raise ValueError(f"env={env!r} is not allowed. Set `env` to a mapping: `env: {{NAME: value}}`.")
+    others = {name: recipe.pop(name) for name in [*recipe] if name not in parser.types}
     launch = {name: value for name, value in others.items() if name in _launch_actions()} if others else {}
     problems = [
-        f"{path!r} sets {name}={value}, but there is no such field. {hint_at_field(name, trainer)}"
+        f"{own.config!r} sets {name}={value}, but there is no such field. {hint_at_field(name, trainer)}"
         for name, value in others.items()
         if name not in launch
     ]
@@ -175,35 +173,30 @@ def read(argv: Sequence[str]) -> Fields:
     for word in unknown:
         name = word.removeprefix("--").split("=")[0].replace("-", "_")
         if word.startswith("--") and name not in _launch_actions():
-            problems.append(
-                f"{word} is neither a field nor an option of `accelerate launch`. {hint_at_field(name, trainer)}"
-            )
+            hint = hint_at_field(name, trainer)
+            problems.append(f"{word} is neither a field nor an option of `accelerate launch`. {hint}")
     if problems:
         raise ValueError("\n".join(problems))
-    values["accelerate_config"] = find_accelerate_config(values["accelerate_config"], path)
-    return Fields(trainer, values, named, env, launch, unknown, notes, path, own.plan)
+    values["accelerate_config"] = find_accelerate_config(values["accelerate_config"], own.config)
+    return Fields(trainer, values, named, env, launch, unknown, notes, own.config, own.plan)
 
 
 def _split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of the command itself, with the path of the recipe, and the words that set fields."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser("opo-trl train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
+    parser.add_argument("--trainer")
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--debug", nargs="?", const=True)  # with a value, it is Transformers' field
-    if argv and not argv[0].startswith("-"):
-        argv = ["--config", *argv]
-    own, words = parser.parse_known_args(argv)
+    own, words = parser.parse_known_args(["--config", *argv] if argv and not argv[0].startswith("-") else argv)
     return own, words + (["--debug", own.debug] if isinstance(own.debug, str) else [])
 
 
-def _trainer(recipe: Mapping[str, Any], words: Sequence[str]) -> str:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--trainer", nargs="?", default=recipe.get("trainer") or methods.DEFAULT)
-    trainer, known = parser.parse_known_args(words)[0].trainer, methods.by_trainer()
+def _check_trainer(trainer: str) -> str:
+    known = methods.by_trainer()
     if trainer in known:
         return trainer
-    if trainer in _OBJECTIVES:
-        instead = _OBJECTIVES[trainer]
+    if instead := _OBJECTIVES.get(trainer):
         raise ValueError(f"trainer={trainer!r} is an objective of `trainer: opo` now. Set {instead} instead.")
     raise ValueError(f"trainer={trainer!r} does not exist. Set `trainer` to one of {', '.join(known)}.")
 
@@ -220,13 +213,6 @@ def launch_words(options: Mapping[str, Any]) -> list[str]:
     flags = {name for name in options if _launch_actions()[name].nargs == 0}
     words = [f"--{name}={value}" for name, value in options.items() if value is not None and name not in flags]
     return words + [f"--{name}" for name in flags if str(options[name]).lower() in ("true", "yes")]
-
-
-def _variables(env: Any) -> dict[str, str]:
-    """The environment variables that a recipe sets."""
-    if isinstance(env, dict) and all(isinstance(value, str) for value in env.values()):
-        return env
-    raise ValueError(f"env={env!r} is not allowed. Set `env` to a mapping: `env: {{NAME: value}}`.")
 
 
 def hint_at_field(name: str, trainer: str) -> str:
@@ -317,15 +303,6 @@ def _as_in_trl(trainer: str, values: dict[str, Any], named: set[str]) -> list[st
         values["reward_weights"] = [*rest, first]
     defaults = {each.name: default(each) for kind in _argument_classes(trainer) for each in fields(kind)}
     values.update({name: defaults[name] for name in left_out})
-    named -= left_out.keys()
+    named.difference_update(left_out)
     named.add("trainer")
     return notes
-
-
-def _plain(value: Any) -> Any:
-    # Copies: what a library changes in a mapping of the arguments is not what the recipe said.
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value.value if isinstance(value, Enum) else value

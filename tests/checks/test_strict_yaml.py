@@ -33,6 +33,7 @@ def recipe(tmp_path):
         ("env: {A: no, 010: 1e3}", {"A": "no", "010": "1e3"}),
         ("learning_rate: 1e-4", 1e-4),  # text, in YAML 1.1
         ("mu: .5", 0.5),
+        ("max_grad_norm: .inf", float("inf")),
         ("use_cpu: Yes", True),
         ("reward_weights: [1, -1e-5]", [1, -1e-5]),
         ("report_to: [none]", ["none"]),

@@ -228,43 +228,32 @@ EXTRAS = {"use_vllm": "vllm", "use_peft": "peft", "load_in_4bit": "bitsandbytes"
 LIGER = {"use_liger_kernel": True}
 
 
+# `tests/checks/test_strict_yaml.py` covers how recipes are read.
 RECIPES = [
-    Case("missing recipe", ["config='no.yaml'", "Pass the path"], fields=["--config", "no.yaml"]),
+    Case("missing recipe", ["config='no.yaml'", "`opo-trl recipes`"], fields=["--config", "no.yaml"]),
     Case("recipe that is not YAML", ["config='recipe.yaml'", "not valid YAML"], change=write("recipe.yaml", "a: [1")),
-    Case("recipe that is a list", ["config='recipe.yaml'", "one field per line"], change=write("recipe.yaml", "- a")),
     Case(
         "recipe that would run code",
         ["config='recipe.yaml'", "not valid YAML", "python/object/apply"],
-        change=write("recipe.yaml", "output_dir: !!python/object/apply:os.system ['touch ran']\n"),
+        change=write("recipe.yaml", "fsdp_config: {a: !!python/object/apply:os.system ['touch ran']}\n"),
     ),
     Case(
         "recipe in another encoding",
-        ["config='recipe.yaml'", "not valid YAML", "'utf-8' codec", "Fix it"],
+        ["config='recipe.yaml'", "not valid YAML", "'utf-8' codec"],
         change=write("recipe.yaml", "output_dir: é".encode("latin-1")),
     ),
     Case("misspelt key", ["alhpa=0.4", "Did you mean `alpha`?"], {"alhpa": 0.4}),
     Case("unknown key", ["xyzzy=1", "Remove it"], {"xyzzy": 1}),
-    Case("field of an earlier version", ["torch_dtype='bfloat16'", "it is `dtype`"], {"torch_dtype": "bfloat16"}),
-    Case("log folder of an earlier version", ["logging_dir='x'", "TENSORBOARD_LOGGING_DIR"], {"logging_dir": "x"}),
-    Case("misspelt option", ["--learning_rat 1", "Did you mean `learning_rate`?"], fields=["--learning_rat", "1"]),
-    Case("key of the other trainer", ["alpha=0.4", "belongs to `trainer: opo`"], {"trainer": "grpo", "alpha": 0.4}),
-    Case("unknown trainer", ["trainer='ppo'", "Set `trainer` to one of opo, grpo"], {"trainer": "ppo"}),
-    Case("variable without a name", ["env={'': '1'}", "Set `env`"], {"env": {"": "1"}}),
-    Case("variable with an equals sign", ["env={'A=B': '1'}", "Set `env`"], {"env": {"A=B": "1"}}),
-    Case("variable with a NUL", ["env={'A': 'x\\x00y'}", "Set `env`"], {"env": {"A": "x\0y"}}),
+    Case("field of an earlier version", ["torch_dtype=bfloat16", "it is `dtype`"], {"torch_dtype": "bfloat16"}),
+    Case("misspelt option", ["--learning_rat", "Did you mean `learning_rate`?"], fields=["--learning_rat", "1"]),
+    Case(
+        "key of another trainer", ["weight_sync_steps=2", "belongs to `trainer: async_opo`"], {"weight_sync_steps": 2}
+    ),
+    Case("unknown trainer", ["trainer='ppo'", "Set `trainer` to one of opo"], {"trainer": "ppo"}),
     Case("env that is not a mapping", ["env=['A=1']", "Set `env` to a mapping"], {"env": ["A=1"]}),
     Case("word for a number", ["alpha: invalid float value: 'high'", "Set it to"], {"alpha": "high"}),
-    Case(
-        "word for a number on the command line",
-        ["mu: invalid float value: 'soft'", "Set it to"],
-        fields=["--mu", "soft"],
-    ),
     Case("fraction for a count", ["max_steps: invalid int value: '2.5'", "Set it to"], {"max_steps": 2.5}),
-    Case("list for a number", ["alpha=[0.1, 0.2]", "Set it to"], {"alpha": [0.1, 0.2]}),
-    Case("mapping for a number", ["num_generations={'a': 1}", "Set it to"], {"num_generations": {"a": 1}}),
     Case("null for a number", ["num_generations=None", "Set `num_generations`"], {"num_generations": None}),
-    Case("word for a switch", ["use_cpu", "maybe", "Set it to"], {"use_cpu": "maybe"}),
-    Case("word in a list of numbers", ["temperature_range", "'low'", "Set it to"], {"temperature_range": ["low", 1]}),
     Case("unknown choice", ["ratio_form", "'linear'", "'exact'"], {"ratio_form": "linear"}),
     Case("no model", ["model_name_or_path is not set", "Set it"], {"model_name_or_path": None}),
     Case("no data", ["dataset_name is not set", "Set it"], {"dataset_name": None}),
@@ -338,7 +327,6 @@ DATA = [
         ["columns={'problem': 'question'}", "does not fit", "problem, level, type, solution", "Set `columns`"],
         {"columns": {"problem": "question"}},
     ),
-    Case("columns that are not names", ["columns={'problem': 1}", "Set `columns`"], {"columns": {"problem": 1}}),
     Case(
         "levels of data without levels",
         ["levels=['Level 1', 'Level 2']", "has no levels"],
@@ -385,24 +373,9 @@ DATA = [
         {"dataset_settings": {"size": 5}},
     ),
     Case(
-        "settings that are no mapping",
-        ["dataset_settings=[5]", "is not allowed"],
-        {"dataset_settings": [5]},
-    ),
-    Case(
         "mixture and name",
-        ["dataset_name='./data'", "datasets=[{'path': './data'}]", "Remove one of them"],
+        ["dataset_name='./data' has no effect: `datasets` is set", "Remove"],
         {"datasets": [{"path": "./data"}]},
-    ),
-    Case(
-        "mixture of what is no dataset",
-        ["datasets={'folder': './data'}", "is not allowed", "with `path`"],
-        {"dataset_name": None, "datasets": [{"folder": "./data"}]},
-    ),
-    Case(
-        "mixture that is one mapping",
-        ["datasets={'path': './data'} is not allowed", "a list of mappings"],
-        {"dataset_name": None, "datasets": {"path": "./data"}},
     ),
     Case(
         "mixture of what does not exist",
@@ -420,20 +393,11 @@ DATA = [
         {"dataset_name": None, "datasets": [{"path": "./data"}], "levels": None, "test_split_size": 8},
     ),
     Case(
-        "part of a row",
-        ["test_split_size=1.5 is not allowed", "a number of rows"],
-        {"dataset_name": None, "datasets": [{"path": "./data"}], "test_split_size": 1.5},
-    ),
-    Case(
         "configuration of a mixture",
-        ["dataset_config='main'", "no effect with `datasets`", "Remove"],
+        ["dataset_config='main' has no effect: `datasets` is set", "Remove"],
         {"dataset_name": None, "datasets": [{"path": "./data"}], "dataset_config": "main"},
     ),
-    Case(
-        "test split of no mixture",
-        ["test_split_size=0.1", "no effect without `datasets`", "Remove"],
-        {"test_split_size": 0.1},
-    ),
+    Case("test split of no mixture", ["test_split_size=0.1 has no effect: `datasets`"], {"test_split_size": 0.1}),
     Case("empty file", ["dataset_name=", "train.jsonl", "is empty"], change=write("data/train.jsonl", "")),
     Case("blank file", ["dataset_name=", "train.jsonl", "is empty"], change=write("data/train.jsonl", "\n \n")),
     Case(
@@ -486,7 +450,6 @@ DATA = [
         change=both(remove("data/train.jsonl"), write("data/train.parquet", b"PAR1...")),
     ),
     Case("validation of 0 problems", ["validation_size=0", "at least 1"], {"validation_size": 0}),
-    Case("validation every 0 steps", ["validation_steps=0", "positive"], {"validation_steps": 0}),
     Case("report of 0 completions", ["report_samples=0 is not allowed", "at least 1"], {"report_samples": 0}),
     Case("streaming", ["dataset_streaming=True", "Remove"], {"dataset_streaming": True}),
     Case(
@@ -506,7 +469,7 @@ DATA = [
     ),
     Case(
         "test fraction next to a test split",
-        ["dataset_test_split='train' has no effect with test_fraction=0.5", "Remove one of them"],
+        ["dataset_test_split='train' has no effect: `test_fraction` is set"],
         {"dataset_test_split": "train", "test_fraction": 0.5},
     ),
     Case("test fraction of 1", ["test_fraction=1.0", "such as 0.2"], {"test_fraction": 1.0}),
@@ -593,10 +556,7 @@ MODELS = [
     ),
     Case(
         "tools beside recorded rollouts",
-        [
-            "tools=['my_rewards.add'] cannot be combined with rollouts='r.jsonl': completions are recorded",
-            "Remove one",
-        ],
+        ["tools=['my_rewards.add'] has no effect: completions are those of rollouts='r.jsonl'"],
         {"dataset_name": None, "levels": None, "rollouts": "r.jsonl", "tools": ["my_rewards.add"]},
     ),
     Case(
@@ -817,8 +777,6 @@ REWARD_FUNCTIONS = [
         change=write("broken.py", "1 / 0\n"),
     ),
     Case("no time for a reward", ["reward_timeout=0.0", "positive"], {"reward_timeout": 0}),
-    Case("too little memory for a reward", ["reward_memory=64", "512 or more"], {"reward_memory": 64}),
-    Case("negative number of workers", ["reward_workers=-1", "0 or more"], {"reward_workers": -1}),
     Case(
         "more weights than rewards",
         ["reward_weights=[1.0, 2.0]", "does not fit 1 rewards", "Set `reward_weights`"],
@@ -992,7 +950,6 @@ PATHS = [
     Case("folder name of a space", ["output_dir=' ' is empty", "Set `output_dir`"], {"output_dir": " "}),
     Case("folder name with a NUL", ["output_dir='run\\x00'", "NUL", "Remove it"], NUL),
     Case("folder name that is too long", ["output_dir='xxx", "is too long", "Shorten"], {"output_dir": LONG}),
-    Case("path that is too long", ["output_dir='x/x", "is too long", "Shorten"], {"output_dir": "x/" * 2500}),
     Case("model's name that is too long", ["model_name_or_path='xxx", "Shorten"], {"model_name_or_path": LONG}),
     Case("dataset's name that is too long", ["dataset_name='./xxx", "Shorten"], {"dataset_name": f"./{LONG}"}),
     Case("dataset's name with a NUL", ["dataset_name='da\\x00ta'", "NUL"], {"dataset_name": "da\0ta"}),
@@ -1000,28 +957,6 @@ PATHS = [
         "checkpoint's name that is too long",
         ["resume_from_checkpoint='xxx", "Shorten"],
         {"resume_from_checkpoint": LONG},
-    ),
-    Case("recipe's name that is too long", ["config='xxx", "Shorten"], fields=["--config", LONG]),
-    Case("recipe that is a folder", ["config='data'", "does not exist"], fields=["--config", "data"]),
-    Case(
-        "recipe of the package",
-        [
-            "config='recipes/arithmetic/opo.yaml'",
-            "does not exist, as seen from",
-            "`opo-trl recipes arithmetic/opo.yaml`",
-        ],
-        fields=["--config", "recipes/arithmetic/opo.yaml"],
-    ),
-    Case(
-        "recipe of the package, with launch",
-        ["config='recipes/arithmetic/opo.yaml'", "`opo-trl recipes arithmetic/opo.yaml` copies it"],
-        fields=["--config", "recipes/arithmetic/opo.yaml"],
-        command="launch",
-    ),
-    Case(
-        "accelerate configuration of the package",
-        ["accelerate_config='recipes/accelerate/cpu.yaml'", "`opo-trl recipes accelerate/cpu.yaml` copies it"],
-        {"accelerate_config": "recipes/accelerate/cpu.yaml"},
     ),
     Case(
         "deepspeed configuration that is not the package's",
@@ -1043,7 +978,6 @@ PATHS = [
 
 # One case of each kind: `tests/checks/test_ranges.py` covers all ranges, `test_silent.py` what libraries ignore.
 KINDS = [
-    Case("duplicate key", ["duplicate key 'max_steps'", "Remove one"], change=append("recipe.yaml", "max_steps: 2\n")),
     Case("top_p above 1", ["top_p=1.5", "Set `top_p`", "(0, 1]"], {"top_p": 1.5}),
     Case("adam_beta1 of 1", ["adam_beta1=1.0", "[0, 1)"], {"adam_beta1": 1.0}),
     Case("negative clipping", ["max_grad_norm=-1.0", "0 for no clipping"], {"max_grad_norm": -1}),
@@ -1085,23 +1019,16 @@ KINDS = [
     ),
     Case(
         "best checkpoint without evaluation",
-        ["load_best_model_at_end=True", "Remove"],
+        ["load_best_model_at_end=True has no effect", "`eval_strategy`"],
         {"load_best_model_at_end": True, "save_strategy": "no"},
     ),
-    Case("metric without evaluation", ["metric_for_best_model='x'", "Remove"], {"metric_for_best_model": "x"}),
-    Case("LoRA options without LoRA", ["lora_r=4", "Set `use_peft` to true"], {"lora_r": 4}),
+    Case("LoRA options without LoRA", ["lora_r=4 has no effect: `use_peft`"], {"lora_r": 4}),
     Case(
         "evaluation without data",
         ["eval_strategy: dataset_name='./data' is a folder without split='dev'", "set another split"],
         {"eval_strategy": "steps", "eval_steps": 1, "dataset_test_split": "dev"},
     ),
     Case("synchronized reference without KL", ["sync_ref_model=True", "Set `beta`"], {"sync_ref_model": True}),
-    Case(
-        "adapters and a synchronized reference",
-        ["sync_ref_model=True", "use_peft=True", "Remove one"],
-        {"sync_ref_model": True, "beta": 0.1, "use_peft": True},
-    ),
-    Case("push without the Hub", ["push_to_hub=True", "remove `push_to_hub`"], {"push_to_hub": True}),
     Case(
         "address without a scheme",
         ["vllm_server_base_url='localhost:8000'", "http://"],
@@ -1135,32 +1062,13 @@ LAUNCH = [
         absent="deepspeed",
     ),
     Case(
-        "quantized model and vLLM",
-        ["load_in_4bit=True", "use_vllm=True", "Remove one"],
-        {"load_in_4bit": True, "use_vllm": True},
-    ),
-    Case(
-        "deepspeed is not installed, with launch",
-        ["accelerate_config='", "zero2", "not installed", "pip install 'opo_trl[deepspeed]'"],
-        {"accelerate_config": "zero2"},
-        absent="deepspeed",
-        command="launch",
-    ),
-    Case(
-        "missing accelerate configuration",
-        ["accelerate_config='zero9'", "neither a file nor"],
-        {"accelerate_config": "zero9"},
-        command="launch",
-    ),
-    Case(
         "misspelt launcher option",
-        ["--num_proceses 2", "Did you mean `num_processes`?"],
+        ["--num_proceses", "Did you mean `num_processes`?"],
         fields=["--num_proceses", "2"],
         command="launch",
     ),
-    Case("word before the options", ["typo", "neither a field nor"], fields=["typo"], command="launch"),
+    Case("missing accelerate file", ["accelerate_config='zero9'", "neither a file"], {"accelerate_config": "zero9"}),
     Case("misspelt key, with launch", ["alhpa=0.4", "Did you mean `alpha`?"], {"alhpa": 0.4}, command="launch"),
-    Case("wrong type, with launch", ["alpha: invalid float value: 'x'"], {"alpha": "x"}, command="launch"),
 ]
 
 OTHER_COMMANDS = [
