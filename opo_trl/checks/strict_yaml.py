@@ -74,9 +74,9 @@ def read_mapping(field: str, text: str) -> dict[str, Any]:
 
 
 def _value(loader: _Loader, node: yaml.Node) -> Any:
-    if isinstance(node, yaml.SequenceNode):
+    if node.tag == "tag:yaml.org,2002:seq":
         return [_value(loader, item) for item in node.value]
-    return loader.construct_object(node, deep=True) if isinstance(node, yaml.MappingNode) else _written(node)
+    return _written(node) if isinstance(node, yaml.ScalarNode) else loader.construct_object(node, deep=True)
 
 
 def _written(node: yaml.Node) -> Any:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..checks import paths
 from ..checks.errors import never_fail_to_print, report_error
 
 
@@ -65,19 +64,18 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("train", help="train from a recipe, through accelerate", add_help=False)
-    figures = commands.add_parser("figures", help="redraw the figures of a run")
-    report = commands.add_parser("report", help="rewrite the report of a run, or compare several finished ones")
-    recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
     diagnose = commands.add_parser("diagnose", help="judge the log of any GRPO run, of TRL's trainer too")
-    diagnose.add_argument(
-        "run", type=paths.path, help="TRL's folder or trainer_state.json, or an export: .jsonl, .json, .csv"
-    )
-    diagnose.add_argument("--output", type=paths.path, help="also write this .html file")
-    figures.add_argument("folder", type=paths.path, help="folder of a run")
-    report.add_argument("folder", nargs="+", type=paths.path, help="folders of runs; of several, prints a table")
+    text = "TRL's folder or trainer_state.json, or an export: .jsonl, .json, .csv"
+    diagnose.add_argument("run", type=Path, help=text)
+    diagnose.add_argument("--output", type=Path, help="also write this .html file")
+    report = commands.add_parser("report", help="rewrite the report of a run, or compare several finished ones")
+    report.add_argument("folder", nargs="+", type=Path, help="folders of runs; of several, prints a table")
+    figures = commands.add_parser("figures", help="redraw the figures of a run")
+    figures.add_argument("folder", type=Path, help="folder of a run")
+    recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
     recipes.add_argument("recipe", nargs="?", help="recipe, or folder of recipes, to copy")
     text = "folder to copy to (default: recipes)"
-    recipes.add_argument("--output", type=paths.path, default=Path("recipes"), help=text)
+    recipes.add_argument("--output", type=Path, default=Path("recipes"), help=text)
     env = commands.add_parser("env", help="print what a bug report needs")
     for command in (figures, report, diagnose, recipes, env):
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -99,10 +97,9 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
 
         return diagnose(arguments.run, arguments.output)
     elif arguments.command == "recipes":
-        from .shipped import copy_out
-        from .shipped import describe as list_recipes
+        from .shipped import copy_out, describe
 
-        print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else [list_recipes()]), sep="\n")
+        print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else [describe()]), sep="\n")
     elif arguments.command == "figures":
         from ..report.figures import draw_run
         from ..report.run_folder import is_run
@@ -111,9 +108,9 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
             raise ValueError(f"{str(arguments.folder)!r} has no recipe.yaml of a run. Pass the folder of a run.")
         print(*draw_run(arguments.folder), sep="\n")
     else:
-        from .environment import describe
+        from .environment import describe as describe_environment
 
-        print(describe())
+        print(describe_environment())
     return 0
 
 
