@@ -194,18 +194,18 @@ def check_together(
     adapters = [name for name in vars(model_config) if name.startswith("lora_")] + ["use_dora", "use_rslora"]
     # Whether it is so, why fields then have no effect, and which.
     cases: list[tuple[bool, str, Iterable[str]]] = [
-        *((True, why, [name]) for name, why in NOT_STREAMED.items()),
-        (recorded, f"completions are those of rollouts={rollouts!r}", called),
-        (recorded and not (mixed or script.dataset_name), "there is no `dataset_name`", of_problems),
-        (mixed, "`datasets` is set", ("dataset_name", "dataset_config", "dataset_settings", "test_fraction")),
-        (not mixed, "`datasets` is not set", ["test_split_size"]),
-        (script.test_fraction is not None, "`test_fraction` is set", ["dataset_test_split"]),
-        (args.eval_strategy == "no", "`eval_strategy` is not set", ["load_best_model_at_end"]),
+        *((True, f"here: {why}", [name]) for name, why in NOT_STREAMED.items()),
+        (recorded, f"on the recorded rollouts={rollouts!r}", called),
+        (recorded and not (mixed or script.dataset_name), "without `dataset_name`", of_problems),
+        (mixed, "with `datasets`", ("dataset_name", "dataset_config", "dataset_settings", "test_fraction")),
+        (not mixed, "without `datasets`", ["test_split_size"]),
+        (script.test_fraction is not None, f"with test_fraction={script.test_fraction!r}", ["dataset_test_split"]),
+        (args.eval_strategy == "no", "without `eval_strategy`", ["load_best_model_at_end"]),
         # A recipe that sets `use_peft: false` turns adapters off on purpose.
-        (not model_config.use_peft and "use_peft" not in recipe, "`use_peft` is not set", adapters),
+        (not model_config.use_peft and "use_peft" not in recipe, "without `use_peft: true`", adapters),
     ]
     found = given(args) | given(model_config) | given(script)
     for holds, why, names in cases:
         for name in names if holds else ():
             if name in found:
-                raise ValueError(f"{name}={found[name]!r} has no effect: {why}. Remove `{name}`, or change that.")
+                raise ValueError(f"{name}={found[name]!r} has no effect {why}. Remove `{name}`, or change that.")

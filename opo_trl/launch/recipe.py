@@ -222,7 +222,8 @@ def hint_at_field(name: str, trainer: str) -> str:
     for other, method in methods.by_trainer().items():
         with suppress(ImportError):  # of a trainer that does not fit the installed TRL
             if name in _fields(other):
-                return f"It belongs to `trainer: {other}` ({method.page}); this recipe is for `trainer: {trainer}`."
+                described = f", which {method.page} describes" if method.page else ""
+                return f"It belongs to `trainer: {other}`{described}; this recipe is for `trainer: {trainer}`."
     near = difflib.get_close_matches(name, {*_fields(trainer), *_launch_actions()}, n=1)
     return f"Did you mean `{near[0]}`?" if near else "Remove it."
 

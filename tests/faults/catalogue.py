@@ -374,7 +374,7 @@ DATA = [
     ),
     Case(
         "mixture and name",
-        ["dataset_name='./data' has no effect: `datasets` is set", "Remove"],
+        ["dataset_name='./data' has no effect with `datasets`", "Remove"],
         {"datasets": [{"path": "./data"}]},
     ),
     Case(
@@ -394,10 +394,12 @@ DATA = [
     ),
     Case(
         "configuration of a mixture",
-        ["dataset_config='main' has no effect: `datasets` is set", "Remove"],
+        ["dataset_config='main' has no effect with `datasets`", "Remove"],
         {"dataset_name": None, "datasets": [{"path": "./data"}], "dataset_config": "main"},
     ),
-    Case("test split of no mixture", ["test_split_size=0.1 has no effect: `datasets`"], {"test_split_size": 0.1}),
+    Case(
+        "test split of no mixture", ["test_split_size=0.1 has no effect without `datasets`"], {"test_split_size": 0.1}
+    ),
     Case("empty file", ["dataset_name=", "train.jsonl", "is empty"], change=write("data/train.jsonl", "")),
     Case("blank file", ["dataset_name=", "train.jsonl", "is empty"], change=write("data/train.jsonl", "\n \n")),
     Case(
@@ -469,7 +471,7 @@ DATA = [
     ),
     Case(
         "test fraction next to a test split",
-        ["dataset_test_split='train' has no effect: `test_fraction` is set"],
+        ["dataset_test_split='train' has no effect with test_fraction=0.5"],
         {"dataset_test_split": "train", "test_fraction": 0.5},
     ),
     Case("test fraction of 1", ["test_fraction=1.0", "such as 0.2"], {"test_fraction": 1.0}),
@@ -556,7 +558,7 @@ MODELS = [
     ),
     Case(
         "tools beside recorded rollouts",
-        ["tools=['my_rewards.add'] has no effect: completions are those of rollouts='r.jsonl'"],
+        ["tools=['my_rewards.add'] has no effect on the recorded rollouts='r.jsonl'"],
         {"dataset_name": None, "levels": None, "rollouts": "r.jsonl", "tools": ["my_rewards.add"]},
     ),
     Case(
@@ -1022,7 +1024,7 @@ KINDS = [
         ["load_best_model_at_end=True has no effect", "`eval_strategy`"],
         {"load_best_model_at_end": True, "save_strategy": "no"},
     ),
-    Case("LoRA options without LoRA", ["lora_r=4 has no effect: `use_peft`"], {"lora_r": 4}),
+    Case("LoRA options without LoRA", ["lora_r=4 has no effect without `use_peft: true`"], {"lora_r": 4}),
     Case(
         "evaluation without data",
         ["eval_strategy: dataset_name='./data' is a folder without split='dev'", "set another split"],
