@@ -189,8 +189,8 @@ def check_together(
         fix = "Set `reward_funcs: []` if the environment alone gives the reward"
         raise ValueError(f"{said} defines what counts as correct. {fix}.")
     called, recorded = ("tools", "environment_factory"), rollouts is not None
-    of_problems = {*deciding(OPOScriptArguments, DATA), "validation_steps", "report_levels"}
-    of_problems -= {*called, "max_prompt_length", "instruction"}
+    of_problems = {*deciding(OPOScriptArguments, DATA), "validation_steps", "report_levels", "eval_strategy"}
+    of_problems -= {*called, "max_prompt_length", *({"instruction"} - recipe.keys())}  # which has a default
     adapters = [name for name in vars(model_config) if name.startswith("lora_")] + ["use_dora", "use_rslora"]
     # Whether it is so, why fields then have no effect, and which.
     cases: list[tuple[bool, str, Iterable[str]]] = [
