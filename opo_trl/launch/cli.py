@@ -6,7 +6,6 @@ The `opo-trl` command.
     opo-trl diagnose RUN [--output REPORT.html]
     opo-trl figures RUN_FOLDER
     opo-trl recipes [RECIPE] [--output FOLDER]
-    opo-trl env
 
 `opo_trl.checks.errors` explains the exit status; of `diagnose`, 1 says that something is wrong with the run.
 `--debug` also shows the traceback of an error.
@@ -34,6 +33,7 @@ your own problems with answers:
 """
 # Commands of earlier releases, and what is done instead.
 _GONE = {
+    "env": "use `trl env`, and `opo-trl --version`.",
     "compare": "train a run per recipe and seed with `opo-trl train`, then `opo-trl report RUN RUN …`.",
     "evaluate": "use lm-eval's own on the folder of the run, such as `lm_eval --model hf --model_args "
     "pretrained=runs/x,dtype=float32 --tasks gsm8k --apply_chat_template`.",
@@ -76,8 +76,7 @@ def _make_parser() -> argparse.ArgumentParser:
     recipes.add_argument("recipe", nargs="?", help="recipe, or folder of recipes, to copy")
     text = "folder to copy to (default: recipes)"
     recipes.add_argument("--output", type=Path, default=Path("recipes"), help=text)
-    env = commands.add_parser("env", help="print what a bug report needs")
-    for command in (figures, report, diagnose, recipes, env):
+    for command in (figures, report, diagnose, recipes):
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
@@ -100,17 +99,13 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
         from .shipped import copy_out, describe
 
         print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else [describe()]), sep="\n")
-    elif arguments.command == "figures":
+    else:
         from ..report.figures import draw_run
         from ..report.run_folder import is_run
 
         if not is_run(arguments.folder):
             raise ValueError(f"{str(arguments.folder)!r} has no recipe.yaml of a run. Pass the folder of a run.")
         print(*draw_run(arguments.folder), sep="\n")
-    else:
-        from .environment import describe as describe_environment
-
-        print(describe_environment())
     return 0
 
 

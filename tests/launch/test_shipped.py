@@ -62,7 +62,7 @@ def test_command_alone_shows_what_there_is_to_do(capsys):
     assert "recipes" in shown
 
 
-@pytest.mark.parametrize("command", ["evaluate", "compare"])
+@pytest.mark.parametrize("command", ["evaluate", "compare", "env"])
 def test_command_that_is_gone_says_what_to_do(capsys, command):
     assert cli.main([command, "runs/x"]) == 2
     assert capsys.readouterr().err.startswith(f"opo-trl {command}: error: this command is gone: ")
