@@ -136,7 +136,13 @@ def _train(argv: list[str]) -> int:
     except subprocess.CalledProcessError as error:
         return _status("the training process", error.returncode)
     except ChildFailedError as error:
+        from ..report.run_folder import is_run
+        from ..report.run_report import write_or_say_why
+
         rank, failure = error.get_first_failure()
+        folder = Path(given.values["output_dir"] or "").expanduser()
+        if failure.exitcode != 2 and options.machine_rank in (None, 0) and is_run(folder):
+            write_or_say_why(folder)  # the first process may have been ended before it could
         return _status(f"training process {rank}", failure.exitcode)
     return 0
 
